@@ -1,0 +1,68 @@
+# Two commands from a fresh clone: `make demo` and `make test`. They need Python 3.11+, pip and make, no compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python
+INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.txt
+# One thread per worker: on few cores the tests gain more from running side by side than from threads inside each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: help demo test slow lint format clean
+
+help:
+	@echo "make demo    set up $(VENV) and run 'onchip demo' (about a minute)"
+	@echo "make test    set up $(VENV) and run the tests"
+	@echo "make slow    run the tests marked slow"
+	@echo "make lint    ruff (lint, format) and basedpyright"
+	@echo "make format  let ruff rewrite the files"
+	@echo "make clean   remove $(VENV) and what tools left behind"
+
+demo: $(VENV)/.run
+	@$(BIN)/onchip demo $(DEMO)
+
+test: $(VENV)/.test
+	@$(PYTEST) -m "not slow" $(TEST)
+
+slow: $(VENV)/.test
+	@$(PYTEST) -m slow $(TEST)
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet --diff .
+	@$(BIN)/basedpyright --level error
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A torch that fits and is installed already (2.11 or later) is used as it is, and so is everything installed beside it:
+# the pins then hold for what is missing only. Otherwise the environment is closed and every package is pinned.
+# pip runs from outside, so that a Python without ensurepip will do.
+FITS := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit((int(v[0]), int(v[1])) < (2, 11))
+
+$(VENV)/constraints.txt: constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "onchip needs Python 3.11+; try make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv --clear --without-pip --system-site-packages $(VENV)
+	@if $(BIN)/python -c '$(FITS)' 2>/dev/null; then \
+		echo "Using the torch that is installed: $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"; \
+		$(PIP) list --format=freeze | awk -F== \
+			'NR == FNR { gsub("_", "-", $$1); have[tolower($$1)]; next } !($$1 in have)' - constraints.txt > $@; \
+	else \
+		$(PYTHON) -m venv --clear --without-pip $(VENV) && cp constraints.txt $@; \
+	fi
+
+$(VENV)/.run: $(VENV)/constraints.txt
+	@echo "Installing onchip into $(VENV) (the first time takes a minute or two) ..."
+	@$(INSTALL) "setuptools>=77" && $(INSTALL) -e . && touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	@echo "Installing the test tools ..."
+	@$(INSTALL) -e ".[test]" && touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo "Installing the linters ..."
+	@$(INSTALL) -e ".[dev]" && touch $@

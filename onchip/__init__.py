@@ -1,0 +1,33 @@
+"""onchip: exact attention for PyTorch that knows where its bytes are."""
+
+from importlib import import_module
+
+from onchip.explain import explain
+from onchip.ops import (
+    attention,
+    attention_weights,
+    merge_states,
+    paged_attention,
+    varlen_attention,
+)
+from onchip.problem import UnsupportedError, checks
+
+__version__ = "0.1.0"
+__all__ = [
+    "UnsupportedError",
+    "attention",
+    "attention_weights",
+    "checks",
+    "explain",
+    "merge_states",
+    "paged_attention",
+    "varlen_attention",
+]
+
+_LAZY = ("masks", "testing")
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return import_module(f"onchip.{name}")
+    raise AttributeError(f"module 'onchip' has no attribute {name!r}")

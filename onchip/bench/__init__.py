@@ -1,0 +1,19 @@
+"""Benchmarks: one file each, and the harness that they share. `onchip bench NAME` runs one.
+
+A benchmark is a module with `run(setup: harness.Setup) -> list[dict]` that gives the rows of its results
+file, and `BARS`, what those rows have to reach. Add a file, then a line here.
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+BENCHES = {
+    "cpu": "attention on this CPU against torch SDPA: dense, masked, packed, memory, overhead",
+}
+
+
+def load(name: str) -> ModuleType:
+    """The module of a benchmark; ValueError names those that exist."""
+    if name not in BENCHES:
+        raise ValueError(f"there is no benchmark {name!r}; choose from: {', '.join(BENCHES)}")
+    return import_module(f"onchip.bench.{name}")

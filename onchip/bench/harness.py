@@ -1,0 +1,295 @@
+"""What every benchmark shares: no row without a right answer, contenders that take turns, one schema.
+
+A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer, above 1
+is faster; `error` and `peer_error` are RMSEs against fp64. Rows that have no peer carry null there.
+"""
+
+import datetime
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.bench.measure import alternate, cpu_name, sample_rows
+from onchip.testing import assert_accurate, oracle, rmse
+
+SCHEMA = 1
+CHECKED_ROWS = 64
+ROUNDS, BUDGET_S = 7, 0.5
+Row = dict[str, Any]
+Rows = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The columns of a row that say what was asked."""
+
+    bench: str
+    mask: str
+    dtype: torch.dtype
+    head_dim: int
+    seqlen: int
+    batch: int = 1
+    num_heads: int = 8
+    backward: bool = False
+
+    def row(self, kernel: str, value: float, unit: str, **measured: object) -> Row:
+        blank = dict(peers={}, best_peer=None, ratio=None, error=None, peer_error=None)
+        return {
+            "bench": self.bench,
+            "kernel": kernel,
+            "pass": "forward+backward" if self.backward else "forward",
+            "mask": self.mask,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "head_dim": self.head_dim,
+            "seqlen": self.seqlen,
+            "batch": self.batch,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_heads,
+            "value": value,
+            "unit": unit,
+            **blank,
+            **measured,
+        }
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        way = "forward+backward" if self.backward else "forward"
+        return f"{self.bench} {self.mask}, {self.seqlen:,} tokens, head_dim {self.head_dim}, {dtype}, {way}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """attend(q, k, v) -> out on its own copy of the inputs; judged(out) brings out into the oracle's layout."""
+
+    name: str
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    judged: Callable[[Tensor], Tensor] = lambda out: out
+
+    def job(self, backward: bool) -> Callable[[], object]:
+        return self._step if backward else self.forward
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.attend(*self.inputs)
+
+    def _step(self) -> object:
+        q, k, v = self.leaves
+        return torch.autograd.grad(self.attend(q, k, v), (q, k, v), self.dout)
+
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        return [x.detach().requires_grad_() for x in self.inputs]
+
+    @cached_property
+    def dout(self) -> Tensor:
+        return torch.randn_like(self.forward())
+
+
+class Inaccurate(Exception):
+    """A result outside the accuracy rule: it has no time worth reporting."""
+
+
+@dataclass
+class Session:
+    """One run of a benchmark: its rows, what was refused, and how to tell the progress bar."""
+
+    quick: bool = False
+    threads: int = 2
+    tell: Callable[[str, float], None] = lambda title, done: None
+    rows: list[Row] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")
+
+    def run(self, steps: Iterable[tuple[str, Callable[[], Row]]]) -> None:
+        """Each step gives a row or refuses to; the titles go to the progress bar."""
+        steps = list(steps)
+        for i, (title, step) in enumerate(steps):
+            self.tell(title, i / len(steps))
+            try:
+                self.rows.append(step())
+            except Inaccurate as error:
+                self.refused.append(f"{title}: {error}")
+
+    def contest(
+        self, case: Case, kernel: str, ours: Contender, peers: list[Contender], exact: Exact
+    ) -> Row:
+        """A row: ours checked, then timed in turns with the fastest of the peers."""
+        error = exact.check(ours, case.backward)
+        peer = self.fastest(peers, case.backward)
+        jobs = {c.name: c.job(case.backward) for c in (ours, peer)}
+        best = self.clock(jobs)
+        return case.row(
+            kernel,
+            best[ours.name] * 1e3,
+            "ms",
+            peers={peer.name: best[peer.name] * 1e3},
+            best_peer=peer.name,
+            ratio=best[peer.name] / best[ours.name],
+            error=error,
+            peer_error=exact.error(peer),
+        )
+
+    def fastest(self, peers: list[Contender], backward: bool) -> Contender:
+        if len(peers) == 1:
+            return peers[0]
+        times = alternate({p.name: p.job(backward) for p in peers}, self.device, rounds=2)
+        return min(peers, key=lambda p: times[p.name])
+
+    def clock(self, jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        rounds, budget_s = (2, 0.0) if self.quick else (ROUNDS, BUDGET_S)
+        return alternate(jobs, self.device, rounds, budget_s)
+
+
+@dataclass
+class Exact:
+    """fp64 on a sample of query rows of one problem. visible(rows) -> bool (rows, seqlen_k)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Rows
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return sample_rows(self.q.shape[1], CHECKED_ROWS)
+
+    @cached_property
+    def out(self) -> Tensor:
+        return oracle(self.q[:, self.rows], self.k, self.v, mask=self.visible(self.rows)).out
+
+    def check(self, contender: Contender, backward: bool) -> float:
+        """The RMSE of its output; Inaccurate if the accuracy rule is broken.
+
+        The call that is judged is the call that is timed. Rows outside the sample get no gradient,
+        so that dk and dv depend on the sample alone and need nothing N x N either.
+        """
+
+        def sampled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return contender.attend(self.q.index_copy(1, self.rows, q), k, v)[:, self.rows]
+
+        q, mask = self.q[:, self.rows], self.visible(self.rows)
+        try:
+            assert_accurate(sampled, q, self.k, self.v, grad=backward, mask=mask)
+        except AssertionError as error:
+            raise Inaccurate(str(error)) from error
+        return self.error(contender)
+
+    def error(self, contender: Contender) -> float:
+        return rmse(contender.judged(contender.forward())[:, self.rows], self.out)
+
+
+class Bar(NamedTuple):
+    """What the rows that `selects` must reach: geomean ratio >= at_least, or every value <= at_most."""
+
+    name: str
+    selects: Callable[[Row], bool]
+    at_least: float | None = None
+    at_most: float | None = None
+
+
+class Verdict(NamedTuple):
+    bar: Bar
+    measured: float | None
+    unit: str
+
+    @property
+    def ok(self) -> bool:
+        if self.measured is None:
+            return False
+        if self.bar.at_least is not None:
+            return self.measured >= self.bar.at_least
+        return self.bar.at_most is not None and self.measured <= self.bar.at_most
+
+
+def judge(rows: list[Row], bars: Iterable[Bar]) -> list[Verdict]:
+    """One verdict per bar; a bar that no row speaks to is missed."""
+    verdicts = []
+    for bar in bars:
+        chosen = [row for row in rows if bar.selects(row)]
+        if not chosen:
+            verdicts.append(Verdict(bar, None, ""))
+        elif bar.at_least is not None:
+            verdicts.append(Verdict(bar, geomean([row["ratio"] for row in chosen]), "x"))
+        else:
+            verdicts.append(Verdict(bar, max(r["value"] for r in chosen), chosen[0]["unit"]))
+    return verdicts
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(math.log(x) for x in values) / len(values))
+
+
+def write_results(rows: list[Row], path: Path) -> None:
+    document = {"meta": meta(), "schema": SCHEMA, "rows": rows}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def meta() -> dict[str, Any]:
+    return {
+        "device": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "clocks": _clocks(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, with a + if it was changed since; None outside one."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _clocks() -> dict[str, float]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return {"cpu_mhz": max(float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz"))}
+    except (OSError, ValueError):
+        return {}
+
+
+def print_rows(console, rows: list[Row]) -> None:
+    from rich.table import Table
+
+    names = ("bench", "mask", "pass", "dtype", "D", "tokens", "kernel")
+    table = Table(*names, title="Rows", title_justify="left")
+    for name in ("onchip", "best peer", "ratio"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        what = (r["bench"], r["mask"], r["pass"], r["dtype"], str(r["head_dim"]), f"{r['seqlen']:,}", r["kernel"])
+        peer = f"{r['peers'][r['best_peer']]:.4g} {r['unit']}" if r["best_peer"] else ""
+        ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
+        table.add_row(*what, f"{r['value']:.4g} {r['unit']}", peer, ratio)
+    console.print(table)
+
+
+def print_verdicts(console, verdicts: list[Verdict]) -> None:
+    from rich.table import Table
+
+    table = Table("bar", "measured", "asked", "", title="Bars", title_justify="left")
+    for v in verdicts:
+        asked = f">= {v.bar.at_least:g}x" if v.bar.at_least is not None else f"<= {v.bar.at_most:g} {v.unit}"
+        measured = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
+        table.add_row(v.bar.name, measured, asked, "[green]met[/]" if v.ok else "[red]missed[/]")
+    console.print(table)

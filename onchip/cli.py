@@ -1,0 +1,216 @@
+"""The command line: `onchip demo | bench | explain | doctor`, also as `python -m onchip ...`."""
+
+import argparse
+import os
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import onchip
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 if all went well, 1 if a bar was missed, 2 (and a sentence) for a user's mistake."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except (ValueError, OSError) as error:
+        print(f"onchip: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("onchip: stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="onchip", description="Exact attention for PyTorch that knows where its bytes are."
+    )
+    parser.add_argument("--version", action="version", version=f"onchip {onchip.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_explain(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands) -> None:
+    p = commands.add_parser("demo", help="standard attention, torch SDPA and onchip side by side here")
+    p.add_argument("--quick", action="store_true", help="short lengths only, a few seconds")
+    p.add_argument("--report", type=Path, default=Path("onchip-demo.html"), metavar="FILE")
+    p.add_argument("--no-open", action="store_true", help="do not open the report in a browser")
+    p.set_defaults(run=_demo)
+
+
+def _add_bench(commands) -> None:
+    p = commands.add_parser("bench", help="run a benchmark and hold it to its bars")
+    p.add_argument("name", metavar="NAME", nargs="?", help="without a name: list the benchmarks")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as a results file")
+    p.add_argument("--quick", action="store_true", help="small sizes; its bars are not judged")
+    p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
+    p.set_defaults(run=_bench)
+
+
+def _add_explain(commands) -> None:
+    p = commands.add_parser("explain", help="which kernel serves a call, and why not the others")
+    p.add_argument("--batch", type=_positive, default=1)
+    p.add_argument("--seqlen", type=_positive, default=4096, help="queries (default 4096)")
+    p.add_argument("--seqlen-k", type=_positive, help="keys (default: as many as queries)")
+    p.add_argument("--heads", type=_positive, default=8)
+    p.add_argument("--kv-heads", type=_positive, help="default: as many as heads")
+    p.add_argument("--head-dim", type=_positive, default=64)
+    p.add_argument("--head-dim-v", type=_positive, help="default: head_dim")
+    p.add_argument("--dtype", choices=DTYPES, default="fp32")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--causal", action="store_true")
+    p.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1 = unbounded")
+    p.add_argument("--softcap", type=float, default=0.0)
+    p.add_argument("--dropout", type=float, default=0.0, metavar="P")
+    p.add_argument("--stats", action="store_true", help="ask for max logit and entropy per row")
+    p.add_argument("--kernel", help="ask for this kernel by name")
+    p.set_defaults(run=_explain)
+
+
+def _add_doctor(commands) -> None:
+    p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
+    p.set_defaults(run=_doctor)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from onchip import demo, report
+
+    _check_writable(args.report)
+    console = Console()
+    with _progress(console) as tell:
+        results = demo.run(args.quick, tell)
+    report.print_results(console, results)
+    report.write_html(results, args.report)
+    console.print(f"\nReport: [bold]{args.report}[/bold] ({results.elapsed_s:.0f} s in all)")
+    if not args.no_open and _has_screen():
+        webbrowser.open(args.report.resolve().as_uri())
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from onchip import bench
+    from onchip.bench import harness
+
+    if args.name is None:
+        for name, what in bench.BENCHES.items():
+            print(f"{name:<10} {what}")
+        return 0
+    module = bench.load(args.name)
+    if args.json:
+        _check_writable(args.json)
+    console = Console()
+    with _progress(console) as tell:
+        rows = module.run(harness.Setup(args.quick, args.threads, tell))
+    if args.json:
+        harness.write_results(rows, args.json)
+        console.print(f"Results: [bold]{args.json}[/bold]")
+    verdicts = harness.judge(rows, module.BARS)
+    harness.print_rows(console, rows)
+    harness.print_verdicts(console, verdicts)
+    return 0 if args.quick or all(v.ok for v in verdicts) else 1
+
+
+def _explain(args: argparse.Namespace) -> int:
+    dtype, device = DTYPES[args.dtype], _device(args.device)
+
+    def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
+        # One row seen through strides of zero: a question about any size costs nothing.
+        return torch.empty(head_dim, dtype=dtype, device=device).expand(args.batch, seqlen, heads, head_dim)
+
+    seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
+    print(
+        onchip.explain(
+            tensor(args.seqlen, args.heads, args.head_dim),
+            tensor(seqlen_k, kv_heads, args.head_dim),
+            tensor(seqlen_k, kv_heads, args.head_dim_v or args.head_dim),
+            causal=args.causal,
+            window_size=_window(args.window),
+            softcap=args.softcap,
+            dropout_p=args.dropout,
+            return_stats=args.stats,
+            kernel=args.kernel,
+        )
+    )
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from onchip import doctor
+
+    doctor.print_report(Console())
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"there is no device {name!r} here: {reason}") from error
+    return device
+
+
+def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:
+    left, right = (None if x == -1 else x for x in sides or (-1, -1))
+    return left, right
+
+
+def _check_writable(path: Path) -> None:
+    """Fail before the minutes of work, not after."""
+    if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: it is a folder, or its folder is missing or not writable")
+
+
+def _has_screen() -> bool:
+    """A browser opens in a window, never in the terminal."""
+    shown = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY")
+    return sys.stdout.isatty() and bool(shown or os.environ.get("WAYLAND_DISPLAY"))
+
+
+class _progress:
+    """A progress bar as a block; gives `tell(title, done)` with done in [0, 1]."""
+
+    def __init__(self, console):
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TimeElapsedColumn
+
+        title = "[progress.description]{task.description}"
+        columns = (SpinnerColumn(), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), title)
+        self.bar = Progress(*columns, console=console, transient=True)
+        self.task = self.bar.add_task("starting", total=1.0)
+
+    def __enter__(self):
+        self.bar.start()
+        return lambda title, done: self.bar.update(self.task, description=title, completed=done)
+
+    def __exit__(self, *exc: object) -> None:
+        self.bar.stop()

@@ -1,0 +1,74 @@
+"""Which kernel serves a problem, and why each other one does not."""
+
+from functools import cache, lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+from onchip.problem import DeviceInfo, Problem, UnsupportedError
+
+# In order of preference: the first that supports a problem serves it.
+KERNELS = {
+    "aten_cpu": "onchip.kernels.aten",
+    "tiled": "onchip.kernels.tiled",
+    "reference": "onchip.kernels.reference",
+}
+
+
+class Plan(NamedTuple):
+    """`kernel` serves; `reasons` says for every other kernel why it does not."""
+
+    kernel: str
+    reasons: dict[str, str]
+
+
+@cache
+def kernel_module(name: str) -> ModuleType:
+    return import_module(KERNELS[name])
+
+
+def plan(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Plan:
+    """The plan for a problem, cached on its flags and on its lengths rounded up to powers of two.
+
+    A kernel asked for by name serves or the call is refused: it is never replaced by another.
+    """
+    bucketed = problem._replace(
+        batch=_bucket(problem.batch),
+        seqlen_q=_bucket(problem.seqlen_q),
+        seqlen_k=_bucket(problem.seqlen_k),
+    )
+    return _plan(bucketed, device, kernel)
+
+
+@lru_cache(maxsize=4096)
+def _plan(problem: Problem, device: DeviceInfo, kernel: str | None) -> Plan:
+    if kernel is not None and kernel not in KERNELS:
+        raise ValueError(f"{kernel=} is not one of {', '.join(KERNELS)}")
+    reasons = {}
+    chosen = None
+    for name in KERNELS:
+        refusal = kernel_module(name).supports(problem, device)
+        if refusal is not None:
+            reasons[name] = refusal
+        elif chosen is None and kernel in (None, name):
+            chosen = name
+        elif chosen is not None:
+            reasons[name] = f"{chosen} comes first"
+        else:
+            reasons[name] = f"kernel={kernel!r} was asked for"
+    if chosen is None:
+        raise UnsupportedError(_refusal(kernel, reasons))
+    return Plan(chosen, reasons)
+
+
+def _refusal(kernel: str | None, reasons: dict[str, str]) -> str:
+    if kernel is not None:
+        reason = reasons[kernel]
+        return (
+            f"kernel {kernel!r} cannot serve this call: {reason} (kernel=None picks one that can)"
+        )
+    return "no kernel serves this call: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
+
+
+def _bucket(n: int) -> int:
+    return 0 if n == 0 else 1 << (n - 1).bit_length()

@@ -1,0 +1,269 @@
+"""torch's own CPU flash kernels, given only the keys that matter: one call per group of query
+blocks, over the keys they see.
+
+They are fast and have traps, each met here and tested in tests/kernels/test_aten.py: a row that
+sees no key returns lse = 0; seqlen 0 kills the process; is_causal is top-left; masks must be float;
+head_dim_v must equal head_dim; 16-bit results come back rounded (so fp32 partials and sinks are
+computed in fp32); the 16-bit backward sums dK and dV in 16 bits (so gradients are too).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.kernels.planes import Plane, planes
+from onchip.kernels.protocol import (
+    Grads,
+    Result,
+    accumulator_dtype,
+    empty_result,
+    row_delta,
+    sink_gradient,
+)
+from onchip.masks.visibility import Visibility
+from onchip.problem import DeviceInfo, Problem, Tensors
+from onchip.state import add_sink, finalize, resume
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_BLOCK = 128  # rows that are considered together, the block of a mask
+_MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
+_CALL_COST = 1 << 16  # cells' worth of time that one call costs beyond its cells
+
+
+class Call(NamedTuple):
+    """One call of the kernel: rows [q0, q1) over the keys of `spans`."""
+
+    q0: int
+    q1: int
+    spans: tuple[tuple[int, int], ...]
+    is_causal: bool
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    if device.type != "cpu":
+        return f"runs on the CPU only, not on {device.type}"
+    options = {
+        "softcap": problem.softcap,
+        "alibi_slopes": problem.has_alibi,
+        "bias": problem.has_bias,
+        "dropout": problem.dropout_p,
+        "return_stats": problem.return_stats,
+    }
+    missing = [name for name, wanted in options.items() if wanted]
+    return f"torch's CPU flash kernel has no {' and no '.join(missing)}" if missing else None
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    compute = torch.promote_types(problem.dtype, problem.out_dtype)
+    if x.sinks is not None:
+        compute = accumulator_dtype(
+            problem.dtype
+        )  # the sink is folded in afterwards, before the one rounding
+    width = max(problem.head_dim, problem.head_dim_v)
+    q, k, v = (_operand(t, compute, width) for t in x[:3])
+    if _is_whole(problem, x):
+        out, lse = _FORWARD(
+            *_heads_first(q, k, v), 0.0, problem.causal, scale=problem.softmax_scale
+        )
+        out, lse = _narrow(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
+    else:
+        out, lse = empty_result(problem._replace(out_dtype=compute), x)
+        for plane in planes(problem, x):
+            _forward_plane(problem, plane, (q, k, v), out, lse)
+    if x.sinks is not None:
+        out, lse = _with_sinks(out, lse, x.sinks)
+    return Result(out.to(problem.out_dtype).contiguous(), lse)
+
+
+def _forward_plane(
+    problem: Problem, plane: Plane, qkv: tuple[Tensor, ...], out: Tensor, lse: Tensor
+) -> None:
+    q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
+    out, lse = plane.of_queries(out), plane.of_rows(lse)
+    for call in _calls(plane.visibility):
+        rows = slice(call.q0, call.q1)
+        if not call.spans:
+            out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
+            continue
+        mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
+        o, row_lse = _FORWARD(
+            q[:, :, rows],
+            _gather(k, call.spans),
+            _gather(v, call.spans),
+            0.0,
+            call.is_causal,
+            attn_mask=mask,
+            scale=problem.softmax_scale,
+        )
+        out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
+        lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    state = resume(out.transpose(-2, -3), lse)
+    out, lse = finalize(add_sink(state, sinks.to(lse.dtype)[:, None]))
+    return out.transpose(-2, -3), lse
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    wide = accumulator_dtype(problem.dtype)
+    width = max(problem.head_dim, problem.head_dim_v) + (dlse is not None)
+    operands = [_operand(t, wide, width) for t in (*x[:3], out, dout)]
+    if dlse is not None:
+        # The kernel subtracts rowsum(out * dout) from dP; a column (out: -dlse, dout: 1) makes that
+        # rowsum - dlse.
+        operands[3][..., -1] = -dlse.transpose(-1, -2)
+        operands[4][..., -1] = 1.0
+    safe_lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such rows are masked throughout: p = 0
+    if _is_whole(problem, x):
+        grads = _call_backward(problem, _heads_first(*operands), safe_lse, problem.causal, None)
+        grads = _heads_first(*grads)
+    else:
+        grads = [torch.zeros(*t.shape[:-1], width, dtype=wide) for t in x[:3]]
+        for plane in planes(problem, x):
+            _backward_plane(problem, plane, operands, safe_lse, grads)
+    dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
+    narrow = (
+        _narrow(g, d).to(problem.dtype).contiguous() for g, d in zip(grads, dims, strict=True)
+    )
+    dsinks = None
+    if x.sinks is not None:
+        dsinks = sink_gradient(x.sinks, lse, row_delta(out, dout, dlse))
+    return Grads(*narrow, None, dsinks)
+
+
+def _backward_plane(
+    problem: Problem, plane: Plane, operands: list[Tensor], lse: Tensor, grads: list[Tensor]
+) -> None:
+    q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
+    k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
+    lse = plane.of_rows(lse)
+    for call in _calls(plane.visibility):
+        if not call.spans:
+            continue
+        rows = slice(call.q0, call.q1)
+        tile = [q[:, :, rows], _gather(k, call.spans), _gather(v, call.spans)]
+        tile += [out[:, :, rows], dout[:, :, rows]]
+        mask, _ = _float_mask(plane.visibility, call, lse.dtype)
+        gq, gk, gv = _call_backward(problem, tile, lse[:, :, rows], call.is_causal, mask)
+        dq[:, :, rows] = gq
+        _scatter_add(dk, gk, call.spans)
+        _scatter_add(dv, gv, call.spans)
+
+
+def _call_backward(
+    problem: Problem, operands: list[Tensor], lse: Tensor, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, dout = operands
+    return _BACKWARD(
+        dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=problem.softmax_scale
+    )
+
+
+def _is_whole(problem: Problem, x: Tensors) -> bool:
+    """True if one call with no mask serves all: torch's causal mask is the contract's when the
+    lengths agree.
+    """
+    unbounded = problem.window_size == (None, None) and x.mask is None and not problem.packed
+    square = not problem.causal or problem.seqlen_q == problem.seqlen_k
+    return unbounded and square and min(problem.batch, problem.seqlen_q, problem.seqlen_k) > 0
+
+
+@lru_cache(maxsize=16)  # the backward pass asks again what the forward asked
+def _calls(rule: Visibility) -> tuple[Call, ...]:
+    """Cover the rows with calls: neighbouring blocks share one when that is cheaper than one call
+    each.
+    """
+    if rule.seqlen_q == 0:
+        return ()
+    native = rule.mask is None and rule.window_size == (None, None) and rule.seqlen_k > 0
+    if native and (not rule.causal or rule.seqlen_q == rule.seqlen_k):
+        return (Call(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
+    calls: list[Call] = []
+    for q0 in range(0, rule.seqlen_q, _BLOCK):
+        block = _spanning(rule, q0, min(q0 + _BLOCK, rule.seqlen_q))
+        joined = _spanning(rule, calls[-1].q0, block.q1) if calls else None
+        if (
+            joined
+            and _cells(joined) <= _MASKED_CELLS
+            and _cost(joined) <= _cost(calls[-1]) + _cost(block)
+        ):
+            calls[-1] = joined
+        else:
+            calls.append(block)
+    return tuple(calls)
+
+
+def _spanning(rule: Visibility, q0: int, q1: int) -> Call:
+    return Call(q0, q1, tuple(rule.spans(q0, q1)), False)
+
+
+def _cells(call: Call) -> int:
+    return (call.q1 - call.q0) * sum(k1 - k0 for k0, k1 in call.spans)
+
+
+def _cost(call: Call) -> float:
+    """Time in cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768, by 256
+    from there, and is measured 1.5x and 1.2x slower per cell on the smaller splits.
+    """
+    if not call.spans:
+        return 0.0
+    rows = call.q1 - call.q0
+    slowness = 1.5 if rows < 192 else 1.2 if rows < 768 else 1.0
+    return _cells(call) * slowness + _CALL_COST
+
+
+def _float_mask(
+    rule: Visibility, call: Call, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """(0 / -inf mask of the call's rectangle, rows that see nothing), None where there are none of
+    either.
+    """
+    if call.is_causal:
+        return None, None
+    tiles = [rule.tile(call.q0, call.q1, k0, k1, "cpu") for k0, k1 in call.spans]
+    if all(t is None for t in tiles):
+        return None, None
+    rows = call.q1 - call.q0
+    tiles = [
+        torch.ones(rows, k1 - k0, dtype=torch.bool) if t is None else t
+        for t, (k0, k1) in zip(tiles, call.spans, strict=True)
+    ]
+    visible = tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
+    blind = ~visible.any(1)
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return mask, blind if bool(blind.any()) else None
+
+
+def _operand(t: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """t in the compute dtype, with zero columns up to the width that q, k and v must share."""
+    t = t if t.dtype == dtype else t.to(dtype)
+    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+
+
+def _narrow(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width]
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    """(batch, seqlen, heads, dim) <-> (batch, heads, seqlen, dim), as views."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def _gather(t: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+    """The keys of the spans side by side; one span is a view."""
+    parts = [t[:, :, k0:k1] for k0, k1 in spans]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _scatter_add(total: Tensor, part: Tensor, spans: tuple[tuple[int, int], ...]) -> None:
+    at = 0
+    for k0, k1 in spans:
+        total[:, :, k0:k1] += part[:, :, at : at + k1 - k0]
+        at += k1 - k0

@@ -1,0 +1,73 @@
+"""What a kernel takes and gives. A kernel is a module with three functions:
+
+supports(problem, device) -> str | None                       None, or the reason it cannot
+forward(problem, tensors) -> Result
+backward(problem, tensors, out, lse, dout, dlse) -> Grads     dlse may be None
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.problem import Problem, Tensors
+
+
+class Stats(NamedTuple):
+    """Per row (batch, heads, seqlen_q): the largest score, and the entropy of the probabilities (a
+    sink is one more outcome).
+    """
+
+    max_logit: Tensor
+    entropy: Tensor
+
+
+class Result(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    stats: Stats | None = None
+
+
+class Grads(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Softmax and sums run in fp32, for fp64 inputs in fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """delta = rowsum(out * dout) - dlse, shaped like lse: the one number per row that the backward
+    pass needs of the forward.
+
+    d loss / d score_j = p_j * (dout . v_j - rowsum(out * dout) + dlse), because d lse / d score_j =
+    p_j.
+    """
+    wide = accumulator_dtype(out.dtype)
+    delta = (out.to(wide) * dout.to(wide)).sum(-1).transpose(-1, -2)
+    return delta if dlse is None else delta - dlse
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsinks (heads): a sink is a key with probability exp(sink - lse) and value zero, so its
+    score's gradient is -p * delta.
+    """
+    per_row = -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
+    return per_row.sum(-1) if per_row.dim() == 2 else per_row.sum((0, 2))
+
+
+def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Uninitialised (out, lse) in the layout of the call."""
+    q = tensors.q
+    wide = accumulator_dtype(problem.dtype)
+    out = q.new_empty(*q.shape[:-1], problem.head_dim_v, dtype=problem.out_dtype)
+    return out, q.new_empty(_rows(q), dtype=wide)
+
+
+def _rows(q: Tensor) -> tuple[int, ...]:
+    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])

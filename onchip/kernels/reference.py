@@ -1,0 +1,90 @@
+"""Standard attention, unfused: the whole score matrix in memory. The specification in executable
+form, and the slowest kernel.
+"""
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.planes import Plane, planes
+from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
+from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
+from onchip.problem import DeviceInfo, Problem, Tensors
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    return None
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    out, lse = empty_result(problem, x)
+    stats = Stats(torch.empty_like(lse), torch.empty_like(lse)) if problem.return_stats else None
+    for plane in planes(problem, x):
+        row = _attend(problem, x, plane)
+        plane.of_queries(out).copy_(row[0].transpose(1, 2))
+        plane.of_rows(lse).copy_(row[1])
+        if stats is not None:
+            plane.of_rows(stats.max_logit).copy_(row[2])
+            plane.of_rows(stats.entropy).copy_(row[3])
+    return Result(out, lse, stats)
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    """By autograd through the formula itself."""
+    wide = accumulator_dtype(problem.dtype)
+    names = [n for n in ("q", "k", "v", "bias", "sinks") if getattr(x, n) is not None]
+    leaves = {n: getattr(x, n).detach().to(wide).requires_grad_() for n in names}
+    with torch.enable_grad():
+        y = x._replace(**leaves)
+        loss = torch.zeros((), dtype=wide, device=x.q.device)
+        for plane in planes(problem, y):
+            o, row_lse = _attend(problem, y, plane)[:2]
+            loss = loss + (o * plane.of_queries(dout).transpose(1, 2).to(wide)).sum()
+            if dlse is not None:
+                finite = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
+                loss = loss + (finite * plane.of_rows(dlse)).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    g = dict(zip(names, grads, strict=True))
+    narrow = (g[n].to(problem.dtype) for n in ("q", "k", "v"))
+    return Grads(*narrow, g.get("bias"), g.get("sinks"))
+
+
+def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) -> Tensor:
+    """exp(s - lse) of the chosen rows, (batch, heads, len(rows), seqlen_k), one row of scores at a
+    time.
+    """
+    wide = accumulator_dtype(problem.dtype)
+    out = x.q.new_empty(problem.batch, problem.num_heads, len(rows), problem.seqlen_k, dtype=wide)
+    for plane in planes(problem, x):
+        q = plane.of_queries(x.q).transpose(1, 2).to(wide)
+        k = plane.of_keys(x.k).transpose(1, 2).to(wide)
+        pivot = plane.of_rows(lse.masked_fill(lse == -torch.inf, 0.0))
+        for i, row in enumerate(rows):
+            at = Rectangle(row, row + 1, 0, problem.seqlen_k)
+            s, _ = Scorer(problem, x, plane).scores(q[:, :, row : row + 1], k, at)
+            out[plane.batch, plane.heads, i] = torch.exp(s - pivot[:, :, row, None, None])[:, :, 0]
+    return out
+
+
+def _attend(problem: Problem, x: Tensors, plane: Plane) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out (b, h, m, d), lse, max_logit, entropy) of one plane in accumulator precision."""
+    wide = accumulator_dtype(problem.dtype)
+    q = plane.of_queries(x.q).transpose(1, 2).to(wide)
+    k, v = (plane.of_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
+    at = Rectangle(0, q.shape[2], 0, k.shape[2])
+    scorer = Scorer(problem, x, plane)
+    s, _ = scorer.scores(q, k, at)
+    logits = s if x.sinks is None else _append_sink(s, plane, x.sinks)
+    lse = torch.logsumexp(logits, -1) if logits.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    pivot = lse.masked_fill(lse == -torch.inf, 0.0)
+    p = torch.exp(logits - pivot[..., None])
+    entropy = -(p * torch.where(p > 0, logits - pivot[..., None], 0.0)).sum(-1)
+    max_logit = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    out = grouped_matmul(scorer.dropped(p[..., : at.k1], at), v)
+    return out, lse, max_logit, entropy
+
+
+def _append_sink(s: Tensor, plane: Plane, sinks: Tensor) -> Tensor:
+    sink = sinks.to(s.dtype)[plane.heads].view(1, -1, 1, 1)
+    return torch.cat([s, sink.expand(s.shape[0], -1, s.shape[2], 1)], -1)

@@ -1,0 +1,257 @@
+"""The torch op behind the public functions: schema, fakes, autograd and vmap. Its names are
+private.
+
+One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: nine tensors
+(`Tensors` without its mask), the scalars below, then the tensors of the mask. The plan is made
+inside, so a compiled graph never specialises on it.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onchip.dispatch import kernel_module, plan
+from onchip.masks.blockmask import BlockMask
+from onchip.problem import Problem, Tensors, UnsupportedError, check_values, device_info
+
+_LIB = torch.library.Library("onchip", "DEF")
+_BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
+_NUM_TENSORS = 9
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
+    "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
+    "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
+    "ScalarType out_dtype, bool return_stats, bool deterministic, str? kernel, Tensor[] mask"
+)
+
+
+class _Scalars(NamedTuple):
+    seqlen_q: int
+    seqlen_k: int
+    softmax_scale: float
+    causal: bool
+    window_left: int | None
+    window_right: int | None
+    softcap: float
+    dropout_p: float
+    out_dtype: torch.dtype
+    return_stats: bool
+    deterministic: bool
+    kernel: str | None
+
+
+_END = _NUM_TENSORS + len(_Scalars._fields)
+
+
+def attend(
+    problem: Problem, x: Tensors, kernel: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, stats), differentiable in the first two; stats is max_logit and entropy stacked,
+    empty unless problem.return_stats.
+    """
+    tensors, scalars = x[:_NUM_TENSORS], _scalars(problem, kernel)
+    mask = [] if x.mask is None else _mask_tensors(x.mask)
+    if not (torch.is_grad_enabled() and _wants_grad(x)):
+        return _FORWARD(*tensors, *scalars, mask)
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "torch.func transforms of the gradient are not supported: use torch.autograd"
+        )
+    return _Attention.apply(*tensors, *scalars, *mask)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        out, lse, stats = _FORWARD(*args[:_END], list(args[_END:]))
+        ctx.scalars = args[_NUM_TENSORS:_END]
+        ctx.save_for_backward(*args[:_NUM_TENSORS], *args[_END:], out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(stats)
+        return out, lse, stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse, _):
+        saved = ctx.saved_tensors
+        tensors, mask, (out, lse) = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:-2], saved[-2:]
+        grads: list[Tensor | None] = [None] * (_END + len(mask))
+        if dout is None and dlse is None:
+            return tuple(grads)
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = _BACKWARD(
+            dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask)
+        )
+        for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
+            if tensors[place] is not None:
+                grads[place] = grad
+        return tuple(grads)
+
+
+_DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
+
+
+def _wants_grad(x: Tensors) -> bool:
+    return any(x[i] is not None and x[i].requires_grad for i in _DIFFERENTIABLE)
+
+
+def _scalars(problem: Problem, kernel: str | None) -> tuple:
+    return (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.softmax_scale,
+        problem.causal,
+        *problem.window_size,
+        problem.softcap,
+        problem.dropout_p,
+        problem.out_dtype,
+        problem.return_stats,
+        problem.deterministic,
+        kernel,
+    )
+
+
+def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
+    x = Tensors(*args[:_NUM_TENSORS])
+    s = _Scalars(*args[_NUM_TENSORS:_END])
+    if args[_END]:
+        x = x._replace(mask=_mask_object(args[_END], s.seqlen_q, s.seqlen_k))
+    packed = x.cu_seqlens_q is not None
+    problem = Problem(
+        x.cu_seqlens_q.shape[0] - 1 if packed else x.q.shape[0],
+        s.seqlen_q,
+        s.seqlen_k,
+        x.q.shape[-2],
+        x.k.shape[-2],
+        x.q.shape[-1],
+        x.v.shape[-1],
+        x.q.dtype,
+        s.out_dtype,
+        s.softmax_scale,
+        s.causal,
+        (s.window_left, s.window_right),
+        s.softcap,
+        s.dropout_p,
+        packed,
+        x.mask is not None,
+        x.alibi_slopes is not None,
+        x.bias is not None,
+        x.sinks is not None,
+        s.return_stats,
+        s.deterministic,
+    )
+    return problem, x, s.kernel
+
+
+# The op hands back the tensors it was given, so the mask they came from, and whatever it has
+# cached for the host, is found again by their identity.
+_MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
+
+
+def _mask_tensors(mask: BlockMask) -> list[Tensor]:
+    if not torch.compiler.is_compiling():
+        _MASKS[id(mask.tiles)] = mask
+    return mask.tensors()
+
+
+def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
+    known = _MASKS.get(id(tensors[-1]))
+    if known is not None and known.tiles is tensors[-1]:
+        return known
+    return BlockMask.from_tensors(list(tensors), seqlen_q, seqlen_k)
+
+
+def _forward(*args):
+    problem, x, kernel = _unflatten(args)
+    check_values(problem, x)
+    module = kernel_module(plan(problem, device_info(x.q.device), kernel).kernel)
+    with _no_autocast(x.q):
+        result = module.forward(problem, x)
+    stats = _nothing(result.lse) if result.stats is None else torch.stack(result.stats)
+    return result.out, result.lse, stats
+
+
+def _backward(dout, dlse, out, lse, *args):
+    problem, x, kernel = _unflatten(args)
+    module = kernel_module(plan(problem, device_info(x.q.device), kernel).kernel)
+    with _no_autocast(x.q):
+        grads = module.backward(problem, x, out, lse, dout.contiguous(), dlse)
+    return tuple(_nothing(lse) if g is None else g for g in grads)
+
+
+def _forward_fake(*args):
+    problem, x, _ = _unflatten(args)
+    q = x.q
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = (q.shape[1], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
+    out = q.new_empty(*q.shape[:-1], problem.head_dim_v, dtype=problem.out_dtype)
+    lse = q.new_empty(rows, dtype=wide)
+    return out, lse, lse.new_empty(2, *rows) if problem.return_stats else _nothing(lse)
+
+
+def _backward_fake(dout, dlse, out, lse, *args):
+    _, x, _ = _unflatten(args)
+    dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
+    extras = (
+        _nothing(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
+        for t in (x.bias, x.sinks)
+    )
+    return dq, dk, dv, *extras
+
+
+def _nothing(like: Tensor) -> Tensor:
+    return like.new_empty(0)  # an op returns tensors, so an absent one is empty
+
+
+def _no_autocast(q: Tensor) -> AbstractContextManager:
+    """Inside a kernel fp32 means fp32: autocast must not lower its products."""
+    device = q.device.type
+    return (
+        torch.autocast(device, enabled=False)
+        if torch.is_autocast_enabled(device)
+        else nullcontext()
+    )
+
+
+def _forward_vmap(info, in_dims, *args):
+    """vmap of a dense forward: the mapped dimension joins the batch."""
+    x = Tensors(*args[:_NUM_TENSORS])
+    dims = dict(zip(Tensors._fields, in_dims, strict=False))
+    mapped = {name for name in dims if dims[name] is not None}
+    if mapped - {"q", "k", "v"} or x.cu_seqlens_q is not None or x.dropout_seed is not None:
+        raise UnsupportedError("vmap serves dense calls mapped over q, k and v, without dropout")
+    size = info.batch_size
+    if any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (x.alibi_slopes, x.bias)):
+        raise UnsupportedError(
+            "vmap needs alibi_slopes, bias and mask that are the same for the whole batch"
+        )
+    folded = [_fold(getattr(x, n), dims[n], size) for n in ("q", "k", "v")]
+    out, lse, stats = _FORWARD(*folded, *args[3:])
+    out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
+    if not stats.numel():
+        return (out, lse, stats), (0, 0, None)
+    return (out, lse, stats.unflatten(1, (size, -1))), (0, 0, 1)
+
+
+def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
+    t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+    return t.flatten(0, 1)
+
+
+_SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+_LIB.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+_LIB.define(f"backward({_SAVED}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+for _key in _BACKENDS:
+    _LIB.impl("forward", _forward, _key)
+    _LIB.impl("backward", _backward, _key)
+torch.library.register_fake("onchip::forward", _forward_fake, lib=_LIB)
+torch.library.register_fake("onchip::backward", _backward_fake, lib=_LIB)
+torch.library.register_vmap("onchip::forward", _forward_vmap, lib=_LIB)
+_FORWARD = torch.ops.onchip.forward.default
+_BACKWARD = torch.ops.onchip.backward.default

@@ -1,0 +1,44 @@
+"""Masks as data: rules that combine with & | ~, built into lists of EMPTY, PARTIAL and FULL blocks."""
+
+from .bits import BLOCK
+from .blockmask import BlockLists, BlockMask
+from .mods import (
+    Mask,
+    as_mask,
+    build,
+    causal,
+    dense,
+    document,
+    from_flex,
+    full,
+    mod,
+    padding,
+    prefix_lm,
+    window,
+)
+from .presets import bigbird, block_local, butterfly, longformer, strided
+from .visibility import Visibility
+
+__all__ = [
+    "BLOCK",
+    "BlockLists",
+    "BlockMask",
+    "Mask",
+    "Visibility",
+    "as_mask",
+    "bigbird",
+    "block_local",
+    "build",
+    "butterfly",
+    "causal",
+    "dense",
+    "document",
+    "from_flex",
+    "full",
+    "longformer",
+    "mod",
+    "padding",
+    "prefix_lm",
+    "strided",
+    "window",
+]

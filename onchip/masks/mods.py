@@ -1,0 +1,402 @@
+"""Mask expressions: what a query may see, said without lengths.
+
+A `Mask` is built for lengths when they are known. In all of them, p = q + seqlen_k - seqlen_q is
+the position of query q among the keys (bottom-right: the last query stands at the last key).
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from . import nodes
+from .blockmask import BlockMask
+from .nodes import Grid, Interval, Node
+
+_REMEMBERED = 4  # builds kept per expression: a training and an evaluation length, twice
+
+
+class Mask:
+    """A rule for visibility that can be combined (`&`, `|`, `~`), built and shown.
+
+    Where a rule takes tensors it copies them to the host at once, so changing them later changes
+    nothing; a function passed to `mod` must be pure.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        resolve: Callable[[Grid], Node],
+        depends: Callable[[torch.device], tuple[bool, bool]] = lambda device: (False, False),
+    ):
+        """text: how it prints. depends: does the rule differ between batch entries, heads?"""
+        self._text = text
+        self._resolve = resolve
+        self._depends = depends
+        self._built: dict[tuple, BlockMask] = {}
+
+    def build(
+        self,
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device | str = "cpu",
+    ) -> BlockMask:
+        """This mask as data for these lengths, on `device`; the last few results are kept.
+
+        The lists are made on the CPU and copied to the device once. Only a `mod` function runs on
+        the device (where the tensors it captures should be).
+        """
+        device = torch.device(device)
+        per_batch, per_head = True, True
+        if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
+            per_batch, per_head = self._depends(device)
+        planes = (batch if per_batch else 1, heads if per_head else 1)
+        grid = Grid(*planes, seqlen_q, seqlen_k, device)
+        if grid not in self._built:
+            built = nodes.build(self._resolve(grid)).to(device)
+            while len(self._built) >= _REMEMBERED:
+                self._built.pop(next(iter(self._built)))
+            self._built[grid] = built
+        return self._built[grid]
+
+    def show(
+        self,
+        seqlen_q: int = 2048,
+        seqlen_k: int | None = None,
+        *,
+        batch: int = 1,
+        heads: int = 1,
+        b: int = 0,
+        h: int = 0,
+        width: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        """Print the blocks of this mask for these lengths, or draw them to the file `path`."""
+        seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+        mask = self.build(batch, heads, seqlen_q, seqlen_k)
+        planes_b, planes_h = mask.shape[:2]
+        mask.show(b if planes_b > 1 else 0, h if planes_h > 1 else 0, width, path)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return self._join(other, "&", nodes.both)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return self._join(other, "|", nodes.either)
+
+    __rand__, __ror__ = __and__, __or__
+
+    def __invert__(self) -> "Mask":
+        return Mask(f"~{self}", lambda grid: nodes.invert(self._resolve(grid)), self._depends)
+
+    def _join(self, other: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
+        other = as_mask(other)
+        if isinstance(other, BlockMask):
+            raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
+
+        def depends(device: torch.device) -> tuple[bool, bool]:
+            a, b = self._depends(device), other._depends(device)
+            return a[0] or b[0], a[1] or b[1]
+
+        return Mask(
+            f"({self} {sign} {other})",
+            lambda grid: join(self._resolve(grid), other._resolve(grid)),
+            depends,
+        )
+
+    def __bool__(self) -> bool:
+        raise ValueError("a mask is neither true nor false: combine masks with & | ~, not and/or/not")
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Mask("full()", lambda grid: Interval(grid, 0, grid.seqlen_k))
+
+
+def causal() -> Mask:
+    """Query q sees the keys k <= p."""
+    return Mask("causal()", lambda grid: Interval(grid, 0, positions(grid) + 1))
+
+
+def window(left: int | None = None, right: int | None = None) -> Mask:
+    """Query q sees the keys p - left <= k <= p + right; None leaves a side open."""
+    for name, size in (("left", left), ("right", right)):
+        if size is not None and size < 0:
+            raise ValueError(f"window {name}={size} must be None or at least 0")
+
+    def resolve(grid: Grid) -> Interval:
+        p = positions(grid)
+        lo = 0 if left is None else p - left
+        hi = grid.seqlen_k if right is None else p + (right + 1)
+        return Interval(grid, lo, hi)
+
+    return Mask(f"window({left}, {right})", resolve)
+
+
+def prefix_lm(prefix_len: int | Tensor) -> Mask:
+    """Query q sees the keys k < prefix_len and the keys k <= p.
+
+    prefix_len is an int, or an integer tensor (batch,) with one prefix per batch entry, each
+    between 0 and seqlen_k.
+    """
+    lengths, shown = _lengths("prefix_len", prefix_len)
+
+    def resolve(grid: Grid) -> Interval:
+        hi = _bounded("prefix_len", lengths, grid)
+        return Interval(grid, 0, torch.maximum(hi, positions(grid) + 1))
+
+    return Mask(f"prefix_lm({shown})", resolve, lambda device: (lengths.dim() > 0, False))
+
+
+def padding(lengths: Tensor) -> Mask:
+    """Query q of batch entry b sees the keys k < lengths[b]; lengths is an integer tensor (batch,).
+
+    Rows of padding queries are not hidden: their output is not asked for.
+    """
+    ends, shown = _lengths("lengths", lengths)
+    if not ends.dim():
+        raise ValueError(f"lengths must be an integer tensor (batch,), got {lengths!r}")
+    return Mask(
+        f"padding({shown})",
+        lambda grid: Interval(grid, 0, _bounded("lengths", ends, grid)),
+        lambda device: (True, False),
+    )
+
+
+def document(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
+    """Query q sees the keys of its own document.
+
+    Document d holds the positions cu_seqlens[d] <= x < cu_seqlens[d + 1] of queries and keys, or
+    of queries only when the keys have their own cu_seqlens_k. int32, from 0 to the length, never
+    decreasing; documents may be empty. A tensor on a GPU is copied to the host here.
+    """
+    cu_q = _checked_cu("cu_seqlens", cu_seqlens)
+    cu_k = cu_q if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
+    if len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens has {len(cu_q) - 1} documents and cu_seqlens_k has {len(cu_k) - 1}"
+        )
+
+    def resolve(grid: Grid) -> Interval:
+        _check_end("cu_seqlens", cu_q, "seqlen_q", grid.seqlen_q)
+        name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
+        _check_end(name, cu_k, "seqlen_k", grid.seqlen_k)
+        sizes = cu_q.diff()
+        lo, hi = (torch.repeat_interleave(ends, sizes) for ends in (cu_k[:-1], cu_k[1:]))
+        return Interval(grid, lo, hi)
+
+    return Mask(f"document({len(cu_q) - 1} documents)", resolve)
+
+
+def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
+    """Query q sees key k iff fn(b, h, q, k); any FlexAttention `mask_mod` works unchanged.
+
+    fn gets scalar index tensors (under vmap) and returns a bool scalar; q is the raw index, not p.
+    It must be pure. It is evaluated on whole blocks, only those that the masks it is combined with
+    by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in memory.
+    """
+    try:
+        inspect.signature(fn).bind(0, 0, 0, 0)
+    except TypeError as error:
+        raise ValueError(f"a mask function must accept (b, h, q, k), got {fn!r}") from error
+    except ValueError:  # a callable without a readable signature
+        pass
+    name = getattr(fn, "__name__", type(fn).__name__)
+    return Mask(f"mod({name})", lambda grid: nodes.Mod(grid, fn), cache(lambda at: _taint(fn, at)))
+
+
+def dense(visible: Tensor) -> Mask:
+    """Query q sees key k iff visible[..., q, k].
+
+    A bool tensor (seqlen_q, seqlen_k) or (batch or 1, heads or 1, seqlen_q, seqlen_k). It is
+    packed to one bit per cell at once, on its device, and kept on the host.
+    """
+    if visible.dtype != torch.bool:
+        raise ValueError(f"a dense mask must be bool, got {visible.dtype}: additive masks go in bias=")
+    if visible.dim() not in (2, 4):
+        raise ValueError(
+            "a dense mask must be (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
+            f"got shape {tuple(visible.shape)}"
+        )
+    shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
+    words = nodes.pack_dense(visible.view(shape))
+
+    def resolve(grid: Grid) -> nodes.Dense:
+        wanted = (grid.batch, grid.heads, grid.seqlen_q, grid.seqlen_k)
+        if any(have not in (1, want) for have, want in zip(shape[:2], wanted[:2], strict=True)) or (
+            shape[2:] != wanted[2:]
+        ):
+            raise ValueError(f"dense mask of shape {shape} does not fit {wanted}")
+        return nodes.Dense(grid, words)
+
+    return Mask(f"dense{shape}", resolve, lambda device: (shape[0] != 1, shape[1] != 1))
+
+
+def from_flex(block_mask) -> Mask:
+    """The mask of a FlexAttention `BlockMask` of any BLOCK_SIZE.
+
+    A cell is visible iff its block is listed as full, or is listed as partial and mask_mod says so.
+    """
+    block_q, block_k = block_mask.BLOCK_SIZE
+    tables = [_flex_table(block_mask.kv_num_blocks, block_mask.kv_indices)]
+    if block_mask.full_kv_num_blocks is not None:
+        tables.append(_flex_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+    planes = tables[0].shape[:2]
+    seqlens = tuple(getattr(block_mask, "seq_lengths", ()))
+    fn = block_mask.mask_mod
+
+    def pattern(grid: Grid, table: Tensor) -> Node:
+        def rule(b, h, i, j):
+            return table[b if planes[0] > 1 else 0, h if planes[1] > 1 else 0, i, j]
+
+        return nodes.Pattern(grid, rule, block_q, block_k)
+
+    def resolve(grid: Grid) -> Node:
+        wanted = (grid.batch, grid.heads, grid.seqlen_q, grid.seqlen_k)
+        have = (*planes, *(seqlens or wanted[2:]))
+        blocks = (-(-grid.seqlen_q // block_q), -(-grid.seqlen_k // block_k))
+        fits = have[0] in (1, wanted[0]) and have[1] in (1, wanted[1]) and have[2:] == wanted[2:]
+        if not fits or tuple(tables[0].shape[2:]) != blocks:
+            raise ValueError(f"FlexAttention BlockMask of shape {have} does not fit {wanted}")
+        partial = nodes.both(pattern(grid, tables[0]), nodes.Mod(grid, fn))
+        return nodes.either(partial, pattern(grid, tables[1])) if len(tables) > 1 else partial
+
+    @cache
+    def depends(device: torch.device) -> tuple[bool, bool]:
+        per_batch, per_head = _taint(fn, device)
+        return per_batch or planes[0] != 1, per_head or planes[1] != 1
+
+    return Mask(f"from_flex({tuple(planes)})", resolve, depends)
+
+
+def as_mask(mask) -> Mask | BlockMask:
+    """What a user may pass as `mask=`: a Mask or BlockMask as it is, a mask_mod function, a dense
+    bool tensor or a FlexAttention BlockMask as a Mask. Anything else is a ValueError."""
+    if isinstance(mask, (Mask, BlockMask)):
+        return mask
+    if isinstance(mask, Tensor):
+        return dense(mask)
+    if all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod")):
+        return from_flex(mask)
+    if callable(mask):
+        return mod(mask)
+    raise ValueError(
+        "mask must be a Mask, a BlockMask, a function (b, h, q, k) -> bool, a bool tensor or a "
+        f"FlexAttention BlockMask, got {type(mask).__name__}"
+    )
+
+
+def build(mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device="cpu") -> BlockMask:
+    """Anything `as_mask` accepts, as a BlockMask that fits this problem, on `device`."""
+    mask = as_mask(mask)
+    if isinstance(mask, Mask):
+        return mask.build(batch, heads, seqlen_q, seqlen_k, device)
+    wanted = (batch, heads, seqlen_q, seqlen_k)
+    planes_fit = all(have in (1, want) for have, want in zip(mask.shape, wanted[:2], strict=False))
+    if not planes_fit or mask.shape[2:] != wanted[2:]:
+        raise ValueError(f"BlockMask of shape {mask.shape} does not fit {wanted}")
+    return mask.to(device)
+
+
+def positions(grid: Grid) -> Tensor:
+    """p of every query, int32 (seqlen_q,)."""
+    return torch.arange(grid.offset, grid.seqlen_k, dtype=torch.int32)
+
+
+def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:
+    """A non-negative int (0-d) or integer tensor (batch,) on the host, and how to print it."""
+    lengths = torch.as_tensor(value)
+    if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise ValueError(f"{name} must be an int or an integer tensor (batch,), got {value!r}")
+    lengths = lengths.to("cpu", torch.int64, copy=True)
+    if lengths.numel() and lengths.min() < 0:
+        raise ValueError(f"{name} must not be negative, got {lengths.tolist()}")
+    return lengths, str(lengths.item()) if lengths.dim() == 0 else f"{len(lengths)} lengths"
+
+
+def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
+    """lengths as a column per batch entry, after the checks that need the grid."""
+    if lengths.dim() and len(lengths) != grid.batch:
+        raise ValueError(f"{name} has {len(lengths)} entries for batch={grid.batch}")
+    if lengths.numel() and lengths.max() > grid.seqlen_k:
+        raise ValueError(
+            f"{name}={lengths.tolist()} must not exceed seqlen_k={grid.seqlen_k}"
+        )
+    return lengths.view(-1, 1).int()
+
+
+def _checked_cu(name: str, cu: Tensor) -> Tensor:
+    if not isinstance(cu, Tensor) or cu.dtype != torch.int32 or cu.dim() != 1 or not len(cu):
+        got = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, Tensor) else type(cu).__name__
+        raise ValueError(f"{name} must be an int32 tensor (documents + 1,), got {got}")
+    cu = cu.to("cpu", copy=True)
+    if cu[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {name}[0]={int(cu[0])}")
+    steps = cu.diff()
+    if len(steps) and steps.min() < 0:
+        at = int(steps.argmin())
+        raise ValueError(
+            f"{name} must not decrease, got {int(cu[at])} then {int(cu[at + 1])} at index {at}"
+        )
+    return cu
+
+
+def _check_end(name: str, cu: Tensor, axis: str, seqlen: int) -> None:
+    if cu[-1] != seqlen:
+        raise ValueError(f"{name} must end at {axis}={seqlen}, got {name}[-1]={int(cu[-1])}")
+
+
+def _flex_table(counts: Tensor, indices: Tensor) -> Tensor:
+    """Bool (planes_b, planes_h, block rows, block columns) of FlexAttention's padded lists."""
+    counts, indices = counts.cpu(), indices.cpu().long()
+    width = indices.shape[-1]
+    listed = torch.arange(width) < counts[..., None]
+    table = torch.zeros(*indices.shape[:-1], width + 1, dtype=torch.bool)
+    return table.scatter_(-1, indices.masked_fill(~listed, width), True)[..., :width]
+
+
+class _Taint(TorchFunctionMode):
+    """Follows one index through torch calls: `seen` holds every tensor computed from it."""
+
+    def __init__(self, source: Tensor):
+        super().__init__()
+        self.seen = [source]
+        self.escaped = False  # its value became a Python number
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name.startswith("new_") or name.endswith("_like") or not self.holds((args, kwargs)):
+            return out
+        self.escaped |= isinstance(out, (bool, int, float, list))
+        self.seen += [x for x in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(x)]
+        return out
+
+    def holds(self, value) -> bool:
+        if isinstance(value, dict):
+            value = tuple(value.values())
+        if isinstance(value, (tuple, list)):
+            return any(map(self.holds, value))
+        return any(value is x for x in self.seen)
+
+
+def _taint(fn: Callable, device: torch.device) -> tuple[bool, bool]:
+    """Does fn(b, h, q, k) depend on b, on h? Found by running it once on scalars; never too few."""
+    depends = []
+    for axis in range(2):
+        at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+        with _Taint(at[axis]) as taint:
+            out = fn(*at)
+        depends.append(taint.escaped or taint.holds(out))
+        if torch.is_tensor(out) and (out.dtype != torch.bool or out.dim()):
+            raise ValueError(
+                f"a mask function must return a bool scalar, got {out.dtype} {tuple(out.shape)}"
+            )
+    return depends[0], depends[1]

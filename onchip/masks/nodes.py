@@ -1,0 +1,398 @@
+"""From a mask expression to its blocks, without evaluating anything N x N.
+
+Every node answers three questions about blocks (keys are (plane * query_blocks + i) * key_blocks
++ j, int64): where might it be non-empty (`candidates`), is a block EMPTY, FULL or not known yet
+(`status`), and what are its bits (`bits`). `status` is three-valued logic: AND is the minimum, OR
+the maximum, NOT the reflection; so bits are computed only for blocks that the structure leaves
+open, and the answer is exact in the end.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .bits import (
+    BLOCK,
+    WORDS,
+    Bits,
+    combine,
+    constant_tiles,
+    distinct_pairs,
+    distinct_rows,
+    distinct_tiles,
+    interval_tiles,
+    pack,
+)
+from .blockmask import BlockMask, assemble, divide, num_blocks
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+_BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
+_CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
+
+
+class Grid(NamedTuple):
+    """The rectangle a mask is built for. batch and heads count planes: 1 where shared."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    device: torch.device  # where a mask_mod is evaluated; everything else happens on the CPU
+
+    @property
+    def blocks_q(self) -> int:
+        return num_blocks(self.seqlen_q)
+
+    @property
+    def blocks_k(self) -> int:
+        return num_blocks(self.seqlen_k)
+
+    @property
+    def offset(self) -> int:
+        """Query q stands at key position q + offset: the last query at the last key."""
+        return self.seqlen_k - self.seqlen_q
+
+    def keys(self) -> Tensor:
+        """Every block."""
+        return torch.arange(self.batch * self.heads * self.blocks_q * self.blocks_k)
+
+    def split(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """keys to (b, h, i, j)."""
+        row, j = divide(keys, self.blocks_k)
+        plane, i = divide(row, self.blocks_q)
+        return *divide(plane, self.heads), i, j
+
+    def inside(self, keys: Tensor) -> Bits:
+        """The cells of each block that lie within the lengths."""
+        _, _, i, j = self.split(keys)
+        rows = torch.tensor([BLOCK, self.seqlen_q - (self.blocks_q - 1) * BLOCK])
+        cols = torch.tensor([BLOCK, self.seqlen_k - (self.blocks_k - 1) * BLOCK])
+        below = (torch.arange(BLOCK) < rows[:, None])[:, None]
+        hi = (below * cols[None, :, None]).reshape(4, BLOCK)
+        last_row, last_col = (i == self.blocks_q - 1).long(), (j == self.blocks_k - 1).long()
+        return Bits(interval_tiles(torch.zeros_like(hi), hi), last_row * 2 + last_col)
+
+
+class Node:
+    """A mask on a grid."""
+
+    def __init__(self, grid: Grid):
+        self.grid = grid
+
+    def candidates(self) -> Tensor | None:
+        """Ascending keys outside of which every block is EMPTY; None: it could be any block."""
+        return None
+
+    def status(self, keys: Tensor) -> Tensor:
+        """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits can tell."""
+        return torch.full(keys.shape, PARTIAL, dtype=torch.uint8)
+
+    def cut(self, keys: Tensor) -> Bits:
+        """Bit tiles of the given blocks; cells outside the lengths may be anything."""
+        raise NotImplementedError
+
+    def bits(self, keys: Tensor) -> Bits:
+        """As `cut`, which is asked only about the blocks that `status` leaves open."""
+        status = self.status(keys)
+        open_ = status == PARTIAL
+        tiles, index = self.cut(keys[open_])
+        out = (status == FULL).long()
+        out[open_] = index + 2
+        return Bits(torch.cat([constant_tiles(), tiles]), out)
+
+
+class Interval(Node):
+    """Query q sees the keys lo <= k < hi: integer tensors that broadcast to (1 or batch, seqlen_q).
+
+    Values outside of [0, seqlen_k] are allowed, and so is hi < lo: such a query sees nothing.
+    """
+
+    def __init__(self, grid: Grid, lo: Tensor | int, hi: Tensor | int):
+        super().__init__(grid)
+        self._lo, self._hi = (torch.as_tensor(x, dtype=torch.int32) for x in (lo, hi))
+
+    def __and__(self, other: "Interval") -> "Interval":
+        lo, hi = torch.maximum(self._lo, other._lo), torch.minimum(self._hi, other._hi)
+        return Interval(self.grid, lo, hi)
+
+    def __invert__(self) -> "Or":
+        """The interval before or the interval after."""
+        lo, hi = self._bounds
+        before = Interval(self.grid, 0, lo)
+        return Or(self.grid, [before, Interval(self.grid, hi, self.grid.seqlen_k)])
+
+    @cached_property
+    def _bounds(self) -> tuple[Tensor, Tensor]:
+        """(1 or batch, seqlen_q) each, 0 <= lo <= hi <= seqlen_k; lo = seqlen_k if empty."""
+        end = self.grid.seqlen_k
+        lo, hi, _ = torch.broadcast_tensors(
+            self._lo.clamp(0, end), self._hi.clamp(0, end), torch.empty(1, self.grid.seqlen_q)
+        )
+        lo = torch.where(lo < hi, lo, end)
+        return lo, torch.maximum(lo, hi)
+
+    @cached_property
+    def _blocked(self) -> tuple[Tensor, Tensor]:
+        """The bounds as (block rows, 128); the ragged end repeats the last query."""
+        lo, hi = self._bounds
+        if self.grid.seqlen_q % BLOCK:
+            rows = torch.arange(self.grid.blocks_q * BLOCK).clamp_(max=self.grid.seqlen_q - 1)
+            lo, hi = lo[:, rows], hi[:, rows]
+        return lo.reshape(-1, BLOCK), hi.reshape(-1, BLOCK)
+
+    @cached_property
+    def _ranges(self) -> tuple[Tensor, ...]:
+        """Per block row: first and end of its candidates, first and end of its FULL blocks."""
+        grid = self.grid
+        lo, hi = self._blocked
+        end = hi.masked_fill(lo == grid.seqlen_k, 0).amax(1)
+        full_end = hi.amin(1)
+        # The ragged last block is full if it is visible up to the length.
+        full_end = torch.where(full_end == grid.seqlen_k, grid.blocks_k, full_end // BLOCK)
+        up = BLOCK - 1
+        return lo.amin(1) // BLOCK, (end + up) // BLOCK, (lo.amax(1) + up) // BLOCK, full_end
+
+    def _locate(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The block row of each key in the tensors above, and its key block."""
+        grid = self.grid
+        if len(self._ranges[0]) > grid.blocks_q:
+            b, _, i, j = grid.split(keys)
+            return b * grid.blocks_q + i, j.int()
+        row, j = divide(keys, grid.blocks_k)
+        return row % grid.blocks_q if grid.batch * grid.heads > 1 else row, j.int()
+
+    def candidates(self) -> Tensor:
+        grid = self.grid
+        planes = (grid.batch, grid.heads, grid.blocks_q)
+        first, end = (
+            x.long().view(-1, 1, grid.blocks_q).expand(planes).flatten() for x in self._ranges[:2]
+        )
+        count = (end - first).clamp_(min=0)
+        # Entry e of row r is column first[r] + (e - entries before row r).
+        base = torch.arange(len(first)) * grid.blocks_k + first - (count.cumsum(0) - count)
+        keys = torch.repeat_interleave(base, count)
+        return keys.add_(torch.arange(len(keys)))
+
+    def status(self, keys: Tensor) -> Tensor:
+        row, j = self._locate(keys)
+        first, end, full_first, full_end = (x.index_select(0, row) for x in self._ranges)
+        some, all_ = (first <= j) & (j < end), (full_first <= j) & (j < full_end)
+        return some.to(torch.uint8) + all_
+
+    def cut(self, keys: Tensor) -> Bits:
+        row, j = self._locate(keys)
+        start = (j * BLOCK)[:, None]
+        lo, hi = (
+            x.index_select(0, row).sub_(start).clamp_(0, BLOCK).to(torch.uint8)
+            for x in self._blocked
+        )
+        # Equal distances from the block's first key give equal tiles: compare before expanding.
+        keep, index = distinct_rows(torch.cat([lo, hi], 1).view(torch.int64))
+        return Bits(interval_tiles(lo[keep], hi[keep]), index)
+
+
+class Cells(Node):
+    """A mask known cell by cell through `visible`."""
+
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
+        raise NotImplementedError
+
+    def cut(self, keys: Tensor) -> Bits:
+        chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
+        return Bits(torch.cat(chunks), torch.arange(len(keys)))
+
+    def _tiles(self, keys: Tensor) -> Tensor:
+        grid, steps = self.grid, torch.arange(BLOCK)
+        b, h, i, j = grid.split(keys)
+        q = (i[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_q - 1)
+        k = (j[:, None] * BLOCK + steps).clamp_(max=grid.seqlen_k - 1)
+        return pack(self.visible(b, h, q, k)).cpu()
+
+
+class Mod(Cells):
+    """`fn(b, h, q, k)` on scalar index tensors, as FlexAttention calls it."""
+
+    def __init__(self, grid: Grid, fn: Callable):
+        super().__init__(grid)
+        per_key = torch.vmap(lambda *at: torch.as_tensor(fn(*at)), in_dims=(None, None, None, 0))
+        self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
+
+    def visible(self, b, h, q, k):
+        return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
+
+
+class Pattern(Cells):
+    """Rectangles of block_q x block_k cells that are visible or not as a whole.
+
+    Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
+    broadcastable index tensors. The rectangles may be smaller, larger or shifted against blocks.
+    """
+
+    def __init__(self, grid: Grid, rule: Callable, block_q=BLOCK, block_k=BLOCK, shift=0):
+        super().__init__(grid)
+        self._rule, self._block_q, self._block_k, self._shift = rule, block_q, block_k, shift
+
+    def visible(self, b, h, q, k):
+        b, h = b[:, None, None], h[:, None, None]
+        i, j = (q + self._shift) // self._block_q, k // self._block_k
+        return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(-1, BLOCK, BLOCK)
+
+    def status(self, keys: Tensor) -> Tensor:
+        grid = self.grid
+        b, h, i, j = grid.split(keys)
+        rows = _touched(i * BLOCK, grid.seqlen_q, self._shift, self._block_q)
+        cols = _touched(j * BLOCK, grid.seqlen_k, 0, self._block_k)
+        some = torch.zeros(len(keys), dtype=torch.bool)
+        all_ = torch.ones(len(keys), dtype=torch.bool)
+        for row in rows:
+            for col in cols:
+                seen = self._rule(b, h, row, col)
+                some, all_ = some | seen, all_ & seen
+        return some.to(torch.uint8) + all_
+
+
+def _touched(start: Tensor, seqlen: int, shift: int, size: int) -> list[Tensor]:
+    """The rectangles that each block touches along one axis (the last one repeats)."""
+    first = (start + shift) // size
+    last = ((start + BLOCK - 1).clamp_(max=seqlen - 1) + shift) // size
+    most = int((last - first).max()) + 1 if len(start) else 0
+    return [torch.minimum(first + step, last) for step in range(most)]
+
+
+class Dense(Node):
+    """A bool tensor, as packed words (batch or 1, heads or 1, seqlen_q, key blocks * 4)."""
+
+    def __init__(self, grid: Grid, words: Tensor):
+        super().__init__(grid)
+        self._words = words.unflatten(-1, (-1, WORDS))
+
+    def cut(self, keys: Tensor) -> Bits:
+        b, h, i, j = self.grid.split(keys)
+        if self._words.shape[0] == 1:
+            b = torch.zeros_like(b)
+        if self._words.shape[1] == 1:
+            h = torch.zeros_like(h)
+        q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
+        tiles = self._words[b[:, None], h[:, None], q, j[:, None]]
+        return Bits(tiles, torch.arange(len(keys)))
+
+
+class And(Node):
+    """Visible in every part."""
+
+    def __init__(self, grid: Grid, parts: list[Node]):
+        super().__init__(grid)
+        self.parts = parts
+
+    def candidates(self) -> Tensor | None:
+        known = [keys for part in self.parts if (keys := part.candidates()) is not None]
+        return min(known, key=len, default=None)
+
+    def status(self, keys: Tensor) -> Tensor:
+        return reduce(torch.minimum, (part.status(keys) for part in self.parts))
+
+    def cut(self, keys: Tensor) -> Bits:
+        bits = (part.bits(keys) for part in self.parts)
+        return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
+
+
+class Or(Node):
+    """Visible in some part."""
+
+    def __init__(self, grid: Grid, parts: list[Node]):
+        super().__init__(grid)
+        self.parts = parts
+
+    def candidates(self) -> Tensor | None:
+        lists = [part.candidates() for part in self.parts]
+        return None if any(keys is None for keys in lists) else torch.unique(torch.cat(lists))
+
+    def status(self, keys: Tensor) -> Tensor:
+        return reduce(torch.maximum, (part.status(keys) for part in self.parts))
+
+    def cut(self, keys: Tensor) -> Bits:
+        bits = (part.bits(keys) for part in self.parts)
+        return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
+
+
+class Not(Node):
+    """Visible where the part is not."""
+
+    def __init__(self, grid: Grid, part: Node):
+        super().__init__(grid)
+        self.part = part
+
+    def status(self, keys: Tensor) -> Tensor:
+        return FULL - self.part.status(keys)
+
+    def cut(self, keys: Tensor) -> Bits:
+        bits = self.part.bits(keys)
+        return Bits(~bits.tiles, bits.index)
+
+
+def both(a: Node, b: Node) -> Node:
+    """a AND b; intervals meet in one interval, wherever they stand in the conjunction."""
+    parts = [p for node in (a, b) for p in (node.parts if isinstance(node, And) else [node])]
+    intervals = [p for p in parts if isinstance(p, Interval)]
+    others = [p for p in parts if not isinstance(p, Interval)]
+    merged = [reduce(Interval.__and__, intervals)] if intervals else []
+    parts = merged + others
+    return parts[0] if len(parts) == 1 else And(a.grid, parts)
+
+
+def either(a: Node, b: Node) -> Node:
+    """a OR b."""
+    return Or(a.grid, [p for n in (a, b) for p in (n.parts if isinstance(n, Or) else [n])])
+
+
+def invert(a: Node) -> Node:
+    """NOT a; intervals have a closed form for it."""
+    return ~a if isinstance(a, Interval) else Not(a.grid, a)
+
+
+def pack_dense(cells: Tensor) -> Tensor:
+    """Bool (..., seqlen_k) to words (..., key blocks * 4) on the CPU, a few rows at a time."""
+    seqlen_k = cells.shape[-1]
+    rows = cells.reshape(-1, seqlen_k)
+    pad = num_blocks(seqlen_k) * BLOCK - seqlen_k
+    step = max(1, (1 << 22) // max(seqlen_k, 1))
+    words = [pack(F.pad(chunk, (0, pad))).cpu() for chunk in rows.split(step)]
+    return torch.cat(words).view(*cells.shape[:-1], -1)
+
+
+def build(node: Node) -> BlockMask:
+    """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
+    grid = node.grid
+    if not (grid.batch and grid.heads and grid.seqlen_q and grid.seqlen_k):
+        nothing = torch.empty(0, dtype=torch.int64)
+        return assemble(grid, nothing, nothing.bool(), nothing, nothing.int())
+    keys = node.candidates()
+    keys = grid.keys() if keys is None else keys
+    status = node.status(keys)
+    where = (status == PARTIAL).nonzero().flatten()
+    tiles, ids = [], []
+    for chunk in where.split(_BLOCKS_AT_ONCE):
+        found, status[chunk], index = _settle(node, keys[chunk])
+        ids.append(index + sum(map(len, tiles)))
+        tiles.append(found)
+    tiles, index = distinct_tiles(torch.cat(tiles))
+    some = status != EMPTY
+    full = status[some] == FULL
+    return assemble(grid, keys[some], full, index[torch.cat(ids)], tiles)
+
+
+def _settle(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """PARTIAL tiles, exact status per key, and the tile of each key that turns out PARTIAL."""
+    tiles, inside, index = distinct_pairs(node.bits(keys), node.grid.inside(keys))
+    tiles = tiles & inside
+    some, all_ = (tiles != 0).flatten(1).any(1), (tiles == inside).flatten(1).all(1)
+    status = (some.to(torch.uint8) + all_)[index]
+    partial = some & ~all_
+    number = partial.cumsum(0) - 1
+    return tiles[partial], status, number[index[status == PARTIAL]]

@@ -1,0 +1,114 @@
+"""Masks of well-known papers. p is the position of a query among the keys (see `mods`); blocks are
+128 tokens, and a query with p < 0 (more queries than keys) sees nothing through a block rule."""
+
+import torch
+from torch import Tensor
+
+from .bits import BLOCK
+from .mods import Mask, causal, positions, window
+from .nodes import Grid, Interval, Pattern
+
+
+def block_local(block: int = BLOCK) -> Mask:
+    """Local blocks: query q sees key k iff p // block == k // block (block in tokens)."""
+    _at_least(1, block=block)
+    return Mask(f"block_local({block})", lambda grid: _block_band(grid, block, 0))
+
+
+def longformer(window_size: int, global_tokens: int = 0) -> Mask:
+    """Longformer (Beltagy et al. 2020): a window and a few tokens that see, and are seen by, all.
+
+    Query q sees key k iff |p - k| <= window_size, or 0 <= p < global_tokens, or k < global_tokens.
+    """
+    _at_least(0, window_size=window_size, global_tokens=global_tokens)
+    return window(window_size, window_size) | _global_tokens(global_tokens)
+
+
+def bigbird(
+    window_blocks: int = 1, random_blocks: int = 3, global_blocks: int = 1, seed: int = 0
+) -> Mask:
+    """BigBird (Zaheer et al. 2020) in blocks of 128 tokens.
+
+    With i = p // 128 and j = k // 128, query q sees key k iff |i - j| <= window_blocks, or i or j
+    is below global_blocks, or j is one of the random_blocks different key blocks drawn for row i.
+    The draw depends on the seed and on the number of key blocks alone, and is the same for every
+    batch entry and head.
+    """
+    _at_least(
+        0, window_blocks=window_blocks, random_blocks=random_blocks, global_blocks=global_blocks
+    )
+    near = Mask(f"near({window_blocks})", lambda grid: _block_band(grid, BLOCK, window_blocks))
+    drawn = Mask(
+        f"random({random_blocks}, seed={seed})", lambda grid: _random(grid, random_blocks, seed)
+    )
+    return near | _global_tokens(global_blocks * BLOCK) | drawn
+
+
+def strided(stride: int) -> Mask:
+    """Strided pattern of the Sparse Transformer (Child et al. 2019), in blocks of 128 tokens.
+
+    With the distance d = p // 128 - k // 128, query q sees key k iff k <= p and (d < stride or d is
+    a multiple of stride): the last `stride` blocks, and every stride-th block before them.
+    """
+    _at_least(1, stride=stride)
+
+    def rule(b, h, i, j):
+        return (i >= 0) & ((i - j < stride) | ((i - j) % stride == 0))
+
+    return causal() & _blocks(f"strided({stride})", rule)
+
+
+def butterfly() -> Mask:
+    """Flat block butterfly, the sparsity pattern of block-sparse FlashAttention (Dao et al. 2022).
+
+    With i = p // 128 and j = k // 128, query q sees key k iff i = j or i and j differ in exactly
+    one binary digit: 1 + log2(blocks) blocks per row.
+    """
+
+    def rule(b, h, i, j):
+        digits = i ^ j
+        return (i >= 0) & (digits & (digits - 1) == 0)
+
+    return _blocks("butterfly()", rule)
+
+
+def _blocks(text: str, rule) -> Mask:
+    """rule(b, h, p // 128, k // 128)."""
+    return Mask(text, lambda grid: Pattern(grid, rule, shift=grid.offset))
+
+
+def _block_band(grid: Grid, block: int, reach: int) -> Interval:
+    """|p // block - k // block| <= reach, for p >= 0."""
+    p = positions(grid)
+    row = torch.div(p, block, rounding_mode="floor")
+    return Interval(grid, (row - reach) * block, ((row + reach + 1) * block).masked_fill(p < 0, 0))
+
+
+def _global_tokens(count: int) -> Mask:
+    """0 <= p < count or k < count."""
+
+    def seeing(grid: Grid) -> Interval:
+        p = positions(grid)
+        return Interval(grid, 0, ((p >= 0) & (p < count)) * grid.seqlen_k)
+
+    seen = Mask(f"keys(< {count})", lambda grid: Interval(grid, 0, min(count, grid.seqlen_k)))
+    return Mask(f"queries(< {count})", seeing) | seen
+
+
+def _random(grid: Grid, count: int, seed: int) -> Pattern:
+    blocks = grid.blocks_k
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(blocks, blocks, generator=generator)
+    drawn = torch.zeros(blocks, blocks, dtype=torch.bool)
+    drawn.scatter_(1, order.topk(min(count, blocks), dim=1).indices, True)
+
+    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= 0) & drawn[i.clamp(min=0), j]
+
+    return Pattern(grid, rule, shift=grid.offset)
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")

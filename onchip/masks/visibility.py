@@ -1,0 +1,131 @@
+"""Which keys a tile of queries sees, on the host: what a CPU kernel asks before it loads anything."""
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bits import BLOCK, unpack
+from .blockmask import BlockMask, HostRows
+
+
+class Visibility(NamedTuple):
+    """causal AND window AND plane (b, h) of a mask, for one sequence.
+
+    Query q stands at p = q + seqlen_k - seqlen_q; causal: k <= p; window: p - left <= k <= p +
+    right, None = unbounded.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    causal: bool = False
+    window_size: tuple[int | None, int | None] = (None, None)
+    mask: BlockMask | None = None
+    b: int = 0
+    h: int = 0
+
+    def spans(self, q0: int, q1: int) -> list[tuple[int, int]]:
+        """Ascending, disjoint key ranges outside of which no query of [q0, q1) sees a key."""
+        lo, hi = self._limits(q0, q1)
+        if lo >= hi:
+            return []
+        if self.mask is None:
+            return [(lo, hi)]
+        runs = self._runs(q0 // BLOCK, (q1 + BLOCK - 1) // BLOCK)
+        cut = ((max(lo, start * BLOCK), min(hi, stop * BLOCK)) for start, stop in runs)
+        return [(start, stop) for start, stop in cut if start < stop]
+
+    def tile(
+        self, q0: int, q1: int, k0: int, k1: int, device: torch.device | str = "cpu"
+    ) -> Tensor | None:
+        """Bool (q1 - q0, k1 - k0), True where visible; None only if every cell is visible."""
+        seen = None if self.mask is None else self._mask_tile(q0, q1, k0, k1)
+        band = self._band(q0, q1, k0, k1, device)
+        if seen is None:
+            return band
+        seen = seen.to(device)
+        return seen if band is None else band.logical_and_(seen)
+
+    def _reach(self) -> tuple[int | None, int | None]:
+        left, right = self.window_size
+        return left, (0 if right is None else min(right, 0)) if self.causal else right
+
+    def _limits(self, q0: int, q1: int) -> tuple[int, int]:
+        left, right = self._reach()
+        offset = self.seqlen_k - self.seqlen_q
+        lo = 0 if left is None else max(0, q0 + offset - left)
+        hi = self.seqlen_k if right is None else min(self.seqlen_k, q1 + offset + right)
+        return lo, hi
+
+    def _band(self, q0: int, q1: int, k0: int, k1: int, device) -> Tensor | None:
+        """The causal and window part of a tile, None where it hides nothing."""
+        left, right = self._reach()
+        diagonal = q0 + self.seqlen_k - self.seqlen_q - k0  # the column where row 0 has k = p
+        above = right is not None and k1 - k0 - 1 > diagonal + right
+        below = left is not None and q1 - q0 - 1 + diagonal > left
+        if not (above or below):
+            return None
+        band = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=device)
+        if above:
+            band.tril_(diagonal + right)
+        if below:
+            band.triu_(diagonal - left)
+        return band
+
+    def _runs(self, i0: int, i1: int) -> list[tuple[int, int]]:
+        """Runs of key blocks that are not EMPTY for some query block of [i0, i1)."""
+        host, first = self.mask.host, self._first_row()
+        begin, end = host.run_offsets[first + i0], host.run_offsets[first + i1]
+        runs = list(zip(host.run_starts[begin:end], host.run_stops[begin:end], strict=True))
+        return runs if i1 - i0 == 1 else _merged(sorted(runs))
+
+    def _first_row(self) -> int:
+        return (self.b * self.mask.shape[1] + self.h) * ((self.seqlen_q + BLOCK - 1) // BLOCK)
+
+    def _mask_tile(self, q0: int, q1: int, k0: int, k1: int) -> Tensor | None:
+        """The mask's part of a tile, None where it hides nothing."""
+        i0, i1, j0, j1 = q0 // BLOCK, -(-q1 // BLOCK), k0 // BLOCK, -(-k1 // BLOCK)
+        host, first, width = self.mask.host, self._first_row(), j1 - j0
+        full = [False] * ((i1 - i0) * width)
+        at, ids = [], []
+        for i in range(i0, i1):
+            row, base = first + i, (i - i0) * width - j0
+            for e in _between(host.full_offsets, host.full_indices, row, j0, j1):
+                full[base + host.full_indices[e]] = True
+            entries = _between(host.partial_offsets, host.partial_indices, row, j0, j1)
+            at += [base + host.partial_indices[e] for e in entries]
+            ids += host.partial_tiles[entries.start : entries.stop]
+        if all(full):
+            return None
+        blocks = torch.tensor(full).view(i1 - i0, 1, width, 1).repeat(1, BLOCK, 1, BLOCK)
+        if at:
+            _place(host, blocks, at, ids)
+        cells = blocks.view((i1 - i0) * BLOCK, width * BLOCK)
+        return cells[q0 - i0 * BLOCK : q1 - i0 * BLOCK, k0 - j0 * BLOCK : k1 - j0 * BLOCK]
+
+
+def _between(offsets: list[int], indices: list[int], row: int, j0: int, j1: int) -> range:
+    """The entries of a row with j0 <= index < j1."""
+    begin, end = offsets[row], offsets[row + 1]
+    first = bisect_left(indices, j0, begin, end)
+    return range(first, bisect_left(indices, j1, first, end))
+
+
+def _place(host: HostRows, blocks: Tensor, at: list[int], ids: list[int]) -> None:
+    """Write the bit tiles `ids` into the blocks numbered `at`, of (rows, 128, columns, 128)."""
+    where = torch.tensor(at)
+    width = blocks.shape[2]
+    tiles = unpack(host.tiles[torch.tensor(ids)])
+    blocks.transpose(1, 2)[where // width, where % width] = tiles
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending runs that may overlap or touch, as disjoint ones."""
+    out: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(stop, out[-1][1]))
+        else:
+            out.append((start, stop))
+    return out

@@ -1,0 +1,343 @@
+"""The public functions: each poses a Problem, checked at the door, and hands it to the torch op in
+`library`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip import library, masks, paged
+from onchip.dispatch import kernel_module
+from onchip.kernels.protocol import Stats
+from onchip.masks.blockmask import BlockMask
+from onchip.problem import Options, Problem, Tensors, Window, describe
+from onchip.state import merge_at_rest
+
+UNBOUNDED: Window = (None, None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    mask: object = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple:
+    """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
+
+    q: (batch, seqlen_q, heads, head_dim); k: (batch, seqlen_k, kv_heads, head_dim); v: (batch,
+    seqlen_k, kv_heads, head_dim_v). score = softcap * tanh(softmax_scale * q.k / softcap) - slope *
+    |i + seqlen_k - seqlen_q - j| + bias, masked by causal AND window AND mask. causal and window
+    are aligned bottom-right: the last query sees the last key. A row that sees no key gives out = 0
+    and lse = -inf (with a sink: lse = sink). Returns out[, lse][, stats]; lse: (batch, heads,
+    seqlen_q), natural log.
+
+    mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k) or bool tensor. bias:
+    (batch|1, heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch,
+    heads). softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's
+    generator unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
+    """
+    problem, x = pose(
+        q,
+        k,
+        v,
+        causal=causal,
+        window_size=window_size,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        return_stats=return_stats,
+        deterministic=deterministic,
+        out_dtype=out_dtype,
+    )
+    return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple:
+    """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
+    cu_seqlens[b + 1].
+
+    q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads,
+    head_dim_v); cu_seqlens: int32 (batch + 1,). causal, window and ALiBi count positions inside
+    each sequence, aligned bottom-right. lse: (heads, total_q).
+    """
+    problem, x = pose(
+        q,
+        k,
+        v,
+        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        return_stats=return_stats,
+        deterministic=deterministic,
+        out_dtype=out_dtype,
+    )
+    return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    causal: bool = True,
+    window_size: Window = UNBOUNDED,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple:
+    """attention() of new queries over keys that lie in pages: decode, chunked prefill,
+    verification.
+
+    q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
+    and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
+    (batch, max_pages); cache_seqlens: int32 (batch,). Sequence b reads its first cache_seqlens[b]
+    slots, through page_table[b]; the queries are the last positions of that cache (causal by
+    default).
+    """
+    k, v, packing = paged.gather(
+        q, (k_pages, v_pages), page_table, cache_seqlens, (cu_seqlens_q, max_seqlen_q)
+    )
+    problem, x = pose(
+        q.flatten(0, 1) if q.dim() == 4 else q,
+        k,
+        v,
+        packing=Packing(*packing),
+        causal=causal,
+        window_size=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_stats=return_stats,
+        out_dtype=out_dtype,
+    )
+    out, lse, stats = library.attend(problem, x, kernel)
+    if q.dim() == 4:
+        out, lse, stats = out.unflatten(0, q.shape[:2]), _rows(lse, q), _rows(stats, q)
+    return _answer((out, lse, stats), return_lse, return_stats)
+
+
+def _rows(t: Tensor, q: Tensor) -> Tensor:
+    """(..., heads, batch * seqlen) -> (..., batch, heads, seqlen)."""
+    if not t.numel():
+        return t
+    return t.unflatten(-1, q.shape[:2]).movedim(-3, -2).contiguous()
+
+
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint sets of keys, from attention over each: (out, lse) of
+    the same queries.
+
+    outs: n tensors (..., seqlen, heads, head_dim_v); lses: n tensors (..., heads, seqlen), fp32.
+    out comes back in the dtype of outs[0]. Differentiable in all of them. A row that saw no key
+    anywhere stays out = 0, lse = -inf.
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"outs and lses must be as many and at least one, got {len(outs)} and {len(lses)}"
+        )
+    rows = (
+        (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3]) if outs[0].dim() >= 3 else None
+    )
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if rows is None or out.shape != outs[0].shape or lse.shape != rows:
+            raise ValueError(
+                f"state {i}: out {tuple(out.shape)} and lse {tuple(lse.shape)} must be"
+                f" (..., seqlen, heads, head_dim_v) and (..., heads, seqlen), the same for all"
+                f" (the first out is {tuple(outs[0].shape)})"
+            )
+    out, lse = merge_at_rest([o.transpose(-2, -3) for o in outs], lses)
+    return out.transpose(-2, -3).to(outs[0].dtype), lse
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    rows: Sequence[int] | Tensor,
+    *,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    mask: object = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The probabilities of chosen query rows, (batch, heads, len(rows), seqlen_k), from the lse of
+    attention(..., return_lse=True).
+
+    O(len(rows) * seqlen_k) time and memory. Give the options of the call that made lse; sinks are
+    in lse already.
+    """
+    problem, x = pose(
+        q,
+        k,
+        k,
+        causal=causal,
+        window_size=window_size,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        bias=bias,
+    )
+    chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").tolist()
+    for row in chosen:
+        if not 0 <= row < problem.seqlen_q:
+            raise ValueError(f"row {row} is not in [0, seqlen_q={problem.seqlen_q})")
+    expected = (problem.batch, problem.num_heads, problem.seqlen_q)
+    if tuple(lse.shape) != expected:
+        raise ValueError(
+            f"lse must have shape (batch, heads, seqlen_q) = {expected}, got {tuple(lse.shape)}"
+        )
+    return kernel_module("reference").probabilities(problem, x, lse, chosen)
+
+
+class Packing(NamedTuple):
+    """What makes a call packed: offsets of the sequences, and the longest of them."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def pose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    packing: Packing | None = None,
+    mask: object = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
+    **scalars: object,
+) -> tuple[Problem, Tensors]:
+    """The checked Problem of a call and its tensors."""
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = Options(dropout_p=dropout_p, deterministic=deterministic, **scalars)
+    q, k, v = _autocast(q, k, v)
+    x = Tensors(
+        q,
+        k,
+        v,
+        None if packing is None else packing.cu_seqlens_q,
+        None if packing is None else packing.cu_seqlens_k,
+        alibi_slopes,
+        bias,
+        sinks,
+        None,
+        _block_mask(mask, q, k),
+    )
+    problem = describe(x, options, None if packing is None else packing[2:])
+    if problem.dropout_p:
+        x = x._replace(dropout_seed=_seed(dropout_seed, q))
+    return problem, x
+
+
+def _answer(result: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_stats: bool) -> Tensor | tuple:
+    out, lse, stats = result
+    if not (return_lse or return_stats):
+        return out
+    answer = (out, lse) if return_lse else (out,)
+    return (*answer, Stats(*stats.unbind(0))) if return_stats else answer
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch.autocast does for its own attention: q, k, v in the autocast dtype (fp64 is left
+    alone).
+    """
+    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    lower = lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype != torch.float64 else t
+    return lower(q), lower(k), lower(v)
+
+
+def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is None:
+        return torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != q.device:
+            raise ValueError(
+                f"dropout_seed must be one int64 on {q.device},"
+                f" got {seed.dtype} {tuple(seed.shape)} on {seed.device}"
+            )
+        return seed.reshape(())
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"dropout_seed={seed!r} must be a 64-bit int, an int64 tensor or None")
+    return torch.tensor(seed, dtype=torch.int64, device=q.device)
+
+
+def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | None:
+    if mask is None or isinstance(mask, BlockMask):
+        return mask
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+        raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
+    return masks.as_mask(mask).build(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)

@@ -1,0 +1,377 @@
+"""What is asked of attention, and every check at the door: after `describe` no code below defends
+itself again.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.masks.blockmask import BlockMask
+
+MAX_HEAD_DIM = 256
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Window = tuple[int | None, int | None]
+
+
+class UnsupportedError(ValueError):
+    """A sound question that no available kernel answers; the message says what would work."""
+
+
+class Tensors(NamedTuple):
+    """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    mask: BlockMask | None = None
+
+
+class Problem(NamedTuple):
+    """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
+    the longest of the batch.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    softmax_scale: float
+    causal: bool = False
+    window_size: Window = (None, None)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    packed: bool = False
+    has_mask: bool = False
+    has_alibi: bool = False
+    has_bias: bool = False
+    has_sinks: bool = False
+    return_stats: bool = False
+    deterministic: bool = False
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one batch entry and head that causal and window leave (a block mask
+        is not counted).
+        """
+        left, right = self.window_size
+        offset = self.seqlen_k - self.seqlen_q
+        rows = torch.arange(self.seqlen_q)
+        right = 0 if self.causal else right  # causal is a window that ends at the query itself
+        hi = torch.full_like(rows, self.seqlen_k) if right is None else rows + offset + right + 1
+        lo = torch.zeros_like(rows) if left is None else rows + offset - left
+        return int((hi.clamp(max=self.seqlen_k) - lo.clamp(min=0)).clamp(min=0).sum())
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of the two products, counted as two operations each, over the visible
+        pairs.
+        """
+        return self.batch * self.num_heads * self.visible_pairs * self._flops_per_pair
+
+    @property
+    def all_flops(self) -> int:
+        """The same if every query saw every key."""
+        pairs = self.seqlen_q * self.seqlen_k
+        return self.batch * self.num_heads * pairs * self._flops_per_pair
+
+    @property
+    def _flops_per_pair(self) -> int:
+        return 2 * (self.head_dim + self.head_dim_v)
+
+    @property
+    def min_bytes(self) -> int:
+        """Each input read once, each output written once: no exact algorithm moves less."""
+        queries = self.batch * self.seqlen_q * self.num_heads
+        keys = self.batch * self.seqlen_k * self.num_kv_heads
+        read = (
+            queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)
+        ) * self.dtype.itemsize
+        return read + queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
+
+
+class DeviceInfo(NamedTuple):
+    """Where a problem would run. capability is CUDA's (major, minor), None elsewhere; name is the
+    architecture on AMD (gfx942).
+    """
+
+    type: str
+    name: str = ""
+    capability: tuple[int, int] | None = None
+
+
+@lru_cache(maxsize=64)
+def device_info(device: torch.device) -> DeviceInfo:
+    if device.type != "cuda":
+        return DeviceInfo(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return DeviceInfo("hip", properties.gcnArchName.split(":")[0])
+    return DeviceInfo("cuda", properties.name, (properties.major, properties.minor))
+
+
+class Options(NamedTuple):
+    """The scalar options of a call, as the user gave them."""
+
+    causal: bool = False
+    window_size: Window = (None, None)
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_stats: bool = False
+    deterministic: bool = False
+    out_dtype: torch.dtype | None = None
+
+
+def describe(x: Tensors, options: Options, max_seqlens: tuple[int, int] | None = None) -> Problem:
+    """The Problem that these tensors and options pose; ValueError in one sentence if they pose
+    none.
+    """
+    check_qkv(x.q, x.k, x.v, rank=3 if max_seqlens else 4)
+    if max_seqlens:
+        batch = check_packing(x, max_seqlens)
+        seqlen_q, seqlen_k = max_seqlens
+    else:
+        batch, seqlen_q, seqlen_k = x.q.shape[0], x.q.shape[1], x.k.shape[1]
+    check_options(options, x.q)
+    head_dim = x.q.shape[-1]
+    scale = options.softmax_scale
+    problem = Problem(
+        batch,
+        seqlen_q,
+        seqlen_k,
+        x.q.shape[-2],
+        x.k.shape[-2],
+        head_dim,
+        x.v.shape[-1],
+        x.q.dtype,
+        options.out_dtype or x.q.dtype,
+        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        bool(options.causal),
+        tuple(options.window_size),
+        float(options.softcap),
+        float(options.dropout_p),
+        max_seqlens is not None,
+        x.mask is not None,
+        x.alibi_slopes is not None,
+        x.bias is not None,
+        x.sinks is not None,
+        bool(options.return_stats),
+        bool(options.deterministic),
+    )
+    check_extras(problem, x)
+    return problem
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        if t.dim() != rank:
+            raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
+        if t.dtype not in DTYPES:
+            raise ValueError(
+                f"{name}.dtype={t.dtype} is not one of float64, float32, float16, bfloat16"
+            )
+        if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
+                f" call {name}.contiguous()"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k, v must share a device, got {q.device}, {k.device}, {v.device}")
+    if q.dtype == torch.float64 and q.device.type not in ("cpu", "meta"):
+        raise UnsupportedError(
+            f"float64 is served on the CPU, not on {q.device}: use float32 there"
+        )
+    _check_shapes(q, k, v)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if q.dim() == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q has head_dim {q.shape[-1]}, k has head_dim {k.shape[-1]}")
+    for name, t in (("head_dim", q), ("head_dim_v", v)):
+        if not 1 <= t.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}={t.shape[-1]} must lie between 1 and {MAX_HEAD_DIM}")
+    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}")
+
+
+def check_packing(x: Tensors, max_seqlens: tuple[int, int]) -> int:
+    """The batch of a packed call; the values inside cu_seqlens are checked by check_values."""
+    for name, cu in (("cu_seqlens_q", x.cu_seqlens_q), ("cu_seqlens_k", x.cu_seqlens_k)):
+        if (
+            not isinstance(cu, Tensor)
+            or cu.dtype != torch.int32
+            or cu.dim() != 1
+            or cu.shape[0] < 1
+        ):
+            what = (
+                f"{cu.dtype} of shape {tuple(cu.shape)}"
+                if isinstance(cu, Tensor)
+                else type(cu).__name__
+            )
+            raise ValueError(f"{name} must be an int32 tensor of shape (batch + 1,), got {what}")
+        if cu.device != x.q.device:
+            raise ValueError(f"{name} is on {cu.device}, q is on {x.q.device}")
+    if x.cu_seqlens_q.shape != x.cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must be equally long, got"
+            f" {x.cu_seqlens_q.shape[0]} and {x.cu_seqlens_k.shape[0]}"
+        )
+    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
+        if isinstance(length, (bool, float, Tensor)) or length < 0:
+            raise ValueError(f"{name} must be a non-negative int, got {length!r}")
+    return x.cu_seqlens_q.shape[0] - 1
+
+
+def check_options(options: Options, q: Tensor) -> None:
+    scale = options.softmax_scale
+    if scale is not None and not _is_finite(scale):
+        raise ValueError(f"softmax_scale={scale} must be a finite number")
+    if not _is_finite(options.softcap) or options.softcap < 0:
+        raise ValueError(
+            f"softcap={options.softcap} must be a finite number >= 0 (0 switches it off)"
+        )
+    if not _is_finite(options.dropout_p) or not 0.0 <= options.dropout_p < 1.0:
+        raise ValueError(f"dropout_p={options.dropout_p} must lie in [0, 1)")
+    check_window(options.window_size)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if options.out_dtype not in (None, q.dtype, wide):
+        raise ValueError(
+            f"out_dtype={options.out_dtype} must be {q.dtype} or {wide} for {q.dtype} inputs"
+        )
+
+
+def check_window(window_size: Window) -> None:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{window_size=} must be a pair (left, right), None = unbounded")
+    for name, side in zip(("left", "right"), window_size, strict=True):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            raise ValueError(f"window_size {name}={side!r} must be None (unbounded) or an int >= 0")
+
+
+def check_extras(problem: Problem, x: Tensors) -> None:
+    """alibi_slopes, bias, sinks, mask and dropout_seed against the problem they join."""
+    if x.alibi_slopes is not None:
+        shapes = ((problem.num_heads,), (problem.batch, problem.num_heads))
+        _check_tensor("alibi_slopes", x.alibi_slopes, x.q, shapes)
+        if x.alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError("alibi_slopes has no gradient here: pass alibi_slopes.detach()")
+    if x.sinks is not None:
+        _check_tensor("sinks", x.sinks, x.q, ((problem.num_heads,),))
+    if x.bias is not None:
+        _check_bias(problem, x)
+    if x.mask is not None:
+        _check_mask(problem, x)
+
+
+def _check_tensor(name: str, t: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not isinstance(t, Tensor) or tuple(t.shape) not in shapes:
+        got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {got}")
+    if t.dtype not in DTYPES:
+        raise ValueError(f"{name}.dtype={t.dtype} must be a floating type")
+    if t.device != q.device:
+        raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
+
+
+def _check_bias(problem: Problem, x: Tensors) -> None:
+    if problem.packed:
+        raise UnsupportedError("bias needs a dense call: packed sequences share no score matrix")
+    full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    shape = tuple(x.bias.shape) if isinstance(x.bias, Tensor) else ()
+    fits = len(shape) == 4 and shape[3] == full[3]
+    if not fits or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        layout = "(batch|1, heads|1, seqlen_q|1, seqlen_k)"
+        raise ValueError(f"bias must be {layout} with sizes {full}, got {shape}")
+    _check_tensor("bias", x.bias, x.q, (shape,))
+
+
+def _check_mask(problem: Problem, x: Tensors) -> None:
+    if problem.packed:
+        raise UnsupportedError(
+            "mask needs a dense call: use attention(mask=masks.document(cu_seqlens) & mask)"
+        )
+    batch, heads, *lengths = shape = x.mask.shape
+    wanted = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    fits = batch in (1, problem.batch) and heads in (1, problem.num_heads)
+    if not fits or tuple(lengths) != wanted[2:]:
+        raise ValueError(f"mask of shape {shape} does not fit scores of shape {wanted}")
+    if x.mask.device != x.q.device:
+        raise ValueError(f"mask is on {x.mask.device}, q is on {x.q.device}: use mask.to(q.device)")
+
+
+def _is_finite(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+
+
+class checks:
+    """Whether *values* (cu_seqlens, page ids, lengths) on a GPU are checked, at the price of a
+    synchronisation. CPU values always are.
+
+    A switch (`onchip.checks(True)`) and a context manager (`with onchip.checks(True): ...`).
+    """
+
+    enabled = False
+
+    def __init__(self, enabled: bool):
+        self._before = checks.enabled
+        checks.enabled = bool(enabled)
+
+    def __enter__(self) -> "checks":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        checks.enabled = self._before
+
+
+def check_values(problem: Problem, x: Tensors) -> None:
+    """cu_seqlens must start at 0, never fall, end at the total and stay within max_seqlen."""
+    if not problem.packed or not (x.q.device.type == "cpu" or checks.enabled):
+        return
+    _check_offsets("q", x.cu_seqlens_q, x.q.shape[0], problem.seqlen_q)
+    _check_offsets("k", x.cu_seqlens_k, x.k.shape[0], problem.seqlen_k)
+
+
+def _check_offsets(side: str, cu: Tensor, total: int, max_seqlen: int) -> None:
+    offsets = cu.tolist()
+    name = f"cu_seqlens_{side}"
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"{name} must run from 0 to total_{side}={total}, got {offsets[0]} to {offsets[-1]}"
+        )
+    for i, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        if b < a:
+            raise ValueError(f"{name} must not decrease, got {a} then {b} at sequence {i}")
+        if b - a > max_seqlen:
+            raise ValueError(
+                f"sequence {i} has {b - a} tokens, more than max_seqlen_{side}={max_seqlen}"
+            )

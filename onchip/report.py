@@ -1,0 +1,339 @@
+"""The results of the demo as tables in the terminal and as one HTML file that needs nothing else."""
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from pathlib import Path
+from string import Template
+
+from onchip import __version__
+from onchip.demo import CHECKED_ROWS, HEAD_DIM, METHODS, NUM_HEADS, Measurement, Results
+
+LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onchip"}
+SHORT_LABELS = {**LABELS, "standard": "standard"}
+NEXT_STEPS = (
+    ("onchip doctor", "what this machine can run, and why not the rest"),
+    ("onchip explain --seqlen 8192 --causal", "which kernel serves a call, its flops and its bytes"),
+    ("onchip bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
+    ("onchip bench cpu --json cpu.json", "the same in full, as a results file"),
+)
+
+
+def human_bytes(n: float | None) -> str:
+    """1,234,567 -> '1.2 MB' (powers of 1000)."""
+    if n is None:
+        return "n/a"
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"
+
+
+def human_time(seconds: float | None) -> str:
+    """0.00123 -> '1.23 ms'."""
+    if seconds is None:
+        return "n/a"
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def short_length(n: float) -> str:
+    return f"{n / 1024:g}k" if n >= 1024 else f"{n:g}"
+
+
+def cells(m: Measurement) -> tuple[str, str, str]:
+    """Time, peak memory, error."""
+    if m.refused_bytes is not None:
+        return "refused", f"would take {human_bytes(m.refused_bytes)}", ""
+    return human_time(m.time_s), human_bytes(m.peak_bytes), f"{m.error:.1e}"
+
+
+def groups(measurements: Iterable[Measurement]) -> list[tuple[str, str, list[Measurement]]]:
+    """(tokens, mask, the measurements of that problem), in the order they were made."""
+    problem = lambda m: (f"{m.seqlen:,}", m.mask)
+    return [(*key, list(group)) for key, group in groupby(measurements, problem)]
+
+
+def refusals(results: Results) -> list[str]:
+    """One sentence per call that was not made."""
+    budget = human_bytes(results.budget_bytes)
+    return [
+        f"standard attention over {m.seqlen:,} tokens: refused to allocate {m.refused_bytes:,} bytes"
+        f" ({human_bytes(m.refused_bytes)}) for S and P; the budget here is {budget}."
+        for m in results.lengths
+        if m.refused_bytes is not None
+    ]
+
+
+def omissions(results: Results) -> list[str]:
+    lengths = ", ".join(f"{n:,}" for n in results.omitted)
+    return [f"Left out to stay near a minute on this machine: {lengths} tokens."] if lengths else []
+
+
+def merge_sentence(results: Results) -> str:
+    a, b = results.merge_cut
+    return (
+        f"{a + b:,} keys cut into {a:,} and {b:,}, attended apart, merged by merge_states: "
+        f"largest difference from attending to all of them {results.merge_gap:.1e}."
+    )
+
+
+def masked_speedups(results: Results) -> dict[str, float]:
+    """mask -> how many times faster onchip was than SDPA with the dense mask."""
+    times = {(m.mask, m.method): m.time_s for m in results.masked if m.time_s}
+    return {
+        mask: times[mask, "sdpa"] / time_s
+        for (mask, method), time_s in times.items()
+        if method == "onchip" and (mask, "sdpa") in times
+    }
+
+
+def print_results(console, results: Results) -> None:
+    for measurements in (results.lengths, results.masked):
+        console.print(_terminal_table(measurements))
+    sentences = refusals(results) + omissions(results) + [merge_sentence(results)]
+    for mask, ratio in masked_speedups(results).items():
+        sentences.append(f"{mask}: {ratio:.1f}x the speed of SDPA with the dense mask.")
+    for sentence in sentences:
+        console.print(f"- {sentence}", highlight=False)
+    console.print("\n[bold]Try next[/bold]")
+    for command, what in NEXT_STEPS:
+        console.print(f"  [cyan]{command}[/cyan]\n      {what}", highlight=False)
+
+
+def _terminal_table(measurements: list[Measurement]):
+    from rich.table import Table
+
+    table = Table("tokens", "mask", "method")
+    for column in ("time", "peak extra memory", "max error vs fp64"):
+        table.add_column(column, justify="right")
+    for tokens, mask, group in groups(measurements):
+        table.add_section()
+        for m in group:
+            first = (tokens, mask) if m is group[0] else ("", "")
+            style = "bold" if m.method == "onchip" else None
+            table.add_row(*first, SHORT_LABELS[m.method], *cells(m), style=style)
+    return table
+
+
+# Pictures. Colours leave matplotlib as marks that the page's style sheet replaces, so that one picture
+# serves light and dark screens; text stays text, in the font of the page.
+
+MARKS = {
+    "#010101": "currentColor",
+    "#020202": "var(--grid)",
+    "#030303": "var(--standard)",
+    "#040404": "var(--sdpa)",
+    "#050505": "var(--onchip)",
+}
+INK, GRID = "#010101", "#020202"
+COLOURS = {"standard": "#030303", "sdpa": "#040404", "onchip": "#050505"}
+LINES = {
+    "standard": {"marker": "s", "markersize": 5, "linewidth": 1.8},
+    "sdpa": {"marker": "o", "markersize": 9, "linewidth": 3.5, "alpha": 0.55},
+    "onchip": {"marker": "o", "markersize": 4.5, "linewidth": 1.8},
+}
+RC = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": GRID,
+}
+
+
+def length_plot(results: Results, value: str, label: Callable[[float], str]) -> str:
+    """One quantity over the lengths, log-log, one line per method, as inline SVG."""
+    with _Picture(f"{value}-", (5.4, 3.7)) as picture:
+        axes = picture.axes
+        for method in METHODS:
+            points = [m for m in results.lengths if m.method == method]
+            done = [(m.seqlen, getattr(m, value)) for m in points if getattr(m, value)]
+            if done:
+                axes.plot(*zip(*done, strict=True), color=COLOURS[method], **LINES[method])
+            if value == "peak_bytes":
+                _draw_refused(axes, done, points)
+        ticks = sorted({m.seqlen for m in results.lengths})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, [short_length(n) for n in ticks])
+        axes.yaxis.set_major_formatter(lambda y, _: label(y))
+        axes.minorticks_off()
+        axes.set_ylim(*whole_decades(axes.get_ylim()))
+        axes.set_xlabel("tokens")
+    return picture.svg
+
+
+def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
+    """Limits of a log axis moved out to powers of ten, so that at least one labelled tick shows."""
+    low, high = (math.log10(x) for x in limits)
+    return 10.0 ** math.floor(low), 10.0 ** math.ceil(high)
+
+
+def _draw_refused(axes, done: list[tuple[int, int]], points: list[Measurement]) -> None:
+    """Crosses where a method was refused, at what it would have taken."""
+    refused = [(m.seqlen, m.refused_bytes) for m in points if m.refused_bytes]
+    if refused:
+        colour = COLOURS[points[0].method]
+        axes.plot(*zip(*done[-1:], *refused, strict=True), color=colour, linestyle=":", linewidth=1.5)
+        axes.plot(*zip(*refused, strict=True), color=colour, marker="x", linestyle="", markersize=8)
+        n, need = refused[-1]
+        axes.annotate(
+            f"refused: {human_bytes(need)}", (n, need), (-10, -3), textcoords="offset points", ha="right"
+        )
+
+
+def masked_plot(results: Results) -> str:
+    """Bars of time: SDPA with a dense mask above, onchip below, for each mask."""
+    speedups = masked_speedups(results)
+    with _Picture("masked-", (5.4, 3.7)) as picture:
+        axes = picture.axes
+        for i, mask in enumerate(speedups):
+            for j, method in enumerate(("sdpa", "onchip")):
+                (m,) = (x for x in results.masked if (x.mask, x.method) == (mask, method))
+                y, note = i + 0.4 * j, human_time(m.time_s)
+                axes.barh(y, m.time_s, height=0.34, color=COLOURS[method])
+                note += f"   {speedups[mask]:.1f}x" if method == "onchip" else ""
+                axes.annotate(note, (m.time_s, y), (6, 0), textcoords="offset points", va="center")
+        axes.set_yticks([i + 0.2 for i in range(len(speedups))], list(speedups))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.25 * max(m.time_s or 0 for m in results.masked))
+        axes.xaxis.set_major_formatter(lambda x, _: human_time(x) if x else "0")
+        axes.xaxis.set_major_locator(_few_ticks())
+        axes.grid(visible=False, axis="y")
+    return picture.svg
+
+
+def _few_ticks():
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(4)
+
+
+class _Picture:
+    """A figure with one set of axes in the style of the page; `svg` holds it when the block ends."""
+
+    def __init__(self, prefix: str, inches: tuple[float, float]):
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        self.prefix, self.svg = prefix, ""
+        self.style = matplotlib.rc_context({**RC, "svg.hashsalt": prefix})
+        self.style.__enter__()
+        self.figure = Figure(figsize=inches, layout="constrained")
+        self.axes = self.figure.add_subplot()
+        self.axes.grid(linewidth=0.8)
+        self.axes.set_axisbelow(True)
+        self.axes.spines[["top", "right"]].set_visible(False)
+        self.axes.tick_params(length=0)
+
+    def __enter__(self) -> "_Picture":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
+            file = io.StringIO()
+            self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+            self.svg = inline_svg(file.getvalue(), self.prefix)
+        self.style.__exit__(*exc)
+
+
+def inline_svg(svg: str, prefix: str) -> str:
+    """The <svg> element alone, sized by the page, its ids unique in it, its colours from the style sheet."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'\b(id="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    for mark, colour in MARKS.items():
+        svg = svg.replace(mark, colour)
+    return svg.strip()
+
+
+def write_html(results: Results, path: Path) -> None:
+    """One file, no links to anything outside it."""
+    path.write_text(page(results), encoding="utf-8")
+
+
+def page(results: Results) -> str:
+    escape = html.escape
+    fill = {
+        "version": __version__,
+        "machine": escape(results.machine),
+        "problem": f"{NUM_HEADS} heads of {HEAD_DIM}, {results.dtype}, one sequence",
+        "cards": "".join(_card(*card) for card in headline(results)),
+        "legend": _legend(METHODS),
+        "legend_masked": _legend(METHODS[1:]),
+        "time_plot": length_plot(results, "time_s", human_time),
+        "memory_plot": length_plot(results, "peak_bytes", human_bytes),
+        "error_plot": length_plot(results, "error", lambda y: f"{y:.0e}"),
+        "masked_plot": masked_plot(results),
+        "notes": "".join(f"<li>{escape(x)}</li>" for x in refusals(results) + omissions(results)),
+        "merge": escape(merge_sentence(results)),
+        "table": _table(results),
+        "method": "".join(f"<li>{escape(x)}</li>" for x in method_notes(results)),
+        "next": "".join(f"<li><code>{c}</code><span>{escape(w)}</span></li>" for c, w in NEXT_STEPS),
+    }
+    return Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(fill)
+
+
+def headline(results: Results) -> list[tuple[str, str]]:
+    """(number, what it is), for the first screen."""
+    by_key = {(m.method, m.seqlen): m for m in results.lengths}
+    cards = []
+    shared = [m for m in results.lengths if m.method == "standard" and m.peak_bytes]
+    if shared:
+        last = shared[-1]
+        ours = by_key["onchip", last.seqlen]
+        if ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
+            less, faster = last.peak_bytes / ours.peak_bytes, last.time_s / ours.time_s
+            cards.append((f"{less:,.0f}x", f"less memory than standard attention at {last.seqlen:,} tokens"))
+            cards.append((f"{faster:.1f}x", f"the speed of standard attention at {last.seqlen:,} tokens"))
+    cards += [
+        (f"{ratio:.1f}x", f"the speed of SDPA with a dense mask: {mask}")
+        for mask, ratio in masked_speedups(results).items()
+    ]
+    return cards
+
+
+def method_notes(results: Results) -> list[str]:
+    return [
+        "Time: the least of several runs; the methods take turns, in reversed order every other round.",
+        "Memory: the most that one call held beyond its inputs, result included. On a CPU this is the "
+        "kernel's high-water mark of the resident set, reset before the call; on a GPU it is the allocator's.",
+        f"Error: largest absolute difference from attention in fp64, over {CHECKED_ROWS} query rows of every "
+        "head (the first, the last and a fixed random sample), all rows where there are fewer.",
+        f"Standard attention is refused where S and P together exceed {human_bytes(results.budget_bytes)}: "
+        "a quarter of the memory available when the demo began, and never more than 4.3 GB.",
+        f"The whole demo took {results.elapsed_s:.0f} s.",
+    ]
+
+
+def _card(number: str, what: str) -> str:
+    return f"<div class=card><b>{html.escape(number)}</b><span>{html.escape(what)}</span></div>"
+
+
+def _legend(methods: Iterable[str]) -> str:
+    return "".join(f'<span class="key {m}">{LABELS[m]}</span>' for m in methods)
+
+
+def _table(results: Results) -> str:
+    rows = []
+    for tokens, mask, group in groups(results.lengths + results.masked):
+        for m in group:
+            first = (tokens, mask) if m is group[0] else ("", "")
+            texts = (*first, LABELS[m.method], *cells(m))
+            body = "".join(f"<td>{html.escape(x)}</td>" for x in texts)
+            rows.append(f'<tr class="{m.method}{" first" if m is group[0] else ""}">{body}</tr>')
+    return "".join(rows)

@@ -1,0 +1,85 @@
+"""The algebra of attention: a state per query row, and how two states become one.
+
+Over any set of keys, attention is summarised by `m` (the largest score), `l` (the sum of exp(score
+- m)) and `acc` (the sum of exp(score - m) * value). States over disjoint keys merge; the merge is
+associative, commutative and has an identity, so keys can be visited in any order, in any cut, by
+any number of workers. At rest a state is `(out, lse)` with out = acc / l and lse = m + log(l).
+Everything else in this package decides only where the next keys come from.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """m, l: (..., rows); acc: (..., rows, head_dim_v). A row that has seen no key holds m = -inf, l
+    = 0, acc = 0.
+    """
+
+    m: Tensor
+    l: Tensor
+    acc: Tensor
+
+
+EMPTY = State(torch.tensor(-inf), torch.tensor(0.0), torch.tensor(0.0))
+
+
+def lift(s: Tensor, v: Tensor) -> State:
+    """The state of scores s (..., rows, keys), -inf where masked, over values v (..., keys,
+    head_dim_v).
+    """
+    if s.shape[-1] == 0:
+        rows = s.new_full(s.shape[:-1], -inf)
+        return State(rows, rows.new_zeros(rows.shape), rows.new_zeros(*rows.shape, v.shape[-1]))
+    m = s.amax(-1)
+    p = torch.exp(s - _pivot(m)[..., None])
+    return State(m, p.sum(-1), p @ v)
+
+
+def merge(a: State, b: State) -> State:
+    """Fold two disjoint sets of keys: commutative, associative, EMPTY is the identity."""
+    m = torch.maximum(a.m, b.m)
+    pivot = _pivot(m)
+    wa, wb = torch.exp(a.m - pivot), torch.exp(b.m - pivot)
+    return State(m, a.l * wa + b.l * wb, a.acc * wa[..., None] + b.acc * wb[..., None])
+
+
+def finalize(state: State) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a state; a row that has seen no key gives out = 0, lse = -inf."""
+    l = state.l.masked_fill(state.l == 0, 1.0)  # such a row has acc = 0 and m = -inf already
+    return state.acc / l[..., None], state.m + torch.log(l)
+
+
+def resume(out: Tensor, lse: Tensor) -> State:
+    """The state whose finalize() is (out, lse): m = lse and l = 1, or EMPTY where lse = -inf."""
+    return State(lse, (lse > -inf).to(lse.dtype), out)
+
+
+def add_sink(state: State, sink: Tensor) -> State:
+    """Fold in one more logit that has no value: it takes probability and gives nothing."""
+    m = torch.maximum(state.m, sink)
+    alpha = torch.exp(state.m - m)
+    return State(m, state.l * alpha + torch.exp(sink - m), state.acc * alpha[..., None])
+
+
+def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """n-way merge of (out, lse) pairs, lse aligned with out[..., 0]; differentiable in all of them,
+    in the dtype of lse.
+    """
+    stacked = torch.stack(tuple(lses))
+    pivot = _pivot(stacked.detach().amax(0))  # cancels in both results, so it needs no gradient
+    weights = torch.exp(stacked - pivot)
+    total = weights.sum(0)
+    seen = total > 0
+    total = torch.where(seen, total, 1.0)
+    weights = weights / total
+    out = sum(w[..., None] * o.to(w.dtype) for w, o in zip(weights, outs, strict=True))
+    return out, torch.where(seen, pivot + torch.log(total), -inf)
+
+
+def _pivot(m: Tensor) -> Tensor:
+    return m.masked_fill(m == -inf, 0.0)  # nothing seen yet: -inf - -inf would be NaN
