@@ -29,7 +29,7 @@ slow: $(VENV)/.test
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet --diff .
-	@$(BIN)/basedpyright --level error
+	@$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet --fix .

@@ -21,7 +21,7 @@ USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 if all went well, 1 if a bar was missed, 2 (and a sentence) for a user's mistake."""
+    """Runs a command: 0 if all went well, 1 if a bar was missed, 2 (and a sentence) if misused."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args) or 0
@@ -47,7 +47,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands) -> None:
-    p = commands.add_parser("demo", help="standard attention, torch SDPA and onchip side by side here")
+    p = commands.add_parser(
+        "demo", help="standard attention, torch SDPA and onchip side by side here"
+    )
     p.add_argument("--quick", action="store_true", help="short lengths only, a few seconds")
     p.add_argument("--report", type=Path, default=Path("onchip-demo.html"), metavar="FILE")
     p.add_argument("--no-open", action="store_true", help="do not open the report in a browser")
@@ -58,7 +60,7 @@ def _add_bench(commands) -> None:
     p = commands.add_parser("bench", help="run a benchmark and hold it to its bars")
     p.add_argument("name", metavar="NAME", nargs="?", help="without a name: list the benchmarks")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as a results file")
-    p.add_argument("--quick", action="store_true", help="small sizes; its bars are not judged")
+    p.add_argument("--quick", action="store_true", help="small sizes, no bars")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     p.set_defaults(run=_bench)
 
@@ -127,14 +129,13 @@ def _bench(args: argparse.Namespace) -> int:
         _check_writable(args.json)
     console = Console()
     with _progress(console) as tell:
-        rows = module.run(harness.Setup(args.quick, args.threads, tell))
+        session = harness.Session(args.quick, args.threads, tell)
+        module.run(session)
     if args.json:
-        harness.write_results(rows, args.json)
-        console.print(f"Results: [bold]{args.json}[/bold]")
-    verdicts = harness.judge(rows, module.BARS)
-    harness.print_rows(console, rows)
-    harness.print_verdicts(console, verdicts)
-    return 0 if args.quick or all(v.ok for v in verdicts) else 1
+        harness.write_results(session.rows, args.json)
+    verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
+    harness.print_session(console, session, verdicts)
+    return 0 if all(v.ok for v in verdicts) and not session.refused else 1
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -142,7 +143,9 @@ def _explain(args: argparse.Namespace) -> int:
 
     def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
         # One row seen through strides of zero: a question about any size costs nothing.
-        return torch.empty(head_dim, dtype=dtype, device=device).expand(args.batch, seqlen, heads, head_dim)
+        return torch.empty(head_dim, dtype=dtype, device=device).expand(
+            args.batch, seqlen, heads, head_dim
+        )
 
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
     print(
@@ -188,7 +191,9 @@ def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:
 def _check_writable(path: Path) -> None:
     """Fail before the minutes of work, not after."""
     if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: it is a folder, or its folder is missing or not writable")
+        raise ValueError(
+            f"cannot write {path}: it is a folder, or its folder is missing or not writable"
+        )
 
 
 def _has_screen() -> bool:
@@ -201,7 +206,13 @@ class _progress:
     """A progress bar as a block; gives `tell(title, done)` with done in [0, 1]."""
 
     def __init__(self, console):
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TaskProgressColumn,
+            TimeElapsedColumn,
+        )
 
         title = "[progress.description]{task.description}"
         columns = (SpinnerColumn(), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), title)

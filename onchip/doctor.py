@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.dispatch import KERNELS, plan
-from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
+from onchip.dispatch import KERNELS, kernel_module
+from onchip.problem import DeviceInfo, Problem, device_info
 
 DEVICES = {
     "CPU": DeviceInfo("cpu"),
@@ -60,15 +60,6 @@ def ordinary(dtype: torch.dtype) -> Problem:
     return Problem(1, 4096, 4096, 8, 8, 64, 64, dtype, dtype, 0.125, causal=True)
 
 
-def refusal(kernel: str, problem: Problem, device: DeviceInfo) -> str | None:
-    """None if the kernel serves the problem on the device, else its reason."""
-    try:
-        plan(problem, device, kernel)
-    except UnsupportedError as error:
-        return str(error)
-    return None
-
-
 def support_table(
     devices: dict[str, DeviceInfo] | None = None,
     problem_of: Callable[[torch.dtype], Problem] = ordinary,
@@ -77,10 +68,22 @@ def support_table(
     table = []
     for kernel in KERNELS:
         for label, device in (devices or DEVICES).items():
-            answers = {p: refusal(kernel, problem_of(t), device) for p, t in PRECISIONS.items()}
+            supports = kernel_module(kernel).supports
+            answers = {p: supports(problem_of(t), device) for p, t in PRECISIONS.items()}
             served = tuple(p for p, reason in answers.items() if reason is None)
             table.append(Support(kernel, label, served, {p: r for p, r in answers.items() if r}))
     return table
+
+
+def reasons(table: list[Support]) -> list[str]:
+    """Every refusal as a sentence, those that are alike told once."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for s in table:
+        for precision, reason in s.refusals.items():
+            label = s.device if not s.served else f"{s.device} {precision}"
+            seen = where.setdefault((s.kernel, reason), [])
+            seen += [label] if label not in seen else []
+    return [f"{k} refuses {', '.join(labels)}: {reason}." for (k, reason), labels in where.items()]
 
 
 def here() -> dict[str, DeviceInfo]:
@@ -98,10 +101,7 @@ def print_report(console) -> None:
     console.print(machine)
     console.print(_grid("Kernels here", support_table(here())))
     console.print(_grid("Kernels anywhere: causal self-attention, heads of 64", support_table()))
-    reasons = dict.fromkeys(r for s in support_table() for r in s.refusals.values())
-    if reasons:
-        console.print("[bold]Why the blanks[/bold]")
-    for reason in reasons:
+    for reason in reasons(support_table()):
         console.print(f"- {reason}", highlight=False, markup=False)
 
 
@@ -128,7 +128,9 @@ def _compiler() -> Finding:
     if found:
         return Finding("C compiler", found)
     return Finding(
-        "C compiler", "none", "Triton builds its launcher with one at the first GPU call; nothing else does."
+        "C compiler",
+        "none",
+        "Triton builds its launcher with one at the first GPU call; nothing else does.",
     )
 
 

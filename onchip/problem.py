@@ -4,6 +4,7 @@ itself again.
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -330,7 +331,7 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and -math.inf < x < math.inf
 
 
 class checks:
@@ -368,10 +369,9 @@ def _check_offsets(side: str, cu: Tensor, total: int, max_seqlen: int) -> None:
         raise ValueError(
             f"{name} must run from 0 to total_{side}={total}, got {offsets[0]} to {offsets[-1]}"
         )
-    for i, (a, b) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        if b < a:
-            raise ValueError(f"{name} must not decrease, got {a} then {b} at sequence {i}")
-        if b - a > max_seqlen:
-            raise ValueError(
-                f"sequence {i} has {b - a} tokens, more than max_seqlen_{side}={max_seqlen}"
-            )
+    lengths = [b - a for a, b in pairwise(offsets)]
+    if min(lengths, default=0) < 0:
+        i = next(i for i, n in enumerate(lengths) if n < 0)
+        raise ValueError(f"{name} must not decrease, got {offsets[i]} then {offsets[i + 1]}")
+    if max(lengths, default=0) > max_seqlen:
+        raise ValueError(f"max_seqlen_{side}={max_seqlen}, but one has {max(lengths)} tokens")

@@ -1,4 +1,4 @@
-"""The results of the demo as tables in the terminal and as one HTML file that needs nothing else."""
+"""The demo's results as tables in the terminal and as one HTML file that needs nothing else."""
 
 import html
 import io
@@ -8,15 +8,27 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from string import Template
+from typing import Any, cast
 
 from onchip import __version__
-from onchip.demo import CHECKED_ROWS, HEAD_DIM, METHODS, NUM_HEADS, Measurement, Results
+from onchip.demo import (
+    CHECKED_ROWS,
+    HEAD_DIM,
+    MEMORY_CAP_BYTES,
+    METHODS,
+    NUM_HEADS,
+    Measurement,
+    Results,
+)
 
 LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onchip"}
 SHORT_LABELS = {**LABELS, "standard": "standard"}
 NEXT_STEPS = (
     ("onchip doctor", "what this machine can run, and why not the rest"),
-    ("onchip explain --seqlen 8192 --causal", "which kernel serves a call, its flops and its bytes"),
+    (
+        "onchip explain --seqlen 8192 --causal",
+        "which kernel serves a call, its flops and its bytes",
+    ),
     ("onchip bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
     ("onchip bench cpu --json cpu.json", "the same in full, as a results file"),
 )
@@ -64,8 +76,9 @@ def refusals(results: Results) -> list[str]:
     """One sentence per call that was not made."""
     budget = human_bytes(results.budget_bytes)
     return [
-        f"standard attention over {m.seqlen:,} tokens: refused to allocate {m.refused_bytes:,} bytes"
-        f" ({human_bytes(m.refused_bytes)}) for S and P; the budget here is {budget}."
+        f"Standard attention over {m.seqlen:,} tokens: refused to allocate"
+        f" {m.refused_bytes:,} bytes ({human_bytes(m.refused_bytes)}) for S and P;"
+        f" the budget here is {budget}."
         for m in results.lengths
         if m.refused_bytes is not None
     ]
@@ -122,8 +135,8 @@ def _terminal_table(measurements: list[Measurement]):
     return table
 
 
-# Pictures. Colours leave matplotlib as marks that the page's style sheet replaces, so that one picture
-# serves light and dark screens; text stays text, in the font of the page.
+# Pictures. Colours leave matplotlib as marks that the page's style sheet replaces, so that one
+# picture serves light and dark screens; text stays text, in the font of the page.
 
 MARKS = {
     "#010101": "currentColor",
@@ -153,15 +166,15 @@ RC = {
 
 
 def length_plot(results: Results, value: str, label: Callable[[float], str]) -> str:
-    """One quantity over the lengths, log-log, one line per method, as inline SVG."""
-    with _Picture(f"{value}-", (5.4, 3.7)) as picture:
-        axes = picture.axes
+    """One quantity over the lengths, log-log, one line per method."""
+
+    def draw(axes: Any) -> None:
         for method in METHODS:
             points = [m for m in results.lengths if m.method == method]
             done = [(m.seqlen, getattr(m, value)) for m in points if getattr(m, value)]
             if done:
                 axes.plot(*zip(*done, strict=True), color=COLOURS[method], **LINES[method])
-            if value == "peak_bytes":
+            if done and value == "peak_bytes":
                 _draw_refused(axes, done, points)
         ticks = sorted({m.seqlen for m in results.lengths})
         axes.set_xscale("log", base=2)
@@ -171,7 +184,8 @@ def length_plot(results: Results, value: str, label: Callable[[float], str]) -> 
         axes.minorticks_off()
         axes.set_ylim(*whole_decades(axes.get_ylim()))
         axes.set_xlabel("tokens")
-    return picture.svg
+
+    return picture(f"{value}-", draw)
 
 
 def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
@@ -185,71 +199,62 @@ def _draw_refused(axes, done: list[tuple[int, int]], points: list[Measurement]) 
     refused = [(m.seqlen, m.refused_bytes) for m in points if m.refused_bytes]
     if refused:
         colour = COLOURS[points[0].method]
-        axes.plot(*zip(*done[-1:], *refused, strict=True), color=colour, linestyle=":", linewidth=1.5)
+        axes.plot(
+            *zip(*done[-1:], *refused, strict=True), color=colour, linestyle=":", linewidth=1.5
+        )
         axes.plot(*zip(*refused, strict=True), color=colour, marker="x", linestyle="", markersize=8)
         n, need = refused[-1]
         axes.annotate(
-            f"refused: {human_bytes(need)}", (n, need), (-10, -3), textcoords="offset points", ha="right"
+            f"refused: {human_bytes(need)}",
+            (n, need),
+            (-10, -3),
+            textcoords="offset points",
+            ha="right",
         )
 
 
 def masked_plot(results: Results) -> str:
     """Bars of time: SDPA with a dense mask above, onchip below, for each mask."""
     speedups = masked_speedups(results)
-    with _Picture("masked-", (5.4, 3.7)) as picture:
-        axes = picture.axes
+    times = {(m.mask, m.method): m.time_s or 0.0 for m in results.masked}
+
+    def draw(axes: Any) -> None:
         for i, mask in enumerate(speedups):
             for j, method in enumerate(("sdpa", "onchip")):
-                (m,) = (x for x in results.masked if (x.mask, x.method) == (mask, method))
-                y, note = i + 0.4 * j, human_time(m.time_s)
-                axes.barh(y, m.time_s, height=0.34, color=COLOURS[method])
-                note += f"   {speedups[mask]:.1f}x" if method == "onchip" else ""
-                axes.annotate(note, (m.time_s, y), (6, 0), textcoords="offset points", va="center")
+                y, time_s = i + 0.4 * j, times[mask, method]
+                note = human_time(time_s) + (f"   {speedups[mask]:.1f}x" if j else "")
+                axes.barh(y, time_s, height=0.34, color=COLOURS[method])
+                axes.annotate(note, (time_s, y), (6, 0), textcoords="offset points", va="center")
         axes.set_yticks([i + 0.2 for i in range(len(speedups))], list(speedups))
         axes.invert_yaxis()
-        axes.set_xlim(0, 1.25 * max(m.time_s or 0 for m in results.masked))
+        axes.set_xlim(0, 1.25 * max(times.values()))
+        axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda x, _: human_time(x) if x else "0")
-        axes.xaxis.set_major_locator(_few_ticks())
         axes.grid(visible=False, axis="y")
-    return picture.svg
+
+    return picture("masked-", draw)
 
 
-def _few_ticks():
-    from matplotlib.ticker import MaxNLocator
+def picture(prefix: str, draw: Callable[[Any], None]) -> str:
+    """What draw(axes) draws, in the style of the page, as inline SVG; prefix makes its ids unique."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-    return MaxNLocator(4)
-
-
-class _Picture:
-    """A figure with one set of axes in the style of the page; `svg` holds it when the block ends."""
-
-    def __init__(self, prefix: str, inches: tuple[float, float]):
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        self.prefix, self.svg = prefix, ""
-        self.style = matplotlib.rc_context({**RC, "svg.hashsalt": prefix})
-        self.style.__enter__()
-        self.figure = Figure(figsize=inches, layout="constrained")
-        self.axes = self.figure.add_subplot()
-        self.axes.grid(linewidth=0.8)
-        self.axes.set_axisbelow(True)
-        self.axes.spines[["top", "right"]].set_visible(False)
-        self.axes.tick_params(length=0)
-
-    def __enter__(self) -> "_Picture":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if exc[0] is None:
-            file = io.StringIO()
-            self.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-            self.svg = inline_svg(file.getvalue(), self.prefix)
-        self.style.__exit__(*exc)
+    file = io.StringIO()
+    with matplotlib.rc_context(cast(Any, {**RC, "svg.hashsalt": prefix})):
+        figure = Figure(figsize=(5.4, 3.7), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(length=0)
+        draw(axes)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return inline_svg(file.getvalue(), prefix)
 
 
 def inline_svg(svg: str, prefix: str) -> str:
-    """The <svg> element alone, sized by the page, its ids unique in it, its colours from the style sheet."""
+    """The <svg> element alone, sized and coloured by the page, its ids unique in the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
@@ -283,9 +288,13 @@ def page(results: Results) -> str:
         "merge": escape(merge_sentence(results)),
         "table": _table(results),
         "method": "".join(f"<li>{escape(x)}</li>" for x in method_notes(results)),
-        "next": "".join(f"<li><code>{c}</code><span>{escape(w)}</span></li>" for c, w in NEXT_STEPS),
+        "next": "".join(
+            f"<li><code>{c}</code><span>{escape(w)}</span></li>" for c, w in NEXT_STEPS
+        ),
     }
-    return Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(fill)
+    return Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(
+        fill
+    )
 
 
 def headline(results: Results) -> list[tuple[str, str]]:
@@ -298,8 +307,12 @@ def headline(results: Results) -> list[tuple[str, str]]:
         ours = by_key["onchip", last.seqlen]
         if ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
             less, faster = last.peak_bytes / ours.peak_bytes, last.time_s / ours.time_s
-            cards.append((f"{less:,.0f}x", f"less memory than standard attention at {last.seqlen:,} tokens"))
-            cards.append((f"{faster:.1f}x", f"the speed of standard attention at {last.seqlen:,} tokens"))
+            cards.append(
+                (f"{less:,.0f}x", f"less memory than standard attention at {last.seqlen:,} tokens")
+            )
+            cards.append(
+                (f"{faster:.1f}x", f"the speed of standard attention at {last.seqlen:,} tokens")
+            )
     cards += [
         (f"{ratio:.1f}x", f"the speed of SDPA with a dense mask: {mask}")
         for mask, ratio in masked_speedups(results).items()
@@ -309,13 +322,16 @@ def headline(results: Results) -> list[tuple[str, str]]:
 
 def method_notes(results: Results) -> list[str]:
     return [
-        "Time: the least of several runs; the methods take turns, in reversed order every other round.",
-        "Memory: the most that one call held beyond its inputs, result included. On a CPU this is the "
-        "kernel's high-water mark of the resident set, reset before the call; on a GPU it is the allocator's.",
-        f"Error: largest absolute difference from attention in fp64, over {CHECKED_ROWS} query rows of every "
-        "head (the first, the last and a fixed random sample), all rows where there are fewer.",
-        f"Standard attention is refused where S and P together exceed {human_bytes(results.budget_bytes)}: "
-        "a quarter of the memory available when the demo began, and never more than 4.3 GB.",
+        "Time: the least of several runs; the methods take turns, in reversed order every other"
+        " round. Fp64 is not timed.",
+        "Memory: the most that one call held beyond its inputs, result included. On a CPU this is"
+        " the system's high-water mark of the resident set, reset before the call; on a GPU it is"
+        " the allocator's.",
+        f"Error: largest absolute difference from attention in fp64, over {CHECKED_ROWS} query rows"
+        " of every head: the first, the last and a fixed random sample.",
+        "Standard attention is refused where S and P together exceed"
+        f" {human_bytes(results.budget_bytes)}: a quarter of the memory that was available when the"
+        f" demo began, and never more than {human_bytes(MEMORY_CAP_BYTES)}.",
         f"The whole demo took {results.elapsed_s:.0f} s.",
     ]
 

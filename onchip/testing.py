@@ -151,7 +151,7 @@ CARRIED += ("max_seqlen_q", "max_seqlen_k")
 
 def _visible(o: _Options, shape: torch.Size, device: torch.device) -> Tensor:
     """Which cells count, bool, broadcastable to `shape = (batch, heads, seqlen_q, seqlen_k)`."""
-    seqlen_q, seqlen_k = shape[2:]
+    batch, heads, seqlen_q, seqlen_k = shape
     diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     keys = torch.arange(seqlen_k, device=device)
     left, right = o.window_size
@@ -166,7 +166,8 @@ def _visible(o: _Options, shape: torch.Size, device: torch.device) -> Tensor:
         return visible
     if isinstance(o.mask, Tensor):
         return visible & o.mask.to(device)
-    return visible & masks.build(o.mask, *shape, device).to_dense()
+    built = masks.build(o.mask, batch, heads, seqlen_q, seqlen_k, str(device))
+    return visible & built.to_dense()
 
 
 def _scores(q: Tensor, k: Tensor, o: _Options, on_dscores: Callable | None) -> Tensor:
@@ -232,7 +233,8 @@ def _kept(o: _Options, s: Tensor) -> Tensor | None:
         return None
     if o.dropout_seed is None:
         raise ValueError(f"dropout_p={o.dropout_p} needs a dropout_seed: the oracle draws none")
-    keep = philox_keep(o.dropout_seed, *s.shape, o.dropout_p, o.sequence)
+    batch, heads, seqlen_q, seqlen_k = s.shape
+    keep = philox_keep(o.dropout_seed, batch, heads, seqlen_q, seqlen_k, o.dropout_p, o.sequence)
     return keep.to(s) / (1 - o.dropout_p)
 
 
@@ -287,12 +289,13 @@ def rounding_model(
     dtype = dtype or q.dtype
     core = lambda s, v, kept, saved: _Rounded.apply(s, v, kept, saved, dtype, out_dtype or dtype)
     on_dscores = lambda ds: _rounded(ds, dtype)
-    return _answer(core, torch.float64, q, k, v, _Options(**options), on_dscores)
+    out, lse = _answer(core, torch.float64, q, k, v, _Options(**options), on_dscores)
+    return out, lse
 
 
 def _answer(core, dtype, q, k, v, o: _Options, on_dscores=None) -> tuple[Tensor, ...]:
     """`core(logits, v, kept, saved_out) -> (out, ...)` of the scores, sequence by sequence."""
-    if o.cu_seqlens_q is None:
+    if o.cu_seqlens_q is None or o.cu_seqlens_k is None:
         return _dense(core, dtype, q, k, v, o, on_dscores)
     if o.bias is not None:
         raise ValueError("bias is for dense calls: packed sequences share no score matrix")
@@ -367,7 +370,8 @@ class _Rounded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, *grad_outputs):
+        dout, dlse = grad_outputs
         p, v, kept, out = ctx.saved_tensors
         factor = 1.0 if kept is None else kept
         dv = (_rounded(p[..., :-1], ctx.dtype) * factor).mT @ dout

@@ -119,9 +119,6 @@ def faulty(fault: str | None):
     return lambda *args, **options: flash(*args, fault=fault, **options)
 
 
-# Correct kernels pass
-
-
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("distribution", ot.DISTRIBUTIONS)
 @pytest.mark.parametrize("lengths", [(1, 1), (1, 799), (63, 111), (111, 63), (256, 799)])
@@ -156,9 +153,6 @@ def test_torch_sdpa_passes_by_its_own_argument_names():
     assert {x.tensor for x in ot.assert_accurate(sdpa, q, k, v, causal=True, grad=True)} == {
         *("out", "dq", "dk", "dv")
     }
-
-
-# Wrong kernels fail
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -235,9 +229,6 @@ def test_compare_holds_a_fused_result_to_another():
     assert ot.compare(good, good, exact) == 1.0
     with pytest.raises(AssertionError, match="is allowed"):
         ot.compare(flash(q, k, v, fault="16-bit accumulator")[0], good, exact)
-
-
-# The oracle is the contract
 
 
 def _by_hand(q, k, v, o: dict) -> tuple[list, list, list, list]:
@@ -336,21 +327,22 @@ def test_the_model_without_rounding_is_the_oracle_and_so_are_its_gradients():
 
 
 def test_packed_sequences_are_separate_calls():
-    packed = ot.make_packed([3, 0, 5], [4, 2, 0], num_heads=2, dtype=torch.float64)
+    packed = ot.make_packed([3, 0, 5], [4, 2, 6], num_heads=2, dtype=torch.float64)
     q, k, v, cu_q, cu_k = packed
+    assert packed.options["max_seqlen_q"] == 5 and packed.options["max_seqlen_k"] == 6
     slopes = torch.rand(3, 2, dtype=torch.float64)
-    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "dropout_p": 0.5, "dropout_seed": 2}
-    got = ot.oracle(q, k, v, alibi_slopes=slopes, causal=True, **options)
+    options = {"causal": True, "dropout_p": 0.5, "dropout_seed": 2}
+    cu = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+    got = ot.oracle(q, k, v, alibi_slopes=slopes, **cu, **options)
     assert got.out.shape == q.shape and got.lse.shape == (2, 8)
-    kept = ot.philox_keep(2, 3, 2, 3, 4, 0.5)
-    one = ot.oracle(q[None, :3], k[None, :4], v[None, :4], alibi_slopes=slopes[0], causal=True)
-    torch.testing.assert_close(got.lse[:, :3], one.lse[0])
-    assert not torch.equal(got.out[:3], one.out[0]) and kept.any()
-    assert (got.out[3:] == 0).all() and (got.lse[:, 3:] == -math.inf).all()
-    assert packed.options["max_seqlen_q"] == 5 and packed.options["max_seqlen_k"] == 4
-
-
-# Dropout
+    kv = (
+        x[None, 6:].expand(3, -1, -1, -1) for x in (k, v)
+    )  # the last sequence as a third batch entry
+    dense = ot.oracle(q[None, 3:].expand(3, -1, -1, -1), *kv, alibi_slopes=slopes, **options)
+    torch.testing.assert_close(got.out[3:], dense.out[2])
+    torch.testing.assert_close(got.lse[:, 3:], dense.lse[2])
+    with pytest.raises(ValueError, match="bias is for dense calls"):
+        ot.oracle(q, k, v, bias=torch.zeros(1, 1, 1, 4), **cu)
 
 
 @pytest.mark.parametrize(
@@ -394,9 +386,6 @@ def test_dropout_keeps_its_share():
     kept = ot.philox_keep(1, 2, 2, 200, 200, 0.3)
     assert abs(kept.double().mean().item() - 0.7) < 4 * math.sqrt(0.21 / kept.numel())
     assert ot.philox_keep(1, 1, 1, 9, 9, 0.0).all()
-
-
-# Inputs
 
 
 def test_distributions():

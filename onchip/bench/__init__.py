@@ -1,7 +1,7 @@
 """Benchmarks: one file each, and the harness that they share. `onchip bench NAME` runs one.
 
-A benchmark is a module with `run(setup: harness.Setup) -> list[dict]` that gives the rows of its results
-file, and `BARS`, what those rows have to reach. Add a file, then a line here.
+A benchmark is a module with `run(session: harness.Session)`, which fills the session with rows,
+and `BARS`, what those rows have to reach. To add one, add its file, then a line here.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""What every benchmark shares: no row without a right answer, contenders that take turns, one schema.
+"""What every benchmark shares: no row without a right answer, contenders in turns, one schema.
 
-A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer, above 1
-is faster; `error` and `peer_error` are RMSEs against fp64. Rows that have no peer carry null there.
+A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer,
+above 1 is faster; `error` and `peer_error` are RMSEs against fp64; null where there is no peer.
 """
 
 import datetime
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from onchip.bench.measure import alternate, cpu_name, sample_rows
 from onchip.testing import assert_accurate, oracle, rmse
 
 SCHEMA = 1
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "none": ""}
 CHECKED_ROWS = 64
 ROUNDS, BUDGET_S = 7, 0.5
 Row = dict[str, Any]
@@ -34,7 +35,7 @@ class Case:
 
     bench: str
     mask: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     head_dim: int
     seqlen: int
     batch: int = 1
@@ -48,7 +49,7 @@ class Case:
             "kernel": kernel,
             "pass": "forward+backward" if self.backward else "forward",
             "mask": self.mask,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "head_dim": self.head_dim,
             "seqlen": self.seqlen,
             "batch": self.batch,
@@ -60,15 +61,19 @@ class Case:
             **measured,
         }
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.").lower()
+
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         way = "forward+backward" if self.backward else "forward"
-        return f"{self.bench} {self.mask}, {self.seqlen:,} tokens, head_dim {self.head_dim}, {dtype}, {way}"
+        size = f"{self.seqlen:,} tokens, head_dim {self.head_dim}"
+        return f"{self.bench} {self.mask}, {size}, {self.dtype_name}, {way}"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """attend(q, k, v) -> out on its own copy of the inputs; judged(out) brings out into the oracle's layout."""
+    """attend(q, k, v) -> out on its own inputs; judged(out) is out in the layout of the judge."""
 
     name: str
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -99,55 +104,12 @@ class Inaccurate(Exception):
     """A result outside the accuracy rule: it has no time worth reporting."""
 
 
-@dataclass
-class Session:
-    """One run of a benchmark: its rows, what was refused, and how to tell the progress bar."""
+class Judge(Protocol):
+    """check(): the RMSE of a contender's result, or Inaccurate; error(): the RMSE alone."""
 
-    quick: bool = False
-    threads: int = 2
-    tell: Callable[[str, float], None] = lambda title, done: None
-    rows: list[Row] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    device: torch.device = torch.device("cpu")
+    def check(self, contender: Contender, backward: bool) -> float: ...
 
-    def run(self, steps: Iterable[tuple[str, Callable[[], Row]]]) -> None:
-        """Each step gives a row or refuses to; the titles go to the progress bar."""
-        steps = list(steps)
-        for i, (title, step) in enumerate(steps):
-            self.tell(title, i / len(steps))
-            try:
-                self.rows.append(step())
-            except Inaccurate as error:
-                self.refused.append(f"{title}: {error}")
-
-    def contest(
-        self, case: Case, kernel: str, ours: Contender, peers: list[Contender], exact: Exact
-    ) -> Row:
-        """A row: ours checked, then timed in turns with the fastest of the peers."""
-        error = exact.check(ours, case.backward)
-        peer = self.fastest(peers, case.backward)
-        jobs = {c.name: c.job(case.backward) for c in (ours, peer)}
-        best = self.clock(jobs)
-        return case.row(
-            kernel,
-            best[ours.name] * 1e3,
-            "ms",
-            peers={peer.name: best[peer.name] * 1e3},
-            best_peer=peer.name,
-            ratio=best[peer.name] / best[ours.name],
-            error=error,
-            peer_error=exact.error(peer),
-        )
-
-    def fastest(self, peers: list[Contender], backward: bool) -> Contender:
-        if len(peers) == 1:
-            return peers[0]
-        times = alternate({p.name: p.job(backward) for p in peers}, self.device, rounds=2)
-        return min(peers, key=lambda p: times[p.name])
-
-    def clock(self, jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
-        rounds, budget_s = (2, 0.0) if self.quick else (ROUNDS, BUDGET_S)
-        return alternate(jobs, self.device, rounds, budget_s)
+    def error(self, contender: Contender) -> float: ...
 
 
 @dataclass
@@ -188,8 +150,59 @@ class Exact:
         return rmse(contender.judged(contender.forward())[:, self.rows], self.out)
 
 
+@dataclass
+class Session:
+    """One run of a benchmark: its rows, what was refused, and how to tell the progress bar."""
+
+    quick: bool = False
+    threads: int = 2
+    tell: Callable[[str, float], None] = lambda title, done: None
+    rows: list[Row] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")
+
+    def run(self, steps: Iterable[tuple[str, Callable[[], Row]]]) -> None:
+        """Each step gives a row or refuses to; the titles go to the progress bar."""
+        steps = list(steps)
+        for i, (title, step) in enumerate(steps):
+            self.tell(title, i / len(steps))
+            try:
+                self.rows.append(step())
+            except Inaccurate as error:
+                self.refused.append(f"{title}: {error}")
+
+    def contest(
+        self, case: Case, kernel: str, ours: Contender, peers: list[Contender], judge: Judge
+    ) -> Row:
+        """A row: ours checked, then timed in turns with the fastest of the peers."""
+        error = judge.check(ours, case.backward)
+        peer = self.fastest(peers, case.backward)
+        jobs = {c.name: c.job(case.backward) for c in (ours, peer)}
+        best = self.clock(jobs)
+        return case.row(
+            kernel,
+            best[ours.name] * 1e3,
+            "ms",
+            peers={peer.name: best[peer.name] * 1e3},
+            best_peer=peer.name,
+            ratio=best[peer.name] / best[ours.name],
+            error=error,
+            peer_error=judge.error(peer),
+        )
+
+    def fastest(self, peers: list[Contender], backward: bool) -> Contender:
+        if len(peers) == 1:
+            return peers[0]
+        times = alternate({p.name: p.job(backward) for p in peers}, self.device, rounds=2)
+        return min(peers, key=lambda p: times[p.name])
+
+    def clock(self, jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        rounds, budget_s = (2, 0.0) if self.quick else (ROUNDS, BUDGET_S)
+        return alternate(jobs, self.device, rounds, budget_s)
+
+
 class Bar(NamedTuple):
-    """What the rows that `selects` must reach: geomean ratio >= at_least, or every value <= at_most."""
+    """What the rows it selects must reach: geomean ratio >= at_least, or every value <= at_most."""
 
     name: str
     selects: Callable[[Row], bool]
@@ -254,7 +267,15 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """The commit of the source tree, with a + if it was changed since; None outside one."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--dirty=+"]
+    git = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=+",
+    ]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -269,27 +290,38 @@ def _clocks() -> dict[str, float]:
         return {}
 
 
-def print_rows(console, rows: list[Row]) -> None:
+def print_session(console, session: Session, verdicts: list[Verdict]) -> None:
+    """The rows, what was refused, and the bars if they were judged."""
+    console.print(_rows_table(session.rows))
+    for sentence in session.refused:
+        console.print(f"refused: {sentence}", markup=False, highlight=False)
+    if verdicts:
+        console.print(_verdicts_table(verdicts))
+
+
+def _rows_table(rows: list[Row]):
     from rich.table import Table
 
-    names = ("bench", "mask", "pass", "dtype", "D", "tokens", "kernel")
-    table = Table(*names, title="Rows", title_justify="left")
-    for name in ("onchip", "best peer", "ratio"):
+    table = Table("bench", "mask", "pass", "type", "D", "tokens", box=None)
+    for name in ("onchip", "peer", "ratio"):
         table.add_column(name, justify="right")
     for r in rows:
-        what = (r["bench"], r["mask"], r["pass"], r["dtype"], str(r["head_dim"]), f"{r['seqlen']:,}", r["kernel"])
-        peer = f"{r['peers'][r['best_peer']]:.4g} {r['unit']}" if r["best_peer"] else ""
+        way = "fwd+bwd" if "backward" in r["pass"] else "fwd"
+        sizes = (SHORT[r["dtype"]], f"{r['head_dim'] or ''}", f"{r['seqlen']:,}")
+        peer = f"{r['peers'][r['best_peer']]:.3g}" if r["best_peer"] else ""
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
-        table.add_row(*what, f"{r['value']:.4g} {r['unit']}", peer, ratio)
-    console.print(table)
+        value = f"{r['value']:.3g} {r['unit']}"
+        table.add_row(r["bench"], r["mask"], way, *sizes, value, peer, ratio)
+    return table
 
 
-def print_verdicts(console, verdicts: list[Verdict]) -> None:
+def _verdicts_table(verdicts: list[Verdict]):
     from rich.table import Table
 
-    table = Table("bar", "measured", "asked", "", title="Bars", title_justify="left")
+    table = Table("bar", "measured", "asked", "")
     for v in verdicts:
-        asked = f">= {v.bar.at_least:g}x" if v.bar.at_least is not None else f"<= {v.bar.at_most:g} {v.unit}"
+        least = v.bar.at_least is not None
+        asked = f">= {v.bar.at_least:g}x" if least else f"<= {v.bar.at_most:g} {v.unit}"
         measured = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
         table.add_row(v.bar.name, measured, asked, "[green]met[/]" if v.ok else "[red]missed[/]")
-    console.print(table)
+    return table

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Job = Callable[[], Any]
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -32,7 +34,7 @@ def seconds(job: Job, device: torch.device) -> float:
 def alternate(
     jobs: dict[str, Job], device: torch.device, rounds: int = 7, budget_s: float = 0.0
 ) -> dict[str, float]:
-    """The least seconds of each job over at least `rounds` rounds, and on until `budget_s` is spent.
+    """The least seconds of each job over `rounds` rounds, and on until `budget_s` is spent.
 
     Contenders take turns, in reversed order every other round, so that a machine that slows down or
     is disturbed slows all of them. A first call is no faster than later ones, so the least needs no
@@ -49,10 +51,10 @@ def alternate(
 
 
 def peak_extra_bytes(job: Job, device: torch.device) -> tuple[int | None, Any]:
-    """The most memory that one call held beyond what was held before it, its result included; and that result.
+    """(the most memory that one call held beyond what was held before it, the call's result).
 
-    On a GPU the allocator knows. On Linux the kernel does: the high-water mark of the resident set is
-    reset, the job runs, and the mark is read; where it cannot be reset, a thread samples the resident
+    On a GPU the allocator knows. On Linux the kernel does: the high-water mark of the resident set
+    is reset, the job runs, the mark is read; where it cannot be reset, a thread samples the resident
     set. None where the system offers neither.
     """
     if device.type == "cuda":
@@ -123,3 +125,19 @@ def _sampler(period_s: float = 0.001):
         stop.set()
         thread.join()
         samples.append(_resident("VmRSS"))
+
+
+def sample_rows(n: int, count: int) -> Tensor:
+    """The query rows that fp64 judges: all of them, or a fixed random sample with both ends."""
+    if n <= count:
+        return torch.arange(n)
+    rows = torch.randperm(n - 2, generator=torch.Generator().manual_seed(0))[: count - 2] + 1
+    return torch.cat([rows, torch.tensor([0, n - 1])]).sort().values
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Bit tiles: 128 x 128 booleans as (128, 4) int32 words, and the few operations masks need on them."""
+"""Bit tiles: 128 x 128 booleans as (128, 4) int32 words, and what masks need to do with them."""
 
 from collections.abc import Callable
 from functools import cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bits import BLOCK, WORDS, unpack
+from .bits import BLOCK, WORDS, constant_tiles, unpack
 
 
 class BlockLists(NamedTuple):
@@ -140,10 +140,14 @@ class BlockMask:
         )
 
 
+ALL_ZEROS, ALL_ONES = 0, 1  # in HostRows.tiles
+
+
 class HostRows(NamedTuple):
     """Row lists for Python code; row = (b * planes_h + h) * query_blocks + i.
 
-    Run r of a row covers the key blocks run_starts[r] : run_stops[r], all of them non-empty.
+    Run r of a row covers the key blocks run_starts[r] : run_stops[r], all of them non-empty. tiles
+    starts with an empty and a full tile, so that every block has a tile there.
     """
 
     run_offsets: list[int]
@@ -154,7 +158,7 @@ class HostRows(NamedTuple):
     partial_offsets: list[int]
     partial_indices: list[int]
     partial_tiles: list[int]
-    tiles: Tensor  # on the CPU
+    tiles: Tensor  # (2 + num_tiles, 128, 4), on the CPU
 
     @classmethod
     def of(cls, mask: BlockMask) -> "HostRows":
@@ -174,8 +178,8 @@ class HostRows(NamedTuple):
             lists.full_indices.tolist(),
             partial_offsets.tolist(),
             lists.partial_indices.tolist(),
-            lists.partial_tiles.tolist(),
-            mask.tiles.cpu(),
+            (lists.partial_tiles + 2).tolist(),
+            torch.cat([constant_tiles(), mask.tiles.cpu()]),
         )
 
 

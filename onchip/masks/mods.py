@@ -109,7 +109,9 @@ class Mask:
         )
 
     def __bool__(self) -> bool:
-        raise ValueError("a mask is neither true nor false: combine masks with & | ~, not and/or/not")
+        raise ValueError(
+            "a mask is neither true nor false: combine masks with & | ~, not and/or/not"
+        )
 
     def __repr__(self) -> str:
         return self._text
@@ -209,7 +211,9 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     except ValueError:  # a callable without a readable signature
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Mask(f"mod({name})", lambda grid: nodes.Mod(grid, fn), cache(lambda at: _taint(fn, at)))
+    return Mask(
+        f"mod({name})", lambda grid: nodes.Mod(grid, fn), cache(lambda at: _planes_of(fn, at))
+    )
 
 
 def dense(visible: Tensor) -> Mask:
@@ -219,7 +223,9 @@ def dense(visible: Tensor) -> Mask:
     packed to one bit per cell at once, on its device, and kept on the host.
     """
     if visible.dtype != torch.bool:
-        raise ValueError(f"a dense mask must be bool, got {visible.dtype}: additive masks go in bias=")
+        raise ValueError(
+            f"a dense mask must be bool, got {visible.dtype}: additive masks go in bias="
+        )
     if visible.dim() not in (2, 4):
         raise ValueError(
             "a dense mask must be (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
@@ -270,7 +276,7 @@ def from_flex(block_mask) -> Mask:
 
     @cache
     def depends(device: torch.device) -> tuple[bool, bool]:
-        per_batch, per_head = _taint(fn, device)
+        per_batch, per_head = _planes_of(fn, device)
         return per_batch or planes[0] != 1, per_head or planes[1] != 1
 
     return Mask(f"from_flex({tuple(planes)})", resolve, depends)
@@ -326,9 +332,7 @@ def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     if lengths.dim() and len(lengths) != grid.batch:
         raise ValueError(f"{name} has {len(lengths)} entries for batch={grid.batch}")
     if lengths.numel() and lengths.max() > grid.seqlen_k:
-        raise ValueError(
-            f"{name}={lengths.tolist()} must not exceed seqlen_k={grid.seqlen_k}"
-        )
+        raise ValueError(f"{name}={lengths.tolist()} must not exceed seqlen_k={grid.seqlen_k}")
     return lengths.view(-1, 1).int()
 
 
@@ -362,21 +366,27 @@ def _flex_table(counts: Tensor, indices: Tensor) -> Tensor:
     return table.scatter_(-1, indices.masked_fill(~listed, width), True)[..., :width]
 
 
+_TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy"}
+
+
 class _Taint(TorchFunctionMode):
-    """Follows one index through torch calls: `seen` holds every tensor computed from it."""
+    """Follows one index through torch calls: `seen` holds every tensor computed from its value."""
 
     def __init__(self, source: Tensor):
         super().__init__()
         self.seen = [source]
-        self.escaped = False  # its value became a Python number
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name.startswith("new_") or name.endswith("_like") or not self.holds((args, kwargs)):
-            return out
-        self.escaped |= isinstance(out, (bool, int, float, list))
-        self.seen += [x for x in (out if isinstance(out, tuple) else (out,)) if torch.is_tensor(x)]
+        follows = self.holds((args, kwargs)) and not name.startswith("new_")
+        if follows and name in _TO_PYTHON:
+            raise ValueError(
+                f"a mask function must not turn an index into a Python value ({name}): "
+                "use torch.where, & and | instead of if, and, or"
+            )
+        out = func(*args, **(kwargs or {}))
+        if follows:
+            self.seen += out if isinstance(out, (tuple, list)) else [out]
         return out
 
     def holds(self, value) -> bool:
@@ -387,16 +397,17 @@ class _Taint(TorchFunctionMode):
         return any(value is x for x in self.seen)
 
 
-def _taint(fn: Callable, device: torch.device) -> tuple[bool, bool]:
-    """Does fn(b, h, q, k) depend on b, on h? Found by running it once on scalars; never too few."""
+def _planes_of(fn: Callable, device: torch.device) -> tuple[bool, bool]:
+    """Does fn(b, h, q, k) depend on b, on h? Found by running it on scalars; never too few."""
     depends = []
-    for axis in range(2):
+    for axis in range(4):
         at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
         with _Taint(at[axis]) as taint:
             out = fn(*at)
-        depends.append(taint.escaped or taint.holds(out))
-        if torch.is_tensor(out) and (out.dtype != torch.bool or out.dim()):
-            raise ValueError(
-                f"a mask function must return a bool scalar, got {out.dtype} {tuple(out.shape)}"
-            )
+        depends.append(torch.is_tensor(out) and taint.holds(out))
+    out = torch.as_tensor(out)
+    if out.dtype != torch.bool or out.dim():
+        raise ValueError(
+            f"a mask function must return a bool scalar, got {out.dtype} {tuple(out.shape)}"
+        )
     return depends[0], depends[1]

@@ -359,11 +359,11 @@ def invert(a: Node) -> Node:
 def pack_dense(cells: Tensor) -> Tensor:
     """Bool (..., seqlen_k) to words (..., key blocks * 4) on the CPU, a few rows at a time."""
     seqlen_k = cells.shape[-1]
-    rows = cells.reshape(-1, seqlen_k)
+    rows = cells.reshape(cells.shape[:-1].numel(), seqlen_k)
     pad = num_blocks(seqlen_k) * BLOCK - seqlen_k
     step = max(1, (1 << 22) // max(seqlen_k, 1))
     words = [pack(F.pad(chunk, (0, pad))).cpu() for chunk in rows.split(step)]
-    return torch.cat(words).view(*cells.shape[:-1], -1)
+    return torch.cat(words).view(*cells.shape[:-1], num_blocks(seqlen_k) * WORDS)
 
 
 def build(node: Node) -> BlockMask:

@@ -72,8 +72,10 @@ def _draw(mask: BlockMask, b: int, h: int, path: str) -> None:
             "call show() without path for a drawing in the terminal"
         ) from error
     grid = mask.status(b, h)
+    if not grid.numel():
+        raise ValueError(f"a mask of shape {mask.shape} has no block to draw")
     side = max(1, -(-max(grid.shape) // _IMAGE_MARKS))
-    tall = min(2.0, max(0.25, mask.seqlen_q / max(mask.seqlen_k, 1)))
+    tall = min(2.0, max(0.25, mask.seqlen_q / mask.seqlen_k))
     figure = Figure(figsize=(6.4, 5.6 * tall + 1.2), layout="constrained")
     axes = figure.add_subplot()
     axes.imshow(

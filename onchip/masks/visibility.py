@@ -1,4 +1,4 @@
-"""Which keys a tile of queries sees, on the host: what a CPU kernel asks before it loads anything."""
+"""Which keys a tile of queries sees, on the host: a CPU kernel asks before it loads anything."""
 
 from bisect import bisect_left
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .bits import BLOCK, unpack
-from .blockmask import BlockMask, HostRows
+from .blockmask import ALL_ONES, ALL_ZEROS, BlockMask
 
 
 class Visibility(NamedTuple):
@@ -86,23 +86,22 @@ class Visibility(NamedTuple):
     def _mask_tile(self, q0: int, q1: int, k0: int, k1: int) -> Tensor | None:
         """The mask's part of a tile, None where it hides nothing."""
         i0, i1, j0, j1 = q0 // BLOCK, -(-q1 // BLOCK), k0 // BLOCK, -(-k1 // BLOCK)
-        host, first, width = self.mask.host, self._first_row(), j1 - j0
-        full = [False] * ((i1 - i0) * width)
-        at, ids = [], []
-        for i in range(i0, i1):
-            row, base = first + i, (i - i0) * width - j0
-            for e in _between(host.full_offsets, host.full_indices, row, j0, j1):
-                full[base + host.full_indices[e]] = True
-            entries = _between(host.partial_offsets, host.partial_indices, row, j0, j1)
-            at += [base + host.partial_indices[e] for e in entries]
-            ids += host.partial_tiles[entries.start : entries.stop]
-        if all(full):
+        first = self._first_row()
+        ids = [self._tile_ids(first + i, j0, j1) for i in range(i0, i1)]
+        if all(t == ALL_ONES for row in ids for t in row):
             return None
-        blocks = torch.tensor(full).view(i1 - i0, 1, width, 1).repeat(1, BLOCK, 1, BLOCK)
-        if at:
-            _place(host, blocks, at, ids)
-        cells = blocks.view((i1 - i0) * BLOCK, width * BLOCK)
+        words = self.mask.host.tiles[torch.tensor(ids)]  # (rows, columns, 128, 4)
+        cells = unpack(words.transpose(1, 2).reshape(len(ids) * BLOCK, -1))
         return cells[q0 - i0 * BLOCK : q1 - i0 * BLOCK, k0 - j0 * BLOCK : k1 - j0 * BLOCK]
+
+    def _tile_ids(self, row: int, j0: int, j1: int) -> list[int]:
+        """The tile of each key block of [j0, j1), numbered as in `HostRows.tiles`."""
+        host, ids = self.mask.host, [ALL_ZEROS] * (j1 - j0)
+        for e in _between(host.full_offsets, host.full_indices, row, j0, j1):
+            ids[host.full_indices[e] - j0] = ALL_ONES
+        for e in _between(host.partial_offsets, host.partial_indices, row, j0, j1):
+            ids[host.partial_indices[e] - j0] = host.partial_tiles[e]
+        return ids
 
 
 def _between(offsets: list[int], indices: list[int], row: int, j0: int, j1: int) -> range:
@@ -110,14 +109,6 @@ def _between(offsets: list[int], indices: list[int], row: int, j0: int, j1: int)
     begin, end = offsets[row], offsets[row + 1]
     first = bisect_left(indices, j0, begin, end)
     return range(first, bisect_left(indices, j1, first, end))
-
-
-def _place(host: HostRows, blocks: Tensor, at: list[int], ids: list[int]) -> None:
-    """Write the bit tiles `ids` into the blocks numbered `at`, of (rows, 128, columns, 128)."""
-    where = torch.tensor(at)
-    width = blocks.shape[2]
-    tiles = unpack(host.tiles[torch.tensor(ids)])
-    blocks.transpose(1, 2)[where // width, where % width] = tiles
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,0 +1,182 @@
+"""torch's CPU flash kernels have traps. Each is shown here as it is, and then as onchip meets it.
+
+If one of the `trap` tests fails, torch has changed: the workaround it justifies may go.
+"""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onchip
+from onchip.kernels import aten
+from onchip.masks.visibility import Visibility
+from onchip.testing import assert_accurate, make_qkv, oracle
+
+RAW = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+RAW_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def heads_first(*tensors):
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def attend(q, k, v, **options):
+    return onchip.attention(q, k, v, kernel="aten_cpu", **options)
+
+
+class TestBlindRows:
+    def test_trap(self):
+        q, k, v = heads_first(*make_qkv(1, 2, 3, num_heads=1))
+        mask = torch.full((2, 3), -math.inf)
+        assert RAW(q, k, v, attn_mask=mask)[1].eq(0).all()
+
+    @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (0, 0)}])
+    def test_met(self, options):
+        q, k, v = make_qkv(1, 9, 4, num_heads=2)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out, lse = attend(*leaves, return_lse=True, **options)
+        assert out[:, :5].eq(0).all() and lse[:, :, :5].eq(-math.inf).all()
+        out.sum().backward()
+        assert q.grad[:, :5].eq(0).all() and not any(t.grad.isnan().any() for t in leaves)
+
+    def test_met_inside_a_block(self):
+        q, k, v = make_qkv(1, 6, 6, num_heads=1)
+        visible = torch.eye(6, dtype=torch.bool)
+        visible[3] = False
+        out, lse = attend(q, k, v, mask=visible, return_lse=True)
+        assert out[0, 3].eq(0).all() and lse[0, 0, 3] == -math.inf
+        torch.testing.assert_close(out[0, 4], v[0, 4])
+
+
+class TestZeroLengths:
+    @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 0), (0, 2)])
+    def test_trap(self, seqlen_q, seqlen_k):
+        code = (
+            "import torch; q = torch.zeros(1, 1, {}, 8); k = torch.zeros(1, 1, {}, 8); "
+            "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)"
+        ).format(seqlen_q, seqlen_k)
+        died = subprocess.run([sys.executable, "-c", code], capture_output=True)
+        assert died.returncode != 0
+
+    @pytest.mark.parametrize("batch, seqlen_q, seqlen_k", [(1, 2, 0), (1, 0, 2), (0, 2, 2), (1, 0, 0)])
+    def test_met(self, batch, seqlen_q, seqlen_k):
+        x = [t.requires_grad_() for t in make_qkv(batch, seqlen_q, seqlen_k, num_heads=2)]
+        out, lse = attend(*x, return_lse=True)
+        assert out.eq(0).all() and lse.eq(-math.inf).all()
+        out.sum().backward()
+        assert all(t.grad.eq(0).all() for t in x)
+
+
+class TestCausalAlignment:
+    def test_trap(self):
+        q, k, v = heads_first(*make_qkv(1, 2, 4, num_heads=1))
+        out, _ = RAW(q, k, v, is_causal=True)
+        torch.testing.assert_close(out[0, 0, 0], v[0, 0, 0])  # top-left: the first query sees one key
+
+    @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 4), (63, 300), (300, 63), (257, 257)])
+    def test_met(self, seqlen_q, seqlen_k):
+        q, k, v = make_qkv(1, seqlen_q, seqlen_k, num_heads=2)
+        exact = oracle(q, k, v, causal=True).out
+        torch.testing.assert_close(attend(q, k, v, causal=True).double(), exact, rtol=0, atol=1e-5)
+
+
+class TestHeadDimOfV:
+    def test_trap(self):
+        q, k, v = heads_first(*make_qkv(1, 4, 4, num_heads=1, head_dim=16, head_dim_v=8))
+        with pytest.raises(RuntimeError):
+            RAW(q, k, v)
+
+    @pytest.mark.parametrize("dim, dim_v", [(16, 8), (8, 40)])
+    def test_met(self, dim, dim_v):
+        q, k, v = make_qkv(2, 33, 65, num_heads=4, num_kv_heads=2, head_dim=dim, head_dim_v=dim_v)
+        assert_accurate(attend, q, k, v, causal=True, grad=True)
+
+
+class TestRoundedPartials:
+    def test_trap(self):
+        q, k, v = heads_first(*make_qkv(1, 64, 64, num_heads=1, dtype=torch.bfloat16))
+        assert RAW(q, k, v)[0].dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_met(self, dtype):
+        """fp32 partials of 16-bit inputs merge to the accuracy of one pass."""
+        q, k, v = make_qkv(1, 96, 192, num_heads=8, dtype=dtype)
+        halves = [
+            attend(q, k[:, a:b], v[:, a:b], return_lse=True, out_dtype=torch.float32)
+            for a, b in ((0, 96), (96, 192))
+        ]
+        out, _ = onchip.merge_states(*zip(*halves, strict=True))
+        assert out.dtype == torch.float32
+        exact = oracle(q, k, v).out
+        assert (out - exact).abs().max() < 1e-5
+
+    def test_sinks_are_folded_before_the_rounding(self):
+        q, k, v = make_qkv(1, 128, 128, num_heads=8, dtype=torch.bfloat16)
+        assert_accurate(attend, q, k, v, sinks=torch.randn(8), grad=True)
+
+
+class TestSixteenBitGradients:
+    def test_trap(self):
+        """dK and dV are summed in 16 bits over the query tiles."""
+        q, k, v = make_qkv(1, 1024, 64, num_heads=4, dtype=torch.bfloat16)
+        x = heads_first(q, k, v)
+        out, lse = RAW(*x)
+        dout = torch.randn_like(out)
+        raw = RAW_BACKWARD(dout, *x, out, lse, 0.0, False)[2].transpose(1, 2)
+        wide = [t.float() for t in (dout, *x, out)]
+        fine = RAW_BACKWARD(*wide, lse, 0.0, False)[2].transpose(1, 2)
+        leaf = v.double().requires_grad_()
+        oracle(q, k, leaf).out.backward(dout.transpose(1, 2).double())
+        rmse = lambda t: (t.double() - leaf.grad).square().mean().sqrt()
+        assert rmse(raw) > 1.3 * rmse(fine.bfloat16())
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (64, 0)}])
+    def test_met(self, dtype, options):
+        q, k, v = make_qkv(1, 512, 512, num_heads=4, num_kv_heads=2, dtype=dtype)
+        assert_accurate(attend, q, k, v, grad=True, **options)
+
+
+def test_masks_must_be_float_trap():
+    q, k, v = heads_first(*make_qkv(1, 4, 4, num_heads=1))
+    with pytest.raises(RuntimeError):
+        RAW(q, k, v, attn_mask=torch.ones(4, 4, dtype=torch.bool))
+
+
+def test_lse_gradient_by_one_more_column():
+    q, k, v = (t.double().requires_grad_() for t in make_qkv(2, 7, 9, num_heads=4, num_kv_heads=2))
+    out, lse = attend(q, k, v, return_lse=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    got = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
+    exact = oracle(q, k, v)
+    wanted = torch.autograd.grad([exact.out, exact.lse], [q, k, v], [dout, dlse])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+class TestWork:
+    """Calls cover every row once and touch about the keys that are visible."""
+
+    @pytest.mark.parametrize(
+        "rule, budget",
+        [
+            (Visibility(8192, 8192, True, (256, None), None, 0, 0), 3.0),
+            (Visibility(1000, 3000, True, (None, None), None, 0, 0), 1.3),
+            (Visibility(777, 1111, False, (0, 0), None, 0, 0), 300.0),
+        ],
+    )
+    def test_cells(self, rule, budget):
+        calls = aten._calls(rule)
+        assert [c.q0 for c in calls[1:]] == [c.q1 for c in calls[:-1]]
+        assert calls[0].q0 == 0 and calls[-1].q1 == rule.seqlen_q
+        visible = rule.tile(0, rule.seqlen_q, 0, rule.seqlen_k, "cpu").sum().item()
+        assert visible <= sum(map(aten._cells, calls)) <= budget * visible
+        for call in calls:
+            inside = torch.zeros(rule.seqlen_k, dtype=torch.bool)
+            for k0, k1 in call.spans:
+                inside[k0:k1] = True
+            seen = rule.tile(call.q0, call.q1, 0, rule.seqlen_k, "cpu")
+            assert seen is None or not (seen & ~inside).any()

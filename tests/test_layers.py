@@ -1,0 +1,106 @@
+"""The import law: who may import whom. A new room is added here on purpose or not at all."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onchip
+
+PACKAGE = Path(onchip.__file__).parent
+
+# room -> rooms it may import. A room is a file or folder directly under onchip/; "kernels" is
+# split, because kernels may import their shared leaves but never one another.
+LAW = {
+    "state": set(),
+    "masks": set(),
+    "problem": {"masks"},
+    "kernels.leaf": {"state", "masks", "problem"},
+    "kernels": {"state", "masks", "problem", "kernels.leaf"},
+    "fold": {"state", "masks", "problem"},
+    "dispatch": {"problem", "masks"},
+    "library": {"problem", "masks", "dispatch"},
+    "paged": {"problem"},
+    "ops": {"state", "masks", "problem", "kernels.leaf", "dispatch", "library", "paged"},
+    "explain": {"problem", "dispatch", "ops"},
+    "testing": {"state", "masks", "problem"},
+    "__init__": {"ops", "explain", "problem", "masks", "testing"},
+}
+FREE = {"cli", "__main__", "demo", "doctor", "report", "bench"}  # the programs on top
+LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
+ONLY_UNDER = {
+    "triton": ("kernels/triton", "kernels/hopper"),
+    "torch.distributed": ("parallel",),
+}
+
+
+def files():
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room(parts):
+    if parts[0] != "kernels":
+        return parts[0]
+    return "kernels.leaf" if len(parts) < 2 or parts[1] in LEAVES else "kernels"
+
+
+def imports(path):
+    """(dotted name, at module level) of every import, relative ones resolved."""
+    here = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: -node.level]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            if module == "onchip":
+                yield from (f"onchip.{alias.name}" for alias in node.names)
+            else:
+                yield module
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_follow_the_law(path):
+    here = path.relative_to(PACKAGE).with_suffix("").parts
+    mine = room(here)
+    if mine in FREE:
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] != "onchip" or len(parts) == 1:
+            continue
+        theirs = room(parts[1:])
+        same_kernel = mine == "kernels" and parts[1:3] == list(here[:2])
+        if theirs == mine and (mine != "kernels" or same_kernel):
+            continue
+        assert theirs in LAW[mine] or theirs == "kernels" and same_kernel, f"{mine} imports {name}"
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_some_packages_live_in_one_place(path):
+    here = path.relative_to(PACKAGE).as_posix()
+    for name in imports(path):
+        for package, rooms in ONLY_UNDER.items():
+            if name == package or name.startswith(package + "."):
+                assert here.startswith(rooms) or room(path.relative_to(PACKAGE).parts) == "doctor"
+
+
+def test_import_needs_torch_alone_and_wakes_nothing():
+    """`import onchip` pulls in no plotting, no Triton, no numpy of its own, and starts no GPU."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import onchip; "
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}; "
+        "assert new <= {'onchip'} | set(sys.stdlib_module_names) | {'torch'}, sorted(new); "
+        "assert not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_all_is_the_api():
+    for name in onchip.__all__:
+        assert callable(getattr(onchip, name)), name
+    assert onchip.masks and onchip.testing
+    with pytest.raises(AttributeError, match="no attribute 'flash'"):
+        _ = onchip.flash

@@ -1,0 +1,201 @@
+"""The torch op: opcheck, compile, export, vmap, autocast, and what autograd may and may not do."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import onchip
+from onchip import library, masks
+from onchip.ops import pose
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (7, 3)},
+    "mask": {"mask": masks.causal() & masks.window(5, 0)},
+    "softcap": {"softcap": 5.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.05])},
+    "bias": {"bias": torch.randn(1, 4, 1, 20)},
+    "sinks": {"sinks": torch.randn(4)},
+    "dropout": {"dropout_p": 0.25, "dropout_seed": 7},
+    "stats": {"return_stats": True},
+    "wide": {"out_dtype": torch.float32},
+}
+
+
+def qkv(grad=False, dtype=torch.float32):
+    g = torch.Generator().manual_seed(0)
+    make = lambda heads: torch.randn(2, 20, heads, 16, generator=g).to(dtype).requires_grad_(grad)
+    return make(4), make(2), make(2)
+
+
+def op_arguments(options, grad=False):
+    problem, x = pose(*qkv(grad), **options)
+    mask = [] if x.mask is None else x.mask.tensors()
+    return (*x[:9], *library._scalars(problem, None), mask)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck_forward(name):
+    torch.library.opcheck(torch.ops.onchip.forward.default, op_arguments(OPTIONS[name]))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_opcheck_backward(name):
+    args = op_arguments(OPTIONS[name])
+    out, lse, _ = torch.ops.onchip.forward.default(*args)
+    saved = (torch.randn_like(out), torch.randn_like(lse), out, lse)
+    torch.library.opcheck(torch.ops.onchip.backward.default, (*saved, *args))
+
+
+def first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_compiles_without_a_graph_break(name):
+    torch._dynamo.reset()  # every option is another graph of the same function
+    options = dict(OPTIONS[name])
+    if "mask" in options:  # built outside the compiled region
+        options["mask"] = options["mask"].build(2, 4, 20, 20)
+    fn = lambda q, k, v: first(onchip.attention(q, k, v, **options))
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    eager, traced = qkv(grad=True), qkv(grad=True)
+    expected, got = fn(*eager), compiled(*traced)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    expected.square().sum().backward()
+    got.square().sum().backward()
+    for a, b in zip(eager, traced, strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=0)
+
+
+def test_compiles_packed_calls():
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    fn = lambda q, k, v: onchip.varlen_attention(q, k, v, cu, cu, 13, 13, causal=True)
+    x = tuple(t[0].contiguous() for t in qkv())
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*x), fn(*x), rtol=0, atol=0)
+
+
+def test_random_dropout_compiles():
+    fn = lambda q, k, v: onchip.attention(q, k, v, dropout_p=0.5)
+    out = torch.compile(fn, backend="aot_eager", fullgraph=True)(*qkv())
+    assert out.shape == (2, 20, 4, 16)
+
+
+def test_lengths_are_not_specialised():
+    compiles = torch._dynamo.testing.CompileCounter()
+    fn = torch.compile(
+        lambda q, k, v: onchip.attention(q, k, v, causal=True),
+        backend=compiles,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for n in (5, 9, 33, 64, 129):
+        q, k, v = torch.randn(3, 2, n, 2, 16)
+        torch.testing.assert_close(fn(q, k, v), onchip.attention(q, k, v, causal=True))
+    assert compiles.frame_count == 1
+
+
+class Layer(torch.nn.Module):
+    def forward(self, q, k, v):
+        return onchip.attention(q, k, v, causal=True, window_size=(9, None))
+
+
+def test_exports_with_a_dynamic_length():
+    n = torch.export.Dim("n", min=2, max=512)
+    program = torch.export.export(Layer(), qkv(), dynamic_shapes=({1: n}, {1: n}, {1: n}))
+    x = [torch.randn(2, 77, heads, 16) for heads in (4, 2, 2)]
+    torch.testing.assert_close(program.module()(*x), Layer()(*x))
+
+
+class TestVmap:
+    def test_dense_forward(self):
+        q, k, v = torch.randn(3, 5, 2, 9, 4, 16)
+        fn = lambda q, k, v: onchip.attention(q, k, v, causal=True, return_lse=True)
+        out, lse = torch.vmap(fn)(q, k, v)
+        for i in range(5):
+            expected = fn(q[i], k[i], v[i])
+            torch.testing.assert_close((out[i], lse[i]), expected)
+
+    def test_shared_keys_and_stats(self):
+        q, (k, v) = torch.randn(2, 5, 9, 4, 16), torch.randn(2, 2, 9, 4, 16)
+        fn = lambda q: onchip.attention(q, k, v, return_stats=True)
+        out, stats = torch.vmap(fn, in_dims=1, out_dims=1)(q)
+        for i in range(5):
+            expected, expected_stats = fn(q[:, i])
+            torch.testing.assert_close(out[:, i], expected)
+            torch.testing.assert_close(stats.entropy[:, i], expected_stats.entropy)
+
+    @pytest.mark.parametrize("name", ["dropout", "bias"])
+    def test_refuses_the_rest_in_a_sentence(self, name):
+        q, k, v = torch.randn(3, 5, 2, 20, 4, 16)
+        options = dict(OPTIONS[name])
+        if name == "bias":
+            options["bias"] = torch.randn(2, 4, 1, 20)
+        with pytest.raises(onchip.UnsupportedError, match="vmap"):
+            torch.vmap(lambda *x: onchip.attention(*x, **options))(q, k, v)
+
+    def test_refuses_gradients(self):
+        q, k, v = qkv()
+        loss = lambda q: onchip.attention(q, k, v).sum()
+        with pytest.raises(onchip.UnsupportedError, match="torch.func"):
+            torch.func.grad(loss)(q)
+
+
+class TestAutocast:
+    def test_lowers_the_inputs_and_not_the_kernel(self):
+        q, k, v = qkv()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = onchip.attention(q, k, v, kernel="tiled")
+        lowered = (t.bfloat16() for t in (q, k, v))
+        expected = onchip.attention(*lowered, kernel="tiled")
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("kernel", ["tiled", "aten_cpu", "reference"])
+    def test_backward_inside_autocast(self, kernel):
+        inside, outside = qkv(True, torch.float64), qkv(True, torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            onchip.attention(*inside, kernel=kernel).sum().backward()
+        onchip.attention(*outside, kernel=kernel).sum().backward()
+        for a, b in zip(inside, outside, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+class TestAutograd:
+    def test_only_lse_gets_a_gradient(self):
+        x = qkv(grad=True)
+        _, lse = onchip.attention(*x, return_lse=True)
+        lse.sum().backward()
+        assert x[0].grad.abs().sum() > 0 and x[2].grad.abs().sum() == 0
+
+    def test_no_second_derivative_in_silence(self):
+        q, k, v = qkv(grad=True)
+        (dq,) = torch.autograd.grad(onchip.attention(q, k, v).square().sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dq.sum().backward()
+
+    def test_an_expanded_gradient(self):
+        q, k, v = qkv(grad=True)
+        onchip.attention(q, k, v).sum().backward()  # dout has stride 0
+        expected = q.grad.clone()
+        q.grad = None
+        out = onchip.attention(q, k, v)
+        out.backward(torch.ones_like(out))
+        torch.testing.assert_close(q.grad, expected, rtol=0, atol=0)
+
+    def test_stats_carry_no_gradient(self):
+        _, stats = onchip.attention(*qkv(grad=True), return_stats=True)
+        assert not stats.entropy.requires_grad
+
+    def test_drawn_seed_is_the_one_used_in_backward(self):
+        q, k, v = qkv(grad=True, dtype=torch.float64)
+        torch.manual_seed(3)
+        out = onchip.attention(q, k, v, dropout_p=0.5)
+        out.backward(torch.ones_like(out))
+        direction = torch.randn_like(v)
+        torch.manual_seed(3)
+        moved = onchip.attention(q, k, (v + 1e-3 * direction).detach(), dropout_p=0.5)
+        slope = (moved - out).sum() / 1e-3  # linear in v
+        torch.testing.assert_close(slope, (v.grad * direction).sum())

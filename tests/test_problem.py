@@ -1,0 +1,200 @@
+"""The door: every bad question is refused in one sentence that names what is wrong, and nothing is left half-done."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import onchip
+from onchip import masks
+
+PACKAGE = Path(onchip.__file__).parent
+
+
+def qkv(dtype=torch.float32, batch=2, seqlen=8, heads=4, kv_heads=2, dim=16):
+    make = lambda n: torch.randn(batch, seqlen, n, dim).to(dtype)
+    return make(heads), make(kv_heads), make(kv_heads)
+
+
+def refused(match, *args, error=ValueError, fn=None, **options):
+    with pytest.raises(error, match=match) as caught:
+        (fn or onchip.attention)(*args, **options)
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 300, f"one sentence, not: {message}"
+
+
+q, k, v = qkv()
+
+
+@pytest.mark.parametrize(
+    "match, bad",
+    [
+        ("q must be a torch.Tensor", ([1.0], k, v)),
+        ("q must have rank 4", (q[0], k, v)),
+        ("v must have rank 4", (q, k, v[None])),
+        (r"k.dtype=torch.int64", (q, k.long(), v)),
+        ("share a dtype", (q, k.half(), v)),
+        ("share a device", (q, k.to("meta"), v)),
+        ("k and v must agree", (q, k, v[:, 1:])),
+        ("batch 1", (q[:1], k, v)),
+        ("head_dim 8, k has head_dim 16", (q[..., :8], k, v)),
+        ("num_heads=3 must be a positive multiple of num_kv_heads=2", (q[:, :, :3], k, v)),
+        ("num_heads=0", (q[:, :, :0], k, v)),
+        ("contiguous in its last dimension", (q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v)),
+        ("head_dim=320", tuple(torch.randn(1, 2, 1, 320) for _ in range(3))),
+        ("head_dim=0", (q[..., :0], k[..., :0], v)),
+    ],
+)
+def test_tensors(match, bad):
+    refused(match, *bad)
+
+
+@pytest.mark.parametrize(
+    "match, options",
+    [
+        ("softmax_scale=nan", {"softmax_scale": float("nan")}),
+        ("softmax_scale=inf", {"softmax_scale": float("inf")}),
+        ("softmax_scale=", {"softmax_scale": "1"}),
+        ("softcap=-1", {"softcap": -1.0}),
+        ("softcap=nan", {"softcap": float("nan")}),
+        (r"dropout_p=1.0 must lie in \[0, 1\)", {"dropout_p": 1.0}),
+        ("dropout_p=-0.1", {"dropout_p": -0.1}),
+        ("dropout_p=nan", {"dropout_p": float("nan")}),
+        ("window_size left=-1", {"window_size": (-1, 0)}),
+        ("window_size right=1.5", {"window_size": (0, 1.5)}),
+        ("pair", {"window_size": 5}),
+        ("out_dtype", {"out_dtype": torch.float16}),
+        ("dropout_seed='x'", {"dropout_p": 0.5, "dropout_seed": "x"}),
+        ("dropout_seed must be one int64", {"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}),
+        ("dropout_seed=", {"dropout_p": 0.5, "dropout_seed": 2**70}),
+        (r"alibi_slopes must have shape \(4,\) or \(2, 4\)", {"alibi_slopes": torch.ones(2)}),
+        ("alibi_slopes.dtype", {"alibi_slopes": torch.ones(4).int()}),
+        ("sinks must have shape", {"sinks": torch.ones(4, 1)}),
+        ("sinks is on meta", {"sinks": torch.ones(4, device="meta")}),
+        ("bias must be", {"bias": torch.zeros(8, 8)}),
+        ("bias must be", {"bias": torch.zeros(1, 1, 8, 1)}),
+        ("bias must be", {"bias": torch.zeros(3, 1, 8, 8)}),
+        ("mask", {"mask": torch.zeros(8, 7, dtype=torch.bool)}),
+        ("mask", {"mask": torch.zeros(8, 8)}),
+        ("mask of shape", {"mask": masks.causal().build(1, 1, 8, 9)}),
+        ("kernel='fast' is not one of", {"kernel": "fast"}),
+    ],
+)
+def test_options(match, options):
+    refused(match, q, k, v, **options)
+
+
+def test_unknown_options_are_not_ignored():
+    with pytest.raises(TypeError, match="scale"):
+        onchip.attention(q, k, v, scale=0.5)
+    with pytest.raises(TypeError):
+        onchip.explain(q, k, v, scale=0.5)
+
+
+def test_a_named_kernel_never_falls_back():
+    refused("'aten_cpu' cannot serve", q, k, v, softcap=3.0, kernel="aten_cpu", error=onchip.UnsupportedError)
+
+
+def test_gradient_of_slopes_is_refused_not_dropped():
+    slopes = torch.ones(4, requires_grad=True)
+    refused("detach", q, k, v, alibi_slopes=slopes, error=onchip.UnsupportedError)
+
+
+PACKED = tuple(t.flatten(0, 1) for t in qkv())
+CU = torch.tensor([0, 5, 16], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    "match, cu",
+    [
+        ("int32", CU.long()),
+        ("int32", CU[None]),
+        ("int32", [0, 5, 16]),
+        ("run from 0 to total_q=16, got 1", torch.tensor([1, 5, 16], dtype=torch.int32)),
+        ("got 0 to 15", torch.tensor([0, 5, 15], dtype=torch.int32)),
+        ("must not decrease, got 20 then 16", torch.tensor([0, 20, 16], dtype=torch.int32)),
+        ("max_seqlen_q=11, but one has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
+        ("equally long", torch.tensor([0, 16], dtype=torch.int32)),
+    ],
+)
+def test_packing(match, cu):
+    refused(match, *PACKED, cu, CU, 11, 11, fn=onchip.varlen_attention)
+
+
+def test_packed_calls_refuse_what_they_cannot_mean():
+    with pytest.raises(TypeError):
+        onchip.varlen_attention(*PACKED, CU, CU, 11, 11, bias=torch.zeros(1, 1, 16, 16))
+    refused("max_seqlen_q", *PACKED, CU, CU, 11.0, 11, fn=onchip.varlen_attention)
+    refused("max_seqlen_k", *PACKED, CU, CU, 11, -1, fn=onchip.varlen_attention)
+
+
+def test_weights_check_rows_and_lse():
+    lse = onchip.attention(q, k, v, return_lse=True)[1]
+    refused(r"row 8 is not in \[0, seqlen_q=8\)", q, k, lse, [8], fn=onchip.attention_weights)
+    refused("lse must have shape", q, k, lse[0], [0], fn=onchip.attention_weights)
+
+
+def test_an_error_leaves_nothing_behind():
+    """A refused call changes neither its inputs nor the random state."""
+    before = [t.clone() for t in (q, k, v)]
+    state = torch.get_rng_state()
+    refused("softcap", q, k, v, softcap=-1.0, dropout_p=0.5)
+    refused("bias", q, k, v, bias=torch.zeros(1), dropout_p=0.5)
+    assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_checks_is_a_switch_and_a_context():
+    from onchip.problem import checks
+
+    with onchip.checks(True):
+        assert checks.enabled
+    assert not checks.enabled
+    onchip.checks(True)
+    assert checks.enabled
+    onchip.checks(False)
+    assert not checks.enabled
+
+
+def test_no_assert_is_left_to_the_user():
+    """assert vanishes under -O and says nothing: only testing.py, whose job it is, may use it."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "testing.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.Assert), f"{path.relative_to(PACKAGE)}:{node.lineno}"
+
+
+class TestCounts:
+    """flops and bytes against a brute-force count."""
+
+    @pytest.mark.parametrize("sq, sk", [(1, 1), (5, 9), (9, 5), (64, 64)])
+    @pytest.mark.parametrize("window", [(None, None), (3, None), (None, 2), (2, 2), (0, 0)])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_visible_pairs(self, sq, sk, window, causal):
+        i, j = torch.arange(sq)[:, None] + sk - sq, torch.arange(sk)
+        left, right = window
+        seen = torch.ones(sq, sk, dtype=torch.bool)
+        seen &= (j <= i) if causal else True
+        seen &= (j >= i - left) if left is not None else True
+        seen &= (j <= i + right) if right is not None else True
+        x = [torch.randn(2, n, 4, 16) for n in (sq, sk, sk)]
+        explanation = onchip.explain(*x, causal=causal, window_size=window)
+        assert explanation.problem.visible_pairs == int(seen.sum())
+        assert explanation.flops == 2 * 4 * int(seen.sum()) * 4 * 16
+
+    def test_bytes(self):
+        explanation = onchip.explain(*qkv(torch.bfloat16))
+        queries, keys = 2 * 8 * 4, 2 * 8 * 2
+        assert explanation.min_bytes == 2 * 16 * (2 * queries + 2 * keys) + 4 * queries
+        assert explanation.scores_bytes == 4 * 2 * 4 * 8 * 8
+
+    def test_packed_sums_over_sequences(self):
+        x = onchip.explain(*PACKED, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=11, max_seqlen_k=11)
+        assert x.flops == 4 * (5 * 5 + 11 * 11) * 4 * 16
+
+
+def test_explain_names_every_kernel():
+    text = str(onchip.explain(q, k, v, softcap=2.0))
+    assert "served by   tiled" in text and "no softcap" in text and "reference" in text
