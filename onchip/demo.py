@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +27,9 @@ NUM_HEADS, HEAD_DIM = 4, 64
 MASKED_LENGTH, QUICK_MASKED_LENGTH = 8192, 1024
 CHECKED_ROWS = 128
 MEMORY_FRACTION, MEMORY_CAP_BYTES = 0.25, 4 << 30
-TIME_BUDGET_S = 75.0
+TIME_BUDGET_S, CALLS = 75.0, 4  # a method is called once to be judged and about three times timed
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Any]
 
 
 class Measurement(NamedTuple):
@@ -96,7 +96,6 @@ class Lab:
     results: Results
     quick: bool
     deadline: float
-    last_s: float = 0.0
     tell: Tell = lambda part, share: None
 
     def steps(self) -> Iterator[Step]:
@@ -109,9 +108,7 @@ class Lab:
         yield Step("keys cut in two, attended apart, merged", partial(self.merge, n // 2))
 
     def length(self, n: int) -> None:
-        start = time.perf_counter()
-        expected_s = 4 * self.last_s  # twice the length, four times the work
-        if start + expected_s > self.deadline:
+        if time.perf_counter() + self.expected_s(n) > self.deadline:
             self.results.omitted.append(n)
             return
         attends = {
@@ -120,7 +117,11 @@ class Lab:
             "onchip": partial(onchip.attention, causal=True),
         }
         self.results.lengths += self.measure(patterns.causal(n), n, attends)
-        self.last_s = time.perf_counter() - start
+
+    def expected_s(self, n: int) -> float:
+        """What a length would take, by the last one: the work grows with its square."""
+        last = [m for m in self.results.lengths[-len(METHODS) :] if not self.refuse(m.method, n)]
+        return sum((n / m.seqlen) ** 2 * CALLS * (m.time_s or 0.0) for m in last)
 
     def masked(self, pattern: Pattern, n: int) -> None:
         """onchip against SDPA with the equivalent dense mask: as floats, which SDPA takes fastest,

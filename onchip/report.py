@@ -236,7 +236,7 @@ def masked_plot(results: Results) -> str:
 
 
 def picture(prefix: str, draw: Callable[[Any], None]) -> str:
-    """What draw(axes) draws, in the style of the page, as inline SVG; prefix makes its ids unique."""
+    """What draw(axes) draws, in the style of the page, as inline SVG with ids under prefix."""
     import matplotlib
     from matplotlib.figure import Figure
 

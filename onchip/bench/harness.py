@@ -8,7 +8,7 @@ import datetime
 import json
 import math
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -76,8 +76,8 @@ class Contender:
     """attend(q, k, v) -> out on its own inputs; judged(out) is out in the layout of the judge."""
 
     name: str
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    inputs: tuple[Tensor, Tensor, Tensor]
+    attend: Callable[..., Any]
+    inputs: Sequence[Tensor]
     judged: Callable[[Tensor], Tensor] = lambda out: out
 
     def job(self, backward: bool) -> Callable[[], object]:

@@ -54,8 +54,8 @@ def peak_extra_bytes(job: Job, device: torch.device) -> tuple[int | None, Any]:
     """(the most memory that one call held beyond what was held before it, the call's result).
 
     On a GPU the allocator knows. On Linux the kernel does: the high-water mark of the resident set
-    is reset, the job runs, the mark is read; where it cannot be reset, a thread samples the resident
-    set. None where the system offers neither.
+    is reset, the job runs, the mark is read; where it cannot be reset, a thread samples it. None
+    where the system offers neither.
     """
     if device.type == "cuda":
         return _peak_allocated(job, device)

@@ -23,13 +23,13 @@ from onchip.kernels.protocol import (
     row_delta,
     sink_gradient,
 )
+from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
 from onchip.problem import DeviceInfo, Problem, Tensors
 from onchip.state import add_sink, finalize, resume
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_BLOCK = 128  # rows that are considered together, the block of a mask
 _MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
 _CALL_COST = 1 << 16  # cells' worth of time that one call costs beyond its cells
 
@@ -186,18 +186,23 @@ def _calls(rule: Visibility) -> tuple[Call, ...]:
     if native and (not rule.causal or rule.seqlen_q == rule.seqlen_k):
         return (Call(0, rule.seqlen_q, ((0, rule.seqlen_k),), rule.causal),)
     calls: list[Call] = []
-    for q0 in range(0, rule.seqlen_q, _BLOCK):
-        block = _spanning(rule, q0, min(q0 + _BLOCK, rule.seqlen_q))
-        joined = _spanning(rule, calls[-1].q0, block.q1) if calls else None
-        if (
-            joined
-            and _cells(joined) <= _MASKED_CELLS
-            and _cost(joined) <= _cost(calls[-1]) + _cost(block)
-        ):
-            calls[-1] = joined
-        else:
+    for q0 in range(0, rule.seqlen_q, BLOCK):
+        block = _spanning(rule, q0, min(q0 + BLOCK, rule.seqlen_q))
+        joined = _join(rule, calls[-1], block) if calls else None
+        if joined is None:
             calls.append(block)
+        else:
+            calls[-1] = joined
     return tuple(calls)
+
+
+def _join(rule: Visibility, above: Call, below: Call) -> Call | None:
+    """One call for both, if it is cheaper and no row meets a block that is EMPTY to it."""
+    if rule.mask is not None and above.spans != below.spans:
+        return None
+    joined = _spanning(rule, above.q0, below.q1)
+    cheaper = _cost(joined) <= _cost(above) + _cost(below)
+    return joined if cheaper and _cells(joined) <= _MASKED_CELLS else None
 
 
 def _spanning(rule: Visibility, q0: int, q1: int) -> Call:

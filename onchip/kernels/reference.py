@@ -1,5 +1,5 @@
 """Standard attention, unfused: the whole score matrix in memory. The specification in executable
-form, and the slowest kernel.
+form, and the slowest kernel. It reads every key, so a NaN in an EMPTY block of a mask reaches it.
 """
 
 import torch

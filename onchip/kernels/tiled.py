@@ -22,6 +22,7 @@ from onchip.kernels.protocol import (
     sink_gradient,
 )
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul, sum_over_groups
+from onchip.masks.blockmask import BLOCK
 from onchip.problem import DeviceInfo, Problem, Tensors
 from onchip.state import State, add_sink, finalize
 
@@ -36,7 +37,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     for plane in planes(problem, x):
         scorer = Scorer(problem, x, plane)
         q, k, v = _operands(problem, x, plane)
-        for q0, q1 in _row_tiles(q):
+        for q0, q1 in _row_tiles(plane, q):
             state, weighted = _fold_row_tile(scorer, q[:, :, q0:q1], k, v, q0)
             if stats is not None:
                 plane.of_rows(stats.max_logit)[:, :, q0:q1] = state.m
@@ -115,7 +116,7 @@ def _backward_plane(
     lse, delta = plane.of_rows(lse)[..., None], plane.of_rows(delta)[..., None]
     dq = plane.of_queries(grads[0]).transpose(1, 2)
     dk, dv = (plane.of_keys(t).transpose(1, 2) for t in grads[1:3])
-    for q0, q1 in _row_tiles(q):
+    for q0, q1 in _row_tiles(plane, q):
         rows = slice(q0, q1)
         for at in _rectangles(plane, q[:, :, rows], q0):
             keys = slice(at.k0, at.k1)
@@ -140,9 +141,11 @@ def _operands(problem: Problem, x: Tensors, plane: Plane) -> tuple[Tensor, Tenso
     return q, *(plane.of_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
 
 
-def _row_tiles(q: Tensor) -> Iterator[tuple[int, int]]:
+def _row_tiles(plane: Plane, q: Tensor) -> Iterator[tuple[int, int]]:
     batch, heads, seqlen_q, _ = q.shape
     tile_m = tiled_config(max(1, batch * heads)).tile_m
+    if plane.visibility.mask is not None:
+        tile_m = min(tile_m, BLOCK)  # a row must not meet a block that is EMPTY to it
     for q0 in range(0, seqlen_q, tile_m):
         yield q0, min(q0 + tile_m, seqlen_q)
 

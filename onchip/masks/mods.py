@@ -10,11 +10,11 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from . import nodes
 from .blockmask import BlockMask
 from .nodes import Grid, Interval, Node
+from .trace import depends_on_planes
 
 _REMEMBERED = 4  # builds kept per expression: a training and an evaluation length, twice
 
@@ -212,7 +212,9 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
     return Mask(
-        f"mod({name})", lambda grid: nodes.Mod(grid, fn), cache(lambda at: _planes_of(fn, at))
+        f"mod({name})",
+        lambda grid: nodes.Mod(grid, fn),
+        cache(lambda at: depends_on_planes(fn, at)),
     )
 
 
@@ -276,7 +278,7 @@ def from_flex(block_mask) -> Mask:
 
     @cache
     def depends(device: torch.device) -> tuple[bool, bool]:
-        per_batch, per_head = _planes_of(fn, device)
+        per_batch, per_head = depends_on_planes(fn, device)
         return per_batch or planes[0] != 1, per_head or planes[1] != 1
 
     return Mask(f"from_flex({tuple(planes)})", resolve, depends)
@@ -364,50 +366,3 @@ def _flex_table(counts: Tensor, indices: Tensor) -> Tensor:
     listed = torch.arange(width) < counts[..., None]
     table = torch.zeros(*indices.shape[:-1], width + 1, dtype=torch.bool)
     return table.scatter_(-1, indices.masked_fill(~listed, width), True)[..., :width]
-
-
-_TO_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy"}
-
-
-class _Taint(TorchFunctionMode):
-    """Follows one index through torch calls: `seen` holds every tensor computed from its value."""
-
-    def __init__(self, source: Tensor):
-        super().__init__()
-        self.seen = [source]
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        follows = self.holds((args, kwargs)) and not name.startswith("new_")
-        if follows and name in _TO_PYTHON:
-            raise ValueError(
-                f"a mask function must not turn an index into a Python value ({name}): "
-                "use torch.where, & and | instead of if, and, or"
-            )
-        out = func(*args, **(kwargs or {}))
-        if follows:
-            self.seen += out if isinstance(out, (tuple, list)) else [out]
-        return out
-
-    def holds(self, value) -> bool:
-        if isinstance(value, dict):
-            value = tuple(value.values())
-        if isinstance(value, (tuple, list)):
-            return any(map(self.holds, value))
-        return any(value is x for x in self.seen)
-
-
-def _planes_of(fn: Callable, device: torch.device) -> tuple[bool, bool]:
-    """Does fn(b, h, q, k) depend on b, on h? Found by running it on scalars; never too few."""
-    depends = []
-    for axis in range(4):
-        at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
-        with _Taint(at[axis]) as taint:
-            out = fn(*at)
-        depends.append(torch.is_tensor(out) and taint.holds(out))
-    out = torch.as_tensor(out)
-    if out.dtype != torch.bool or out.dim():
-        raise ValueError(
-            f"a mask function must return a bool scalar, got {out.dtype} {tuple(out.shape)}"
-        )
-    return depends[0], depends[1]

@@ -31,6 +31,7 @@ from .blockmask import BlockMask, assemble, divide, num_blocks
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
+_KEYS_AT_ONCE = 1 << 18  # where the structure cannot enumerate, blocks are tried in such chunks
 _BLOCKS_AT_ONCE = 8192  # bit tiles alive during a build: 16 MB
 _CELL_BLOCKS_AT_ONCE = 64  # blocks evaluated cell by cell: 1M cells, 8 MB per int64 temporary
 
@@ -57,9 +58,9 @@ class Grid(NamedTuple):
         """Query q stands at key position q + offset: the last query at the last key."""
         return self.seqlen_k - self.seqlen_q
 
-    def keys(self) -> Tensor:
-        """Every block."""
-        return torch.arange(self.batch * self.heads * self.blocks_q * self.blocks_k)
+    @property
+    def num_blocks(self) -> int:
+        return self.batch * self.heads * self.blocks_q * self.blocks_k
 
     def split(self, keys: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """keys to (b, h, i, j)."""
@@ -99,11 +100,13 @@ class Node:
     def bits(self, keys: Tensor) -> Bits:
         """As `cut`, which is asked only about the blocks that `status` leaves open."""
         status = self.status(keys)
-        open_ = status == PARTIAL
-        tiles, index = self.cut(keys[open_])
-        out = (status == FULL).long()
-        out[open_] = index + 2
-        return Bits(torch.cat([constant_tiles(), tiles]), out)
+        known = Bits(constant_tiles(), (status == FULL).long())
+        where = (status == PARTIAL).nonzero().flatten()
+        if not len(where):
+            return known
+        tiles, index = self.cut(keys[where])
+        known.index[where] = index + len(known.tiles)
+        return Bits(torch.cat([known.tiles, tiles]), known.index)
 
 
 class Interval(Node):
@@ -283,12 +286,16 @@ class Dense(Node):
         return Bits(tiles, torch.arange(len(keys)))
 
 
-class And(Node):
-    """Visible in every part."""
+class Join(Node):
+    """A mask made of others."""
 
     def __init__(self, grid: Grid, parts: list[Node]):
         super().__init__(grid)
         self.parts = parts
+
+
+class And(Join):
+    """Visible in every part."""
 
     def candidates(self) -> Tensor | None:
         known = [keys for part in self.parts if (keys := part.candidates()) is not None]
@@ -302,12 +309,8 @@ class And(Node):
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
 
-class Or(Node):
+class Or(Join):
     """Visible in some part."""
-
-    def __init__(self, grid: Grid, parts: list[Node]):
-        super().__init__(grid)
-        self.parts = parts
 
     def candidates(self) -> Tensor | None:
         lists = [part.candidates() for part in self.parts]
@@ -341,8 +344,7 @@ def both(a: Node, b: Node) -> Node:
     parts = [p for node in (a, b) for p in (node.parts if isinstance(node, And) else [node])]
     intervals = [p for p in parts if isinstance(p, Interval)]
     others = [p for p in parts if not isinstance(p, Interval)]
-    merged = [reduce(Interval.__and__, intervals)] if intervals else []
-    parts = merged + others
+    parts = [reduce(Interval.__and__, intervals), *others] if intervals else others
     return parts[0] if len(parts) == 1 else And(a.grid, parts)
 
 
@@ -368,23 +370,37 @@ def pack_dense(cells: Tensor) -> Tensor:
 
 def build(node: Node) -> BlockMask:
     """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
-    grid = node.grid
-    if not (grid.batch and grid.heads and grid.seqlen_q and grid.seqlen_k):
-        nothing = torch.empty(0, dtype=torch.int64)
-        return assemble(grid, nothing, nothing.bool(), nothing, nothing.int())
-    keys = node.candidates()
-    keys = grid.keys() if keys is None else keys
-    status = node.status(keys)
-    where = (status == PARTIAL).nonzero().flatten()
-    tiles, ids = [], []
-    for chunk in where.split(_BLOCKS_AT_ONCE):
+    keys, status = _visited(node)
+    open_ = (status == PARTIAL).nonzero().flatten()
+    tiles, ids, count = [], [], 0
+    for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
         found, status[chunk], index = _settle(node, keys[chunk])
-        ids.append(index + sum(map(len, tiles)))
         tiles.append(found)
-    tiles, index = distinct_tiles(torch.cat(tiles))
-    some = status != EMPTY
+        ids.append(index + count)
+        count += len(found)
+    some = (status != EMPTY).nonzero().flatten()
     full = status[some] == FULL
-    return assemble(grid, keys[some], full, index[torch.cat(ids)], tiles)
+    if not count:
+        nothing = torch.empty(0, dtype=torch.int64)
+        return assemble(node.grid, keys[some], full, nothing, nothing.int())
+    tiles, index = distinct_tiles(torch.cat(tiles))
+    return assemble(node.grid, keys[some], full, index[torch.cat(ids)], tiles)
+
+
+def _visited(node: Node) -> tuple[Tensor, Tensor]:
+    """Ascending keys of the blocks that may hold something, and their status."""
+    total = node.grid.num_blocks
+    keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
+    if keys is not None:
+        return keys, node.status(keys) if total else keys.to(torch.uint8)
+    found = []
+    for start in range(0, total, _KEYS_AT_ONCE):
+        keys = torch.arange(start, min(start + _KEYS_AT_ONCE, total))
+        status = node.status(keys)
+        some = (status != EMPTY).nonzero().flatten()
+        found.append((keys[some], status[some]))
+    keys, status = zip(*found, strict=True)
+    return torch.cat(keys), torch.cat(status)
 
 
 def _settle(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -96,16 +96,24 @@ def _global_tokens(count: int) -> Mask:
 
 
 def _random(grid: Grid, count: int, seed: int) -> Pattern:
-    blocks = grid.blocks_k
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(blocks, blocks, generator=generator)
-    drawn = torch.zeros(blocks, blocks, dtype=torch.bool)
-    drawn.scatter_(1, order.topk(min(count, blocks), dim=1).indices, True)
+    drawn = _draw(grid.blocks_k, min(count, grid.blocks_k), seed)
 
     def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= 0) & drawn[i.clamp(min=0), j]
+        return ((i >= 0)[..., None] & (drawn[i.clamp(min=0)] == j[..., None])).any(-1)
 
     return Pattern(grid, rule, shift=grid.offset)
+
+
+def _draw(blocks: int, count: int, seed: int) -> Tensor:
+    """For each of `blocks` rows, `count` different numbers below `blocks`: (blocks, count)."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.empty(blocks, 0, dtype=torch.int64)
+    for already in range(count):
+        pick = torch.randint(blocks - already, (blocks, 1), generator=generator)
+        for taken in drawn.sort(1).values.split(1, 1):  # count past the numbers already taken
+            pick += pick >= taken
+        drawn = torch.cat([drawn, pick], 1)
+    return drawn
 
 
 def _at_least(least: int, **values: int) -> None:

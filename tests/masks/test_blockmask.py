@@ -93,14 +93,23 @@ def long_documents(ragged):
     return torch.cat([ends, cuts]).sort().values.int()
 
 
+@pytest.fixture
+def one_thread():
+    """Threads that wait for one another measure the other processes of a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("ragged", [False, True])
-def test_documents_over_131072_tokens_are_built_in_milliseconds(ragged):
+def test_documents_over_131072_tokens_are_built_in_milliseconds(ragged, one_thread):
     cu, times = long_documents(ragged), []
     for _ in range(5):
         start = time.perf_counter()
         mask = (masks.document(cu) & masks.causal()).build(1, 1, LONG, LONG)
         times.append(time.perf_counter() - start)
-    assert statistics.median(times) < 0.1  # 5 to 8 ms on two quiet cores; the rest is for busy ones
+    assert statistics.median(times) < 0.1  # 5 to 10 ms on a quiet core
     if not ragged:
         assert (mask.num_full, mask.num_partial, mask.num_tiles) == (32 * 496, 1024, 1)
 
