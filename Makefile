@@ -39,20 +39,33 @@ clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A torch that fits and is installed already (2.11 or later) is used as it is, and so is everything installed beside it:
-# the pins then hold for what is missing only. Otherwise the environment is closed and every package is pinned.
-# pip runs from outside, so that a Python without ensurepip will do.
-FITS := import importlib.metadata as m; v = m.version("torch").split("."); raise SystemExit((int(v[0]), int(v[1])) < (2, 11))
+# If $(PYTHON) has a torch that fits (2.11 or later), the environment sees what $(PYTHON) sees, and the pins hold for
+# what is missing there only. Otherwise it is closed and every package is pinned. pip runs from outside, so that a
+# Python without ensurepip will do.
+define FITS
+from importlib.metadata import version
+assert tuple(int(x) for x in version("torch").split(".")[:2]) >= (2, 11)
+print(version("torch"))
+endef
+define SEE
+import sys
+seen = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+print(f"import site; [site.addsitedir(p) for p in {seen!r}]")
+endef
+export FITS SEE
 
 $(VENV)/constraints.txt: constraints.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "onchip needs Python 3.11+; try make PYTHON=python3.12"; exit 1; }
-	@$(PYTHON) -m venv --clear --without-pip --system-site-packages $(VENV)
-	@if $(BIN)/python -c '$(FITS)' 2>/dev/null; then \
-		echo "Using the torch that is installed: $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "onchip needs Python 3.11 or later: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv --clear --without-pip $(VENV)
+	@if torch=$$($(PYTHON) -c "$$FITS" 2>/dev/null); then \
+		echo "Using the torch that is installed: $$torch"; \
+		$(PYTHON) -c "$$SEE" > $$(echo $(VENV)/lib/python3*/site-packages)/installed.pth; \
 		$(PIP) list --format=freeze | awk -F== \
-			'NR == FNR { gsub("_", "-", $$1); have[tolower($$1)]; next } !($$1 in have)' - constraints.txt > $@; \
+			'NR == FNR { gsub("_", "-", $$1); have[tolower($$1)]; next } !($$1 in have)' \
+			- constraints.txt > $@; \
 	else \
-		$(PYTHON) -m venv --clear --without-pip $(VENV) && cp constraints.txt $@; \
+		cp constraints.txt $@; \
 	fi
 
 $(VENV)/.run: $(VENV)/constraints.txt

@@ -32,16 +32,13 @@ def plan(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Pla
 
     A kernel asked for by name serves or the call is refused: it is never replaced by another.
     """
-    bucketed = problem._replace(
-        batch=_bucket(problem.batch),
-        seqlen_q=_bucket(problem.seqlen_q),
-        seqlen_k=_bucket(problem.seqlen_k),
-    )
-    return _plan(bucketed, device, kernel)
+    lengths = _bucket(problem.batch), _bucket(problem.seqlen_q), _bucket(problem.seqlen_k)
+    return _plan(lengths + problem[3:], device, kernel)
 
 
 @lru_cache(maxsize=4096)
-def _plan(problem: Problem, device: DeviceInfo, kernel: str | None) -> Plan:
+def _plan(key: tuple, device: DeviceInfo, kernel: str | None) -> Plan:
+    problem = Problem(*key)
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"{kernel=} is not one of {', '.join(KERNELS)}")
     reasons = {}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onchip.dispatch import Plan, plan
-from onchip.ops import Packing, pose
-from onchip.problem import DeviceInfo, Problem, Tensors, device_info
+from onchip.ops import Extras, Packing, pose
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
 
 
 class Explanation(NamedTuple):
@@ -55,7 +55,8 @@ def explain(
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem, x = pose(q, k, v, packing=packing, **options)
+    scalars = {n: options.pop(n) for n in Options._fields if n in options}
+    problem, x = pose(q, k, v, Options(**scalars), Extras(**options), packing)
     device = device_info(q.device)
     parts = _dense_parts(problem, x)
     flops = sum(p.flops for p in parts)

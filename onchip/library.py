@@ -2,13 +2,12 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: nine tensors
-(`Tensors` without its mask), the scalars below, then the tensors of the mask. The plan is made
+(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is made
 inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,27 +30,10 @@ _ARGUMENTS = (
 )
 
 
-class _Scalars(NamedTuple):
-    seqlen_q: int
-    seqlen_k: int
-    softmax_scale: float
-    causal: bool
-    window_left: int | None
-    window_right: int | None
-    softcap: float
-    dropout_p: float
-    out_dtype: torch.dtype
-    return_stats: bool
-    deterministic: bool
-    kernel: str | None
+_END = _NUM_TENSORS + 12  # where the mask begins
 
 
-_END = _NUM_TENSORS + len(_Scalars._fields)
-
-
-def attend(
-    problem: Problem, x: Tensors, kernel: str | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend(problem: Problem, x: Tensors, kernel: str | None) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, stats), differentiable in the first two; stats is max_logit and entropy stacked,
     empty unless problem.return_stats.
     """
@@ -85,9 +67,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return tuple(grads)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _BACKWARD(
-            dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask)
-        )
+        found = _BACKWARD(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
@@ -119,34 +99,38 @@ def _scalars(problem: Problem, kernel: str | None) -> tuple:
 
 def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     x = Tensors(*args[:_NUM_TENSORS])
-    s = _Scalars(*args[_NUM_TENSORS:_END])
+    seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
+        _NUM_TENSORS:_END
+    ]
+    out_dtype, return_stats, deterministic, kernel = rest
     if args[_END]:
-        x = x._replace(mask=_mask_object(args[_END], s.seqlen_q, s.seqlen_k))
-    packed = x.cu_seqlens_q is not None
+        x = x._replace(mask=_mask_object(args[_END], seqlen_q, seqlen_k))
+    q, k, v, cu_seqlens_q = x[:4]
+    packed = cu_seqlens_q is not None
     problem = Problem(
-        x.cu_seqlens_q.shape[0] - 1 if packed else x.q.shape[0],
-        s.seqlen_q,
-        s.seqlen_k,
-        x.q.shape[-2],
-        x.k.shape[-2],
-        x.q.shape[-1],
-        x.v.shape[-1],
-        x.q.dtype,
-        s.out_dtype,
-        s.softmax_scale,
-        s.causal,
-        (s.window_left, s.window_right),
-        s.softcap,
-        s.dropout_p,
+        cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
+        seqlen_q,
+        seqlen_k,
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        v.shape[-1],
+        q.dtype,
+        out_dtype,
+        softmax_scale,
+        causal,
+        (left, right),
+        softcap,
+        dropout_p,
         packed,
         x.mask is not None,
         x.alibi_slopes is not None,
         x.bias is not None,
         x.sinks is not None,
-        s.return_stats,
-        s.deterministic,
+        return_stats,
+        deterministic,
     )
-    return problem, x, s.kernel
+    return problem, x, kernel
 
 
 # The op hands back the tensors it was given, so the mask they came from, and whatever it has

@@ -54,24 +54,18 @@ def attention(
     generator unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
-    problem, x = pose(
-        q,
-        k,
-        v,
-        causal=causal,
-        window_size=window_size,
-        mask=mask,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        return_stats=return_stats,
-        deterministic=deterministic,
-        out_dtype=out_dtype,
+    options = Options(
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        return_stats,
+        deterministic,
+        out_dtype,
     )
+    extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
+    problem, x = pose(q, k, v, options, extras)
     return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
 
 
@@ -105,23 +99,19 @@ def varlen_attention(
     head_dim_v); cu_seqlens: int32 (batch + 1,). causal, window and ALiBi count positions inside
     each sequence, aligned bottom-right. lse: (heads, total_q).
     """
-    problem, x = pose(
-        q,
-        k,
-        v,
-        packing=Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-        return_stats=return_stats,
-        deterministic=deterministic,
-        out_dtype=out_dtype,
+    options = Options(
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        return_stats,
+        deterministic,
+        out_dtype,
     )
+    extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem, x = pose(q, k, v, options, extras, packing)
     return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
 
 
@@ -157,20 +147,17 @@ def paged_attention(
     k, v, packing = paged.gather(
         q, (k_pages, v_pages), page_table, cache_seqlens, (cu_seqlens_q, max_seqlen_q)
     )
-    problem, x = pose(
-        q.flatten(0, 1) if q.dim() == 4 else q,
-        k,
-        v,
-        packing=Packing(*packing),
-        causal=causal,
-        window_size=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
+    options = Options(
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
         return_stats=return_stats,
         out_dtype=out_dtype,
     )
+    extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks)
+    rows = q.flatten(0, 1) if q.dim() == 4 else q
+    problem, x = pose(rows, k, v, options, extras, Packing(*packing))
     out, lse, stats = library.attend(problem, x, kernel)
     if q.dim() == 4:
         out, lse, stats = out.unflatten(0, q.shape[:2]), _rows(lse, q), _rows(stats, q)
@@ -231,18 +218,8 @@ def attention_weights(
     O(len(rows) * seqlen_k) time and memory. Give the options of the call that made lse; sinks are
     in lse already.
     """
-    problem, x = pose(
-        q,
-        k,
-        k,
-        causal=causal,
-        window_size=window_size,
-        mask=mask,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-    )
+    options = Options(causal, window_size, softmax_scale, softcap)
+    problem, x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
     chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").tolist()
     for row in chosen:
         if not 0 <= row < problem.seqlen_q:
@@ -253,6 +230,16 @@ def attention_weights(
             f"lse must have shape (batch, heads, seqlen_q) = {expected}, got {tuple(lse.shape)}"
         )
     return kernel_module("reference").probabilities(problem, x, lse, chosen)
+
+
+class Extras(NamedTuple):
+    """The options of a call that are tensors, or become tensors."""
+
+    mask: object = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    dropout_seed: int | Tensor | None = None
 
 
 class Packing(NamedTuple):
@@ -268,40 +255,27 @@ def pose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    options: Options,
+    extras: Extras = Extras(),  # noqa: B008 (immutable)
     packing: Packing | None = None,
-    mask: object = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int | Tensor | None = None,
-    deterministic: bool = False,
-    **scalars: object,
 ) -> tuple[Problem, Tensors]:
     """The checked Problem of a call and its tensors."""
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    options = Options(dropout_p=dropout_p, deterministic=deterministic, **scalars)
+    if torch.are_deterministic_algorithms_enabled():
+        options = options._replace(deterministic=True)
     q, k, v = _autocast(q, k, v)
-    x = Tensors(
-        q,
-        k,
-        v,
-        None if packing is None else packing.cu_seqlens_q,
-        None if packing is None else packing.cu_seqlens_k,
-        alibi_slopes,
-        bias,
-        sinks,
-        None,
-        _block_mask(mask, q, k),
-    )
-    problem = describe(x, options, None if packing is None else packing[2:])
+    cu_q, cu_k, *max_seqlens = packing or (None, None)
+    mask, slopes, bias, sinks, seed = extras
+    mask = None if mask is None else _block_mask(mask, q, k)
+    x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, None, mask)
+    problem = describe(x, options, tuple(max_seqlens))
     if problem.dropout_p:
-        x = x._replace(dropout_seed=_seed(dropout_seed, q))
+        x = x._replace(dropout_seed=_seed(seed, q))
     return problem, x
 
 
-def _answer(result: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_stats: bool) -> Tensor | tuple:
+def _answer(
+    result: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_stats: bool
+) -> Tensor | tuple:
     out, lse, stats = result
     if not (return_lse or return_stats):
         return out
@@ -335,8 +309,8 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=q.device)
 
 
-def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | None:
-    if mask is None or isinstance(mask, BlockMask):
+def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask:
+    if isinstance(mask, BlockMask):
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")

@@ -141,35 +141,35 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-def describe(x: Tensors, options: Options, max_seqlens: tuple[int, int] | None = None) -> Problem:
+def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:
     """The Problem that these tensors and options pose; ValueError in one sentence if they pose
     none.
     """
-    check_qkv(x.q, x.k, x.v, rank=3 if max_seqlens else 4)
+    q, k, v = x[:3]
+    check_qkv(q, k, v, rank=3 if max_seqlens else 4)
+    check_options(options, q)
     if max_seqlens:
-        batch = check_packing(x, max_seqlens)
-        seqlen_q, seqlen_k = max_seqlens
+        batch, (seqlen_q, seqlen_k) = check_packing(x, max_seqlens), max_seqlens
     else:
-        batch, seqlen_q, seqlen_k = x.q.shape[0], x.q.shape[1], x.k.shape[1]
-    check_options(options, x.q)
-    head_dim = x.q.shape[-1]
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    head_dim = q.shape[-1]
     scale = options.softmax_scale
     problem = Problem(
         batch,
         seqlen_q,
         seqlen_k,
-        x.q.shape[-2],
-        x.k.shape[-2],
+        q.shape[-2],
+        k.shape[-2],
         head_dim,
-        x.v.shape[-1],
-        x.q.dtype,
-        options.out_dtype or x.q.dtype,
-        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        v.shape[-1],
+        q.dtype,
+        options.out_dtype or q.dtype,
+        head_dim**-0.5 if scale is None else float(scale),
         bool(options.causal),
         tuple(options.window_size),
         float(options.softcap),
         float(options.dropout_p),
-        max_seqlens is not None,
+        bool(max_seqlens),
         x.mask is not None,
         x.alibi_slopes is not None,
         x.bias is not None,
@@ -225,7 +225,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}")
 
 
-def check_packing(x: Tensors, max_seqlens: tuple[int, int]) -> int:
+def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> int:
     """The batch of a packed call; the values inside cu_seqlens are checked by check_values."""
     for name, cu in (("cu_seqlens_q", x.cu_seqlens_q), ("cu_seqlens_k", x.cu_seqlens_k)):
         if (

@@ -3,7 +3,10 @@
 import html
 import io
 import math
+import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
@@ -24,14 +27,22 @@ from onchip.demo import (
 LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onchip"}
 SHORT_LABELS = {**LABELS, "standard": "standard"}
 NEXT_STEPS = (
-    ("onchip doctor", "what this machine can run, and why not the rest"),
+    ("doctor", "what this machine can run, and why not the rest"),
     (
         "onchip explain --seqlen 8192 --causal",
         "which kernel serves a call, its flops and its bytes",
     ),
-    ("onchip bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
-    ("onchip bench cpu --json cpu.json", "the same in full, as a results file"),
+    ("bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
+    ("bench cpu --json cpu.json", "the same in full, as a results file"),
 )
+
+
+def program() -> str:
+    """How this command line was called, so that the next command can be copied."""
+    called = Path(sys.argv[0])
+    if called.name == "onchip" and shutil.which("onchip") != str(called):
+        return os.path.relpath(called)
+    return "python -m onchip" if called.name == "__main__.py" else "onchip"
 
 
 def human_bytes(n: float | None) -> str:
@@ -117,7 +128,7 @@ def print_results(console, results: Results) -> None:
         console.print(f"- {sentence}", highlight=False)
     console.print("\n[bold]Try next[/bold]")
     for command, what in NEXT_STEPS:
-        console.print(f"  [cyan]{command}[/cyan]\n      {what}", highlight=False)
+        console.print(f"  [cyan]{program()} {command}[/cyan]\n      {what}", highlight=False)
 
 
 def _terminal_table(measurements: list[Measurement]):
@@ -289,7 +300,7 @@ def page(results: Results) -> str:
         "table": _table(results),
         "method": "".join(f"<li>{escape(x)}</li>" for x in method_notes(results)),
         "next": "".join(
-            f"<li><code>{c}</code><span>{escape(w)}</span></li>" for c, w in NEXT_STEPS
+            f"<li><code>{program()} {c}</code><span>{escape(w)}</span></li>" for c, w in NEXT_STEPS
         ),
     }
     return Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8")).substitute(

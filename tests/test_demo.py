@@ -146,9 +146,21 @@ def test_the_next_steps_are_commands_that_exist():
     from onchip.cli import _parser
 
     for command, _ in report.NEXT_STEPS:
-        program, *args = command.split()
-        assert program == "onchip"
-        _parser().parse_args(args)
+        _parser().parse_args(command.split())
+
+
+@pytest.mark.parametrize(
+    ("called", "shown"),
+    [
+        ("/usr/bin/onchip", "onchip"),
+        ("/src/onchip/__main__.py", "python -m onchip"),
+        (".venv/bin/onchip", ".venv/bin/onchip"),
+    ],
+)
+def test_the_next_steps_can_be_copied(called, shown, monkeypatch):
+    monkeypatch.setattr("sys.argv", [called])
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/onchip")
+    assert report.program() == shown
 
 
 def test_the_command_writes_the_report(tmp_path, monkeypatch, capsys):

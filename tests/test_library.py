@@ -6,7 +6,8 @@ import torch._dynamo.testing
 
 import onchip
 from onchip import library, masks
-from onchip.ops import pose
+from onchip.ops import Extras, pose
+from onchip.problem import Options
 
 OPTIONS = {
     "plain": {},
@@ -30,7 +31,9 @@ def qkv(grad=False, dtype=torch.float32):
 
 
 def op_arguments(options, grad=False):
-    problem, x = pose(*qkv(grad), **options)
+    scalars = Options(**{n: x for n, x in options.items() if n in Options._fields})
+    extras = Extras(**{n: x for n, x in options.items() if n in Extras._fields})
+    problem, x = pose(*qkv(grad), scalars, extras)
     mask = [] if x.mask is None else x.mask.tensors()
     return (*x[:9], *library._scalars(problem, None), mask)
 

@@ -47,7 +47,9 @@ class TestWeights:
 def test_the_thesis():
     """Cut the keys anywhere, attend to each part, merge: the same result."""
     q, k, v = make_qkv(2, 33, 100, num_heads=4)
-    parts = [onchip.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in ((0, 37), (37, 100))]
+    parts = [
+        onchip.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in ((0, 37), (37, 100))
+    ]
     merged = onchip.merge_states(*zip(*parts, strict=True))
     whole = onchip.attention(q, k, v, return_lse=True)
     torch.testing.assert_close(merged, whole)

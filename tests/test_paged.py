@@ -47,7 +47,15 @@ def test_mixed_batch_in_one_call():
     options = {"window_size": (20, None), "softcap": 4.0, "sinks": torch.randn(HEADS)}
     options["alibi_slopes"] = torch.rand(HEADS)
     out, stats = onchip.paged_attention(
-        q, k_pages, v_pages, table, seqlens, cu_seqlens_q=cu, max_seqlen_q=12, return_stats=True, **options
+        q,
+        k_pages,
+        v_pages,
+        table,
+        seqlens,
+        cu_seqlens_q=cu,
+        max_seqlen_q=12,
+        return_stats=True,
+        **options,
     )
     for b, (k, v) in enumerate(dense):
         rows = slice(int(cu[b]), int(cu[b + 1]))

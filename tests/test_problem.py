@@ -41,7 +41,10 @@ q, k, v = qkv()
         ("head_dim 8, k has head_dim 16", (q[..., :8], k, v)),
         ("num_heads=3 must be a positive multiple of num_kv_heads=2", (q[:, :, :3], k, v)),
         ("num_heads=0", (q[:, :, :0], k, v)),
-        ("contiguous in its last dimension", (q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v)),
+        (
+            "contiguous in its last dimension",
+            (q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v),
+        ),
         ("head_dim=320", tuple(torch.randn(1, 2, 1, 320) for _ in range(3))),
         ("head_dim=0", (q[..., :0], k[..., :0], v)),
     ],
@@ -66,7 +69,10 @@ def test_tensors(match, bad):
         ("pair", {"window_size": 5}),
         ("out_dtype", {"out_dtype": torch.float16}),
         ("dropout_seed='x'", {"dropout_p": 0.5, "dropout_seed": "x"}),
-        ("dropout_seed must be one int64", {"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()}),
+        (
+            "dropout_seed must be one int64",
+            {"dropout_p": 0.5, "dropout_seed": torch.zeros(2).long()},
+        ),
         ("dropout_seed=", {"dropout_p": 0.5, "dropout_seed": 2**70}),
         (r"alibi_slopes must have shape \(4,\) or \(2, 4\)", {"alibi_slopes": torch.ones(2)}),
         ("alibi_slopes.dtype", {"alibi_slopes": torch.ones(4).int()}),
@@ -93,7 +99,15 @@ def test_unknown_options_are_not_ignored():
 
 
 def test_a_named_kernel_never_falls_back():
-    refused("'aten_cpu' cannot serve", q, k, v, softcap=3.0, kernel="aten_cpu", error=onchip.UnsupportedError)
+    refused(
+        "'aten_cpu' cannot serve",
+        q,
+        k,
+        v,
+        softcap=3.0,
+        kernel="aten_cpu",
+        error=onchip.UnsupportedError,
+    )
 
 
 def test_gradient_of_slopes_is_refused_not_dropped():
@@ -191,7 +205,9 @@ class TestCounts:
         assert explanation.scores_bytes == 4 * 2 * 4 * 8 * 8
 
     def test_packed_sums_over_sequences(self):
-        x = onchip.explain(*PACKED, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=11, max_seqlen_k=11)
+        x = onchip.explain(
+            *PACKED, cu_seqlens_q=CU, cu_seqlens_k=CU, max_seqlen_q=11, max_seqlen_k=11
+        )
         assert x.flops == 4 * (5 * 5 + 11 * 11) * 4 * 16
 
 

@@ -47,14 +47,14 @@ _PREFIX = torch.tensor(
 
 def pack(cells: Tensor) -> Tensor:
     """Bool (..., 32 n) to int32 (..., n): bit k % 32 of word k // 32 is cell k."""
-    octets = cells.flatten().view(torch.int64)
+    octets = cells.contiguous().view(-1).view(torch.int64)
     words = ((octets * _GATHER) >> 56).to(torch.uint8).view(torch.int32)
     return words.view(*cells.shape[:-1], cells.shape[-1] // 32)
 
 
 def unpack(words: Tensor) -> Tensor:
     """The inverse of `pack`: int32 (..., n) to bool (..., 32 n)."""
-    octets = words.flatten().view(torch.uint8)
+    octets = words.contiguous().view(-1).view(torch.uint8)
     cells = _SCATTER.to(words.device).index_select(0, octets.int())
     return cells.view(torch.bool).view(*words.shape[:-1], words.shape[-1] * 32)
 

@@ -109,10 +109,10 @@ def _draw(blocks: int, count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.empty(blocks, 0, dtype=torch.int64)
     for already in range(count):
-        pick = torch.randint(blocks - already, (blocks, 1), generator=generator)
-        for taken in drawn.sort(1).values.split(1, 1):  # count past the numbers already taken
+        pick = torch.randint(blocks - already, (blocks,), generator=generator)
+        for taken in drawn.sort(1).values.unbind(1):  # count past the numbers already taken
             pick += pick >= taken
-        drawn = torch.cat([drawn, pick], 1)
+        drawn = torch.cat([drawn, pick[:, None]], 1)
     return drawn
 
 

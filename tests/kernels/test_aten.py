@@ -61,7 +61,9 @@ class TestZeroLengths:
         died = subprocess.run([sys.executable, "-c", code], capture_output=True)
         assert died.returncode != 0
 
-    @pytest.mark.parametrize("batch, seqlen_q, seqlen_k", [(1, 2, 0), (1, 0, 2), (0, 2, 2), (1, 0, 0)])
+    @pytest.mark.parametrize(
+        "batch, seqlen_q, seqlen_k", [(1, 2, 0), (1, 0, 2), (0, 2, 2), (1, 0, 0)]
+    )
     def test_met(self, batch, seqlen_q, seqlen_k):
         x = [t.requires_grad_() for t in make_qkv(batch, seqlen_q, seqlen_k, num_heads=2)]
         out, lse = attend(*x, return_lse=True)
@@ -74,7 +76,9 @@ class TestCausalAlignment:
     def test_trap(self):
         q, k, v = heads_first(*make_qkv(1, 2, 4, num_heads=1))
         out, _ = RAW(q, k, v, is_causal=True)
-        torch.testing.assert_close(out[0, 0, 0], v[0, 0, 0])  # top-left: the first query sees one key
+        torch.testing.assert_close(
+            out[0, 0, 0], v[0, 0, 0]
+        )  # top-left: the first query sees one key
 
     @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 4), (63, 300), (300, 63), (257, 257)])
     def test_met(self, seqlen_q, seqlen_k):
