@@ -49,8 +49,7 @@ print(version("torch"))
 endef
 define SEE
 import sys
-seen = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
-print(f"import site; [site.addsitedir(p) for p in {seen!r}]")
+print(*(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")
 endef
 export FITS SEE
 
@@ -62,8 +61,8 @@ $(VENV)/constraints.txt: constraints.txt pyproject.toml
 		echo "Using the torch that is installed: $$torch"; \
 		$(PYTHON) -c "$$SEE" > $$(echo $(VENV)/lib/python3*/site-packages)/installed.pth; \
 		$(PIP) list --format=freeze | awk -F== \
-			'NR == FNR { gsub("_", "-", $$1); have[tolower($$1)]; next } !($$1 in have)' \
-			- constraints.txt > $@; \
+			'FILENAME == "-" { gsub("_", "-", $$1); have[tolower($$1)]; next } !($$1 in have)' \
+			- constraints.txt > $@ && echo "torch==$$torch" >> $@; \
 	else \
 		cp constraints.txt $@; \
 	fi

@@ -9,6 +9,7 @@ from onchip.problem import DeviceInfo, Problem, UnsupportedError
 
 # In order of preference: the first that supports a problem serves it.
 KERNELS = {
+    "triton": "onchip.kernels.triton.entry",
     "aten_cpu": "onchip.kernels.aten",
     "tiled": "onchip.kernels.tiled",
     "reference": "onchip.kernels.reference",

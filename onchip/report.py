@@ -28,10 +28,7 @@ LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onc
 SHORT_LABELS = {**LABELS, "standard": "standard"}
 NEXT_STEPS = (
     ("doctor", "what this machine can run, and why not the rest"),
-    (
-        "onchip explain --seqlen 8192 --causal",
-        "which kernel serves a call, its flops and its bytes",
-    ),
+    ("explain --seqlen 8192 --causal", "which kernel serves a call, its flops and its bytes"),
     ("bench cpu --quick", "the ratios to torch SDPA, each row checked first"),
     ("bench cpu --json cpu.json", "the same in full, as a results file"),
 )
@@ -73,7 +70,7 @@ def short_length(n: float) -> str:
 def cells(m: Measurement) -> tuple[str, str, str]:
     """Time, peak memory, error."""
     if m.refused_bytes is not None:
-        return "refused", f"would take {human_bytes(m.refused_bytes)}", ""
+        return "refused", f"needs {human_bytes(m.refused_bytes)}", ""
     return human_time(m.time_s), human_bytes(m.peak_bytes), f"{m.error:.1e}"
 
 
@@ -135,7 +132,7 @@ def _terminal_table(measurements: list[Measurement]):
     from rich.table import Table
 
     table = Table("tokens", "mask", "method")
-    for column in ("time", "peak extra memory", "max error vs fp64"):
+    for column in ("time", "peak memory", "error vs fp64"):
         table.add_column(column, justify="right")
     for tokens, mask, group in groups(measurements):
         table.add_section()
@@ -200,9 +197,12 @@ def length_plot(results: Results, value: str, label: Callable[[float], str]) -> 
 
 
 def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
-    """Limits of a log axis moved out to powers of ten, so that at least one labelled tick shows."""
+    """Limits of a log axis moved out to powers of ten, three decades apart at least: on fewer,
+    noise looks like a trend."""
     low, high = (math.log10(x) for x in limits)
-    return 10.0 ** math.floor(low), 10.0 ** math.ceil(high)
+    low, high = math.floor(low), math.ceil(high)
+    margin = 1 if high - low < 3 else 0
+    return 10.0 ** (low - margin), 10.0 ** (high + margin)
 
 
 def _draw_refused(axes, done: list[tuple[int, int]], points: list[Measurement]) -> None:
@@ -233,7 +233,7 @@ def masked_plot(results: Results) -> str:
         for i, mask in enumerate(speedups):
             for j, method in enumerate(("sdpa", "onchip")):
                 y, time_s = i + 0.4 * j, times[mask, method]
-                note = human_time(time_s) + (f"   {speedups[mask]:.1f}x" if j else "")
+                note = human_time(time_s) + (f", {speedups[mask]:.1f}x the speed" if j else "")
                 axes.barh(y, time_s, height=0.34, color=COLOURS[method])
                 axes.annotate(note, (time_s, y), (6, 0), textcoords="offset points", va="center")
         axes.set_yticks([i + 0.2 for i in range(len(speedups))], list(speedups))

@@ -21,3 +21,14 @@ def tiled_config(planes: int) -> TileConfig:
         tile_m //= 2
     tile_n = max(32, min(2048, TILED_SCORES // (planes * tile_m)))
     return TileConfig(tile_m, tile_n)
+
+
+class TritonConfig(NamedTuple):
+    tile_m: int
+    tile_n: int
+    num_warps: int
+    num_stages: int
+
+
+def triton_config(kernel: str, itemsize: int, dim: int, device) -> TritonConfig:
+    return TritonConfig(32, 32, 4, 2)

@@ -26,8 +26,8 @@ def _signed(value: int, width: int) -> int:
     return value - (1 << width) if value >> (width - 1) else value
 
 
-# Eight bools are one int64 holding 0 or 1 in each byte. Times this constant, byte t lands on bit
-# 56 + t and no two partial products share a bit, so the top byte is the packed result.
+# Eight bools are one (little-endian) int64 of 0 or 1 per byte. Times this constant, byte t lands on
+# bit 56 + t and no two partial products share a bit, so the top byte is the packed result.
 _GATHER = sum(1 << (56 - 7 * t) for t in range(8))
 
 # byte -> its eight bits as the eight bytes of an int64: the inverse table.

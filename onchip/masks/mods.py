@@ -57,12 +57,13 @@ class Mask:
             per_batch, per_head = self._depends(device)
         planes = (batch if per_batch else 1, heads if per_head else 1)
         grid = Grid(*planes, seqlen_q, seqlen_k, device)
-        if grid not in self._built:
+        built = self._built.get(grid)
+        if built is None:
             built = nodes.build(self._resolve(grid)).to(device)
-            while len(self._built) >= _REMEMBERED:
-                self._built.pop(next(iter(self._built)))
             self._built[grid] = built
-        return self._built[grid]
+            for oldest in list(self._built)[:-_REMEMBERED]:
+                self._built.pop(oldest, None)
+        return built
 
     def show(
         self,
@@ -134,9 +135,9 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
             raise ValueError(f"window {name}={size} must be None or at least 0")
 
     def resolve(grid: Grid) -> Interval:
-        p = positions(grid)
-        lo = 0 if left is None else p - left
-        hi = grid.seqlen_k if right is None else p + (right + 1)
+        p, most = positions(grid), grid.seqlen_q + grid.seqlen_k  # as wide as any window gets
+        lo = 0 if left is None else p - min(left, most)
+        hi = grid.seqlen_k if right is None else p + min(right, most) + 1
         return Interval(grid, lo, hi)
 
     return Mask(f"window({left}, {right})", resolve)
@@ -178,6 +179,9 @@ def document(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
     Document d holds the positions cu_seqlens[d] <= x < cu_seqlens[d + 1] of queries and keys, or
     of queries only when the keys have their own cu_seqlens_k. int32, from 0 to the length, never
     decreasing; documents may be empty. A tensor on a GPU is copied to the host here.
+
+    With one cu_seqlens, `document(cu_seqlens) & causal()` is causal within each document. With two,
+    causal() still compares positions in the whole sequence, not within the document.
     """
     cu_q = _checked_cu("cu_seqlens", cu_seqlens)
     cu_k = cu_q if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
@@ -224,10 +228,9 @@ def dense(visible: Tensor) -> Mask:
     A bool tensor (seqlen_q, seqlen_k) or (batch or 1, heads or 1, seqlen_q, seqlen_k). It is
     packed to one bit per cell at once, on its device, and kept on the host.
     """
-    if visible.dtype != torch.bool:
-        raise ValueError(
-            f"a dense mask must be bool, got {visible.dtype}: additive masks go in bias="
-        )
+    dtype = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+    if dtype != torch.bool:
+        raise ValueError(f"a dense mask must be bool, got {dtype}: additive masks go in bias=")
     if visible.dim() not in (2, 4):
         raise ValueError(
             "a dense mask must be (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), "
@@ -237,11 +240,7 @@ def dense(visible: Tensor) -> Mask:
     words = nodes.pack_dense(visible.view(shape))
 
     def resolve(grid: Grid) -> nodes.Dense:
-        wanted = (grid.batch, grid.heads, grid.seqlen_q, grid.seqlen_k)
-        if any(have not in (1, want) for have, want in zip(shape[:2], wanted[:2], strict=True)) or (
-            shape[2:] != wanted[2:]
-        ):
-            raise ValueError(f"dense mask of shape {shape} does not fit {wanted}")
+        _check_fit("dense mask", shape, grid[:4])
         return nodes.Dense(grid, words)
 
     return Mask(f"dense{shape}", resolve, lambda device: (shape[0] != 1, shape[1] != 1))
@@ -256,9 +255,7 @@ def from_flex(block_mask) -> Mask:
     tables = [_flex_table(block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None:
         tables.append(_flex_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
-    planes = tables[0].shape[:2]
-    seqlens = tuple(getattr(block_mask, "seq_lengths", ()))
-    fn = block_mask.mask_mod
+    planes, seqlens, fn = tables[0].shape[:2], block_mask.seq_lengths, block_mask.mask_mod
 
     def pattern(grid: Grid, table: Tensor) -> Node:
         def rule(b, h, i, j):
@@ -267,12 +264,7 @@ def from_flex(block_mask) -> Mask:
         return nodes.Pattern(grid, rule, block_q, block_k)
 
     def resolve(grid: Grid) -> Node:
-        wanted = (grid.batch, grid.heads, grid.seqlen_q, grid.seqlen_k)
-        have = (*planes, *(seqlens or wanted[2:]))
-        blocks = (-(-grid.seqlen_q // block_q), -(-grid.seqlen_k // block_k))
-        fits = have[0] in (1, wanted[0]) and have[1] in (1, wanted[1]) and have[2:] == wanted[2:]
-        if not fits or tuple(tables[0].shape[2:]) != blocks:
-            raise ValueError(f"FlexAttention BlockMask of shape {have} does not fit {wanted}")
+        _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
         partial = nodes.both(pattern(grid, tables[0]), nodes.Mod(grid, fn))
         return nodes.either(partial, pattern(grid, tables[1])) if len(tables) > 1 else partial
 
@@ -306,16 +298,19 @@ def build(mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device="cp
     mask = as_mask(mask)
     if isinstance(mask, Mask):
         return mask.build(batch, heads, seqlen_q, seqlen_k, device)
-    wanted = (batch, heads, seqlen_q, seqlen_k)
-    planes_fit = all(have in (1, want) for have, want in zip(mask.shape, wanted[:2], strict=False))
-    if not planes_fit or mask.shape[2:] != wanted[2:]:
-        raise ValueError(f"BlockMask of shape {mask.shape} does not fit {wanted}")
+    _check_fit("BlockMask", mask.shape, (batch, heads, seqlen_q, seqlen_k))
     return mask.to(device)
 
 
 def positions(grid: Grid) -> Tensor:
     """p of every query, int32 (seqlen_q,)."""
     return torch.arange(grid.offset, grid.seqlen_k, dtype=torch.int32)
+
+
+def _check_fit(name: str, have: tuple, want: tuple) -> None:
+    """(batch or 1, heads or 1, seqlen_q, seqlen_k) against the problem."""
+    if have[0] not in (1, want[0]) or have[1] not in (1, want[1]) or have[2:] != want[2:]:
+        raise ValueError(f"{name} of shape {tuple(have)} does not fit {tuple(want)}")
 
 
 def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:

@@ -79,7 +79,7 @@ def _blocks(text: str, rule) -> Mask:
 
 def _block_band(grid: Grid, block: int, reach: int) -> Interval:
     """|p // block - k // block| <= reach, for p >= 0."""
-    p = positions(grid)
+    p, block, reach = positions(grid), min(block, grid.seqlen_k + 1), min(reach, grid.blocks_k)
     row = torch.div(p, block, rounding_mode="floor")
     return Interval(grid, (row - reach) * block, ((row + reach + 1) * block).masked_fill(p < 0, 0))
 
@@ -89,7 +89,7 @@ def _global_tokens(count: int) -> Mask:
 
     def seeing(grid: Grid) -> Interval:
         p = positions(grid)
-        return Interval(grid, 0, ((p >= 0) & (p < count)) * grid.seqlen_k)
+        return Interval(grid, 0, ((p >= 0) & (p < min(count, grid.seqlen_k))) * grid.seqlen_k)
 
     seen = Mask(f"keys(< {count})", lambda grid: Interval(grid, 0, min(count, grid.seqlen_k)))
     return Mask(f"queries(< {count})", seeing) | seen

@@ -1,4 +1,4 @@
-"""Which indices a mask function really uses, found by running it once on scalars."""
+"""Which indices a mask function really uses, found by running it on scalars."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,8 @@ class _Taint(TorchFunctionMode):
             )
         out = func(*args, **(kwargs or {}))
         if follows:
-            self.seen += out if isinstance(out, (tuple, list)) else [out]
+            outs = out if isinstance(out, (tuple, list)) else [out]
+            self.seen += [x for x in outs if torch.is_tensor(x)]
         return out
 
     def holds(self, value) -> bool:

@@ -73,6 +73,6 @@ def test_the_package_does_not_need_flex_attention():
     given = flex.create_block_mask(causal, None, None, 256, 256, device="cpu")
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "mask_mod")
     plain = types.SimpleNamespace(**{name: getattr(given, name) for name in names})
-    plain.BLOCK_SIZE = given.BLOCK_SIZE
+    plain.BLOCK_SIZE, plain.seq_lengths = given.BLOCK_SIZE, given.seq_lengths
     built = masks.as_mask(plain).build(1, 1, 256, 256)
     assert torch.equal(built.to_dense(), masks.causal().build(1, 1, 256, 256).to_dense())

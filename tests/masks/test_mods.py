@@ -253,7 +253,7 @@ def test_raw_functions_and_tensors_combine_with_masks():
     table = torch.rand(64, 64) < 0.5
     expected = table.tril()
     fn = lambda b, h, q, k: q >= k
-    for mask in (masks.causal() & table, masks.dense(table) & fn, fn & masks.dense(table)):
+    for mask in (masks.causal() & table, table & masks.causal(), fn & masks.dense(table)):
         assert torch.equal(mask.build(1, 1, 64, 64).to_dense()[0, 0], expected)
 
 
@@ -283,6 +283,7 @@ BAD = {
     "integer tensor": lambda: masks.prefix_lm(1.5),
     "lengths must be an integer tensor": lambda: masks.padding(3),
     r"lengths=\[65\] must not exceed": lambda: masks.padding(torch.tensor([65])),
+    "must be bool, got list": lambda: masks.dense([[True]]),
     "additive masks go in bias=": lambda: masks.as_mask(torch.zeros(64, 64)),
     r"got shape \(64,\)": lambda: masks.dense(torch.ones(64, dtype=torch.bool)),
     r"shape \(1, 1, 64, 63\) does not fit": lambda: masks.dense(torch.ones(64, 63) > 0),
@@ -306,6 +307,14 @@ def test_bad_values_are_refused_in_one_sentence(message):
     with pytest.raises(ValueError, match=message) as caught:
         masks.build(BAD[message](), 1, 1, 64, 64)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("huge", [2**31 - 1, 2**31, 2**40])
+def test_sizes_beyond_any_length_mean_everything(huge):
+    full = masks.full().build(1, 1, 300, 300).to_dense()
+    presets = masks.block_local(huge), masks.bigbird(huge, 0, 0), masks.bigbird(0, 0, huge)
+    for mask in (masks.window(huge, huge), masks.longformer(0, huge), *presets):
+        assert torch.equal(mask.build(1, 1, 300, 300).to_dense(), full)
 
 
 def test_reducing_over_many_masks():

@@ -1,0 +1,237 @@
+"""The tables of the documents, written by asking: `python -m onchip.bench.tables`.
+
+What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
+NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
+of bench/results/FILE.json) or `bench:FILE:rows` (every row of it).
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+import onchip
+from onchip.bench import BENCHES
+from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
+from onchip.dispatch import KERNELS, kernel_module
+from onchip.doctor import DEVICES, ordinary
+from onchip.problem import DeviceInfo, Problem
+
+ROOT = Path(__file__).parents[2]
+MARKED = re.compile(r"(<!-- ([\w:-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+YES, NO = "✓", ""
+OTHER_DEVICES = {n: d for n, d in DEVICES.items() if d.type != "cpu"} | {
+    "mps": DeviceInfo("mps"),
+    "xpu": DeviceInfo("xpu"),
+}
+OPTIONS = {
+    "causal": {"causal": True},
+    "window": {"window_size": (255, 0)},
+    "block mask": {"has_mask": True},
+    "packed sequences": {"packed": True},
+    "softcap": {"softcap": 30.0},
+    "ALiBi": {"has_alibi": True},
+    "additive bias": {"has_bias": True},
+    "sinks": {"has_sinks": True},
+    "dropout": {"dropout_p": 0.1},
+    "row statistics": {"return_stats": True},
+}
+PRECISIONS = {
+    "fp64": (torch.float64,),
+    "fp32": (torch.float32,),
+    "bf16, fp16": (torch.bfloat16, torch.float16),
+}
+FUNCTIONS = ("attention", "varlen_attention", "paged_attention", "attention_weights")
+MEASURED = {
+    "memory": "peak memory beyond the inputs, one head",
+    "mask build": "building a mask",
+    "mask size": "the size of that mask",
+    "import": "`import onchip`, after `import torch`",
+    "host": "host time of a call too small to matter otherwise",
+}
+
+
+def rewrite(text: str, root: Path = ROOT) -> str:
+    """text with every marked table written anew."""
+    return MARKED.sub(lambda m: f"{m[1]}{table(m[2], root)}\n{m[3]}", text)
+
+
+def table(name: str, root: Path = ROOT) -> str:
+    """The Markdown that belongs between the markers of `name`."""
+    kind, _, rest = name.partition(":")
+    if kind == "bench":
+        stem, _, form = rest.partition(":")
+        return _bench(root / "bench" / "results" / f"{stem}.json", every_row=form == "rows")
+    makers: dict[str, Callable[[], str]] = {"support": support, "options": options}
+    if kind not in makers:
+        raise ValueError(
+            f"there is no table {name!r}; choose from: {', '.join(makers)}, bench:FILE"
+        )
+    return makers[kind]()
+
+
+def support() -> str:
+    """Features down, kernels across; a blank is a refusal, which `onchip explain` words."""
+    columns = {name: _support_column(name) for name in KERNELS}
+    features = next(iter(columns.values()))
+    rows = ([f, *(column[f] for column in columns.values())] for f in features)
+    return _markdown(["", *(f"`{name}`" for name in columns)], rows, centred=True)
+
+
+def _support_column(kernel: str) -> dict[str, str]:
+    module = kernel_module(kernel)
+    base = ordinary(torch.float32)._replace(causal=False)
+    devices = {"CPU": DEVICES["CPU"], **OTHER_DEVICES}
+    home = next((d for d in devices.values() if module.supports(base, d) is None), DEVICES["CPU"])
+
+    def served(*problems: Problem) -> str:
+        return YES if all(module.supports(p, home) is None for p in problems) else NO
+
+    return {
+        "forward": served(base),
+        "backward": served(base) if hasattr(module, "backward") else NO,
+        **{name: served(base._replace(**changes)) for name, changes in OPTIONS.items()},
+        **{
+            name: served(*(base._replace(dtype=t, out_dtype=t) for t in dtypes))
+            for name, dtypes in PRECISIONS.items()
+        },
+        "CPU": YES if module.supports(base, DEVICES["CPU"]) is None else NO,
+        "other torch devices": _other_devices(kernel, base),
+    }
+
+
+def _other_devices(kernel: str, base: Problem) -> str:
+    supports = kernel_module(kernel).supports
+    served = [name for name, device in OTHER_DEVICES.items() if supports(base, device) is None]
+    return YES if len(served) == len(OTHER_DEVICES) else ", ".join(served)
+
+
+def options() -> str:
+    """Options down, functions across; a cell is the default, a blank means not accepted."""
+    accepted = {name: keyword_options(name) for name in FUNCTIONS}
+    names = dict.fromkeys(option for defaults in accepted.values() for option in defaults)
+    cell = lambda defaults, option: f"`{defaults[option]}`" if option in defaults else NO
+    rows = ([f"`{o}`", *(cell(d, o) for d in accepted.values())] for o in names)
+    return _markdown(["", *(f"`{name}`" for name in FUNCTIONS)], rows)
+
+
+def keyword_options(function: str) -> dict[str, object]:
+    """The keyword-only parameters of a public function, with their defaults."""
+    parameters = inspect.signature(getattr(onchip, function)).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def _bench(path: Path, every_row: bool) -> str:
+    source = f"bench/results/{path.name}"
+    known = path.stem in BENCHES
+    command = f"`onchip bench {path.stem} --json {source}`" if known else f"`{source}`"
+    if not path.exists():
+        return f"Not measured yet: {command} writes the numbers."
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"{path} has schema {document['schema']}, expected {SCHEMA}")
+    meta, rows = document["meta"], document["rows"]
+    triton = f", Triton {meta['triton']}" if meta["triton"] and path.stem != "cpu" else ""
+    where = f"{meta['device']}, torch {meta['torch']}{triton}"
+    caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
+    return (_every_row(rows) if every_row else _summary(rows)) + f"\n\n{caption}"
+
+
+def _summary(rows: list[Row]) -> str:
+    """Ratios as geometric means with their slowest and fastest cell, then what has no ratio."""
+    contests = [r for r in rows if r["ratio"] is not None and r["bench"] not in MEASURED]
+    dtypes = list(dict.fromkeys(r["dtype"] for r in contests))
+    groups: dict[tuple, list[Row]] = {}
+    for r in contests:
+        groups.setdefault((r["bench"], r["mask"], r["pass"]), []).append(r)
+    ratios = (
+        [_problem(g), _peers(g), g[0]["pass"], *(_ratio_of(g, dtype) for dtype in dtypes)]
+        for g in groups.values()
+    )
+    heads = ["problem", "against", "pass", *(SHORT[dtype] for dtype in dtypes)]
+    values = [[_measure(r), _value(r), _peer(r)] for r in rows if r not in contests]
+    parts = [_markdown(heads, ratios)] if groups else []
+    parts += [_markdown(["measured", "onchip", "peer"], values)] if values else []
+    return "\n\n".join(parts)
+
+
+def _problem(group: list[Row]) -> str:
+    lengths = sorted({r["seqlen"] for r in group})
+    tokens = " to ".join(f"{n:,}" for n in dict.fromkeys((lengths[0], lengths[-1])))
+    mask = "no mask" if group[0]["mask"] == "none" else group[0]["mask"]
+    return f"{group[0]['bench']}, {mask}, {tokens} tokens"
+
+
+def _peers(group: list[Row]) -> str:
+    return " or ".join(sorted({r["best_peer"] for r in group}))
+
+
+def _ratio_of(group: list[Row], dtype: str) -> str:
+    ratios = [r["ratio"] for r in group if r["dtype"] == dtype]
+    if len(ratios) < 2:
+        return "".join(f"{x:.2f}" for x in ratios)
+    return f"{geomean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def _measure(r: Row) -> str:
+    way = f", {r['pass']}" if r["bench"] == "memory" else ""
+    mask = f", {r['mask']}" if r["mask"] != "none" else ""
+    tokens = f", {r['seqlen']:,} tokens" if r["seqlen"] else ""
+    return f"{MEASURED.get(r['bench'], r['bench'])}{way}{mask}{tokens}"
+
+
+def _value(r: Row) -> str:
+    return f"{r['value']:.3g} {r['unit']}"
+
+
+def _peer(r: Row) -> str:
+    return f"{r['best_peer']} {r['peers'][r['best_peer']]:.3g}" if r["best_peer"] else NO
+
+
+def _every_row(rows: list[Row]) -> str:
+    heads = ["bench", "mask", "pass", "type", "head_dim", "tokens", "batch x heads", "kernel"]
+    heads += ["onchip", "best peer", "ratio", "RMSE", "peer's RMSE"]
+    return _markdown(heads, map(_cells, rows))
+
+
+def _cells(r: Row) -> list[str]:
+    number = lambda x, form: "" if x is None else format(x, form)
+    return [
+        *(r[name] for name in ("bench", "mask", "pass")),
+        SHORT[r["dtype"]],
+        *(f"{r[name]:,}" if r[name] else "" for name in ("head_dim", "seqlen")),
+        f"{r['batch']} x {r['num_heads']}",
+        r["kernel"],
+        _value(r),
+        _peer(r),
+        number(r["ratio"], ".2f"),
+        *(number(r[name], ".2e") for name in ("error", "peer_error")),
+    ]
+
+
+def _markdown(heads: list[str], rows: Iterable[list[str]], centred: bool = False) -> str:
+    line = lambda cells: f"| {' | '.join(cells)} |".replace("  ", " ")
+    rule = ["---", *([":-:" if centred else "---"] * (len(heads) - 1))]
+    return "\n".join([line(heads), line(rule), *map(line, rows)])
+
+
+def main() -> int:
+    """Rewrite the pages of the repository, and say which of them changed."""
+    if not (ROOT / "README.md").exists():
+        print(f"there is no README.md in {ROOT}: run this from a source tree", file=sys.stderr)
+        return 2
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        new = rewrite(text)
+        if new != text:
+            page.write_text(new, encoding="utf-8")
+        print(f"{page.relative_to(ROOT)}: {'rewritten' if new != text else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

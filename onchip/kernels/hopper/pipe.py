@@ -1,0 +1,144 @@
+"""Asynchrony as objects: shared memory that travels between one producer and its consumers.
+
+The only file that names Gluon's TMA calls (they were renamed after Triton 3.6), and the only one with
+a phase bit or a slot number in it. Slots are counted, never numbered: the i-th use of a ring.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+store_wait = tma.store_wait
+
+
+@aggregate
+class Ring:
+    """`num_stages` slots, each with a barrier that says it is full and one that says it is empty."""
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    num_stages: gl.constexpr
+
+    def __init__(self, slots, full, empty, num_stages):
+        self.slots = slots
+        self.full = full
+        self.empty = empty
+        self.num_stages = num_stages
+
+    @gluon.jit
+    def slot(self, i):
+        """The i-th filling, as a matrix."""
+        slot = self.slots.index(i % self.num_stages)
+        return slot.reshape([slot.shape[-2], slot.shape[-1]])
+
+    @gluon.jit
+    def wait_full(self, i):
+        mbarrier.wait(self.full.index(i % self.num_stages), (i // self.num_stages) & 1)
+
+    @gluon.jit
+    def wait_empty(self, i):
+        """Until the consumers have released filling i - num_stages (the first ones need no wait)."""
+        mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, i):
+        """This consumer is done with filling i."""
+        mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
+
+    @gluon.jit
+    def load(self, i, desc, coord):
+        """Producer: fill slot i from the tensor behind desc; what lies outside of it arrives as 0."""
+        full = self.full.index(i % self.num_stages)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        _load(desc, coord, full, self.slots.index(i % self.num_stages))
+
+
+@gluon.jit
+def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr):
+    """A ring of tiles as desc loads them, released once by each consumer."""
+    slots = gl.allocate_shared_memory(desc.dtype, [num_stages] + desc.block_shape, desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(num_stages):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=consumers)
+    return Ring(slots, full, empty, num_stages)
+
+
+@aggregate
+class Baton:
+    """Whose turn it is on the tensor cores: consumers issue their products one after another."""
+
+    turns: gl.shared_memory_descriptor
+    holders: gl.constexpr
+
+    def __init__(self, turns, holders):
+        self.turns = turns
+        self.holders = holders
+
+    @gluon.jit
+    def take(self, me: gl.constexpr, i):
+        mbarrier.wait(self.turns.index(me), i & 1)
+
+    @gluon.jit
+    def pass_on(self, me: gl.constexpr):
+        mbarrier.arrive(self.turns.index((me + 1) % self.holders), count=1)
+
+
+@gluon.jit
+def make_baton(holders: gl.constexpr):
+    turns = gl.allocate_shared_memory(gl.int64, [holders, 1], mbarrier.MBarrierLayout())
+    for h in gl.static_range(holders):
+        mbarrier.init(turns.index(h), count=1)
+    mbarrier.arrive(turns.index(0), count=1)
+    return Baton(turns, holders)
+
+
+@aggregate
+class Tickets:
+    """Work handed from the producer to the consumers, two tickets deep."""
+
+    ring: Ring
+
+    def __init__(self, ring):
+        self.ring = ring
+
+    @gluon.jit
+    def give(self, i, ticket):
+        self.ring.wait_empty(i)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        self.ring.slots.index(i % 2).store(gl.full([1], ticket, gl.int32, one))
+        mbarrier.arrive(self.ring.full.index(i % 2), count=1)
+
+    @gluon.jit
+    def take(self, i):
+        self.ring.wait_full(i)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        ticket = gl.max(self.ring.slots.index(i % 2).load(one), 0)
+        self.ring.release(i)
+        return ticket
+
+
+@gluon.jit
+def make_tickets(consumers: gl.constexpr):
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(2):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=consumers)
+    return Tickets(Ring(slots, full, empty, 2))
+
+
+@gluon.jit
+def store_tile(desc, coord, smem, value):
+    """Registers -> shared memory -> the tensor behind desc, rows outside of it dropped; asynchronous."""
+    store_wait(0)  # the last store of this slot must have been read
+    smem.reshape([smem.shape[-2], smem.shape[-1]]).store(value)
+    fence_async_shared()
+    _store(desc, coord, smem)

@@ -1,0 +1,1 @@
+"""Portable kernels in Triton: the whole contract, forward and backward, on any GPU it serves."""

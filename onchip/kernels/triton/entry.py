@@ -1,0 +1,51 @@
+"""Where dispatch meets the Triton kernels. Triton itself is imported by the first call that runs
+here, never before.
+
+TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for reading along.
+"""
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.protocol import Grads, Result
+from onchip.problem import DeviceInfo, Problem, Tensors
+
+MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    """None if these kernels can run the problem, else the reason they cannot."""
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type not in ("cuda", "hip") and not interpreted:
+        return f"needs a GPU (or TRITON_INTERPRET=1), found {device.type}"
+    if device.capability is not None and device.capability < MIN_CAPABILITY:
+        return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
+    if problem.dtype == torch.float64:
+        return "float64 is served on the CPU by tiled"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    return None
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    from onchip.kernels.triton.forward import forward
+
+    with _on_device(x.q):
+        return forward(problem, x)
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    from onchip.kernels.triton.backward import backward
+
+    with _on_device(x.q):
+        return backward(problem, x, out, lse, dout, dlse)
+
+
+def _on_device(q: Tensor):
+    """Triton launches on the current device: make that q's."""
+    return torch.cuda.device(q.device.index if q.device.type == "cuda" else -1)

@@ -1,0 +1,125 @@
+"""FlashAttention v2's forward in Triton: a program owns a tile of queries and folds the keys it sees."""
+
+import triton
+import triton.language as tl
+
+from onchip.kernels.protocol import Result, Stats, empty_result
+from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
+from onchip.kernels.triton.tile import (
+    LN2,
+    LOG2E,
+    Band,
+    Dropout,
+    Lists,
+    Score,
+    add_sink,
+    dot,
+    empty_state,
+    fold_tile,
+    kept,
+    load_tile,
+    masked_tile,
+    matrix,
+    program_place,
+    result_matrix,
+    row_offset,
+    scores,
+    sequence_of,
+    store_tile,
+    unmasked_tile,
+    visible,
+    walk_tiles,
+)
+from onchip.problem import Problem, Tensors
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
+    partial_tiles_ptr, tiles_ptr, sinks_ptr, out_ptr, lse_ptr, stats_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
+    stride_mask_h, stride_stats,
+    num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
+    keep_scale, num_tiles,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
+    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """out, lse and statistics of TILE_M queries of one head."""
+    tile, h, b = program_place(num_tiles, num_heads, right is not None)
+    at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
+    m0 = tile * TILE_M
+    if m0 >= at.seqlen_q:
+        return
+    band = Band(left, right)
+    lists = Lists(
+        full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
+        partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
+    )  # fmt: skip
+    slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
+    bias_ptr = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
+    score = Score(scale_log2, softcap, slope, bias_ptr, stride_bias_q)
+    seed = tl.load(seed_ptr) if seed_ptr is not None else None
+    dropout = Dropout(seed, keep_below, b, h)
+
+    kv = h // group_size
+    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
+    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh)
+    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh)
+    q = load_tile(q_ptr, m0, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
+    rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    state = empty_state(TILE_M, PAD_DIM_V)
+    walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
+    for t in range(walk.num_unmasked):  # every key visible to every row
+        n = unmasked_tile(walk, lists, t, TILE_N)
+        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, False)
+        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
+        s = dot(q, tl.trans(k), None)
+        s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        keep = kept(dropout, rows, n, TILE_M, TILE_N)
+        unit = scale_log2 if LINEAR else 1.0
+        state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
+    for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
+        n, bits = masked_tile(walk, lists, t, TILE_N)
+        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
+        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+        s = dot(q, tl.trans(k), None)
+        s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :])
+        s = tl.where(seen, s, float("-inf"))
+        keep = kept(dropout, rows, n, TILE_M, TILE_N)
+        unit = scale_log2 if LINEAR else 1.0
+        state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)
+
+    first = row_offset(at, h, num_heads, total_q)
+    inside = rows < at.seqlen_q
+    if stats_ptr is not None:
+        tl.store(stats_ptr + first + rows, state.m * LN2, mask=inside)
+    if sinks_ptr is not None:
+        state = add_sink(state, tl.load(sinks_ptr + h).to(tl.float32) * LOG2E)
+    m, l, acc, w = state
+    tl.store(lse_ptr + first + rows, (m + tl.log2(l)) * LN2, mask=inside)
+    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0 and m = -inf
+    if stats_ptr is not None:
+        tl.store(stats_ptr + stride_stats + first + rows, (tl.log2(l) - w / l) * LN2, mask=inside)
+    out_ptr = result_matrix(out_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
+    out = acc * (keep_scale / l)[:, None]
+    store_tile(out_ptr, out, m0, at.seqlen_q, num_heads * HEAD_DIM_V, HEAD_DIM_V, TILE_M, PAD_DIM_V)
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    call = Call.of(problem, x)
+    out, lse = empty_result(problem, x)
+    stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
+    config = call.config("forward")
+    num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
+    grid = num_tiles * problem.num_heads * problem.batch
+    if grid:
+        forward_kernel[(grid,)](
+            *call.tensors, *call.rows, x.sinks, out, lse, stats,
+            *call.strides, *call.row_strides, lse.numel(),
+            *call.scalars, num_tiles,
+            *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+        )  # fmt: skip
+    return Result(out, lse, stats if stats is None else Stats(*stats))

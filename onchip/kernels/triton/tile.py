@@ -1,0 +1,408 @@
+"""What the portable kernels share: where a program stands, which tiles it walks, and the fold of one
+tile. Leaf functions only; they are inlined into the kernels.
+
+i and j are query and key positions as columns and rows of one tile: (TILE_M, 1) and (1, TILE_N), or
+(1, TILE_M) and (TILE_N, 1) where a kernel works on the transposed tile. Scores are in units of
+log2, so that exp2 is their exponential. An option that is absent is None, and costs nothing.
+"""
+
+import os
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from onchip.masks.bits import BLOCK as _BLOCK
+from onchip.masks.bits import WORDS as _WORDS
+
+BLOCK = tl.constexpr(_BLOCK)
+WORDS = tl.constexpr(_WORDS)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+class Sequence(NamedTuple):
+    """One sequence of a call. In packed tensors its first query and key lie at start_q and start_k
+    and `entry` is 0; in dense ones the starts are 0 and `entry` is the batch index.
+    """
+
+    entry: tl.tensor
+    start_q: tl.tensor
+    seqlen_q: tl.tensor
+    start_k: tl.tensor
+    seqlen_k: tl.tensor
+
+
+class Band(NamedTuple):
+    """Query i stands at p = i + seqlen_k - seqlen_q and sees keys p - left to p + right. None is
+    unbounded; causal is right = 0.
+    """
+
+    left: tl.tensor
+    right: tl.tensor
+
+
+class Lists(NamedTuple):
+    """The block lists of a mask's rows, or of its columns; all None without a mask. `plane` is where
+    the offsets of this batch entry and head begin.
+    """
+
+    full_offsets: tl.tensor
+    full_indices: tl.tensor
+    partial_offsets: tl.tensor
+    partial_indices: tl.tensor
+    partial_tiles: tl.tensor
+    tiles: tl.tensor
+    plane: tl.tensor
+
+
+class Score(NamedTuple):
+    """What turns q.k into a score. `bias` points at its first cell for this batch entry and head."""
+
+    scale_log2: tl.tensor
+    softcap: tl.tensor
+    slope: tl.tensor
+    bias: tl.tensor
+    stride_bias: tl.tensor
+
+
+class Dropout(NamedTuple):
+    """A word of Philox below `threshold` keeps its probability; seed is None without dropout."""
+
+    seed: tl.tensor
+    threshold: tl.tensor
+    b: tl.tensor
+    h: tl.tensor
+
+
+class Walk(NamedTuple):
+    """The tiles that one program visits, as ranges of entries. An entry is a tile of the other side,
+    or with a mask a FULL block in its list. Every row of the program's tile sees all of the entries
+    first : first + num_unmasked; masked ones are those of lo : first, those from `edge` on, and the
+    PARTIAL blocks. The counts are in tiles.
+    """
+
+    lo: tl.tensor
+    first: tl.tensor
+    edge: tl.tensor
+    partial: tl.tensor
+    num_partial: tl.tensor
+    num_unmasked: tl.tensor
+    num_masked: tl.tensor
+
+
+class State(NamedTuple):
+    """m, l, acc of the online softmax, and w = sum of p (s - m) for the entropy."""
+
+    m: tl.tensor
+    l: tl.tensor
+    acc: tl.tensor
+    w: tl.tensor
+
+
+@triton.jit
+def empty_state(TILE_M: tl.constexpr, PAD_DIM_V: tl.constexpr):
+    zeros = tl.zeros([TILE_M], tl.float32)
+    return State(zeros - float("inf"), zeros, tl.zeros([TILE_M, PAD_DIM_V], tl.float32), zeros)
+
+
+@triton.jit
+def program_place(num_tiles, num_heads, LONGEST_FIRST: tl.constexpr):
+    """(tile, head, batch): the tiles of a head run side by side, because they share its keys in L2."""
+    pid = tl.program_id(0)
+    tile = pid % num_tiles
+    if LONGEST_FIRST:
+        tile = num_tiles - 1 - tile
+    return tile, pid // num_tiles % num_heads, pid // num_tiles // num_heads
+
+
+@triton.jit
+def sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b):
+    """Sequence b. Offsets are clamped to the tensors, so that bad ones give wrong rows and no
+    access outside.
+    """
+    if cu_q_ptr is None:
+        return Sequence(b, 0, total_q, 0, total_k)
+    start_q, seqlen_q = _clamped(cu_q_ptr + b, total_q)
+    start_k, seqlen_k = _clamped(cu_k_ptr + b, total_k)
+    return Sequence(0, start_q, seqlen_q, start_k, seqlen_k)
+
+
+@triton.jit
+def _clamped(cu_ptr, total):
+    start = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), total)
+    stop = tl.minimum(tl.maximum(tl.load(cu_ptr + 1), start), total)
+    return start, stop - start
+
+
+@triton.jit
+def matrix(ptr, entry, start, head, stride_b, stride_s, stride_h):
+    """The first element of one sequence and head, None of None. 64-bit: a tensor may pass 2^31
+    elements.
+    """
+    if ptr is None:
+        return None
+    offset = tl.cast(entry, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    return ptr + offset + tl.cast(start, tl.int64) * stride_s
+
+
+@triton.jit
+def result_matrix(ptr, entry, start, head, total, num_heads, DIM: tl.constexpr):
+    """The same of a contiguous (entries, total, num_heads, DIM) tensor, as all results are."""
+    row = tl.cast(entry, tl.int64) * total + start
+    return ptr + (row * num_heads + head) * DIM
+
+
+@triton.jit
+def row_offset(at, h, num_heads, total_q):
+    """Of a sequence and head in lse, delta or a statistic."""
+    return (tl.cast(at.entry, tl.int64) * num_heads + h) * total_q + at.start_q
+
+
+@triton.jit
+def load_tile(
+    ptr, row, num_rows, stride, DIM: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Rows row : row + TILE of a (num_rows, DIM) matrix as (TILE, PAD), zeros outside it. Only a
+    RAGGED tile may reach past the last row.
+    """
+    rows, dims = tl.arange(0, TILE), tl.arange(0, PAD)
+    at = ptr + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    if RAGGED:
+        inside = (row + rows < num_rows)[:, None]
+        if DIM != PAD:
+            inside = inside & (dims < DIM)[None, :]
+        return tl.load(at, mask=inside, other=0.0)
+    if DIM != PAD:
+        return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a @ b + acc in fp32; fp32 operands are multiplied as such, never as TF32."""
+    if INTERPRETED:  # it would multiply the bit patterns of bf16; in fp32 the products are the same
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def store_tile(
+    ptr, x, row, num_rows, stride, DIM: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr
+):
+    """The inverse of load_tile, in the dtype of ptr."""
+    rows, dims = tl.arange(0, TILE), tl.arange(0, PAD)
+    at = ptr + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    inside = (row + rows < num_rows)[:, None] & (dims < DIM)[None, :]
+    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def walk_tiles(
+    band, lists, start, seqlen, seqlen_other, TILE: tl.constexpr, OTHER: tl.constexpr
+):
+    """The Walk of the tile of queries at `start` over the keys.
+
+    Seen from the keys the band is its mirror image: a tile of keys walks the queries with left and
+    right exchanged, and the lists of the columns.
+    """
+    diagonal = start + seqlen_other - seqlen
+    last = tl.minimum(start + TILE, seqlen) - 1 + seqlen_other - seqlen
+    lo, first = diagonal * 0, diagonal * 0
+    hi, edge = seqlen_other + diagonal * 0, seqlen_other + diagonal * 0
+    if band.left is not None:
+        lo = tl.maximum(diagonal - band.left, 0)
+        first = tl.maximum(last - band.left, 0)
+    if band.right is not None:
+        hi = tl.minimum(hi, last + band.right + 1)
+        edge = tl.minimum(edge, tl.maximum(diagonal + band.right + 1, 0))
+    if lists.tiles is None:
+        return _walk_range(lo, first, edge, hi, OTHER)
+    return _walk_lists(band, lists, start // BLOCK, lo, first, edge, hi, OTHER)
+
+
+@triton.jit
+def _walk_range(lo, first, edge, hi, OTHER: tl.constexpr):
+    lo, first, edge = lo // OTHER, tl.cdiv(first, OTHER), edge // OTHER
+    hi = tl.maximum(tl.cdiv(hi, OTHER), lo)
+    none = edge <= first  # a narrow band: every tile is cut
+    first, edge = tl.where(none, lo, first), tl.where(none, lo, edge)
+    return Walk(lo, first, edge, lo, 0, edge - first, first - lo + hi - edge)
+
+
+@triton.jit
+def _walk_lists(band, lists, row, lo, first, edge, hi, OTHER: tl.constexpr):
+    full, partial = lists.full_offsets + lists.plane + row, lists.partial_offsets + lists.plane + row
+    f0, f1, p0, p1 = tl.load(full), tl.load(full + 1), tl.load(partial), tl.load(partial + 1)
+    f_edge = _entries_below(lists.full_indices, f0, f1, edge // BLOCK)
+    f_first, f_lo, f_hi, p_lo, p_hi = f0, f0, f1, p0, p1
+    if band.left is not None:
+        f_first = _entries_below(lists.full_indices, f0, f1, tl.cdiv(first, BLOCK))
+        f_lo = _entries_below(lists.full_indices, f0, f1, lo // BLOCK)
+        p_lo = _entries_below(lists.partial_indices, p0, p1, lo // BLOCK)
+    if band.right is not None:
+        f_hi = _entries_below(lists.full_indices, f0, f1, tl.cdiv(hi, BLOCK))
+        p_hi = _entries_below(lists.partial_indices, p0, p1, tl.cdiv(hi, BLOCK))
+    f_hi, p_hi = tl.maximum(f_hi, f_lo), tl.maximum(p_hi, p_lo)
+    none = f_edge <= f_first
+    f_first, f_edge = tl.where(none, f_lo, f_first), tl.where(none, f_lo, f_edge)
+    masked = p_hi - p_lo + f_first - f_lo + f_hi - f_edge
+    per_block: tl.constexpr = BLOCK // OTHER
+    unmasked = (f_edge - f_first) * per_block
+    return Walk(f_lo, f_first, f_edge, p_lo, p_hi - p_lo, unmasked, masked * per_block)
+
+
+@triton.jit
+def _entries_below(indices_ptr, begin, end, block):
+    """begin + how many of the ascending entries begin : end are below `block`."""
+    found = begin
+    for e in range(begin, end, BLOCK):
+        at = e + tl.arange(0, BLOCK)
+        index = tl.load(indices_ptr + at, mask=at < end, other=2147483647)
+        found += tl.sum((index < block).to(tl.int32), 0)
+    return found
+
+
+@triton.jit
+def unmasked_tile(walk, lists, t, OTHER: tl.constexpr):
+    """Where the t-th unmasked tile begins."""
+    if lists.tiles is None:
+        return (walk.first + t) * OTHER
+    per_block: tl.constexpr = BLOCK // OTHER
+    e = t // per_block
+    block = tl.load(lists.full_indices + walk.first + e)
+    return block * BLOCK + (t - e * per_block) * OTHER
+
+
+@triton.jit
+def masked_tile(walk, lists, t, OTHER: tl.constexpr):
+    """Where the t-th masked tile begins, and its bit tile, -1 if its block has none."""
+    if lists.tiles is None:
+        return _skip_unmasked(walk, t) * OTHER, -1
+    per_block: tl.constexpr = BLOCK // OTHER
+    e = t // per_block
+    partial = e < walk.num_partial
+    block = tl.load(lists.partial_indices + walk.partial + e, mask=partial, other=0)
+    bits = tl.load(lists.partial_tiles + walk.partial + e, mask=partial, other=-1)
+    full = lists.full_indices + _skip_unmasked(walk, e - walk.num_partial)
+    block += tl.load(full, mask=partial == 0, other=0)
+    return block * BLOCK + (t - e * per_block) * OTHER, bits
+
+
+@triton.jit
+def _skip_unmasked(walk, e):
+    return tl.where(e < walk.first - walk.lo, walk.lo + e, walk.edge + e - (walk.first - walk.lo))
+
+
+@triton.jit
+def visible(at, band, lists, bits, i, j):
+    """bool: which queries i see which keys j. Queries past the end are not checked."""
+    p = i + (at.seqlen_k - at.seqlen_q)
+    seen = j < at.seqlen_k
+    if band.right is not None:
+        seen = seen & (j <= p + band.right)
+    if band.left is not None:
+        seen = seen & (j >= p - band.left)
+    if lists.tiles is not None:
+        word = tl.cast(bits, tl.int64) * (BLOCK * WORDS) + i % BLOCK * WORDS + j % BLOCK // 32
+        words = tl.load(lists.tiles + word, mask=seen & (bits >= 0), other=-1)
+        seen = seen & ((words >> j % 32 & 1) != 0)
+    return seen
+
+
+@triton.jit
+def scores(score, x, at, i, j, LINEAR: tl.constexpr):
+    """The score of x = q.k in log2 units, and d score / d(softmax_scale x), which is 1 but for softcap.
+
+    LINEAR: the score is scale_log2 x with scale_log2 > 0. It then stays x, in units of scale_log2:
+    the maximum commutes with the scaling, and one multiply-add does both scaling and subtraction.
+    """
+    if LINEAR:
+        return x, 1.0
+    bend = 1.0
+    if score.softcap is None:
+        s = x * score.scale_log2
+    else:
+        t = tanh(x * (score.scale_log2 * LN2 / score.softcap))
+        s = t * (score.softcap * LOG2E)
+        bend = 1.0 - t * t
+    if score.slope is not None:
+        distance = tl.abs(i + (at.seqlen_k - at.seqlen_q) - j)
+        s -= score.slope * LOG2E * distance.to(tl.float32)
+    if score.bias is not None:
+        cell = score.bias + tl.cast(i, tl.int64) * score.stride_bias + j
+        bias = tl.load(cell, mask=(i < at.seqlen_q) & (j < at.seqlen_k), other=0.0)
+        s += bias.to(tl.float32) * LOG2E
+    return s, bend
+
+
+@triton.jit
+def tanh(x):
+    """To one or two ulp: odd series near 0, where the exponentials would cancel."""
+    y = x * x
+    near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
+    e = tl.exp2(-2 * LOG2E * tl.abs(x))
+    far = (1 - e) / (1 + e)
+    return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """bool (TILE_M, TILE_N): what dropout leaves of the tile of `rows` and the keys from n on; the
+    twin of kernels/philox.py. One draw serves four keys. None without dropout.
+    """
+    if dropout.seed is None:
+        return None
+    quads = (n // 4 + tl.arange(0, TILE_N // 4)).to(tl.uint32)
+    shape: tl.constexpr = [TILE_M, TILE_N // 4]
+    c0 = tl.broadcast_to(quads[None, :], shape)
+    c1 = tl.broadcast_to(rows.to(tl.uint32)[:, None], shape)
+    c2 = tl.full(shape, 0, tl.uint32) + dropout.h.to(tl.uint32)
+    c3 = tl.full(shape, 0, tl.uint32) + dropout.b.to(tl.uint32)
+    k0 = (dropout.seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = (dropout.seed >> 32 & 0xFFFFFFFF).to(tl.uint32)
+    for _ in tl.static_range(10):
+        hi0, lo0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        hi1, lo1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # lane 2 i + j at [i, j]
+    return tl.reshape(words, [TILE_M, TILE_N]).to(tl.int64) < dropout.threshold
+
+
+@triton.jit
+def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.constexpr):
+    """The state after one more tile of keys: s (TILE_M, TILE_N), -inf where masked, times `unit` is
+    the score; v (TILE_N, dim). Only with EMPTY_ROWS may a row have seen no key yet.
+    """
+    m, l, acc, w = state
+    m_new = tl.maximum(m, tl.max(s, 1) * unit)
+    pivot = m_new
+    if EMPTY_ROWS:
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = tl.exp2(m - pivot)
+    p = tl.exp2(s * unit - pivot[:, None])
+    if STATS:
+        shift = tl.where(l > 0, m - pivot, 0.0)
+        below = tl.where(p > 0, p * (s * unit - pivot[:, None]), 0.0)
+        w = (w + l * shift) * alpha + tl.sum(below, 1)
+    l = l * alpha + tl.sum(p, 1)
+    if keep is not None:
+        p = tl.where(keep, p, 0.0)
+    acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return State(m_new, l, acc, w)
+
+
+@triton.jit
+def add_sink(state, sink):
+    """One more logit that has no value, in log2 units."""
+    m, l, acc, w = state
+    m_new = tl.maximum(m, sink)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha, p = tl.exp2(m - pivot), tl.exp2(sink - pivot)
+    shift = tl.where(l > 0, m - pivot, 0.0)
+    below = tl.where(p > 0, p * (sink - pivot), 0.0)
+    return State(m_new, l * alpha + p, acc * alpha[:, None], (w + l * shift) * alpha + below)
