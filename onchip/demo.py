@@ -20,7 +20,6 @@ from onchip.bench.measure import alternate, available_bytes, cpu_name, peak_extr
 from onchip.bench.patterns import Pattern
 from onchip.bench.peers import sdpa, standard
 
-METHODS = ("standard", "sdpa", "onchip")
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_LENGTHS = (256, 512, 1024)
 NUM_HEADS, HEAD_DIM = 4, 64
@@ -30,6 +29,12 @@ MEMORY_FRACTION, MEMORY_CAP_BYTES = 0.25, 4 << 30
 TIME_BUDGET_S, CALLS = 75.0, 4  # a method is called once to be judged and about three times timed
 
 Attend = Callable[..., Any]
+CAUSAL: dict[str, Attend] = {
+    "standard": standard,
+    "sdpa": partial(sdpa, is_causal=True),
+    "onchip": partial(onchip.attention, causal=True),
+}
+METHODS = tuple(CAUSAL)
 
 
 class Measurement(NamedTuple):
@@ -99,6 +104,8 @@ class Lab:
     tell: Tell = lambda part, share: None
 
     def steps(self) -> Iterator[Step]:
+        warm = partial(self.measure, patterns.causal(64), 64, CAUSAL)  # what torch loads once
+        yield Step("warming up", warm)
         for n in QUICK_LENGTHS if self.quick else LENGTHS:
             yield Step(f"causal attention over {n:,} tokens", partial(self.length, n))
         n = QUICK_MASKED_LENGTH if self.quick else MASKED_LENGTH
@@ -111,12 +118,7 @@ class Lab:
         if time.perf_counter() + self.expected_s(n) > self.deadline:
             self.results.omitted.append(n)
             return
-        attends = {
-            "standard": standard,
-            "sdpa": partial(sdpa, is_causal=True),
-            "onchip": partial(onchip.attention, causal=True),
-        }
-        self.results.lengths += self.measure(patterns.causal(n), n, attends)
+        self.results.lengths += self.measure(patterns.causal(n), n, CAUSAL)
 
     def expected_s(self, n: int) -> float:
         """What a length would take, by the last one: the work grows with its square."""

@@ -9,6 +9,7 @@ from onchip.problem import DeviceInfo, Problem, UnsupportedError
 
 # In order of preference: the first that supports a problem serves it.
 KERNELS = {
+    "hopper": "onchip.kernels.hopper.entry",
     "triton": "onchip.kernels.triton.entry",
     "aten_cpu": "onchip.kernels.aten",
     "tiled": "onchip.kernels.tiled",
@@ -28,24 +29,28 @@ def kernel_module(name: str) -> ModuleType:
     return import_module(KERNELS[name])
 
 
-def plan(problem: Problem, device: DeviceInfo, kernel: str | None = None) -> Plan:
+def plan(
+    problem: Problem, device: DeviceInfo, kernel: str | None = None, backward: bool = False
+) -> Plan:
     """The plan for a problem, cached on its flags and on its lengths rounded up to powers of two.
 
     A kernel asked for by name serves or the call is refused: it is never replaced by another.
+    Otherwise the backward pass may be another kernel's than the forward: (out, lse) means the same
+    to all.
     """
     lengths = _bucket(problem.batch), _bucket(problem.seqlen_q), _bucket(problem.seqlen_k)
-    return _plan(lengths + problem[3:], device, kernel)
+    return _plan(lengths + problem[3:], device, kernel, backward)
 
 
 @lru_cache(maxsize=4096)
-def _plan(key: tuple, device: DeviceInfo, kernel: str | None) -> Plan:
+def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) -> Plan:
     problem = Problem(*key)
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"{kernel=} is not one of {', '.join(KERNELS)}")
     reasons = {}
     chosen = None
     for name in KERNELS:
-        refusal = kernel_module(name).supports(problem, device)
+        refusal = _ask(name, problem, device, backward)
         if refusal is not None:
             reasons[name] = refusal
         elif chosen is None and kernel in (None, name):
@@ -57,6 +62,14 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None) -> Plan:
     if chosen is None:
         raise UnsupportedError(_refusal(kernel, reasons))
     return Plan(chosen, reasons)
+
+
+def _ask(name: str, problem: Problem, device: DeviceInfo, backward: bool) -> str | None:
+    module = kernel_module(name)
+    refusal = module.supports(problem, device)
+    if refusal is None and backward and hasattr(module, "supports_backward"):
+        return module.supports_backward(problem, device)
+    return refusal
 
 
 def _refusal(kernel: str | None, reasons: dict[str, str]) -> str:

@@ -8,6 +8,7 @@ inside, so a compiled graph never specialises on it.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,7 +17,14 @@ from torch.autograd.function import once_differentiable
 
 from onchip.dispatch import kernel_module, plan
 from onchip.masks.blockmask import BlockMask
-from onchip.problem import Problem, Tensors, UnsupportedError, check_values, device_info
+from onchip.problem import (
+    Problem,
+    Tensors,
+    UnsupportedError,
+    check_values,
+    device_info,
+    is_aligned,
+)
 
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
@@ -154,7 +162,7 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
     check_values(problem, x)
-    module = kernel_module(plan(problem, device_info(x.q.device), kernel).kernel)
+    module = _module(problem, x, kernel)
     with _no_autocast(x.q):
         result = module.forward(problem, x)
     stats = _nothing(result.lse) if result.stats is None else torch.stack(result.stats)
@@ -163,10 +171,18 @@ def _forward(*args):
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
-    module = kernel_module(plan(problem, device_info(x.q.device), kernel).kernel)
+    module = _module(problem, x, kernel, backward=True)
     with _no_autocast(x.q):
         grads = module.backward(problem, x, out, lse, dout.contiguous(), dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
+
+
+def _module(
+    problem: Problem, x: Tensors, kernel: str | None, backward: bool = False
+) -> ModuleType:
+    if x.q.is_cuda and not is_aligned(x):
+        problem = problem._replace(aligned=False)
+    return kernel_module(plan(problem, device_info(x.q.device), kernel, backward).kernel)
 
 
 def _forward_fake(*args):

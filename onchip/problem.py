@@ -62,6 +62,7 @@ class Problem(NamedTuple):
     has_sinks: bool = False
     return_stats: bool = False
     deterministic: bool = False
+    aligned: bool = True  # rows, strides and bases of q, k and v lie on 16 bytes
 
     @property
     def group_size(self) -> int:
@@ -126,6 +127,14 @@ def device_info(device: torch.device) -> DeviceInfo:
     if torch.version.hip:
         return DeviceInfo("hip", properties.gcnArchName.split(":")[0])
     return DeviceInfo("cuda", properties.name, (properties.major, properties.minor))
+
+
+def is_aligned(x: Tensors) -> bool:
+    """Whether bases and strides of q, k and v lie on 16 bytes, as the Hopper copy engine wants."""
+    lanes = 16 // x.q.element_size()
+    return all(
+        t.data_ptr() % 16 == 0 and all(s % lanes == 0 for s in t.stride()[:-1]) for t in x[:3]
+    )
 
 
 class Options(NamedTuple):

@@ -7,10 +7,15 @@ of bench/results/FILE.json) or `bench:FILE:rows` (every row of it).
 
 import inspect
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -19,7 +24,7 @@ from onchip.bench import BENCHES
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.dispatch import KERNELS, kernel_module
 from onchip.doctor import DEVICES, ordinary
-from onchip.problem import DeviceInfo, Problem
+from onchip.problem import DeviceInfo
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- ([\w:-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -76,38 +81,50 @@ def table(name: str, root: Path = ROOT) -> str:
 
 def support() -> str:
     """Features down, kernels across; a blank is a refusal, which `onchip explain` words."""
-    columns = {name: _support_column(name) for name in KERNELS}
+    with _any_machine():
+        columns = {name: _support_column(name) for name in KERNELS}
     features = next(iter(columns.values()))
     rows = ([f, *(column[f] for column in columns.values())] for f in features)
     return _markdown(["", *(f"`{name}`" for name in columns)], rows, centred=True)
 
 
 def _support_column(kernel: str) -> dict[str, str]:
+    """What a kernel answers about each feature, where it is at home: alone, on a plain call."""
     module = kernel_module(kernel)
-    base = ordinary(torch.float32)._replace(causal=False)
-    devices = {"CPU": DEVICES["CPU"], **OTHER_DEVICES}
-    home = next((d for d in devices.values() if module.supports(base, d) is None), DEVICES["CPU"])
-
-    def served(*problems: Problem) -> str:
-        return YES if all(module.supports(p, home) is None for p in problems) else NO
-
+    plain = {t: ordinary(t)._replace(causal=False) for ts in PRECISIONS.values() for t in ts}
+    homes = product((torch.float32, torch.bfloat16), DEVICES.values())
+    base, home = next((plain[t], d) for t, d in homes if module.supports(plain[t], d) is None)
+    backward = getattr(module, "supports_backward", module.supports)
+    mark = lambda answers: YES if all(answer is None for answer in answers) else NO
+    there = lambda device: any(module.supports(p, device) is None for p in plain.values())
+    others = [name for name, device in OTHER_DEVICES.items() if there(device)]
     return {
-        "forward": served(base),
-        "backward": served(base) if hasattr(module, "backward") else NO,
-        **{name: served(base._replace(**changes)) for name, changes in OPTIONS.items()},
-        **{
-            name: served(*(base._replace(dtype=t, out_dtype=t) for t in dtypes))
-            for name, dtypes in PRECISIONS.items()
-        },
-        "CPU": YES if module.supports(base, DEVICES["CPU"]) is None else NO,
-        "other torch devices": _other_devices(kernel, base),
+        "forward": YES,
+        "backward": mark([backward(base, home)]) if hasattr(module, "backward") else NO,
+        **{o: mark([module.supports(base._replace(**x), home)]) for o, x in OPTIONS.items()},
+        **{p: mark(module.supports(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
+        "CPU": YES if there(DEVICES["CPU"]) else NO,
+        "other torch devices": YES if len(others) == len(OTHER_DEVICES) else ", ".join(others),
     }
 
 
-def _other_devices(kernel: str, base: Problem) -> str:
-    supports = kernel_module(kernel).supports
-    served = [name for name, device in OTHER_DEVICES.items() if supports(base, device) is None]
-    return YES if len(served) == len(OTHER_DEVICES) else ", ".join(served)
+@contextmanager
+def _any_machine() -> Iterator[None]:
+    """The table is about the kernels, not about where it is written: Triton counts as installed
+    (`find_spec` looks into sys.modules first) and as not interpreted."""
+    stand_in = ModuleType("triton")
+    stand_in.__spec__ = ModuleSpec("triton", None)
+    before, interpreted = sys.modules.get("triton"), os.environ.pop("TRITON_INTERPRET", None)
+    sys.modules["triton"] = stand_in
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules["triton"]
+        else:
+            sys.modules["triton"] = before
+        if interpreted is not None:
+            os.environ["TRITON_INTERPRET"] = interpreted
 
 
 def options() -> str:

@@ -9,8 +9,7 @@ class TileConfig(NamedTuple):
 
 
 # A tile of scores for all heads at once should stay in the last-level cache (4 MB of fp32), yet be
-# large enough that
-# Python's ~50 us per tile is noise beside its matrix products.
+# large enough that Python's ~50 us per tile is noise beside its matrix products.
 TILED_SCORES = 1 << 20
 
 
@@ -32,3 +31,35 @@ class TritonConfig(NamedTuple):
 
 def triton_config(kernel: str, itemsize: int, dim: int, device) -> TritonConfig:
     return TritonConfig(32, 32, 4, 2)
+
+
+class HopperConfig(NamedTuple):
+    """One producer warp and `consumers` warpgroups of 64 queries each."""
+
+    tile_n: int
+    consumers: int
+    num_stages: int
+    pingpong: bool = False  # consumers take turns on the tensor cores
+    out_in_q: bool = False  # the output leaves through the shared memory of the queries
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    entry_regs: int = 168
+
+
+_THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
+HOPPER_FORWARD = {
+    # (head_dim, causal or window)
+    (64, False): HopperConfig(128, 3, 2, pingpong=True, **_THREE),
+    (64, True): HopperConfig(128, 3, 2, pingpong=True, **_THREE),
+    (128, False): HopperConfig(128, 2, 2),
+    (128, True): HopperConfig(128, 2, 2),
+    # 64 keys a tile: the accumulator takes 128 registers, and q, two stages of k and v fill 192 kB
+    (256, False): HopperConfig(64, 2, 2, out_in_q=True),
+    (256, True): HopperConfig(64, 2, 2, out_in_q=True),
+}
+
+
+def hopper_forward_config(head_dim: int, cut: bool) -> HopperConfig:
+    """`cut`: tiles differ in length, because of causal or a window."""
+    return HOPPER_FORWARD[max(64, 1 << (head_dim - 1).bit_length()), cut]
+BIAS_PROGRAMS = 64

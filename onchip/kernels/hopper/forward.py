@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import (
+    tensor_descriptor,
     Baton,
     Ring,
     Tickets,
@@ -36,6 +37,7 @@ class Pipes:
     tickets: Tickets
     baton: Baton
 
+    @gluon.constexpr_function
     def __init__(self, q, k, v, tickets, baton):
         self.q = q
         self.k = k
@@ -54,12 +56,13 @@ class Config:
     DYNAMIC: gl.constexpr
     OUT_IN_Q: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(self, TILE_N, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q):
-        self.TILE_N = TILE_N
-        self.CONSUMERS = CONSUMERS
-        self.PINGPONG = PINGPONG
-        self.DYNAMIC = DYNAMIC
-        self.OUT_IN_Q = OUT_IN_Q
+        self.TILE_N = gl.constexpr(TILE_N)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.PINGPONG = gl.constexpr(PINGPONG)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
+        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
 
 
 @aggregate
@@ -70,10 +73,11 @@ class Scale:
     inner: gl.tensor
     SOFTCAP: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(self, scale_log2, inner, SOFTCAP):
         self.scale_log2 = scale_log2
         self.inner = inner
-        self.SOFTCAP = SOFTCAP
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
 
     @gluon.jit
     def bend(self, s):
@@ -84,8 +88,45 @@ class Scale:
             return s
 
 
+@aggregate
+class Job:
+    shape: Shape
+    order: Order
+    scale: Scale
+    cfg: Config
+
+    @gluon.constexpr_function
+    def __init__(self, shape, order, scale, cfg):
+        self.shape = shape
+        self.order = order
+        self.scale = scale
+        self.cfg = cfg
+
+
+@aggregate
+class Out:
+    """Where results go: out by TMA through `slots`, lse directly; and the sinks that join at the end."""
+
+    desc: tensor_descriptor
+    slots: gl.shared_memory_descriptor
+    lse: gl.tensor
+    sinks: gl.tensor
+    HEAD_DIM_V: gl.constexpr
+    HAS_SINKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, desc, slots, lse, sinks, HEAD_DIM_V, HAS_SINKS):
+        self.desc = desc
+        self.slots = slots
+        self.lse = lse
+        self.sinks = sinks
+        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+
+
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, counter, pipes, shape, order, cfg):
+def produce(q_desc, k_desc, v_desc, counter, pipes, job):
+    shape, order, cfg = job.shape, job.order, job.cfg
     ROWS: gl.constexpr = 64 * cfg.CONSUMERS
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
@@ -138,9 +179,10 @@ def softmax(s, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def fold_tile(pipes, shape, scale, cfg, q, p, acc, m, l, i, turn, row, col, seqlen_q, seqlen_k,
+def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, col, seqlen_q, seqlen_k,
               MASKED: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
     """Fold key tile i: its scores are computed while the values of tile i - 1 are added."""
+    shape, scale, cfg = job.shape, job.scale, job.cfg
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     zero = gl.zeros([64, cfg.TILE_N], gl.float32, S)
     pipes.k.wait_full(i)
@@ -165,8 +207,9 @@ def fold_tile(pipes, shape, scale, cfg, q, p, acc, m, l, i, turn, row, col, seql
 
 
 @gluon.jit
-def consume(o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg,
-            C: gl.constexpr, HEAD_DIM_V: gl.constexpr, HAS_SINKS: gl.constexpr):  # fmt: skip
+def consume(out, pipes, job, C: gl.constexpr):
+    shape, order, scale, cfg = job.shape, job.order, job.scale, job.cfg
+    HEAD_DIM_V: gl.constexpr = out.HEAD_DIM_V
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
@@ -211,20 +254,20 @@ def consume(o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg
                 l = gl.sum(p_wide, 1)
                 p = gl.convert_layout(p_wide.to(q.dtype), P)
                 for n in range(keys.hi - 2, keys.full_hi - 1, -1):  # cut by the diagonal or the end
-                    p, acc, m, l = fold_tile(pipes, shape, scale, cfg, q, p, acc, m, l, i, turn, row,
+                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
                                              n * cfg.TILE_N, seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
                     i += 1
                     turn += 1
                 whole_hi = gl.minimum(keys.full_hi, keys.hi - 1)
                 for n in range(whole_hi - 1, keys.full_lo - 1, -1):  # every key visible to every row
-                    p, acc, m, l = fold_tile(pipes, shape, scale, cfg, q, p, acc, m, l, i, turn, row,
+                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
                                              n * cfg.TILE_N, seqlen_q, seqlen_k, False, C, S, O)  # fmt: skip
                     i += 1
                     turn += 1
                 if shape.HAS_LEFT:
                     cut_hi = gl.minimum(keys.full_lo, whole_hi)
                     for n in range(cut_hi - 1, keys.lo - 1, -1):  # cut by the left side of the window
-                        p, acc, m, l = fold_tile(pipes, shape, scale, cfg, q, p, acc, m, l, i, turn, row,
+                        p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
                                                  n * cfg.TILE_N, seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
                         i += 1
                         turn += 1
@@ -234,8 +277,8 @@ def consume(o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg
                 acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
             m_log2 = m * scale.scale_log2
-            if HAS_SINKS:
-                sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+            if out.HAS_SINKS:
+                sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
                 top = gl.maximum(m_log2, sink)
                 shrink = gl.exp2(m_log2 - top)
                 l = l * shrink + gl.exp2(sink - top)
@@ -246,10 +289,10 @@ def consume(o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg
             lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
             acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]
             at = shape.coord(batch, head, q0, seqlen_q, row)
-            store_tile(o_desc, at, o_slots.index(C), acc.to(o_desc.dtype))
+            store_tile(out.desc, at, out.slots.index(C), acc.to(out.desc.dtype))
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
             base = (head.to(gl.int64) * shape.total_q + q0) if shape.PACKED else plane.to(gl.int64) * seqlen_q
-            gl.store(lse_ptr + base + rows, lse, mask=rows < seqlen_q)
+            gl.store(out.lse + base + rows, lse, mask=rows < seqlen_q)
             if keys.hi > keys.lo:
                 if cfg.OUT_IN_Q:
                     store_wait(0)
@@ -263,7 +306,15 @@ def consume(o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["seqlen_q", "seqlen_k", "total_q", "total_k", "tiles_m", "section", "num_tiles", "left", "right"])
+# Lengths must not be specialised, or 200 lengths would be 200 compilations; and a specialised 1
+# would not be a tensor.
+_RUNTIME = [
+    "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
+    "tiles_m", "section", "num_tiles",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUNTIME)
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right,
@@ -286,18 +337,19 @@ def forward_kernel(
     o_slots = q.slots
     if not OUT_IN_Q:
         o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout)
-    rest = (o_desc, lse_ptr, sinks_ptr, o_slots, pipes, shape, order, scale, cfg)
-    loader = (q_desc, k_desc, v_desc, counter, pipes, shape, order, cfg)
+    out = Out(o_desc, o_slots, lse_ptr, sinks_ptr, HEAD_DIM_V, HAS_SINKS)
+    job = Job(shape, order, scale, cfg)
+    loader = (q_desc, k_desc, v_desc, counter, pipes, job)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (*rest, 0, HEAD_DIM_V, HAS_SINKS)),
-            (consume, (*rest, 1, HEAD_DIM_V, HAS_SINKS)),
+            (consume, (out, pipes, job, 0)),
+            (consume, (out, pipes, job, 1)),
             (produce, loader),
         ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (*rest, 0, HEAD_DIM_V, HAS_SINKS)),
-            (consume, (*rest, 1, HEAD_DIM_V, HAS_SINKS)),
-            (consume, (*rest, 2, HEAD_DIM_V, HAS_SINKS)),
+            (consume, (out, pipes, job, 0)),
+            (consume, (out, pipes, job, 1)),
+            (consume, (out, pipes, job, 2)),
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -12,6 +12,7 @@ from triton.language.core import _aggregate as aggregate
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+tensor_descriptor = tma.tensor_descriptor
 
 
 @aggregate
@@ -23,11 +24,12 @@ class Ring:
     empty: gl.shared_memory_descriptor
     num_stages: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(self, slots, full, empty, num_stages):
         self.slots = slots
         self.full = full
         self.empty = empty
-        self.num_stages = num_stages
+        self.num_stages = gl.constexpr(num_stages)
 
     @gluon.jit
     def slot(self, i):
@@ -76,9 +78,10 @@ class Baton:
     turns: gl.shared_memory_descriptor
     holders: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(self, turns, holders):
         self.turns = turns
-        self.holders = holders
+        self.holders = gl.constexpr(holders)
 
     @gluon.jit
     def take(self, me: gl.constexpr, i):
@@ -104,6 +107,7 @@ class Tickets:
 
     ring: Ring
 
+    @gluon.constexpr_function
     def __init__(self, ring):
         self.ring = ring
 

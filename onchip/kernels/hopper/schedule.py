@@ -23,6 +23,7 @@ class Shape:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(
         self, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
         num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
@@ -37,9 +38,9 @@ class Shape:
         self.group_size = group_size
         self.left = left
         self.right = right
-        self.PACKED = PACKED
-        self.HAS_LEFT = HAS_LEFT
-        self.HAS_RIGHT = HAS_RIGHT
+        self.PACKED = gl.constexpr(PACKED)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
 
     @gluon.jit
     def sequence(self, batch):
@@ -72,6 +73,7 @@ class Keys:
     full_hi: gl.tensor
     hi: gl.tensor
 
+    @gluon.constexpr_function
     def __init__(self, lo, full_lo, full_hi, hi):
         self.lo = lo
         self.full_lo = full_lo
@@ -127,11 +129,12 @@ class Order:
     num_tiles: gl.tensor
     LONGEST_FIRST: gl.constexpr
 
+    @gluon.constexpr_function
     def __init__(self, tiles_m, section, num_tiles, LONGEST_FIRST):
         self.tiles_m = tiles_m
         self.section = section
         self.num_tiles = num_tiles
-        self.LONGEST_FIRST = LONGEST_FIRST
+        self.LONGEST_FIRST = gl.constexpr(LONGEST_FIRST)
 
     @gluon.jit
     def tile(self, ticket):

@@ -62,6 +62,7 @@ def forward_kernel(
     score = Score(scale_log2, softcap, slope, bias_ptr, stride_bias_q)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     dropout = Dropout(seed, keep_below, b, h)
+    unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
     q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
@@ -77,8 +78,7 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, rows, n, TILE_M, TILE_N)
-        unit = scale_log2 if LINEAR else 1.0
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
         state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
@@ -88,8 +88,7 @@ def forward_kernel(
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
         seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :])
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, rows, n, TILE_M, TILE_N)
-        unit = scale_log2 if LINEAR else 1.0
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
         state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)
 
     first = row_offset(at, h, num_heads, total_q)

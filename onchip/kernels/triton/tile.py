@@ -19,6 +19,8 @@ BLOCK = tl.constexpr(_BLOCK)
 WORDS = tl.constexpr(_WORDS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+FULL = tl.constexpr(-1)  # in the place of a bit tile: the whole block is visible
+EMPTY = tl.constexpr(-2)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -181,11 +183,29 @@ def load_tile(
 
 
 @triton.jit
+def load_rows(ptr, row, num_rows, outside, TILE: tl.constexpr, RAGGED: tl.constexpr):
+    """The same of one number per row; `outside` past the last one."""
+    rows = row + tl.arange(0, TILE)
+    if RAGGED:
+        return tl.load(ptr + rows, mask=rows < num_rows, other=outside)
+    return tl.load(ptr + rows)
+
+
+@triton.jit
 def dot(a, b, acc):
     """a @ b + acc in fp32; fp32 operands are multiplied as such, never as TF32."""
     if INTERPRETED:  # it would multiply the bit patterns of bf16; in fp32 the products are the same
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """x in dtype, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # where it would cut the low bits off
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + (bits >> 16 & 1) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -196,7 +216,7 @@ def store_tile(
     rows, dims = tl.arange(0, TILE), tl.arange(0, PAD)
     at = ptr + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
     inside = (row + rows < num_rows)[:, None] & (dims < DIM)[None, :]
-    tl.store(at, x.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(at, rounded(x, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -255,6 +275,33 @@ def _walk_lists(band, lists, row, lo, first, edge, hi, OTHER: tl.constexpr):
 
 
 @triton.jit
+def bits_of(lists, row, block):
+    """The bit tile of one block, or FULL, or EMPTY."""
+    if lists.tiles is None:
+        return FULL
+    full, partial = lists.full_offsets + lists.plane + row, lists.partial_offsets + lists.plane + row
+    f0, f1, p0, p1 = tl.load(full), tl.load(full + 1), tl.load(partial), tl.load(partial + 1)
+    f = _entries_below(lists.full_indices, f0, f1, block)
+    p = _entries_below(lists.partial_indices, p0, p1, block)
+    is_full = tl.load(lists.full_indices + f, mask=f < f1, other=-1) == block
+    is_partial = tl.load(lists.partial_indices + p, mask=p < p1, other=-1) == block
+    bits = tl.load(lists.partial_tiles + p, mask=is_partial, other=EMPTY)
+    return tl.where(is_full, FULL, bits)
+
+
+@triton.jit
+def reaches(at, band, m0, n0, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Whether the band crosses the tile at (m0, n0)."""
+    diagonal = m0 + at.seqlen_k - at.seqlen_q
+    crosses = n0 < at.seqlen_k
+    if band.right is not None:
+        crosses = crosses & (n0 <= diagonal + TILE_M - 1 + band.right)
+    if band.left is not None:
+        crosses = crosses & (n0 + TILE_N - 1 >= diagonal - band.left)
+    return crosses
+
+
+@triton.jit
 def _entries_below(indices_ptr, begin, end, block):
     """begin + how many of the ascending entries begin : end are below `block`."""
     found = begin
@@ -278,14 +325,14 @@ def unmasked_tile(walk, lists, t, OTHER: tl.constexpr):
 
 @triton.jit
 def masked_tile(walk, lists, t, OTHER: tl.constexpr):
-    """Where the t-th masked tile begins, and its bit tile, -1 if its block has none."""
+    """Where the t-th masked tile begins, and its bit tile or FULL."""
     if lists.tiles is None:
-        return _skip_unmasked(walk, t) * OTHER, -1
+        return _skip_unmasked(walk, t) * OTHER, FULL
     per_block: tl.constexpr = BLOCK // OTHER
     e = t // per_block
     partial = e < walk.num_partial
     block = tl.load(lists.partial_indices + walk.partial + e, mask=partial, other=0)
-    bits = tl.load(lists.partial_tiles + walk.partial + e, mask=partial, other=-1)
+    bits = tl.load(lists.partial_tiles + walk.partial + e, mask=partial, other=FULL)
     full = lists.full_indices + _skip_unmasked(walk, e - walk.num_partial)
     block += tl.load(full, mask=partial == 0, other=0)
     return block * BLOCK + (t - e * per_block) * OTHER, bits
@@ -307,7 +354,8 @@ def visible(at, band, lists, bits, i, j):
         seen = seen & (j >= p - band.left)
     if lists.tiles is not None:
         word = tl.cast(bits, tl.int64) * (BLOCK * WORDS) + i % BLOCK * WORDS + j % BLOCK // 32
-        words = tl.load(lists.tiles + word, mask=seen & (bits >= 0), other=-1)
+        stored = j < tl.where(bits >= 0, at.seqlen_k, 0)
+        words = tl.load(lists.tiles + word, mask=stored, other=-1)
         seen = seen & ((words >> j % 32 & 1) != 0)
     return seen
 
@@ -330,7 +378,7 @@ def scores(score, x, at, i, j, LINEAR: tl.constexpr):
         bend = 1.0 - t * t
     if score.slope is not None:
         distance = tl.abs(i + (at.seqlen_k - at.seqlen_q) - j)
-        s -= score.slope * LOG2E * distance.to(tl.float32)
+        s -= distance.to(tl.float32) * (score.slope.to(tl.float32) * LOG2E)
     if score.bias is not None:
         cell = score.bias + tl.cast(i, tl.int64) * score.stride_bias + j
         bias = tl.load(cell, mask=(i < at.seqlen_q) & (j < at.seqlen_k), other=0.0)
@@ -343,15 +391,17 @@ def tanh(x):
     """To one or two ulp: odd series near 0, where the exponentials would cancel."""
     y = x * x
     near = x * (1 + y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835)))))
-    e = tl.exp2(-2 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - e) / (1 + e)
     return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))
 
 
 @triton.jit
-def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """bool (TILE_M, TILE_N): what dropout leaves of the tile of `rows` and the keys from n on; the
-    twin of kernels/philox.py. One draw serves four keys. None without dropout.
+def kept(
+    dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """bool (TILE_M, TILE_N), or TRANSPOSED: what dropout leaves of the tile of `rows` and the keys
+    from n on; the twin of kernels/philox.py. One draw serves four keys. None without dropout.
     """
     if dropout.seed is None:
         return None
@@ -359,8 +409,8 @@ def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     shape: tl.constexpr = [TILE_M, TILE_N // 4]
     c0 = tl.broadcast_to(quads[None, :], shape)
     c1 = tl.broadcast_to(rows.to(tl.uint32)[:, None], shape)
-    c2 = tl.full(shape, 0, tl.uint32) + dropout.h.to(tl.uint32)
-    c3 = tl.full(shape, 0, tl.uint32) + dropout.b.to(tl.uint32)
+    c2 = tl.full(shape, 0, tl.uint32) + tl.cast(dropout.h, tl.uint32)
+    c3 = tl.full(shape, 0, tl.uint32) + tl.cast(dropout.b, tl.uint32)
     k0 = (dropout.seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (dropout.seed >> 32 & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -370,7 +420,8 @@ def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # lane 2 i + j at [i, j]
-    return tl.reshape(words, [TILE_M, TILE_N]).to(tl.int64) < dropout.threshold
+    words = tl.reshape(words, [TILE_M, TILE_N])
+    return (tl.trans(words) if TRANSPOSED else words).to(tl.int64) < dropout.threshold
 
 
 @triton.jit
@@ -392,7 +443,7 @@ def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.const
     l = l * alpha + tl.sum(p, 1)
     if keep is not None:
         p = tl.where(keep, p, 0.0)
-    acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+    acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None])
     return State(m_new, l, acc, w)
 
 
@@ -406,3 +457,18 @@ def add_sink(state, sink):
     shift = tl.where(l > 0, m - pivot, 0.0)
     below = tl.where(p > 0, p * (sink - pivot), 0.0)
     return State(m_new, l * alpha + p, acc * alpha[:, None], (w + l * shift) * alpha + below)
+
+
+@triton.jit
+def lse_in_log2(lse):
+    """For exp2(s - lse): a row that has seen nothing has s = -inf throughout, so p = 0 with lse 0."""
+    return tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+
+
+@triton.jit
+def score_gradient(s, dp, lse, delta, keep, unit, keep_scale):
+    """p as it met v, without the factor keep_scale, and d loss / d score = p (dp - delta)."""
+    p = tl.exp2(s * unit - lse)
+    if keep is None:
+        return p, p * (dp - delta)
+    return tl.where(keep, p, 0.0), p * (tl.where(keep, dp * keep_scale, 0.0) - delta)

@@ -1,0 +1,37 @@
+"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation. Forward only so far."""
+
+from onchip.problem import DeviceInfo, Problem
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    if device.type != "cuda" or device.capability != (9, 0):
+        return f"needs a Hopper GPU (sm_90), not {device.name or device.type}"
+    if problem.dtype.itemsize != 2:
+        return f"takes bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
+        return "TMA needs 16-byte aligned rows, strides and base addresses"
+    return _missing(problem)
+
+
+def supports_backward(problem: Problem, device: DeviceInfo) -> str | None:
+    return "has no backward yet"
+
+
+def _missing(problem: Problem) -> str | None:
+    options = {
+        "alibi_slopes": problem.has_alibi,
+        "bias": problem.has_bias,
+        "block mask": problem.has_mask,
+        "dropout": problem.dropout_p,
+        "return_stats": problem.return_stats,
+        "unrounded output": problem.out_dtype != problem.dtype,
+        "softmax_scale <= 0": problem.softmax_scale <= 0,
+    }
+    missing = [name for name, wanted in options.items() if wanted]
+    return f"has no {' and no '.join(missing)}" if missing else None
+
+
+def forward(problem, x):
+    from onchip.kernels.hopper.launch import forward as launch
+
+    return launch(problem, x)

@@ -1,0 +1,141 @@
+"""The gradient of the bias in Triton: a program owns a tile of the bias and sums ds over everything
+that the bias broadcast over, in a fixed order.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.kernels.configs import BIAS_PROGRAMS
+from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
+from onchip.kernels.triton.tile import (
+    BLOCK,
+    EMPTY,
+    Band,
+    Dropout,
+    Lists,
+    Score,
+    bits_of,
+    dot,
+    kept,
+    load_rows,
+    load_tile,
+    lse_in_log2,
+    matrix,
+    reaches,
+    result_matrix,
+    row_offset,
+    score_gradient,
+    scores,
+    sequence_of,
+    visible,
+)
+from onchip.problem import Problem
+
+
+@triton.jit(do_not_specialize=(*LENGTHS, "batch", "num_tiles_q", "num_tiles_k", "num_summed"))
+def dbias_kernel(
+    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
+    partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, parts_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
+    stride_mask_h,
+    num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
+    keep_scale, batch, num_tiles_q, num_tiles_k, num_summed,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
+    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
+    PER_HEAD: tl.constexpr, PER_QUERY: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """One part of dbias for one tile of the bias. A part sums num_summed of the (entry, head, tile
+    of queries) that the bias has no place of its own for.
+    """
+    entries, heads = batch if PER_ENTRY else 1, num_heads if PER_HEAD else 1
+    tiles = num_tiles_q if PER_QUERY else 1
+    pid = tl.program_id(0)
+    n0 = pid % num_tiles_k * TILE_N
+    tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
+    band = Band(left, right)
+    seed = tl.load(seed_ptr) if seed_ptr is not None else None
+    unit = scale_log2 if LINEAR else 1.0
+    keys = n0 + tl.arange(0, TILE_N)
+    dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
+    stop = batch // entries * (num_heads // heads) * (num_tiles_q // tiles)
+    for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
+        tile_c, h, b, _ = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
+        m0, h, b = (tile + tile_c) * TILE_M, head + h, entry + b
+        at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
+        lists = Lists(
+            full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
+            partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
+        )  # fmt: skip
+        bits = bits_of(lists, m0 // BLOCK, n0 // BLOCK)
+        if reaches(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
+            slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
+            bias = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
+            score = Score(scale_log2, softcap, slope, bias, stride_bias_q)
+            q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh)
+            k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh)
+            v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh)
+            do_h = result_matrix(dout_ptr, b, 0, h, total_q, num_heads, HEAD_DIM_V)
+            q = load_tile(q_h, m0, total_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
+            k = load_tile(k_h, n0, total_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
+            v = load_tile(v_h, n0, total_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+            stride_do = num_heads * HEAD_DIM_V
+            do = load_tile(do_h, m0, total_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
+            first = row_offset(at, h, num_heads, total_q)
+            lse = load_rows(lse_ptr + first, m0, total_q, float("inf"), TILE_M, True)
+            delta = load_rows(delta_ptr + first, m0, total_q, 0.0, TILE_M, True)
+            rows = m0 + tl.arange(0, TILE_M)
+            s, _ = scores(score, dot(q, tl.trans(k), None), at, rows[:, None], keys[None, :], LINEAR)
+            seen = visible(at, band, lists, bits, rows[:, None], keys[None, :])
+            s = tl.where(seen, s, float("-inf"))
+            keep = kept(Dropout(seed, keep_below, b, h), rows, n0, TILE_M, TILE_N, False)
+            dp = dot(do, tl.trans(v), None)
+            lse, delta = lse_in_log2(lse)[:, None], delta[:, None]
+            _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
+            dbias += tl.where(seen, ds, 0.0)
+
+    plane = ((part * entries + entry) * heads + head).to(tl.int64)
+    if PER_QUERY:
+        parts_ptr += plane * total_q * total_k
+        rows = tile * TILE_M + tl.arange(0, TILE_M)
+        cells = parts_ptr + rows.to(tl.int64)[:, None] * total_k + keys[None, :]
+        tl.store(cells, dbias, mask=(rows < total_q)[:, None] & (keys < total_k)[None, :])
+    else:
+        tl.store(parts_ptr + plane * total_k + keys, tl.sum(dbias, 0), mask=keys < total_k)
+
+
+@triton.jit
+def _digits(x, a, b, c):
+    """x in the mixed radix (a, b, c), lowest digit first, and what is left."""
+    return x % a, x // a % b, x // a // b % c, x // a // b // c
+
+
+def bias_gradient(problem: Problem, call: Call, saved: tuple) -> Tensor:
+    """dbias in fp32. Where the bias has few tiles, the sum over all else is cut into parts, so that
+    there are programs enough; their number depends on shapes alone.
+    """
+    bias = call.tensors[6]
+    if not saved[0].numel() or not bias.numel():
+        return bias.new_zeros(bias.shape, dtype=torch.float32)
+    config = call.config("dbias")
+    tiles_q = triton.cdiv(problem.seqlen_q, config.tile_m)
+    tiles_k = triton.cdiv(problem.seqlen_k, config.tile_n)
+    per = tuple(n > 1 for n in bias.shape[:3])
+    sizes = (problem.batch, problem.num_heads, tiles_q)
+    own = math.prod(n for n, mine in zip(sizes, per, strict=True) if mine)
+    summed = math.prod(sizes) // own
+    num_summed = triton.cdiv(summed * own * tiles_k, max(own * tiles_k, BIAS_PROGRAMS))
+    num_parts = triton.cdiv(summed, num_summed)
+    parts = bias.new_empty(num_parts, *bias.shape, dtype=torch.float32)
+    dbias_kernel[(num_parts * own * tiles_k,)](
+        *call.tensors, *call.rows, *saved, parts,
+        *call.strides, *call.row_strides, *call.scalars,
+        problem.batch, tiles_q, tiles_k, num_summed,
+        *call.dims, *per, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
+    )  # fmt: skip
+    return parts[0] if num_parts == 1 else parts.sum(0)

@@ -1,0 +1,113 @@
+"""The documents tell the truth: examples run, links lead somewhere, commands exist, tables fit."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from onchip import bench, cli
+from onchip.bench import tables
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MEASURED = "bench/results"  # empty until a benchmark has been run
+COMMAND = re.compile(r"(?<![\w./-])((?:make|onchip|python -m onchip)(?: [^`#\n]+)?)")
+name = lambda page: page.relative_to(ROOT).as_posix()
+
+
+def blocks(text, language):
+    """(line, code) of every fenced block in a language."""
+    fence = re.compile(rf"^```{language}\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    return [(text[: m.start()].count("\n") + 1, m[1]) for m in fence.finditer(text)]
+
+
+def prose(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """The fragments that GitHub gives to a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", prose(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def spans(page):
+    """What stands in backticks, and every line of shell blocks."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for _, code in blocks(text, "sh") for line in code.splitlines()]
+    return re.findall(r"`([^`\n]+)`", prose(text)) + lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_blocks_run(page, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for line, code in blocks(page.read_text(encoding="utf-8"), "python"):
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+def test_the_readme_opens_with_six_lines_that_run():
+    _, code = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python")[0]
+    lines = [line for line in code.splitlines() if line]
+    assert len(lines) == 6 and "merge_states" in code and "assert_close" in lines[-1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text(encoding="utf-8"))):
+        if "://" in link:
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not fragment or fragment in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page):
+    for span in spans(page):
+        for path in re.findall(r"(?<![\w/.])(?:onchip|tests|docs|bench|\.ci)/[\w./-]*", span):
+            assert path.startswith(MEASURED) or (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page):
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in (m[1] for span in spans(page) for m in [COMMAND.match(span)] if m):
+        words = shlex.split(command.removeprefix("python -m "))
+        if words[0] == "make":
+            assert words[1] in targets, command
+        elif len(words) > 1 and words[0] == "onchip":
+            args = cli._parser().parse_args(words[1:])  # exits if there is no such command
+            assert getattr(args, "name", None) in (None, *bench.BENCHES), command
+
+
+def test_named_tests_exist():
+    """Every `TEST=...` of CONTRIBUTING selects at least one test."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for path, _, words in re.findall(r"TEST=\"?(tests/[\w./]+)( -k (\w+))?", text):
+        files = [ROOT / path] if path.endswith(".py") else sorted((ROOT / path).glob("test_*.py"))
+        source = "".join(f.read_text(encoding="utf-8") for f in files)
+        assert re.search(rf"(def|class) \w*{words}\w*", source, re.IGNORECASE), (path, words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tables_are_up_to_date(page):
+    """If this fails, run `python -m onchip.bench.tables`."""
+    text = page.read_text(encoding="utf-8")
+    assert tables.rewrite(text) == text
+
+
+def test_every_option_is_explained():
+    text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", text, re.M))))
+    for function in tables.FUNCTIONS:
+        assert set(tables.keyword_options(function)) <= explained
+
+
+def test_every_room_is_on_the_plan():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rooms = {p.stem for p in (ROOT / "onchip").iterdir() if p.suffix == ".py" or p.is_dir()}
+    plan = set(re.findall(r"\w+", " ".join(code for _, code in blocks(text, "text"))))
+    assert rooms - {"__init__", "__main__", "__pycache__"} <= plan
