@@ -2,8 +2,8 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: nine tensors
-(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is made
-inside, so a compiled graph never specialises on it.
+(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is
+made inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse, _):
+    def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
         tensors, mask, (out, lse) = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:-2], saved[-2:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
@@ -86,7 +86,8 @@ _DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias
 
 
 def _wants_grad(x: Tensors) -> bool:
-    return any(x[i] is not None and x[i].requires_grad for i in _DIFFERENTIABLE)
+    candidates = (x.q, x.k, x.v, x.bias, x.sinks)
+    return any(t is not None and t.requires_grad for t in candidates)
 
 
 def _scalars(problem: Problem, kernel: str | None) -> tuple:
@@ -177,9 +178,7 @@ def _backward(dout, dlse, out, lse, *args):
     return tuple(_nothing(lse) if g is None else g for g in grads)
 
 
-def _module(
-    problem: Problem, x: Tensors, kernel: str | None, backward: bool = False
-) -> ModuleType:
+def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
     if x.q.is_cuda and not is_aligned(x):
         problem = problem._replace(aligned=False)
     return kernel_module(plan(problem, device_info(x.q.device), kernel, backward).kernel)

@@ -314,4 +314,4 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask:
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
-    return masks.as_mask(mask).build(q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
+    return masks.build(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)

@@ -27,7 +27,7 @@ def gather(
     k, v = (p.flatten(0, 1)[slots] for p in pages)
     cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     cu_seqlens_q, max_seqlen_q = queries
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or max_seqlen_q is None:
         max_seqlen_q = q.shape[1]
         cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32) * max_seqlen_q
     return k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max(lengths, default=0))

@@ -77,7 +77,9 @@ def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
     seen = total > 0
     total = torch.where(seen, total, 1.0)
     weights = weights / total
-    out = sum(w[..., None] * o.to(w.dtype) for w, o in zip(weights, outs, strict=True))
+    out = torch.zeros_like(outs[0], dtype=weights.dtype)
+    for w, o in zip(weights, outs, strict=True):
+        out = out + w[..., None] * o.to(w.dtype)
     return out, torch.where(seen, pivot + torch.log(total), -inf)
 
 

@@ -482,7 +482,7 @@ MASK_SPARES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASK_SPARES)
 def test_nan_in_empty_blocks(kernel, dtype, name):
-    """Rows up to `rows` are as if the keys from lo to hi, in EMPTY blocks and NaN, were not there."""
+    """Rows up to `rows` are as if the NaN keys from lo to hi, in EMPTY blocks, were not there."""
     mask, rows, (lo, hi) = MASK_SPARES[name]
     q, k, v = ot.make_qkv(1, 300, dtype=dtype)
     attention = lambda q, k, v: onchip.attention(q, k, v, mask=mask, return_lse=True, kernel=kernel)

@@ -1,4 +1,6 @@
-"""The public functions beyond the contract grid: weights, memory, cost of a call, inputs without copies."""
+"""The public functions beyond the contract grid: weights, memory, cost of a call, inputs without
+copies.
+"""
 
 import subprocess
 import sys
@@ -83,7 +85,9 @@ def peak_megabytes(n, grad, kernel=None, **options):
 
 
 class TestMemory:
-    """Never an N x N temporary: at N = 16,384 one fp32 score matrix is 1,074 MB; the outputs are 4 to 17 MB."""
+    """Never an N x N temporary: at N = 16,384 one fp32 score matrix is 1,074 MB; the outputs are 4
+    to 17 MB.
+    """
 
     @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (255, 0)}])
     def test_forward(self, options):
@@ -101,7 +105,7 @@ class TestMemory:
 
 
 def test_one_call_is_cheap():
-    """A guard in CPU time, which a busy machine inflates; the figure is that of `onchip bench cpu`."""
+    """A guard in CPU time, which a busy machine inflates; the figure is `onchip bench cpu`'s."""
     q, k, v = make_qkv(1, 16, num_heads=8)
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -118,7 +122,7 @@ def _cpu_seconds(fn, repeats):
 
 class TestInputs:
     def test_strided_views_are_not_copied(self, monkeypatch):
-        """(batch, heads, seqlen, dim) tensors come in as a transposed view; a packed qkv as slices."""
+        """(batch, heads, seqlen, dim) comes in as a transposed view; a packed qkv as slices."""
         qkv = torch.randn(2, 65, 3, 4, 16)
         q, k, v = qkv.unbind(2)
         expected = oracle(q, k, v, causal=True).out

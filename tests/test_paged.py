@@ -9,7 +9,9 @@ HEADS, KV_HEADS, DIM = 4, 2, 16
 
 
 def cache(lengths, page_size, extra_pages=3):
-    """Random pages in random order; unused slots and pages hold NaN. Also the contiguous keys and values."""
+    """Random pages in random order; unused slots and pages hold NaN. Also the contiguous keys and
+    values.
+    """
     used = [-(-n // page_size) for n in lengths]
     order = torch.randperm(sum(used) + extra_pages, dtype=torch.int32)
     pages = torch.full((2, len(order), page_size, KV_HEADS, DIM), float("nan"))

@@ -1,4 +1,6 @@
-"""The door: every bad question is refused in one sentence that names what is wrong, and nothing is left half-done."""
+"""The door: every bad question is refused in one sentence that names what is wrong, and nothing is
+left half-done.
+"""
 
 import ast
 from pathlib import Path

@@ -30,7 +30,9 @@ def assert_same(a, b):
 
 @st.composite
 def scores(draw):
-    """Scores from -1e4 to 1e4, some masked, sometimes whole rows; values; and a cut of the keys in a random order."""
+    """Scores from -1e4 to 1e4, some masked, sometimes whole rows; values; and a cut of the keys in
+    a random order.
+    """
     seed = draw(st.integers(0, 2**31))
     scale = draw(st.sampled_from([1e-6, 1.0, 30.0, 1e4]))
     hidden = draw(st.sampled_from([0.0, 0.3, 0.9, 1.0]))

@@ -62,7 +62,7 @@ MEASURED = {
 
 def rewrite(text: str, root: Path = ROOT) -> str:
     """text with every marked table written anew."""
-    return MARKED.sub(lambda m: f"{m[1]}{table(m[2], root)}\n{m[3]}", text)
+    return MARKED.sub(lambda m: f"{m[1]}\n{table(m[2], root)}\n\n{m[3]}", text)
 
 
 def table(name: str, root: Path = ROOT) -> str:

@@ -129,13 +129,13 @@ def backward(
         for plane in planes(problem, x):
             _backward_plane(problem, plane, operands, safe_lse, grads)
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
-    narrow = (
+    dq, dk, dv = (
         _narrow(g, d).to(problem.dtype).contiguous() for g, d in zip(grads, dims, strict=True)
     )
     dsinks = None
     if x.sinks is not None:
         dsinks = sink_gradient(x.sinks, lse, row_delta(out, dout, dlse))
-    return Grads(*narrow, None, dsinks)
+    return Grads(dq, dk, dv, None, dsinks)
 
 
 def _backward_plane(

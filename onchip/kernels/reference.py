@@ -12,6 +12,8 @@ from onchip.problem import DeviceInfo, Problem, Tensors
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    if problem.dtype == torch.float64 and device.type != "cpu":
+        return "float64 is served on the CPU"
     return None
 
 
@@ -46,8 +48,8 @@ def backward(
                 loss = loss + (finite * plane.of_rows(dlse)).sum()
         grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     g = dict(zip(names, grads, strict=True))
-    narrow = (g[n].to(problem.dtype) for n in ("q", "k", "v"))
-    return Grads(*narrow, g.get("bias"), g.get("sinks"))
+    dq, dk, dv = (g[n].to(problem.dtype) for n in ("q", "k", "v"))
+    return Grads(dq, dk, dv, g.get("bias"), g.get("sinks"))
 
 
 def probabilities(problem: Problem, x: Tensors, lse: Tensor, rows: list[int]) -> Tensor:

@@ -28,6 +28,8 @@ from onchip.state import State, add_sink, finalize
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    if problem.dtype == torch.float64 and device.type != "cpu":
+        return "float64 is served on the CPU"
     return None
 
 
@@ -137,8 +139,9 @@ def _operands(problem: Problem, x: Tensors, plane: Plane) -> tuple[Tensor, Tenso
     conversion is needed.
     """
     wide = accumulator_dtype(problem.dtype)
-    q = plane.of_queries(x.q).transpose(1, 2).to(wide)
-    return q, *(plane.of_keys(t).transpose(1, 2).to(wide) for t in (x.k, x.v))
+    views = plane.of_queries(x.q), plane.of_keys(x.k), plane.of_keys(x.v)
+    q, k, v = (t.transpose(1, 2).to(wide) for t in views)
+    return q, k, v
 
 
 def _row_tiles(plane: Plane, q: Tensor) -> Iterator[tuple[int, int]]:

@@ -73,7 +73,8 @@ class BlockMask:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(planes_b, planes_h, seqlen_q, seqlen_k)."""
-        return (*self.rows.full_offsets.shape[:2], self.seqlen_q, self.seqlen_k)
+        planes_b, planes_h, _ = self.rows.full_offsets.shape
+        return planes_b, planes_h, self.seqlen_q, self.seqlen_k
 
     @property
     def num_full(self) -> int:

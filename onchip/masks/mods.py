@@ -94,8 +94,8 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Mask(f"~{self}", lambda grid: nodes.invert(self._resolve(grid)), self._depends)
 
-    def _join(self, other: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
-        other = as_mask(other)
+    def _join(self, given: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
+        other = as_mask(given)
         if isinstance(other, BlockMask):
             raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
 

@@ -105,8 +105,8 @@ class Node:
         if not len(where):
             return known
         tiles, index = self.cut(keys[where])
-        known.index[where] = index + len(known.tiles)
-        return Bits(torch.cat([known.tiles, tiles]), known.index)
+        known.which[where] = index + len(known.tiles)
+        return Bits(torch.cat([known.tiles, tiles]), known.which)
 
 
 class Interval(Node):
@@ -336,7 +336,7 @@ class Not(Node):
 
     def cut(self, keys: Tensor) -> Bits:
         bits = self.part.bits(keys)
-        return Bits(~bits.tiles, bits.index)
+        return Bits(~bits.tiles, bits.which)
 
 
 def both(a: Node, b: Node) -> Node:

@@ -41,6 +41,7 @@ class _Taint(TorchFunctionMode):
 def depends_on_planes(fn: Callable, device: torch.device) -> tuple[bool, bool]:
     """Does fn(b, h, q, k) depend on b, on h? Found by running it on scalars; never too few."""
     depends = []
+    out = None
     for axis in range(4):
         at = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
         with _Taint(at[axis]) as taint:

@@ -62,14 +62,16 @@ class Visibility(NamedTuple):
         """The causal and window part of a tile, None where it hides nothing."""
         left, right = self._reach()
         diagonal = q0 + self.seqlen_k - self.seqlen_q - k0  # the column where row 0 has k = p
-        above = right is not None and k1 - k0 - 1 > diagonal + right
-        below = left is not None and q1 - q0 - 1 + diagonal > left
-        if not (above or below):
+        if right is not None and k1 - k0 - 1 <= diagonal + right:
+            right = None  # the tile ends before this side cuts it
+        if left is not None and q1 - q0 - 1 + diagonal <= left:
+            left = None
+        if left is None and right is None:
             return None
         band = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=device)
-        if above:
+        if right is not None:
             band.tril_(diagonal + right)
-        if below:
+        if left is not None:
             band.triu_(diagonal - left)
         return band
 

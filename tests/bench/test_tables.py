@@ -64,8 +64,8 @@ def test_an_unknown_table_is_named():
 def test_rewriting_touches_the_marked_lines_only():
     text = "before\n<!-- options -->\nold\n<!-- /options -->\nafter <!-- a comment -->\n"
     new = tables.rewrite(text)
-    assert new.startswith("before\n<!-- options -->\n| |") and "old" not in new
-    assert new.endswith("|\n<!-- /options -->\nafter <!-- a comment -->\n")
+    assert new.startswith("before\n<!-- options -->\n\n| |") and "old" not in new
+    assert new.endswith("|\n\n<!-- /options -->\nafter <!-- a comment -->\n")
     assert tables.rewrite(new) == new
 
 

@@ -55,9 +55,9 @@ class TestZeroLengths:
     @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 0), (0, 2)])
     def test_trap(self, seqlen_q, seqlen_k):
         code = (
-            "import torch; q = torch.zeros(1, 1, {}, 8); k = torch.zeros(1, 1, {}, 8); "
+            f"import torch; q, k = (torch.zeros(1, 1, n, 8) for n in ({seqlen_q}, {seqlen_k})); "
             "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k)"
-        ).format(seqlen_q, seqlen_k)
+        )
         died = subprocess.run([sys.executable, "-c", code], capture_output=True)
         assert died.returncode != 0
 

@@ -1,4 +1,6 @@
-"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation. Forward only so far."""
+"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation. Forward only
+so far.
+"""
 
 from onchip.problem import DeviceInfo, Problem
 

@@ -1,8 +1,9 @@
-"""FlashAttention v3's forward in Gluon: one warp moves tiles by TMA, warpgroups of 64 queries do the rest.
+"""FlashAttention v3's forward in Gluon: one warp moves tiles by TMA, warpgroups of 64 queries do
+the rest.
 
-Each consumer overlaps the product Q K(j+1) with the softmax of tile j+1's predecessor and P(j) V(j). Programs are
-persistent: the producer takes tickets (an atomic counter where tiles differ in length) and runs ahead into the next tile
-while the consumers store the last.
+Each consumer overlaps the product Q K(j+1) with the softmax of tile j+1's predecessor and P(j)
+V(j). Programs are persistent: the producer takes tickets (an atomic counter where tiles differ in
+length) and runs ahead into the next tile while the consumers store the last.
 """
 
 from triton.experimental import gluon
@@ -11,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import (
-    tensor_descriptor,
     Baton,
     Ring,
     Tickets,
@@ -20,6 +20,7 @@ from onchip.kernels.hopper.pipe import (
     make_tickets,
     store_tile,
     store_wait,
+    tensor_descriptor,
 )
 from onchip.kernels.hopper.schedule import Order, Shape, keys_of, visible
 
@@ -48,7 +49,9 @@ class Pipes:
 
 @aggregate
 class Config:
-    """How it is computed. k releases stand for v too: releasing key tile i says that value tile i - 1 is free."""
+    """How it is computed. k releases stand for v too: releasing key tile i says that value tile i -
+    1 is free.
+    """
 
     TILE_N: gl.constexpr
     CONSUMERS: gl.constexpr
@@ -67,7 +70,9 @@ class Config:
 
 @aggregate
 class Scale:
-    """scale_log2 turns scores into base-2 logits; with softcap, scores are first bent by softcap * tanh(x * inner)."""
+    """scale_log2 turns scores into base-2 logits; with softcap, scores are first bent by softcap *
+    tanh(x * inner).
+    """
 
     scale_log2: gl.tensor
     inner: gl.tensor
@@ -105,7 +110,9 @@ class Job:
 
 @aggregate
 class Out:
-    """Where results go: out by TMA through `slots`, lse directly; and the sinks that join at the end."""
+    """Where results go: out by TMA through `slots`, lse directly; and the sinks that join at the
+    end.
+    """
 
     desc: tensor_descriptor
     slots: gl.shared_memory_descriptor
@@ -179,9 +186,11 @@ def softmax(s, m, scale, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, col, seqlen_q, seqlen_k,
+def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n, seqlen_q, seqlen_k,
               MASKED: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Fold key tile i: its scores are computed while the values of tile i - 1 are added."""
+    """Fold filling i, key tile n: its scores are computed while the values of filling i - 1 are
+    added.
+    """
     shape, scale, cfg = job.shape, job.scale, job.cfg
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     zero = gl.zeros([64, cfg.TILE_N], gl.float32, S)
@@ -196,7 +205,7 @@ def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, col, seqlen_q, seqlen_k
         pipes.baton.pass_on(C)
     s = scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
     if MASKED:
-        s = visible(shape, s, row, col, seqlen_q, seqlen_k, S)
+        s = visible(shape, s, row, n * cfg.TILE_N, seqlen_q, seqlen_k, S)
     p_wide, m, alpha = softmax(s, m, scale, MASKED)
     l = l * alpha + gl.sum(p_wide, 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
@@ -214,6 +223,9 @@ def consume(out, pipes, job, C: gl.constexpr):
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     ROWS: gl.constexpr = 64 * cfg.CONSUMERS
+    CUTS: gl.constexpr = (
+        ROWS + cfg.TILE_N - 2
+    ) // cfg.TILE_N + 1  # key tiles that one edge can cut
     i = 0  # key tiles seen
     t = 0  # query tiles seen
     turn = 0
@@ -253,24 +265,29 @@ def consume(out, pipes, job, C: gl.constexpr):
                 p_wide, m, alpha = softmax(s, m, scale, True)
                 l = gl.sum(p_wide, 1)
                 p = gl.convert_layout(p_wide.to(q.dtype), P)
-                for n in range(keys.hi - 2, keys.full_hi - 1, -1):  # cut by the diagonal or the end
-                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
-                                             n * cfg.TILE_N, seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
-                    i += 1
-                    turn += 1
+                # Cut tiles are unrolled, not looped: p carried from loop to loop in 16 bits would
+                # be repacked in every iteration (64 more instructions of 520).
+                for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):  # cut by the diagonal
+                    n = keys.hi - 2 - x
+                    if n >= keys.full_hi:
+                        p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
+                                                 seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
+                        i += 1
+                        turn += 1
                 whole_hi = gl.minimum(keys.full_hi, keys.hi - 1)
-                for n in range(whole_hi - 1, keys.full_lo - 1, -1):  # every key visible to every row
-                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
-                                             n * cfg.TILE_N, seqlen_q, seqlen_k, False, C, S, O)  # fmt: skip
+                for n in range(whole_hi - 1, keys.full_lo - 1, -1):  # every key visible
+                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
+                                             seqlen_q, seqlen_k, False, C, S, O)  # fmt: skip
                     i += 1
                     turn += 1
                 if shape.HAS_LEFT:
-                    cut_hi = gl.minimum(keys.full_lo, whole_hi)
-                    for n in range(cut_hi - 1, keys.lo - 1, -1):  # cut by the left side of the window
-                        p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row,
-                                                 n * cfg.TILE_N, seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
-                        i += 1
-                        turn += 1
+                    for x in gl.static_range(CUTS):  # cut by the left side of the window
+                        n = gl.minimum(keys.full_lo, whole_hi) - 1 - x
+                        if n >= keys.lo:
+                            p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
+                                                     seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
+                            i += 1
+                            turn += 1
                 if not cfg.OUT_IN_Q:
                     pipes.q.release(filling)
                 pipes.v.wait_full(i - 1)
@@ -291,7 +308,11 @@ def consume(out, pipes, job, C: gl.constexpr):
             at = shape.coord(batch, head, q0, seqlen_q, row)
             store_tile(out.desc, at, out.slots.index(C), acc.to(out.desc.dtype))
             rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
-            base = (head.to(gl.int64) * shape.total_q + q0) if shape.PACKED else plane.to(gl.int64) * seqlen_q
+            base = (
+                (head.to(gl.int64) * shape.total_q + q0)
+                if shape.PACKED
+                else plane.to(gl.int64) * seqlen_q
+            )
             gl.store(out.lse + base + rows, lse, mask=rows < seqlen_q)
             if keys.hi > keys.lo:
                 if cfg.OUT_IN_Q:
@@ -326,8 +347,8 @@ def forward_kernel(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_N, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q)
-    shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size,
-                  left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
+                  num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     order = Order(tiles_m, section, num_tiles, HAS_RIGHT)
     scale = Scale(scale_log2, inner, SOFTCAP)
     q = make_ring(q_desc, CONSUMERS, 1)
@@ -336,7 +357,9 @@ def forward_kernel(
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS), make_baton(CONSUMERS))
     o_slots = q.slots
     if not OUT_IN_Q:
-        o_slots = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout)
+        o_slots = gl.allocate_shared_memory(
+            o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout
+        )
     out = Out(o_desc, o_slots, lse_ptr, sinks_ptr, HEAD_DIM_V, HAS_SINKS)
     job = Job(shape, order, scale, cfg)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job)

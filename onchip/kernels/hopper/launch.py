@@ -25,7 +25,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return _without_keys(out, lse, x.sinks)
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    config = hopper_forward_config(max(problem.head_dim, problem.head_dim_v), right is not None)
+    width = max(problem.head_dim, problem.head_dim_v)
+    config = hopper_forward_config(width, right is not None, problem.seqlen_k)
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     planes = problem.batch * problem.num_heads
     num_tiles = tiles_m * planes
@@ -89,7 +90,9 @@ def _constants(config: HopperConfig) -> dict:
 
 
 def _scales(problem: Problem) -> tuple[float, float]:
-    """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see forward.Scale."""
+    """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see
+    forward.Scale.
+    """
     log2e = math.log2(math.e)
     if not problem.softcap:
         return problem.softmax_scale * log2e, 0.0
@@ -106,8 +109,9 @@ def _layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
 
 
 def _descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """t as (batch, heads, seqlen, dim). A packed t is ragged: two leading dimensions whose strides cancel modulo 2^64 let the
-    hardware bound a sequence at its own end (coordinates: schedule.Shape.coord).
+    """t as (batch, heads, seqlen, dim). A packed t is ragged: two leading dimensions whose strides
+    cancel modulo 2^64 let the hardware bound a sequence at its own end (coordinates:
+    schedule.Shape.coord).
     """
     if t.dim() == 4:
         b, s, h, d = t.shape
@@ -128,7 +132,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 def _section(problem: Problem, planes: int) -> int:
-    """How many heads are worked on together, so that their K and V (32 MB of them) stay in the L2."""
+    """How many heads are worked on together, so that 32 MB of K and V stay in the L2."""
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
     return _divisor(planes, max(1, (32 << 20) * problem.group_size // max(1, per_head)))
 

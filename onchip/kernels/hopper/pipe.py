@@ -1,7 +1,7 @@
 """Asynchrony as objects: shared memory that travels between one producer and its consumers.
 
-The only file that names Gluon's TMA calls (they were renamed after Triton 3.6), and the only one with
-a phase bit or a slot number in it. Slots are counted, never numbered: the i-th use of a ring.
+The only file that names Gluon's TMA calls (they were renamed after Triton 3.6), and the only one
+with a phase bit or a slot number in it. Slots are counted, never numbered: the i-th use of a ring.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ tensor_descriptor = tma.tensor_descriptor
 
 @aggregate
 class Ring:
-    """`num_stages` slots, each with a barrier that says it is full and one that says it is empty."""
+    """`num_stages` slots, each with a barrier for being full and one for being empty."""
 
     slots: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -43,7 +43,7 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, i):
-        """Until the consumers have released filling i - num_stages (the first ones need no wait)."""
+        """Until the consumers have released filling i - num_stages (the first need no wait)."""
         mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
 
     @gluon.jit
@@ -53,7 +53,7 @@ class Ring:
 
     @gluon.jit
     def load(self, i, desc, coord):
-        """Producer: fill slot i from the tensor behind desc; what lies outside of it arrives as 0."""
+        """Producer: fill slot i from the tensor behind desc; what lies outside arrives as 0."""
         full = self.full.index(i % self.num_stages)
         mbarrier.expect(full, desc.block_type.nbytes)
         _load(desc, coord, full, self.slots.index(i % self.num_stages))
@@ -141,7 +141,9 @@ def make_tickets(consumers: gl.constexpr):
 
 @gluon.jit
 def store_tile(desc, coord, smem, value):
-    """Registers -> shared memory -> the tensor behind desc, rows outside of it dropped; asynchronous."""
+    """Registers -> shared memory -> the tensor behind desc, rows outside of it dropped;
+    asynchronous.
+    """
     store_wait(0)  # the last store of this slot must have been read
     smem.reshape([smem.shape[-2], smem.shape[-1]]).store(value)
     fence_async_shared()

@@ -44,7 +44,9 @@ class Shape:
 
     @gluon.jit
     def sequence(self, batch):
-        """(first row of q, rows, first key, keys) of one sequence, within the tensors whatever cu_seqlens says."""
+        """(first row of q, rows, first key, keys) of one sequence, within the tensors whatever
+        cu_seqlens says.
+        """
         if self.PACKED:
             q0 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_q + batch), 0), self.total_q)
             q1 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_q + batch + 1), q0), self.total_q)
@@ -66,7 +68,9 @@ class Shape:
 
 @aggregate
 class Keys:
-    """Tiles of keys for one tile of queries: masked from `hi` down to `full_hi`, whole down to `full_lo`, masked down to `lo`."""
+    """Tiles of keys for one tile of queries: masked from `hi` down to `full_hi`, whole down to
+    `full_lo`, masked down to `lo`.
+    """
 
     lo: gl.tensor
     full_lo: gl.tensor
@@ -121,8 +125,9 @@ def visible(shape, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
 
 @aggregate
 class Order:
-    """Tiles of queries in the order they are handed out: sections of heads whose K and V fit the L2; in a section
-    the longest rows of all its heads first (causal), or head after head."""
+    """Tiles of queries in the order they are handed out: sections of heads whose K and V fit the
+    L2; in a section the longest rows of all its heads first (causal), or head after head.
+    """
 
     tiles_m: gl.tensor
     section: gl.tensor
@@ -143,6 +148,9 @@ class Order:
             per_section = self.tiles_m * self.section
             section = ticket // per_section
             rest = ticket - section * per_section
-            return self.tiles_m - 1 - rest // self.section, section * self.section + rest % self.section
+            return (
+                self.tiles_m - 1 - rest // self.section,
+                section * self.section + rest % self.section,
+            )
         else:
             return ticket % self.tiles_m, ticket // self.tiles_m

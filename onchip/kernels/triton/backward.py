@@ -12,6 +12,7 @@ from onchip.kernels.triton.bias import bias_gradient
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
 from onchip.kernels.triton.tile import (
     LN2,
+    LOG2E,
     Band,
     Dropout,
     Lists,
@@ -20,9 +21,9 @@ from onchip.kernels.triton.tile import (
     kept,
     load_rows,
     load_tile,
-    lse_in_log2,
     masked_tile,
     matrix,
+    plane_of,
     program_place,
     result_matrix,
     rounded,
@@ -40,12 +41,14 @@ from onchip.problem import Problem, Tensors
 
 @triton.jit(do_not_specialize=("num_rows", "total_q"))
 def delta_kernel(
-    out_ptr, dout_ptr, dlse_ptr, delta_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, lse_log2_ptr,
     num_heads, total_q, num_rows,
     HEAD_DIM_V: tl.constexpr,
     PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(out * dout) - dlse: rows in the order of out, results in the order of lse."""
+    """delta = rowsum(out * dout) - dlse, and lse in log2 units, for exp2(s - lse): 0 for a row that
+    has seen nothing, whose s is -inf throughout. Rows come in the order of out.
+    """
     row = tl.program_id(0).to(tl.int64) * TILE_M
     out = load_tile(out_ptr, row, num_rows, HEAD_DIM_V, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
     dout = load_tile(dout_ptr, row, num_rows, HEAD_DIM_V, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
@@ -53,9 +56,13 @@ def delta_kernel(
     rows = row + tl.arange(0, TILE_M)
     token, h = rows // num_heads, rows % num_heads
     place = (token // total_q * num_heads + h) * total_q + token % total_q
+    inside = rows < num_rows
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + place, mask=rows < num_rows, other=0.0)
-    tl.store(delta_ptr + place, delta, mask=rows < num_rows)
+        delta -= tl.load(dlse_ptr + place, mask=inside, other=0.0)
+    tl.store(delta_ptr + place, delta, mask=inside)
+    lse = tl.load(lse_ptr + place, mask=inside, other=0.0)
+    lse = tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
+    tl.store(lse_log2_ptr + place, lse, mask=inside)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -92,14 +99,15 @@ def dkdv_kernel(
     dk = tl.zeros([TILE_N, PAD_DIM], tl.float32)
     dv = tl.zeros([TILE_N, PAD_DIM_V], tl.float32)
     stride_do = num_heads * HEAD_DIM_V
-    for h in range(kv * group_size, (kv + 1) * group_size):
+    for g in range(group_size):
+        h = kv * group_size + g
         lists = Lists(
             full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
             partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
         )  # fmt: skip
         slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-        bias = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
-        score = Score(scale_log2, softcap, slope, bias, stride_bias_q)
+        plane = plane_of(b, h, stride_bias_b, stride_bias_h)
+        score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
         dropout = Dropout(seed, keep_below, b, h)
         q_h = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
         dout_h = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
@@ -110,11 +118,11 @@ def dkdv_kernel(
             m = unmasked_tile(walk, lists, t, TILE_M)
             q = load_tile(q_h, m, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, False)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, False)
-            lse = lse_in_log2(load_rows(lse_h, m, at.seqlen_q, 0.0, TILE_M, False))
-            delta = load_rows(delta_h, m, at.seqlen_q, 0.0, TILE_M, False)
+            lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, False)
+            delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
             s = dot(k, tl.trans(q), None)
             s, bend = scores(score, s, at, (m + rows)[None, :], keys[:, None], LINEAR)
-            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True)
+            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             dv = dot(rounded(p, do.dtype), do, dv)
@@ -123,13 +131,14 @@ def dkdv_kernel(
             m, bits = masked_tile(walk, lists, t, TILE_M)
             q = load_tile(q_h, m, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
-            lse = lse_in_log2(load_rows(lse_h, m, at.seqlen_q, float("inf"), TILE_M, True))
-            delta = load_rows(delta_h, m, at.seqlen_q, 0.0, TILE_M, True)
+            lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, True)
+            delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, True)
             s = dot(k, tl.trans(q), None)
             s, bend = scores(score, s, at, (m + rows)[None, :], keys[:, None], LINEAR)
-            seen = visible(at, band, lists, bits, (m + rows)[None, :], keys[:, None])
+            inside = (m + rows < at.seqlen_q)[None, :]
+            seen = visible(at, band, lists, bits, (m + rows)[None, :], keys[:, None], inside)
             s = tl.where(seen, s, float("-inf"))
-            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True)
+            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             ds = tl.where(seen, ds, 0.0)  # a hidden key may hold NaN
@@ -169,8 +178,8 @@ def dq_kernel(
         partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
     )  # fmt: skip
     slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-    bias_ptr = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
-    score = Score(scale_log2, softcap, slope, bias_ptr, stride_bias_q)
+    plane = plane_of(b, h, stride_bias_b, stride_bias_h)
+    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     dropout = Dropout(seed, keep_below, b, h)
     unit = scale_log2 if LINEAR else 1.0
@@ -184,9 +193,8 @@ def dq_kernel(
     q = load_tile(q_ptr, m0, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
     stride_do = num_heads * HEAD_DIM_V
     do = load_tile(dout_ptr, m0, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
-    lse = load_rows(lse_ptr + first, m0, at.seqlen_q, float("inf"), TILE_M, True)
-    lse = lse_in_log2(lse)[:, None]
-    delta = load_rows(delta_ptr + first, m0, at.seqlen_q, 0.0, TILE_M, True)[:, None]
+    lse = load_rows(lse_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
+    delta = load_rows(delta_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     dq = tl.zeros([TILE_M, PAD_DIM], tl.float32)
     walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
@@ -196,7 +204,7 @@ def dq_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
         dq = dot(rounded(ds * bend, k.dtype), k, dq)
@@ -206,9 +214,10 @@ def dq_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
-        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :])
+        inside = (n + keys < at.seqlen_k)[None, :]
+        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :], inside)
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
         ds = tl.where(seen, ds, 0.0)  # a hidden key may hold NaN
@@ -223,8 +232,8 @@ def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     call = Call.of(problem, x)
-    delta = _delta(call, out, lse, dout, dlse)
-    saved = (lse, delta, dout.to(problem.dtype))
+    delta, lse_log2 = _delta(call, out, lse, dout, dlse)
+    saved = (lse_log2, delta, dout.to(problem.dtype))
     dk, dv = _dkdv(problem, call, x, saved)
     dq = _dq(problem, call, x, saved)
     dbias = None if x.bias is None else bias_gradient(problem, call, saved)
@@ -232,18 +241,20 @@ def backward(
     return Grads(dq, dk, dv, dbias, dsinks)
 
 
-def _delta(call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+def _delta(
+    call: Call, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor]:
     config = call.config("delta")
-    delta, num_rows = lse.new_empty(lse.shape), lse.numel()
-    if num_rows:
+    delta, lse_log2 = lse.new_empty(2, *lse.shape)
+    if lse.numel():
         dlse = None if dlse is None else dlse.contiguous()
-        delta_kernel[(triton.cdiv(num_rows, config.tile_m),)](
-            out, dout, dlse, delta,
-            out.shape[-2], out.shape[-3], num_rows,
+        delta_kernel[(triton.cdiv(lse.numel(), config.tile_m),)](
+            out, dout, lse, dlse, delta, lse_log2,
+            out.shape[-2], out.shape[-3], lse.numel(),
             HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[4], TILE_M=config.tile_m,
             **launch_options(config),
         )  # fmt: skip
-    return delta
+    return delta, lse_log2
 
 
 def _dkdv(problem: Problem, call: Call, x: Tensors, saved: tuple) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ from onchip.kernels.triton.tile import (
     kept,
     load_rows,
     load_tile,
-    lse_in_log2,
     matrix,
+    plane_of,
     reaches,
     result_matrix,
     row_offset,
@@ -75,8 +75,8 @@ def dbias_kernel(
         bits = bits_of(lists, m0 // BLOCK, n0 // BLOCK)
         if reaches(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
             slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-            bias = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
-            score = Score(scale_log2, softcap, slope, bias, stride_bias_q)
+            plane = plane_of(b, h, stride_bias_b, stride_bias_h)
+            score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
             q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh)
             k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh)
             v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh)
@@ -87,15 +87,17 @@ def dbias_kernel(
             stride_do = num_heads * HEAD_DIM_V
             do = load_tile(do_h, m0, total_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
             first = row_offset(at, h, num_heads, total_q)
-            lse = load_rows(lse_ptr + first, m0, total_q, float("inf"), TILE_M, True)
-            delta = load_rows(delta_ptr + first, m0, total_q, 0.0, TILE_M, True)
+            lse = load_rows(lse_ptr + first, m0, total_q, TILE_M, True)[:, None]
+            delta = load_rows(delta_ptr + first, m0, total_q, TILE_M, True)[:, None]
             rows = m0 + tl.arange(0, TILE_M)
-            s, _ = scores(score, dot(q, tl.trans(k), None), at, rows[:, None], keys[None, :], LINEAR)
-            seen = visible(at, band, lists, bits, rows[:, None], keys[None, :])
+            s = dot(q, tl.trans(k), None)
+            s, _ = scores(score, s, at, rows[:, None], keys[None, :], LINEAR)
+            inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
+            seen = visible(at, band, lists, bits, rows[:, None], keys[None, :], inside)
             s = tl.where(seen, s, float("-inf"))
-            keep = kept(Dropout(seed, keep_below, b, h), rows, n0, TILE_M, TILE_N, False)
+            dropout = Dropout(seed, keep_below, b, h)
+            keep = kept(dropout, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
             dp = dot(do, tl.trans(v), None)
-            lse, delta = lse_in_log2(lse)[:, None], delta[:, None]
             _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
             dbias += tl.where(seen, ds, 0.0)
 

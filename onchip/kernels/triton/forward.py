@@ -1,4 +1,6 @@
-"""FlashAttention v2's forward in Triton: a program owns a tile of queries and folds the keys it sees."""
+"""FlashAttention v2's forward in Triton: a program owns a tile of queries and folds the keys that
+they see.
+"""
 
 import triton
 import triton.language as tl
@@ -20,6 +22,7 @@ from onchip.kernels.triton.tile import (
     load_tile,
     masked_tile,
     matrix,
+    plane_of,
     program_place,
     result_matrix,
     row_offset,
@@ -58,8 +61,8 @@ def forward_kernel(
         partial_tiles_ptr, tiles_ptr, b * stride_mask_b + h * stride_mask_h,
     )  # fmt: skip
     slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
-    bias_ptr = matrix(bias_ptr, b, 0, h, stride_bias_b, 0, stride_bias_h)
-    score = Score(scale_log2, softcap, slope, bias_ptr, stride_bias_q)
+    plane = plane_of(b, h, stride_bias_b, stride_bias_h)
+    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     dropout = Dropout(seed, keep_below, b, h)
     unit = scale_log2 if LINEAR else 1.0
@@ -78,7 +81,7 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
@@ -86,9 +89,10 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
-        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :])
+        inside = (n + keys < at.seqlen_k)[None, :]
+        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :], inside)
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False)
+        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)
 
     first = row_offset(at, h, num_heads, total_q)

@@ -2,10 +2,8 @@
 every call.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from onchip.kernels.configs import TritonConfig, triton_config

@@ -1,5 +1,5 @@
-"""What the portable kernels share: where a program stands, which tiles it walks, and the fold of one
-tile. Leaf functions only; they are inlined into the kernels.
+"""What the portable kernels share: where a program stands, which tiles it walks, the score, and the
+fold of one tile. Leaf functions only; they are inlined into the kernels.
 
 i and j are query and key positions as columns and rows of one tile: (TILE_M, 1) and (1, TILE_N), or
 (1, TILE_M) and (TILE_N, 1) where a kernel works on the transposed tile. Scores are in units of
@@ -46,8 +46,8 @@ class Band(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The block lists of a mask's rows, or of its columns; all None without a mask. `plane` is where
-    the offsets of this batch entry and head begin.
+    """The block lists of a mask's rows, or of its columns; all None without a mask. The offsets of
+    this batch entry and head begin at `plane`.
     """
 
     full_offsets: tl.tensor
@@ -60,12 +60,13 @@ class Lists(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What turns q.k into a score. `bias` points at its first cell for this batch entry and head."""
+    """What turns q.k into a score. The bias of this batch entry and head begins at bias + plane."""
 
     scale_log2: tl.tensor
     softcap: tl.tensor
     slope: tl.tensor
     bias: tl.tensor
+    plane: tl.tensor
     stride_bias: tl.tensor
 
 
@@ -79,10 +80,10 @@ class Dropout(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """The tiles that one program visits, as ranges of entries. An entry is a tile of the other side,
-    or with a mask a FULL block in its list. Every row of the program's tile sees all of the entries
-    first : first + num_unmasked; masked ones are those of lo : first, those from `edge` on, and the
-    PARTIAL blocks. The counts are in tiles.
+    """The tiles that one program visits, as ranges of entries. An entry is a tile of the other
+    side, or with a mask a FULL block in its list. From `first` to `edge` every row of the program's
+    tile sees everything; masked are lo : first, what follows `edge`, and the PARTIAL blocks.
+    num_unmasked and num_masked count tiles.
     """
 
     lo: tl.tensor
@@ -111,7 +112,7 @@ def empty_state(TILE_M: tl.constexpr, PAD_DIM_V: tl.constexpr):
 
 @triton.jit
 def program_place(num_tiles, num_heads, LONGEST_FIRST: tl.constexpr):
-    """(tile, head, batch): the tiles of a head run side by side, because they share its keys in L2."""
+    """(tile, head, batch). The tiles of a head run side by side: they share its keys in L2."""
     pid = tl.program_id(0)
     tile = pid % num_tiles
     if LONGEST_FIRST:
@@ -126,9 +127,10 @@ def sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b):
     """
     if cu_q_ptr is None:
         return Sequence(b, 0, total_q, 0, total_k)
-    start_q, seqlen_q = _clamped(cu_q_ptr + b, total_q)
-    start_k, seqlen_k = _clamped(cu_k_ptr + b, total_k)
-    return Sequence(0, start_q, seqlen_q, start_k, seqlen_k)
+    else:
+        start_q, seqlen_q = _clamped(cu_q_ptr + b, total_q)
+        start_k, seqlen_k = _clamped(cu_k_ptr + b, total_k)
+        return Sequence(0, start_q, seqlen_q, start_k, seqlen_k)
 
 
 @triton.jit
@@ -139,14 +141,15 @@ def _clamped(cu_ptr, total):
 
 
 @triton.jit
+def plane_of(entry, head, stride_b, stride_h):
+    """Where one batch entry and head begin; 64-bit, tensors may pass 2^31 elements."""
+    return tl.cast(entry, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+
+
+@triton.jit
 def matrix(ptr, entry, start, head, stride_b, stride_s, stride_h):
-    """The first element of one sequence and head, None of None. 64-bit: a tensor may pass 2^31
-    elements.
-    """
-    if ptr is None:
-        return None
-    offset = tl.cast(entry, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
-    return ptr + offset + tl.cast(start, tl.int64) * stride_s
+    """The first element of one sequence and head."""
+    return ptr + plane_of(entry, head, stride_b, stride_h) + tl.cast(start, tl.int64) * stride_s
 
 
 @triton.jit
@@ -171,24 +174,26 @@ def load_tile(
     RAGGED tile may reach past the last row.
     """
     rows, dims = tl.arange(0, TILE), tl.arange(0, PAD)
-    at = ptr + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
-    if RAGGED:
-        inside = (row + rows < num_rows)[:, None]
-        if DIM != PAD:
-            inside = inside & (dims < DIM)[None, :]
+    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
+    if RAGGED and DIM != PAD:
+        inside = (row + rows < num_rows)[:, None] & (dims < DIM)[None, :]
         return tl.load(at, mask=inside, other=0.0)
-    if DIM != PAD:
+    elif RAGGED:
+        return tl.load(at, mask=(row + rows < num_rows)[:, None], other=0.0)
+    elif DIM != PAD:
         return tl.load(at, mask=(dims < DIM)[None, :], other=0.0)
-    return tl.load(at)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
-def load_rows(ptr, row, num_rows, outside, TILE: tl.constexpr, RAGGED: tl.constexpr):
-    """The same of one number per row; `outside` past the last one."""
+def load_rows(ptr, row, num_rows, TILE: tl.constexpr, RAGGED: tl.constexpr):
+    """The same of one number per row."""
     rows = row + tl.arange(0, TILE)
     if RAGGED:
-        return tl.load(ptr + rows, mask=rows < num_rows, other=outside)
-    return tl.load(ptr + rows)
+        return tl.load(ptr + rows, mask=rows < num_rows, other=0.0)
+    else:
+        return tl.load(ptr + rows)
 
 
 @triton.jit
@@ -214,15 +219,13 @@ def store_tile(
 ):
     """The inverse of load_tile, in the dtype of ptr."""
     rows, dims = tl.arange(0, TILE), tl.arange(0, PAD)
-    at = ptr + tl.cast(row, tl.int64) * stride + rows[:, None] * stride + dims[None, :]
+    at = ptr + tl.cast(row, tl.int64) * stride + (rows[:, None] * stride + dims[None, :])
     inside = (row + rows < num_rows)[:, None] & (dims < DIM)[None, :]
     tl.store(at, rounded(x, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def walk_tiles(
-    band, lists, start, seqlen, seqlen_other, TILE: tl.constexpr, OTHER: tl.constexpr
-):
+def walk_tiles(band, lists, start, seqlen, seqlen_other, TILE: tl.constexpr, OTHER: tl.constexpr):
     """The Walk of the tile of queries at `start` over the keys.
 
     Seen from the keys the band is its mirror image: a tile of keys walks the queries with left and
@@ -240,7 +243,8 @@ def walk_tiles(
         edge = tl.minimum(edge, tl.maximum(diagonal + band.right + 1, 0))
     if lists.tiles is None:
         return _walk_range(lo, first, edge, hi, OTHER)
-    return _walk_lists(band, lists, start // BLOCK, lo, first, edge, hi, OTHER)
+    else:
+        return _walk_lists(band, lists, start // BLOCK, lo, first, edge, hi, OTHER)
 
 
 @triton.jit
@@ -254,8 +258,7 @@ def _walk_range(lo, first, edge, hi, OTHER: tl.constexpr):
 
 @triton.jit
 def _walk_lists(band, lists, row, lo, first, edge, hi, OTHER: tl.constexpr):
-    full, partial = lists.full_offsets + lists.plane + row, lists.partial_offsets + lists.plane + row
-    f0, f1, p0, p1 = tl.load(full), tl.load(full + 1), tl.load(partial), tl.load(partial + 1)
+    f0, f1, p0, p1 = _row_entries(lists, row)
     f_edge = _entries_below(lists.full_indices, f0, f1, edge // BLOCK)
     f_first, f_lo, f_hi, p_lo, p_hi = f0, f0, f1, p0, p1
     if band.left is not None:
@@ -275,18 +278,26 @@ def _walk_lists(band, lists, row, lo, first, edge, hi, OTHER: tl.constexpr):
 
 
 @triton.jit
+def _row_entries(lists, row):
+    """Where the FULL blocks of one block row begin and end, and where its PARTIAL ones do."""
+    full = lists.full_offsets + lists.plane + row
+    partial = lists.partial_offsets + lists.plane + row
+    return tl.load(full), tl.load(full + 1), tl.load(partial), tl.load(partial + 1)
+
+
+@triton.jit
 def bits_of(lists, row, block):
     """The bit tile of one block, or FULL, or EMPTY."""
     if lists.tiles is None:
         return FULL
-    full, partial = lists.full_offsets + lists.plane + row, lists.partial_offsets + lists.plane + row
-    f0, f1, p0, p1 = tl.load(full), tl.load(full + 1), tl.load(partial), tl.load(partial + 1)
-    f = _entries_below(lists.full_indices, f0, f1, block)
-    p = _entries_below(lists.partial_indices, p0, p1, block)
-    is_full = tl.load(lists.full_indices + f, mask=f < f1, other=-1) == block
-    is_partial = tl.load(lists.partial_indices + p, mask=p < p1, other=-1) == block
-    bits = tl.load(lists.partial_tiles + p, mask=is_partial, other=EMPTY)
-    return tl.where(is_full, FULL, bits)
+    else:
+        f0, f1, p0, p1 = _row_entries(lists, row)
+        f = _entries_below(lists.full_indices, f0, f1, block)
+        p = _entries_below(lists.partial_indices, p0, p1, block)
+        is_full = tl.load(lists.full_indices + f, mask=f < f1, other=-1) == block
+        is_partial = tl.load(lists.partial_indices + p, mask=p < p1, other=-1) == block
+        bits = tl.load(lists.partial_tiles + p, mask=is_partial, other=EMPTY)
+        return tl.where(is_full, FULL, bits)
 
 
 @triton.jit
@@ -317,10 +328,11 @@ def unmasked_tile(walk, lists, t, OTHER: tl.constexpr):
     """Where the t-th unmasked tile begins."""
     if lists.tiles is None:
         return (walk.first + t) * OTHER
-    per_block: tl.constexpr = BLOCK // OTHER
-    e = t // per_block
-    block = tl.load(lists.full_indices + walk.first + e)
-    return block * BLOCK + (t - e * per_block) * OTHER
+    else:
+        per_block: tl.constexpr = BLOCK // OTHER
+        e = t // per_block
+        block = tl.load(lists.full_indices + walk.first + e)
+        return block * BLOCK + (t - e * per_block) * OTHER
 
 
 @triton.jit
@@ -328,14 +340,15 @@ def masked_tile(walk, lists, t, OTHER: tl.constexpr):
     """Where the t-th masked tile begins, and its bit tile or FULL."""
     if lists.tiles is None:
         return _skip_unmasked(walk, t) * OTHER, FULL
-    per_block: tl.constexpr = BLOCK // OTHER
-    e = t // per_block
-    partial = e < walk.num_partial
-    block = tl.load(lists.partial_indices + walk.partial + e, mask=partial, other=0)
-    bits = tl.load(lists.partial_tiles + walk.partial + e, mask=partial, other=FULL)
-    full = lists.full_indices + _skip_unmasked(walk, e - walk.num_partial)
-    block += tl.load(full, mask=partial == 0, other=0)
-    return block * BLOCK + (t - e * per_block) * OTHER, bits
+    else:
+        per_block: tl.constexpr = BLOCK // OTHER
+        e = t // per_block
+        partial = e < walk.num_partial
+        block = tl.load(lists.partial_indices + walk.partial + e, mask=partial, other=0)
+        bits = tl.load(lists.partial_tiles + walk.partial + e, mask=partial, other=FULL)
+        full = lists.full_indices + _skip_unmasked(walk, e - walk.num_partial)
+        block += tl.load(full, mask=partial == 0, other=0)
+        return block * BLOCK + (t - e * per_block) * OTHER, bits
 
 
 @triton.jit
@@ -344,46 +357,52 @@ def _skip_unmasked(walk, e):
 
 
 @triton.jit
-def visible(at, band, lists, bits, i, j):
-    """bool: which queries i see which keys j. Queries past the end are not checked."""
+def visible(at, band, lists, bits, i, j, inside):
+    """bool: which queries i see which keys j. `inside` says which of the side that is walked exist;
+    what the program's own tile holds past the end is not stored.
+    """
     p = i + (at.seqlen_k - at.seqlen_q)
-    seen = j < at.seqlen_k
+    seen = inside
     if band.right is not None:
         seen = seen & (j <= p + band.right)
     if band.left is not None:
         seen = seen & (j >= p - band.left)
     if lists.tiles is not None:
         word = tl.cast(bits, tl.int64) * (BLOCK * WORDS) + i % BLOCK * WORDS + j % BLOCK // 32
-        stored = j < tl.where(bits >= 0, at.seqlen_k, 0)
-        words = tl.load(lists.tiles + word, mask=stored, other=-1)
+        stored = tl.where(bits >= 0, 1 << 30, 0)
+        words = tl.load(lists.tiles + word, mask=j < stored, other=-1)
         seen = seen & ((words >> j % 32 & 1) != 0)
     return seen
 
 
 @triton.jit
 def scores(score, x, at, i, j, LINEAR: tl.constexpr):
-    """The score of x = q.k in log2 units, and d score / d(softmax_scale x), which is 1 but for softcap.
+    """The score of x = q.k in log2 units, and d score / d(softmax_scale x): 1 but for softcap.
 
     LINEAR: the score is scale_log2 x with scale_log2 > 0. It then stays x, in units of scale_log2:
     the maximum commutes with the scaling, and one multiply-add does both scaling and subtraction.
     """
     if LINEAR:
         return x, 1.0
-    bend = 1.0
+    else:
+        s, bend = _bent(score, x)
+        if score.slope is not None:
+            distance = tl.abs(i + (at.seqlen_k - at.seqlen_q) - j).to(tl.float32)
+            s -= distance * (score.slope.to(tl.float32) * LOG2E)
+        if score.bias is not None:
+            cell = score.bias + score.plane + tl.cast(i, tl.int64) * score.stride_bias + j
+            bias = tl.load(cell, mask=(i < at.seqlen_q) & (j < at.seqlen_k), other=0.0)
+            s += bias.to(tl.float32) * LOG2E
+        return s, bend
+
+
+@triton.jit
+def _bent(score, x):
     if score.softcap is None:
-        s = x * score.scale_log2
+        return x * score.scale_log2, 1.0
     else:
         t = tanh(x * (score.scale_log2 * LN2 / score.softcap))
-        s = t * (score.softcap * LOG2E)
-        bend = 1.0 - t * t
-    if score.slope is not None:
-        distance = tl.abs(i + (at.seqlen_k - at.seqlen_q) - j)
-        s -= distance.to(tl.float32) * (score.slope.to(tl.float32) * LOG2E)
-    if score.bias is not None:
-        cell = score.bias + tl.cast(i, tl.int64) * score.stride_bias + j
-        bias = tl.load(cell, mask=(i < at.seqlen_q) & (j < at.seqlen_k), other=0.0)
-        s += bias.to(tl.float32) * LOG2E
-    return s, bend
+        return t * (score.softcap * LOG2E), 1.0 - t * t
 
 
 @triton.jit
@@ -397,16 +416,18 @@ def tanh(x):
 
 
 @triton.jit
-def kept(
-    dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """bool (TILE_M, TILE_N), or TRANSPOSED: what dropout leaves of the tile of `rows` and the keys
-    from n on; the twin of kernels/philox.py. One draw serves four keys. None without dropout.
+    from n on; the twin of kernels/philox.py. One draw serves four keys.
     """
-    if dropout.seed is None:
-        return None
-    quads = (n // 4 + tl.arange(0, TILE_N // 4)).to(tl.uint32)
-    shape: tl.constexpr = [TILE_M, TILE_N // 4]
+    words = tl.reshape(_philox(dropout, rows, n, [TILE_M, TILE_N // 4]), [TILE_M, TILE_N])
+    return (tl.trans(words) if TRANSPOSED else words).to(tl.int64) < dropout.threshold
+
+
+@triton.jit
+def _philox(dropout, rows, n, shape: tl.constexpr):
+    """u32 (TILE_M, TILE_N // 4, 2, 2): the words of lane 2 i + j at [..., i, j]."""
+    quads = (n // 4 + tl.arange(0, shape[1])).to(tl.uint32)
     c0 = tl.broadcast_to(quads[None, :], shape)
     c1 = tl.broadcast_to(rows.to(tl.uint32)[:, None], shape)
     c2 = tl.full(shape, 0, tl.uint32) + tl.cast(dropout.h, tl.uint32)
@@ -419,9 +440,7 @@ def kept(
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
-    words = tl.join(tl.join(c0, c2), tl.join(c1, c3))  # lane 2 i + j at [i, j]
-    words = tl.reshape(words, [TILE_M, TILE_N])
-    return (tl.trans(words) if TRANSPOSED else words).to(tl.int64) < dropout.threshold
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3))
 
 
 @triton.jit
@@ -460,15 +479,10 @@ def add_sink(state, sink):
 
 
 @triton.jit
-def lse_in_log2(lse):
-    """For exp2(s - lse): a row that has seen nothing has s = -inf throughout, so p = 0 with lse 0."""
-    return tl.where(lse == float("-inf"), 0.0, lse * LOG2E)
-
-
-@triton.jit
 def score_gradient(s, dp, lse, delta, keep, unit, keep_scale):
     """p as it met v, without the factor keep_scale, and d loss / d score = p (dp - delta)."""
     p = tl.exp2(s * unit - lse)
     if keep is None:
         return p, p * (dp - delta)
-    return tl.where(keep, p, 0.0), p * (tl.where(keep, dp * keep_scale, 0.0) - delta)
+    else:
+        return tl.where(keep, p, 0.0), p * (tl.where(keep, dp * keep_scale, 0.0) - delta)
