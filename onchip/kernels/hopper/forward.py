@@ -216,6 +216,20 @@ def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n, seqlen_q, seqlen_k,
 
 
 @gluon.jit
+def skip(pipes, cfg, i, turn, count, C: gl.constexpr):
+    """Let `count` key tiles pass that other consumers see and this one does not."""
+    for _ in range(count):
+        pipes.k.wait_full(i)
+        if cfg.PINGPONG:
+            pipes.baton.take(C, turn)
+            pipes.baton.pass_on(C)
+        pipes.k.release(i)
+        i += 1
+        turn += 1
+    return i, turn
+
+
+@gluon.jit
 def consume(out, pipes, job, C: gl.constexpr):
     shape, order, scale, cfg = job.shape, job.order, job.scale, job.cfg
     HEAD_DIM_V: gl.constexpr = out.HEAD_DIM_V
@@ -242,13 +256,16 @@ def consume(out, pipes, job, C: gl.constexpr):
         row = first + 64 * C
         if first < seqlen_q:
             keys = keys_of(shape, first, ROWS, seqlen_q, seqlen_k, cfg.TILE_N)
+            mine = keys_of(shape, row, 64, seqlen_q, seqlen_k, cfg.TILE_N)
             acc = gl.zeros([64, HEAD_DIM_V], gl.float32, O)
             m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
             l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
+            filling = t * cfg.CONSUMERS + C
             if keys.hi > keys.lo:
-                filling = t * cfg.CONSUMERS + C
-                q = pipes.q.slot(filling)
                 pipes.q.wait_full(filling)
+                i, turn = skip(pipes, cfg, i, turn, keys.hi - mine.hi, C)
+            if mine.hi > mine.lo:
+                q = pipes.q.slot(filling)
                 pipes.k.wait_full(i)
                 if cfg.PINGPONG:
                     pipes.baton.take(C, turn)
@@ -261,38 +278,40 @@ def consume(out, pipes, job, C: gl.constexpr):
                 s = scale.bend(warpgroup_mma_wait(num_outstanding=0, deps=(s_next,)))
                 pipes.k.release(i)
                 i += 1
-                s = visible(shape, s, row, (keys.hi - 1) * cfg.TILE_N, seqlen_q, seqlen_k, S)
+                s = visible(shape, s, row, (mine.hi - 1) * cfg.TILE_N, seqlen_q, seqlen_k, S)
                 p_wide, m, alpha = softmax(s, m, scale, True)
                 l = gl.sum(p_wide, 1)
                 p = gl.convert_layout(p_wide.to(q.dtype), P)
                 # Cut tiles are unrolled, not looped: p carried from loop to loop in 16 bits would
                 # be repacked in every iteration (64 more instructions of 520).
                 for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):  # cut by the diagonal
-                    n = keys.hi - 2 - x
-                    if n >= keys.full_hi:
+                    n = mine.hi - 2 - x
+                    if n >= mine.full_hi:
                         p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
                                                  seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
                         i += 1
                         turn += 1
-                whole_hi = gl.minimum(keys.full_hi, keys.hi - 1)
-                for n in range(whole_hi - 1, keys.full_lo - 1, -1):  # every key visible
+                whole_hi = gl.minimum(mine.full_hi, mine.hi - 1)
+                for n in range(whole_hi - 1, mine.full_lo - 1, -1):  # every key visible
                     p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
                                              seqlen_q, seqlen_k, False, C, S, O)  # fmt: skip
                     i += 1
                     turn += 1
                 if shape.HAS_LEFT:
                     for x in gl.static_range(CUTS):  # cut by the left side of the window
-                        n = gl.minimum(keys.full_lo, whole_hi) - 1 - x
-                        if n >= keys.lo:
+                        n = gl.minimum(mine.full_lo, whole_hi) - 1 - x
+                        if n >= mine.lo:
                             p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
                                                      seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
                             i += 1
                             turn += 1
-                if not cfg.OUT_IN_Q:
-                    pipes.q.release(filling)
                 pipes.v.wait_full(i - 1)
                 acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+            if keys.hi > keys.lo:
+                i, turn = skip(pipes, cfg, i, turn, mine.lo - keys.lo, C)
+                if not cfg.OUT_IN_Q:
+                    pipes.q.release(filling)
             m_log2 = m * scale.scale_log2
             if out.HAS_SINKS:
                 sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
@@ -317,7 +336,7 @@ def consume(out, pipes, job, C: gl.constexpr):
             if keys.hi > keys.lo:
                 if cfg.OUT_IN_Q:
                     store_wait(0)
-                    pipes.q.release(t * cfg.CONSUMERS + C)
+                    pipes.q.release(filling)
                 t += 1
         if cfg.DYNAMIC:
             taken += 1

@@ -111,16 +111,27 @@ def keys_of(shape, row, rows, seqlen_q, seqlen_k, TILE_N: gl.constexpr):
 def visible(shape, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
     """s with -inf at keys past the end or outside the window; row, col: position of its corner."""
     rows = row + seqlen_k - seqlen_q + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-    cols = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    last = gl.zeros_like(rows) + (seqlen_k - 1 - col)
     if shape.HAS_RIGHT:
-        # the last visible key of a row is the nearer of its window's and the sequence's end
-        last = gl.minimum(rows + shape.right, seqlen_k - 1)
-        s = gl.where(cols[None, :] <= last[:, None], s, float("-inf"))
-    else:
-        s = gl.where((cols < seqlen_k)[None, :], s, float("-inf"))
+        last = gl.minimum(last, rows + (shape.right - col))
+    s = _keep("le", s, cols, last)
     if shape.HAS_LEFT:
-        s = gl.where(cols[None, :] >= (rows - shape.left)[:, None], s, float("-inf"))
+        s = _keep("ge", s, cols, rows - (shape.left + col))
     return s
+
+
+@gluon.jit
+def _keep(compare: gl.constexpr, s, cols, bound):
+    """s where `cols compare bound`, else -inf. In assembly, because the compiler would hoist the
+    comparisons above the product and park 64 predicates in integer registers (390 instructions
+    instead of 160).
+    """
+    cols, bound = gl.broadcast(cols[None, :], bound[:, None])
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp." + compare + ".s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [s, cols, bound], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @aggregate
