@@ -31,7 +31,7 @@ from onchip.state import add_sink, finalize, resume
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
-_CALL_COST = 1 << 16  # cells' worth of time that one call costs beyond its cells
+_CALL_COST = 1 << 16  # a call costs 100 us beyond its cells: as many cells of one head
 
 
 class Call(NamedTuple):
@@ -84,7 +84,7 @@ def _forward_plane(
 ) -> None:
     q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
     out, lse = plane.of_queries(out), plane.of_rows(lse)
-    for call in _calls(plane.visibility):
+    for call in _calls(plane.visibility, q.shape[0] * q.shape[1]):
         rows = slice(call.q0, call.q1)
         if not call.spans:
             out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
@@ -144,7 +144,7 @@ def _backward_plane(
     q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
     k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
     lse = plane.of_rows(lse)
-    for call in _calls(plane.visibility):
+    for call in _calls(plane.visibility, q.shape[0] * q.shape[1]):
         if not call.spans:
             continue
         rows = slice(call.q0, call.q1)
@@ -176,7 +176,7 @@ def _is_whole(problem: Problem, x: Tensors) -> bool:
 
 
 @lru_cache(maxsize=16)  # the backward pass asks again what the forward asked
-def _calls(rule: Visibility) -> tuple[Call, ...]:
+def _calls(rule: Visibility, heads: int) -> tuple[Call, ...]:
     """Cover the rows with calls: neighbouring blocks share one when that is cheaper than one call
     each.
     """
@@ -188,7 +188,7 @@ def _calls(rule: Visibility) -> tuple[Call, ...]:
     calls: list[Call] = []
     for q0 in range(0, rule.seqlen_q, BLOCK):
         block = _spanning(rule, q0, min(q0 + BLOCK, rule.seqlen_q))
-        joined = _join(rule, calls[-1], block) if calls else None
+        joined = _join(rule, calls[-1], block, heads) if calls else None
         if joined is None:
             calls.append(block)
         else:
@@ -196,12 +196,12 @@ def _calls(rule: Visibility) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _join(rule: Visibility, above: Call, below: Call) -> Call | None:
+def _join(rule: Visibility, above: Call, below: Call, heads: int) -> Call | None:
     """One call for both, if it is cheaper and no row meets a block that is EMPTY to it."""
     if rule.mask is not None and above.spans != below.spans:
         return None
     joined = _spanning(rule, above.q0, below.q1)
-    cheaper = _cost(joined) <= _cost(above) + _cost(below)
+    cheaper = _cost(joined, heads) <= _cost(above, heads) + _cost(below, heads)
     return joined if cheaper and _cells(joined) <= _MASKED_CELLS else None
 
 
@@ -213,7 +213,7 @@ def _cells(call: Call) -> int:
     return (call.q1 - call.q0) * sum(k1 - k0 for k0, k1 in call.spans)
 
 
-def _cost(call: Call) -> float:
+def _cost(call: Call, heads: int) -> float:
     """Time in cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768, by 256
     from there, and is measured 1.5x and 1.2x slower per cell on the smaller splits.
     """
@@ -221,7 +221,7 @@ def _cost(call: Call) -> float:
         return 0.0
     rows = call.q1 - call.q0
     slowness = 1.5 if rows < 192 else 1.2 if rows < 768 else 1.0
-    return _cells(call) * slowness + _CALL_COST
+    return _cells(call) * slowness + _CALL_COST / heads
 
 
 def _float_mask(
@@ -232,6 +232,12 @@ def _float_mask(
     """
     if call.is_causal:
         return None, None
+    if rule.mask is None:  # the tiles of a band all look alike but at its ends
+        ((k0, k1),) = call.spans
+        rows = call.q1 - call.q0
+        diagonal = call.q0 + rule.seqlen_k - rule.seqlen_q - k0
+        like = Visibility(rows, diagonal + rows, rule.causal, rule.window_size, None, 0, 0)
+        return _band_mask(like, k1 - k0, dtype)
     tiles = [rule.tile(call.q0, call.q1, k0, k1, "cpu") for k0, k1 in call.spans]
     if all(t is None for t in tiles):
         return None, None
@@ -240,7 +246,19 @@ def _float_mask(
         torch.ones(rows, k1 - k0, dtype=torch.bool) if t is None else t
         for t, (k0, k1) in zip(tiles, call.spans, strict=True)
     ]
-    visible = tiles[0] if len(tiles) == 1 else torch.cat(tiles, 1)
+    return _as_float(torch.cat(tiles, 1), dtype)
+
+
+@lru_cache(maxsize=4)  # at most 16 MB each
+def _band_mask(
+    rule: Visibility, keys: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of `keys` keys from the first on, for all rows of the rule."""
+    visible = rule.tile(0, rule.seqlen_q, 0, keys, "cpu")
+    return (None, None) if visible is None else _as_float(visible, dtype)
+
+
+def _as_float(visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     blind = ~visible.any(1)
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
     return mask, blind if bool(blind.any()) else None

@@ -173,7 +173,7 @@ class TestWork:
         ],
     )
     def test_cells(self, rule, budget):
-        calls = aten._calls(rule)
+        calls = aten._calls(rule, 8)
         assert [c.q0 for c in calls[1:]] == [c.q1 for c in calls[:-1]]
         assert calls[0].q0 == 0 and calls[-1].q1 == rule.seqlen_q
         visible = rule.tile(0, rule.seqlen_q, 0, rule.seqlen_k, "cpu").sum().item()

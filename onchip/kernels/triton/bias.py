@@ -65,7 +65,7 @@ def dbias_kernel(
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
     stop = batch // entries * (num_heads // heads) * (num_tiles_q // tiles)
     for c in range(part * num_summed, tl.minimum((part + 1) * num_summed, stop)):
-        tile_c, h, b, _ = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
+        tile_c, h, b, rest = _digits(c, num_tiles_q // tiles, num_heads // heads, batch)
         m0, h, b = (tile + tile_c) * TILE_M, head + h, entry + b
         at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
         lists = Lists(
@@ -91,14 +91,14 @@ def dbias_kernel(
             delta = load_rows(delta_ptr + first, m0, total_q, TILE_M, True)[:, None]
             rows = m0 + tl.arange(0, TILE_M)
             s = dot(q, tl.trans(k), None)
-            s, _ = scores(score, s, at, rows[:, None], keys[None, :], LINEAR)
+            s, bend = scores(score, s, at, rows[:, None], keys[None, :], LINEAR)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
             seen = visible(at, band, lists, bits, rows[:, None], keys[None, :], inside)
             s = tl.where(seen, s, float("-inf"))
             dropout = Dropout(seed, keep_below, b, h)
             keep = kept(dropout, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
             dp = dot(do, tl.trans(v), None)
-            _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
+            p, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
             dbias += tl.where(seen, ds, 0.0)
 
     plane = ((part * entries + entry) * heads + head).to(tl.int64)
