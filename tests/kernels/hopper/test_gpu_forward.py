@@ -1,0 +1,139 @@
+"""The Hopper forward against the oracle, on the GPU it is written for."""
+
+import pytest
+import torch
+
+import onchip
+from onchip.testing import assert_accurate, make_packed, make_qkv
+
+pytestmark = [
+    pytest.mark.hopper,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="needs a Hopper GPU",
+    ),
+]
+DIMS = [64, 128, 256]
+
+
+def attend(q, k, v, **options):
+    return onchip.attention(q, k, v, kernel="hopper", return_lse=True, **options)
+
+
+def inputs(seqlen_q, seqlen_k=None, dim=128, dtype=torch.bfloat16, **shape):
+    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype} | shape
+    return make_qkv(2, seqlen_q, seqlen_k, device="cuda", **shape)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("distribution", ["normal", "outlier"])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (63, 111), (799, 1023), (1023, 1023)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(dim, distribution, seqlen_q, seqlen_k, causal):
+    q, k, v = inputs(seqlen_q, seqlen_k, dim, distribution=distribution)
+    assert_accurate(attend, q, k, v, causal=causal)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("window", [(200, 37), (3, 0), (0, 0), (None, 5), (1000, None)])
+def test_windows(dim, window):
+    assert_accurate(attend, *inputs(700, 1111, dim), window_size=window)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_that_see_nothing(dim):
+    q, k, v = inputs(300, 111, dim)
+    out, lse = attend(q, k, v, causal=True)
+    assert out[:, :189].eq(0).all() and lse[:, :, :189].eq(-torch.inf).all()
+    assert_accurate(attend, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_softcap_and_sinks(dim, dtype):
+    q, k, v = inputs(333, 444, dim, dtype)
+    sinks = torch.randn(8, device="cuda")
+    assert_accurate(attend, q, k, v, causal=True, softcap=5.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("dim, dim_v", [(80, 48), (40, 128), (128, 64), (192, 128), (8, 256)])
+def test_head_dims_are_padded(dim, dim_v):
+    assert_accurate(attend, *inputs(200, 300, dim, head_dim_v=dim_v), causal=True)
+
+
+def test_heads_first_views():
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(500))
+    assert_accurate(attend, q, k, v, causal=True)
+
+
+def test_long_rows_in_many_sections():
+    q, k, v = inputs(5001, num_heads=16, num_kv_heads=16)
+    assert_accurate(attend, q, k, v, causal=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 7)}])
+def test_packed_with_nan_neighbours(dim, options):
+    x = make_packed(
+        [5, 130, 0, 777, 64], [9, 200, 3, 777, 1], num_heads=4, num_kv_heads=2, head_dim=dim,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    varlen = lambda q, k, v, **o: onchip.varlen_attention(
+        q, k, v, kernel="hopper", return_lse=True, **o
+    )
+    assert_accurate(varlen, x.q, x.k, x.v, **x.options, **options)
+    clean, _ = varlen(x.q, x.k, x.v, **x.options, **options)
+    k, v = x.k.clone(), x.v.clone()
+    keys = slice(int(x.options["cu_seqlens_k"][3]), int(x.options["cu_seqlens_k"][4]))
+    k[keys], v[keys] = torch.nan, torch.nan
+    dirty, _ = varlen(x.q, k, v, **x.options, **options)
+    others = torch.ones(len(x.q), dtype=torch.bool, device="cuda")
+    others[int(x.options["cu_seqlens_q"][3]) : int(x.options["cu_seqlens_q"][4])] = False
+    assert torch.equal(dirty[others], clean[others])
+
+
+def test_bad_offsets_give_wrong_rows_not_a_wild_access():
+    x = make_packed([100, 100], num_heads=2, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    wild = torch.tensor([0, 10**6, -(10**6)], dtype=torch.int32, device="cuda")
+    onchip.varlen_attention(x.q, x.k, x.v, wild, wild, 100, 100, kernel="hopper")
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_same_bits_every_time(dim, causal):
+    q, k, v = inputs(1500, dim=dim)
+    first = attend(q, k, v, causal=causal)
+    for _ in range(100):
+        again = attend(q, k, v, causal=causal)
+        assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])
+
+
+def test_a_call_can_be_captured_and_synchronises_nothing():
+    q, k, v = inputs(512)
+    expected = attend(q, k, v, causal=True)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attend(q, k, v, causal=True)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+def test_unaligned_strides_are_refused_and_served_elsewhere():
+    q, k, v = (t[..., 1:65] for t in inputs(64, dim=72))
+    with pytest.raises(onchip.UnsupportedError, match="16-byte"):
+        attend(q, k, v)
+    assert onchip.attention(q, k, v).shape == q.shape
+
+
+def test_lengths_are_not_specialised():
+    from onchip.kernels.hopper.forward import forward_kernel
+
+    x = inputs(2048, dim=64)
+    attend(*x, causal=True)
+    cache = forward_kernel.device_caches[torch.cuda.current_device()][0]
+    before = len(cache)
+    for n in range(1, 1000, 37):
+        attend(*(t[:, :n] for t in x), causal=True)
+    assert len(cache) - before <= 1
