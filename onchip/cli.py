@@ -62,6 +62,9 @@ def _add_bench(commands) -> None:
     p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as a results file")
     p.add_argument("--quick", action="store_true", help="small sizes, no bars")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
+    p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.set_defaults(run=_bench)
 
 
@@ -128,11 +131,21 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json:
         _check_writable(args.json)
     console = Console()
-    with _progress(console) as tell:
-        session = harness.Session(args.quick, args.threads, tell)
+
+    def keep(row: harness.Row) -> None:
+        harness.print_row(console, row)
+        if args.json:
+            harness.write_results(session.rows, args.json, session.where)
+
+    session = harness.Session(args.quick, args.threads, keep=keep)
+    session.seqlens, session.head_dims, session.flex = args.seqlens, args.head_dims, args.flex
+    session.say = lambda sentence: console.print(
+        sentence, markup=False, highlight=False, soft_wrap=True
+    )
+    with _progress(console) as session.tell:
         module.run(session)
     if args.json:
-        harness.write_results(session.rows, args.json)
+        harness.write_results(session.rows, args.json, session.where)
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1

@@ -45,15 +45,31 @@ def attend(problem: Problem, x: Tensors, kernel: str | None) -> tuple[Tensor, Te
     """(out, lse, stats), differentiable in the first two; stats is max_logit and entropy stacked,
     empty unless problem.return_stats.
     """
-    tensors, scalars = x[:_NUM_TENSORS], _scalars(problem, kernel)
+    wants_grad = torch.is_grad_enabled() and _wants_grad(x)
+    if not wants_grad and _is_eager(x.q):
+        return _run_forward(problem, x, kernel)
+    args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
-    if not (torch.is_grad_enabled() and _wants_grad(x)):
-        return _FORWARD(*tensors, *scalars, mask)
+    if not wants_grad:
+        return _FORWARD(*args, mask)
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
-    return _Attention.apply(*tensors, *scalars, *mask)
+    return _Attention.apply(*args, *mask)
+
+
+def _is_eager(q: Tensor) -> bool:
+    """Whether nobody is watching (compilers, tracers, modes, transforms): then the op, which is
+    there for them, would only cost its 15 us.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.jit.is_tracing()
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -161,7 +177,10 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 
 
 def _forward(*args):
-    problem, x, kernel = _unflatten(args)
+    return _run_forward(*_unflatten(args))
+
+
+def _run_forward(problem: Problem, x: Tensors, kernel: str | None) -> tuple[Tensor, Tensor, Tensor]:
     check_values(problem, x)
     module = _module(problem, x, kernel)
     with _no_autocast(x.q):

@@ -5,7 +5,7 @@ itself again.
 import math
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -186,7 +186,8 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         bool(options.return_stats),
         bool(options.deterministic),
     )
-    check_extras(problem, x)
+    if any(t is not None for t in x[5:]):
+        check_extras(problem, x)
     return problem
 
 
@@ -197,39 +198,42 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
             raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
         if t.dim() != rank:
             raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
-        if t.dtype not in DTYPES:
-            raise ValueError(
-                f"{name}.dtype={t.dtype} is not one of float64, float32, float16, bfloat16"
-            )
         if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():
             raise ValueError(
                 f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
                 f" call {name}.contiguous()"
             )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
+        _refuse_dtypes(q, k, v)
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must share a device, got {q.device}, {k.device}, {v.device}")
     if q.dtype == torch.float64 and q.device.type not in ("cpu", "meta"):
-        raise UnsupportedError(
-            f"float64 is served on the CPU, not on {q.device}: use float32 there"
-        )
+        raise UnsupportedError(f"float64 is served on the CPU, not on {q.device}: use float32")
     _check_shapes(q, k, v)
 
 
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dtype not in DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+            raise ValueError(f"{name}.dtype={t.dtype} is not one of {names}")
+    raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    *batch_q, num_heads, head_dim = q.shape
+    *rows_k, num_kv_heads, head_dim_k = k.shape
+    head_dim_v = v.shape[-1]
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if q.dim() == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head_dim {q.shape[-1]}, k has head_dim {k.shape[-1]}")
-    for name, t in (("head_dim", q), ("head_dim_v", v)):
-        if not 1 <= t.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}={t.shape[-1]} must lie between 1 and {MAX_HEAD_DIM}")
-    num_heads, num_kv_heads = q.shape[-2], k.shape[-2]
+    if len(rows_k) == 2 and batch_q[0] != rows_k[0]:
+        raise ValueError(f"q has batch {batch_q[0]}, k and v have batch {rows_k[0]}")
+    if head_dim != head_dim_k:
+        raise ValueError(f"q has head_dim {head_dim}, k has head_dim {head_dim_k}")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
+        raise ValueError(f"{head_dim=} and {head_dim_v=} must lie between 1 and {MAX_HEAD_DIM}")
     if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}")
 
@@ -263,21 +267,19 @@ def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> int:
 
 
 def check_options(options: Options, q: Tensor) -> None:
-    scale = options.softmax_scale
+    scale, softcap, dropout_p = options.softmax_scale, options.softcap, options.dropout_p
     if scale is not None and not _is_finite(scale):
         raise ValueError(f"softmax_scale={scale} must be a finite number")
-    if not _is_finite(options.softcap) or options.softcap < 0:
-        raise ValueError(
-            f"softcap={options.softcap} must be a finite number >= 0 (0 switches it off)"
-        )
-    if not _is_finite(options.dropout_p) or not 0.0 <= options.dropout_p < 1.0:
-        raise ValueError(f"dropout_p={options.dropout_p} must lie in [0, 1)")
-    check_window(options.window_size)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if options.out_dtype not in (None, q.dtype, wide):
-        raise ValueError(
-            f"out_dtype={options.out_dtype} must be {q.dtype} or {wide} for {q.dtype} inputs"
-        )
+    if not _is_finite(softcap) or softcap < 0:
+        raise ValueError(f"{softcap=} must be a finite number >= 0 (0 switches it off)")
+    if not _is_finite(dropout_p) or not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"{dropout_p=} must lie in [0, 1)")
+    if options.window_size != (None, None):
+        check_window(options.window_size)
+    if options.out_dtype is not None:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if options.out_dtype not in (q.dtype, wide):
+            raise ValueError(f"out_dtype={options.out_dtype} must be {q.dtype} or {wide}")
 
 
 def check_window(window_size: Window) -> None:

@@ -48,7 +48,7 @@ q, k, v = qkv()
             (q, k.transpose(-1, -2).contiguous().transpose(-1, -2), v),
         ),
         ("head_dim=320", tuple(torch.randn(1, 2, 1, 320) for _ in range(3))),
-        ("head_dim=0", (q[..., :0], k[..., :0], v)),
+        ("head_dim=0 and head_dim_v=16", (q[..., :0], k[..., :0], v)),
     ],
 )
 def test_tensors(match, bad):

@@ -9,6 +9,10 @@ from types import ModuleType
 
 BENCHES = {
     "cpu": "attention on this CPU against torch SDPA: dense, masked, packed, memory, overhead",
+    "forward": "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
+    "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
+    "short": "GPU: sequences of at most 512 tokens, and what a call costs the host",
+    "masks": "GPU: windows, block-sparse masks, masks of single bits",
 }
 
 

@@ -68,6 +68,8 @@ BARS = (
 
 
 def run(session: Session) -> None:
+    if session.seqlens or session.head_dims or session.flex:
+        raise ValueError("--seqlens, --head-dims and --flex are for the benchmarks of a GPU")
     torch.set_num_threads(session.threads)
     session.run(
         [

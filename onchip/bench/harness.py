@@ -2,6 +2,7 @@
 
 A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer,
 above 1 is faster; `error` and `peer_error` are RMSEs against fp64; null where there is no peer.
+Rows of a GPU carry more columns, which `gpu.py` explains.
 """
 
 import datetime
@@ -10,7 +11,7 @@ import math
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -41,13 +42,14 @@ class Case:
     batch: int = 1
     num_heads: int = 8
     backward: bool = False
+    way: str = ""  # the pass, where it is neither forward nor forward+backward
 
     def row(self, kernel: str, value: float, unit: str, **measured: object) -> Row:
         blank = dict(peers={}, best_peer=None, ratio=None, error=None, peer_error=None)
         return {
             "bench": self.bench,
             "kernel": kernel,
-            "pass": "forward+backward" if self.backward else "forward",
+            "pass": self.pass_name,
             "mask": self.mask,
             "dtype": self.dtype_name,
             "head_dim": self.head_dim,
@@ -62,13 +64,16 @@ class Case:
         }
 
     @property
+    def pass_name(self) -> str:
+        return self.way or ("forward+backward" if self.backward else "forward")
+
+    @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.").lower()
 
     def __str__(self) -> str:
-        way = "forward+backward" if self.backward else "forward"
         size = f"{self.seqlen:,} tokens, head_dim {self.head_dim}"
-        return f"{self.bench} {self.mask}, {size}, {self.dtype_name}, {way}"
+        return f"{self.bench} {self.mask}, {size}, {self.dtype_name}, {self.pass_name}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,11 @@ class Contender:
         return torch.randn_like(self.forward())
 
 
-class Inaccurate(Exception):
+class Refused(Exception):
+    """There is no row, and the message says why."""
+
+
+class Inaccurate(Refused):
     """A result outside the accuracy rule: it has no time worth reporting."""
 
 
@@ -152,7 +161,13 @@ class Exact:
 
 @dataclass
 class Session:
-    """One run of a benchmark: its rows, what was refused, and how to tell the progress bar."""
+    """One run of a benchmark: its rows, what was refused, and whom to tell.
+
+    tell(title, done) moves the progress bar, keep(row) gets every row as soon as it is measured,
+    say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
+    of a GPU benchmark, flex asks for FlexAttention there. watch(start) tells the clocks since then,
+    where what the results file says about the machine, if that is not the CPU.
+    """
 
     quick: bool = False
     threads: int = 2
@@ -160,16 +175,34 @@ class Session:
     rows: list[Row] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     device: torch.device = torch.device("cpu")
+    keep: Callable[[Row], None] = lambda row: None
+    say: Callable[[str], None] = lambda sentence: None
+    seqlens: Sequence[int] = ()
+    head_dims: Sequence[int] = ()
+    flex: bool = False
+    where: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[float], dict[str, Any]] = lambda start: {}
+    said: set[str] = field(default_factory=set)
 
-    def run(self, steps: Iterable[tuple[str, Callable[[], Row]]]) -> None:
-        """Each step gives a row or refuses to; the titles go to the progress bar."""
+    def run(self, steps: Iterable[tuple[str, Callable[[], Row | list[Row]]]]) -> None:
+        """Each step gives a row, or several, or refuses to; the titles go to the progress bar."""
         steps = list(steps)
         for i, (title, step) in enumerate(steps):
             self.tell(title, i / len(steps))
             try:
-                self.rows.append(step())
-            except Inaccurate as error:
+                measured = step()
+            except Refused as error:
                 self.refused.append(f"{title}: {error}")
+                continue
+            for row in measured if isinstance(measured, list) else [measured]:
+                self.rows.append(row)
+                self.keep(row)
+
+    def note(self, sentence: str, first: str = "") -> None:
+        """Say it, but once, with where it came up first."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            self.say(sentence + first)
 
     def contest(
         self, case: Case, kernel: str, ours: Contender, peers: list[Contender], judge: Judge
@@ -202,12 +235,19 @@ class Session:
 
 
 class Bar(NamedTuple):
-    """What the rows it selects must reach: geomean ratio >= at_least, or every value <= at_most."""
+    """What the rows it selects must reach: geomean ratio >= at_least, or every value <= at_most.
+
+    measure(rows) takes the place of the geomean or of the largest value, unit that of its unit. An
+    optional bar is not judged if no row speaks to it.
+    """
 
     name: str
     selects: Callable[[Row], bool]
     at_least: float | None = None
     at_most: float | None = None
+    measure: Callable[[list[Row]], float] | None = None
+    unit: str | None = None
+    optional: bool = False
 
 
 class Verdict(NamedTuple):
@@ -225,26 +265,49 @@ class Verdict(NamedTuple):
 
 
 def judge(rows: list[Row], bars: Iterable[Bar]) -> list[Verdict]:
-    """One verdict per bar; a bar that no row speaks to is missed."""
+    """One verdict per bar; a bar that no row speaks to is missed, or left out if optional."""
     verdicts = []
     for bar in bars:
         chosen = [row for row in rows if bar.selects(row)]
-        if not chosen:
+        if chosen:
+            verdicts.append(_verdict(bar, chosen))
+        elif not bar.optional:
             verdicts.append(Verdict(bar, None, ""))
-        elif bar.at_least is not None:
-            verdicts.append(Verdict(bar, geomean([row["ratio"] for row in chosen]), "x"))
-        else:
-            verdicts.append(Verdict(bar, max(r["value"] for r in chosen), chosen[0]["unit"]))
     return verdicts
+
+
+def _verdict(bar: Bar, rows: list[Row]) -> Verdict:
+    if bar.at_least is not None:
+        measure, unit = lambda rows: geomean([row["ratio"] for row in rows]), "x"
+    else:
+        measure, unit = lambda rows: max(row["value"] for row in rows), rows[0]["unit"]
+    return Verdict(bar, (bar.measure or measure)(rows), unit if bar.unit is None else bar.unit)
+
+
+def worst_cell(bar: float) -> Callable[[list[Row]], float]:
+    """The least ratio; a cell whose 10-90 % band holds the bar is tied with it."""
+
+    def tied(row: Row) -> bool:
+        low, high = row["band"]
+        return low <= bar <= high
+
+    return lambda rows: min(bar if tied(row) else row["ratio"] for row in rows)
 
 
 def geomean(values: list[float]) -> float:
     return math.exp(sum(math.log(x) for x in values) / len(values))
 
 
-def write_results(rows: list[Row], path: Path) -> None:
-    document = {"meta": meta(), "schema": SCHEMA, "rows": rows}
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def write_results(rows: list[Row], path: Path, where: dict[str, Any] | None = None) -> None:
+    """`where` takes the place of what meta() says about the machine. The file is whole at any time,
+    so that a benchmark that is killed leaves the rows it has measured.
+    """
+    document = {"meta": meta() | (where or {}), "schema": SCHEMA, "rows": rows}
+    ordinary = path.is_file() or not path.exists()  # a terminal or a pipe is not replaced
+    part = path.with_name(f"{path.name}.part") if ordinary else path
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if ordinary:
+        part.replace(path)
 
 
 def meta() -> dict[str, Any]:
@@ -265,8 +328,11 @@ def _version(package: str) -> str | None:
         return None
 
 
+@cache
 def _commit() -> str | None:
-    """The commit of the source tree, with a + if it was changed since; None outside one."""
+    """The commit of the source tree, with a + if it was changed since; None outside one. It is
+    asked for once: the code that runs is the code that was loaded.
+    """
     git = [
         "git",
         "-C",
@@ -291,28 +357,35 @@ def _clocks() -> dict[str, float]:
 
 
 def print_session(console, session: Session, verdicts: list[Verdict]) -> None:
-    """The rows, what was refused, and the bars if they were judged."""
-    console.print(_rows_table(session.rows))
+    """What was refused, and the bars if they were judged."""
     for sentence in session.refused:
-        console.print(f"refused: {sentence}", markup=False, highlight=False)
+        console.print(f"refused: {sentence}", markup=False, highlight=False, soft_wrap=True)
     if verdicts:
         console.print(_verdicts_table(verdicts))
 
 
-def _rows_table(rows: list[Row]):
-    from rich.table import Table
+def print_row(console, row: Row) -> None:
+    console.print(line(row), markup=False, highlight=False, soft_wrap=True)
 
-    table = Table("bench", "mask", "pass", "type", "D", "tokens", box=None)
-    for name in ("onchip", "peer", "ratio"):
-        table.add_column(name, justify="right")
-    for r in rows:
-        way = "fwd+bwd" if "backward" in r["pass"] else "fwd"
-        sizes = (SHORT[r["dtype"]], f"{r['head_dim'] or ''}", f"{r['seqlen']:,}")
-        peer = f"{r['peers'][r['best_peer']]:.3g}" if r["best_peer"] else ""
-        ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
-        value = f"{r['value']:.3g} {r['unit']}"
-        table.add_row(r["bench"], r["mask"], way, *sizes, value, peer, ratio)
-    return table
+
+def line(r: Row) -> str:
+    """One row, as wide as it is: what was asked, what it took, and against whom."""
+    head_dim = f"D {r['head_dim']}" if r["head_dim"] else ""
+    tokens = f"{r['batch']} x {r['seqlen']:,}" if r["seqlen"] else ""
+    asked = f"{r['bench']:<16} {r['mask']:<14} {r['pass']:<16} {SHORT[r['dtype']]:<4} {head_dim:<5}"
+    ratio = f"{r['ratio']:.3g}x {r['best_peer']}" if r["best_peer"] else ""
+    band = " [{:.3f}, {:.3f}]".format(*r["band"]) if r.get("band") else ""
+    peers = ", ".join(f"{name} {value:.4g}" for name, value in r["peers"].items())
+    clocks = " ".join(f"{value:.0f} {unit}" for unit, value in _under_load(r).items())
+    doubts = "".join(f"; does not count: {doubt}" for doubt in r.get("doubts", ()))
+    value = f"{r['value']:.4g} {r['unit']}"
+    parts = (f"{asked} {tokens:>12} {r['kernel']:<9} {value:>14}", ratio + band, peers, clocks)
+    return "  ".join(part for part in parts if part) + doubts
+
+
+def _under_load(row: Row) -> dict[str, float]:
+    units = {"MHz": "sm_mhz", "W": "power_w"}
+    return {u: row[name] for u, name in units.items() if row.get(name) is not None}
 
 
 def _verdicts_table(verdicts: list[Verdict]):
@@ -321,7 +394,8 @@ def _verdicts_table(verdicts: list[Verdict]):
     table = Table("bar", "measured", "asked", "")
     for v in verdicts:
         least = v.bar.at_least is not None
-        asked = f">= {v.bar.at_least:g}x" if least else f"<= {v.bar.at_most:g} {v.unit}"
-        measured = "no row" if v.measured is None else f"{v.measured:.3g} {v.unit}"
+        bound = f">= {v.bar.at_least:.4g}" if least else f"<= {v.bar.at_most:.4g}"
+        asked = f"{bound} {v.unit}"
+        measured = "no row" if v.measured is None else f"{v.measured:.4g} {v.unit}"
         table.add_row(v.bar.name, measured, asked, "[green]met[/]" if v.ok else "[red]missed[/]")
     return table

@@ -12,7 +12,7 @@ WINDOW, NUM_DOCUMENTS, BLOCK, DENSITY = 256, 16, 128, 0.1
 
 
 class Pattern(NamedTuple):
-    """visible(rows) -> bool (len(rows), n) on the CPU; options say the same to onchip.attention."""
+    """visible(rows) -> bool (len(rows), n) on rows' device; options say it to onchip.attention."""
 
     name: str
     visible: Callable[[Tensor], Tensor]
@@ -20,38 +20,43 @@ class Pattern(NamedTuple):
 
 
 def dense(n: int) -> Pattern:
-    return Pattern("none", lambda rows: torch.ones(len(rows), n, dtype=torch.bool), {})
+    visible = lambda rows: torch.ones(len(rows), n, dtype=torch.bool, device=rows.device)
+    return Pattern("none", visible, {})
 
 
 def causal(n: int) -> Pattern:
-    return Pattern("causal", lambda rows: torch.arange(n) <= rows[:, None], {"causal": True})
+    return Pattern("causal", lambda rows: _keys(n, rows) <= rows[:, None], {"causal": True})
 
 
-def window(n: int) -> Pattern:
-    """Each query sees itself and the 255 keys before it."""
-    distance = lambda rows: rows[:, None] - torch.arange(n)
-    visible = lambda rows: (distance(rows) >= 0) & (distance(rows) < WINDOW)
-    return Pattern(f"window {WINDOW}", visible, {"window_size": (WINDOW - 1, 0)})
+def window(n: int, size: int = WINDOW) -> Pattern:
+    """Each query sees itself and the size - 1 keys before it."""
+    distance = lambda rows: rows[:, None] - _keys(n, rows)
+    visible = lambda rows: (distance(rows) >= 0) & (distance(rows) < size)
+    return Pattern(f"window {size}", visible, {"window_size": (size - 1, 0)})
+
+
+def _keys(n: int, rows: Tensor) -> Tensor:
+    return torch.arange(n, device=rows.device)
 
 
 def documents(n: int, device: torch.device | str = "cpu") -> Pattern:
     """Unequal documents whose ends fall inside blocks; each token sees all of its own document."""
     ends = document_ends(n, NUM_DOCUMENTS)
-    ids = torch.bucketize(torch.arange(n), ends[1:], right=True)
+    ids = torch.bucketize(torch.arange(n), ends[1:], right=True).to(device)
     mask = onchip.masks.document(ends.int()).build(1, 1, n, n, device)
     return Pattern(
         f"{NUM_DOCUMENTS} documents", lambda rows: ids[rows][:, None] == ids, {"mask": mask}
     )
 
 
-def blocks(n: int) -> Pattern:
-    """A random tenth of the blocks, and the diagonal: SDPA gives NaN in a row that sees nothing."""
+def blocks(n: int, density: float = DENSITY, device: torch.device | str = "cpu") -> Pattern:
+    """A random share of the blocks, and the diagonal: SDPA gives NaN in a row that sees nothing."""
     side = -(-n // BLOCK)
-    chosen = torch.rand(side, side, generator=torch.Generator().manual_seed(0)) < DENSITY
-    chosen |= torch.eye(side, dtype=torch.bool)
+    chosen = torch.rand(side, side, generator=torch.Generator().manual_seed(0)) < density
+    chosen = (chosen | torch.eye(side, dtype=torch.bool)).to(device)
     cells = chosen.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:n, :n]
-    mask = onchip.masks.as_mask(cells).build(1, 1, n, n)
-    return Pattern(f"{DENSITY:.0%} of blocks", lambda rows: cells[rows], {"mask": mask})
+    mask = onchip.masks.as_mask(cells).build(1, 1, n, n, device)
+    return Pattern(f"{density:.0%} of blocks", lambda rows: cells[rows], {"mask": mask})
 
 
 def document_ends(n: int, num_documents: int) -> Tensor:

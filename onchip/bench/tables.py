@@ -2,7 +2,8 @@
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
 NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
-of bench/results/FILE.json) or `bench:FILE:rows` (every row of it).
+of bench/results/FILE.json), `bench:FILE:rows` (every row of it) or `bench:FILE:grid` (its first
+benchmark with lengths across). Rows that do not count are shown where every row is, and in no mean.
 """
 
 import inspect
@@ -57,6 +58,7 @@ MEASURED = {
     "mask size": "the size of that mask",
     "import": "`import onchip`, after `import torch`",
     "host": "host time of a call too small to matter otherwise",
+    "host grad": "host time of such a call that records gradients",
 }
 
 
@@ -70,7 +72,7 @@ def table(name: str, root: Path = ROOT) -> str:
     kind, _, rest = name.partition(":")
     if kind == "bench":
         stem, _, form = rest.partition(":")
-        return _bench(root / "bench" / "results" / f"{stem}.json", every_row=form == "rows")
+        return _bench(root / "bench" / "results" / f"{stem}.json", form)
     makers: dict[str, Callable[[], str]] = {"support": support, "options": options}
     if kind not in makers:
         raise ValueError(
@@ -142,10 +144,13 @@ def keyword_options(function: str) -> dict[str, object]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def _bench(path: Path, every_row: bool) -> str:
+def _bench(path: Path, form: str) -> str:
+    forms = {"": _summary, "rows": _every_row, "grid": _grid}
+    if form not in forms:
+        raise ValueError(f"there is no form {form!r} of a benchmark; choose from: rows, grid")
     source = f"bench/results/{path.name}"
-    known = path.stem in BENCHES
-    command = f"`onchip bench {path.stem} --json {source}`" if known else f"`{source}`"
+    name = path.stem.rpartition("-")[2]  # h200-forward is what `onchip bench forward` wrote there
+    command = f"`onchip bench {name} --json {source}`" if name in BENCHES else f"`{source}`"
     if not path.exists():
         return f"Not measured yet: {command} writes the numbers."
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -155,12 +160,15 @@ def _bench(path: Path, every_row: bool) -> str:
     triton = f", Triton {meta['triton']}" if meta["triton"] and path.stem != "cpu" else ""
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
     caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
-    return (_every_row(rows) if every_row else _summary(rows)) + f"\n\n{caption}"
+    return f"{forms[form](rows)}\n\n{caption}"
 
 
 def _summary(rows: list[Row]) -> str:
     """Ratios as geometric means with their slowest and fastest cell, then what has no ratio."""
     contests = [r for r in rows if r["ratio"] is not None and r["bench"] not in MEASURED]
+    values = [[_measure(r), _value(r), _peer(r)] for r in rows if r not in contests]
+    doubtful = [r for r in contests if r.get("doubts")]
+    contests = [r for r in contests if not r.get("doubts")]
     dtypes = list(dict.fromkeys(r["dtype"] for r in contests))
     groups: dict[tuple, list[Row]] = {}
     for r in contests:
@@ -170,10 +178,32 @@ def _summary(rows: list[Row]) -> str:
         for g in groups.values()
     )
     heads = ["problem", "against", "pass", *(SHORT[dtype] for dtype in dtypes)]
-    values = [[_measure(r), _value(r), _peer(r)] for r in rows if r not in contests]
     parts = [_markdown(heads, ratios)] if groups else []
     parts += [_markdown(["measured", "onchip", "peer"], values)] if values else []
+    parts += [_left_out(doubtful)] if doubtful else []
     return "\n\n".join(parts)
+
+
+def _left_out(rows: list[Row]) -> str:
+    reasons = dict.fromkeys(doubt for r in rows for doubt in r["doubts"])
+    return f"Not in these means: {len(rows)} rows that do not count ({', '.join(reasons)})."
+
+
+def _grid(rows: list[Row]) -> str:
+    """head_dim and mask down, lengths across: the value, in brackets the ratio; * if in doubt."""
+    rows = [r for r in rows if r["bench"] == rows[0]["bench"]]
+    lengths = sorted({r["seqlen"] for r in rows})
+    cells = {(r["head_dim"], r["mask"], r["seqlen"]): _grid_cell(r) for r in rows}
+    lines = dict.fromkeys((r["head_dim"], r["mask"]) for r in rows)
+    heads = [f"{rows[0]['unit']} (ratio)" if rows else "", *(f"{n:,}" for n in lengths)]
+    named = lambda head_dim, mask: f"head_dim {head_dim}, {'no mask' if mask == 'none' else mask}"
+    body = ([named(*line), *(cells.get((*line, n), NO) for n in lengths)] for line in lines)
+    return _markdown(heads, body)
+
+
+def _grid_cell(r: Row) -> str:
+    ratio = "" if r["ratio"] is None else f" ({r['ratio']:.2f})"
+    return f"{r['value']:.3g}{ratio}{' *' if r.get('doubts') else ''}"
 
 
 def _problem(group: list[Row]) -> str:
@@ -225,9 +255,14 @@ def _cells(r: Row) -> list[str]:
         r["kernel"],
         _value(r),
         _peer(r),
-        number(r["ratio"], ".2f"),
+        number(r["ratio"], ".2f") + _band(r),
         *(number(r[name], ".2e") for name in ("error", "peer_error")),
     ]
+
+
+def _band(r: Row) -> str:
+    band = " ({:.2f} to {:.2f})".format(*r["band"]) if r.get("band") else ""
+    return band + (f", does not count: {', '.join(r['doubts'])}" if r.get("doubts") else "")
 
 
 def _markdown(heads: list[str], rows: Iterable[list[str]], centred: bool = False) -> str:

@@ -1,5 +1,6 @@
 """Tile sizes, as data with reasons. Kernels contain no literal tile size."""
 
+from functools import cache
 from typing import NamedTuple
 
 
@@ -23,17 +24,86 @@ def tiled_config(planes: int) -> TileConfig:
 
 
 class TritonConfig(NamedTuple):
-    tile_m: int
-    tile_n: int
+    tile_m: int  # queries; tiles divide the 128 of a mask's blocks
+    tile_n: int  # keys
     num_warps: int
     num_stages: int
 
 
-def triton_config(kernel: str, itemsize: int, dim: int, device) -> TritonConfig:
-    return TritonConfig(32, 32, 4, 2)
+_T = TritonConfig
+_DIMS = (64, 128, 256)
 
 
-BIAS_PROGRAMS = 512
+def _triton_rows(**kernels: tuple[TritonConfig, ...]) -> dict[tuple[str, int], TritonConfig]:
+    return {(name, d): row for name in kernels for d, row in zip(_DIMS, kernels[name], strict=True)}
+
+
+# Chosen from ptxas reports (2026-11-15, Triton 3.6 and 3.9): the largest tiles whose hot loop does
+# not spill, within the shared memory named. One row per padded head_dim 64, 128, 256.
+# 227 kB, warpgroup products: 16-bit inputs on compute capability 9 and 10. dkdv of 128 spills 16
+# instructions of 456 in its hot causal loop, none in the dense one; 32 queries would spill none.
+TRITON_SM90 = _triton_rows(
+    forward=(_T(128, 64, 4, 3), _T(128, 128, 8, 3), _T(128, 64, 8, 2)),
+    dkdv=(_T(64, 128, 8, 3), _T(64, 128, 8, 2), _T(32, 64, 8, 2)),
+    dq=(_T(128, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 2)),
+)
+# Bit tiles take registers of their own.
+TRITON_SM90_MASK = TRITON_SM90 | {
+    ("forward", 128): _T(128, 64, 8, 3),
+    ("dkdv", 128): _T(32, 128, 8, 3),
+}
+# 99 kB: everything else that multiplies 16-bit numbers.
+TRITON_SM80 = _triton_rows(
+    forward=(_T(128, 64, 4, 3), _T(128, 64, 8, 3), _T(64, 32, 8, 2)),
+    dkdv=(_T(64, 64, 4, 2), _T(64, 64, 8, 2), _T(32, 32, 8, 1)),
+    dq=(_T(128, 64, 8, 2), _T(128, 32, 8, 2), _T(64, 16, 8, 2)),
+)
+# softcap, ALiBi, bias, dropout, statistics: long score arithmetic, and bias tiles travel through
+# shared memory too. 99 kB with all of them at once.
+TRITON_MODIFIED = _triton_rows(
+    forward=(_T(64, 64, 4, 2), _T(64, 32, 4, 2), _T(64, 32, 8, 1)),
+    dkdv=(_T(32, 64, 8, 2), _T(32, 64, 8, 1), _T(16, 32, 8, 1)),
+    dq=(_T(64, 32, 4, 2), _T(64, 32, 8, 2), _T(32, 32, 8, 1)),
+    dbias=(_T(64, 64, 8, 1), _T(32, 32, 8, 1), _T(16, 16, 8, 1)),
+)
+# Without tensor cores both operands of a product sit in registers.
+TRITON_FP32 = _triton_rows(
+    forward=(_T(32, 32, 8, 2), _T(32, 16, 8, 2), _T(32, 16, 8, 2)),
+    dkdv=(_T(32, 32, 8, 1), _T(16, 32, 8, 1), _T(16, 16, 8, 1)),
+    dq=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
+    dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
+)
+TRITON_DELTA = _T(32, 0, 4, 1)  # bound by memory: any tile of some kB will do
+BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
+
+
+class TritonUse(NamedTuple):
+    """What a Triton configuration depends on."""
+
+    dim: int  # the larger of the padded head dims
+    itemsize: int
+    capability: tuple[int, int] | None
+    has_mask: bool
+    modified: bool  # more than scaling, masking and sinks
+
+
+@cache
+def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
+    if kernel == "delta":
+        return TRITON_DELTA
+    table = _triton_table(use)
+    row = table.get((kernel, max(64, use.dim))) or TRITON_MODIFIED[kernel, max(64, use.dim)]
+    return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB
+
+
+def _triton_table(use: TritonUse) -> dict[tuple[str, int], TritonConfig]:
+    if use.itemsize == 4:
+        return TRITON_FP32
+    if use.modified or use.capability is None:
+        return TRITON_MODIFIED
+    if use.capability[0] in (9, 10):
+        return TRITON_SM90_MASK if use.has_mask else TRITON_SM90
+    return TRITON_SM80
 
 
 class HopperConfig(NamedTuple):

@@ -88,3 +88,38 @@ def test_the_command_says_which_pages_changed(tmp_path, monkeypatch, capsys):
 def test_the_command_needs_a_source_tree(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.main() == 2 and "source tree" in capsys.readouterr().err
+
+
+def gpu_row(seqlen, ratio, doubts=()):
+    row = Case("forward", "none", torch.bfloat16, 128, seqlen).row(
+        "hopper", 600.0, "TFLOP/s", peers={"fa3": 600 / ratio}, best_peer="fa3", ratio=ratio
+    )
+    return row | {"band": [ratio - 0.01, ratio + 0.01], "doubts": list(doubts)}
+
+
+def gpu_results(tmp_path):
+    root = results(tmp_path, [gpu_row(512, 1.02), gpu_row(16384, 0.5, ["no fa3 in this run"])])
+    folder = root / "bench" / "results"
+    (folder / "cpu.json").rename(folder / "h200-forward.json")
+    return root
+
+
+def test_rows_that_do_not_count_are_in_no_mean(tmp_path):
+    text = tables.table("bench:h200-forward", gpu_results(tmp_path))
+    assert "| forward, no mask, 512 tokens | fa3 | forward | 1.02 |" in text
+    assert "1 rows that do not count (no fa3 in this run)" in text
+    assert "`onchip bench forward --json bench/results/h200-forward.json`" in text
+
+
+def test_bands_and_doubts_are_shown_row_by_row(tmp_path):
+    text = tables.table("bench:h200-forward:rows", gpu_results(tmp_path))
+    assert "| 1.02 (1.01 to 1.03) |" in text
+    assert "| 0.50 (0.49 to 0.51), does not count: no fa3 in this run |" in text
+
+
+def test_a_grid_has_its_lengths_across(tmp_path):
+    text = tables.table("bench:h200-forward:grid", gpu_results(tmp_path))
+    assert text.startswith("| TFLOP/s (ratio) | 512 | 16,384 |")
+    assert "| head_dim 128, no mask | 600 (1.02) | 600 (0.50) * |" in text
+    with pytest.raises(ValueError, match="no form 'heap'"):
+        tables.table("bench:h200-forward:heap", tmp_path)

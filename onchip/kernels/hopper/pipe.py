@@ -4,8 +4,10 @@ The only file that names Gluon's TMA calls (they were renamed after Triton 3.6),
 with a phase bit or a slot number in it. Slots are counted, never numbered: the i-th use of a ring.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
@@ -13,6 +15,17 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
 tensor_descriptor = tma.tensor_descriptor
+
+
+@builtin
+def _reduce_through_builder(desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+# Triton 3.6 has the instruction but no name for it
+_reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 
 
 @aggregate
@@ -38,6 +51,15 @@ class Ring:
         return slot.reshape([slot.shape[-2], slot.shape[-1]])
 
     @gluon.jit
+    def only_slot(self, i):
+        """The slot of a ring of one, at an address that the compiler cannot know to be the same for
+        all i: it would keep the descriptor of every 16 columns in registers across the loop over i,
+        32 registers too many.
+        """
+        slot = self.slots.index(i >> 30)
+        return slot.reshape([slot.shape[-2], slot.shape[-1]])
+
+    @gluon.jit
     def wait_full(self, i):
         mbarrier.wait(self.full.index(i % self.num_stages), (i // self.num_stages) & 1)
 
@@ -58,6 +80,16 @@ class Ring:
         mbarrier.expect(full, desc.block_type.nbytes)
         _load(desc, coord, full, self.slots.index(i % self.num_stages))
 
+    @gluon.jit
+    def load_with(self, i, desc, coord, other, other_desc, other_coord):
+        """Producer: fill slot i and, under the same barrier, slot i of `other`, equally deep and
+        with no barrier of its own.
+        """
+        full = self.full.index(i % self.num_stages)
+        mbarrier.expect(full, desc.block_type.nbytes + other_desc.block_type.nbytes)
+        _load(desc, coord, full, self.slots.index(i % self.num_stages))
+        _load(other_desc, other_coord, full, other.slots.index(i % self.num_stages))
+
 
 @gluon.jit
 def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr):
@@ -69,6 +101,69 @@ def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=consumers)
     return Ring(slots, full, empty, num_stages)
+
+
+@aggregate
+class Rider:
+    """Slots filled by Ring.load_with: full and empty together with those of that ring."""
+
+    slots: gl.shared_memory_descriptor
+    num_stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, slots, num_stages):
+        self.slots = slots
+        self.num_stages = gl.constexpr(num_stages)
+
+    @gluon.jit
+    def slot(self, i):
+        """The i-th filling, as the descriptor loads it."""
+        return self.slots.index(i % self.num_stages)
+
+
+@gluon.jit
+def make_rider(desc, num_stages: gl.constexpr):
+    shape: gl.constexpr = [num_stages] + desc.block_shape
+    return Rider(gl.allocate_shared_memory(desc.dtype, shape, desc.layout), num_stages)
+
+
+@aggregate
+class Exchange:
+    """Matrices of which every consumer writes its rows and reads the whole. Two deep: who writes
+    the i-th has taken the (i - 1)-th, so all have put that one, and were done with the (i - 2)-th.
+    """
+
+    slots: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, slots, ready):
+        self.slots = slots
+        self.ready = ready
+
+    @gluon.jit
+    def put(self, i, row: gl.constexpr, value):
+        """Write the i-th matrix from `row` on, for warpgroup products to read."""
+        self.slots.index(i & 1).slice(row, value.shape[0], 0).store(value)
+        fence_async_shared()
+        mbarrier.arrive(self.ready, count=1)
+
+    @gluon.jit
+    def take(self, i):
+        """The whole i-th matrix, once every consumer has put its part."""
+        mbarrier.wait(self.ready, i & 1)
+        return self.slots.index(i & 1)
+
+
+@gluon.jit
+def make_exchange(
+    dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, consumers: gl.constexpr
+):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
+    slots = gl.allocate_shared_memory(dtype, [2, rows, cols], layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=consumers)
+    return Exchange(slots, ready)
 
 
 @aggregate
@@ -148,3 +243,12 @@ def store_tile(desc, coord, smem, value):
     smem.reshape([smem.shape[-2], smem.shape[-1]]).store(value)
     fence_async_shared()
     _store(desc, coord, smem)
+
+
+@gluon.jit
+def reduce_tile(desc, coord, smem, value):
+    """Registers -> shared memory -> added to the tensor behind desc; asynchronous."""
+    store_wait(0)  # the last reduction from this slot must have been read
+    smem.store(value)
+    fence_async_shared()
+    _reduce_add(desc, coord, smem)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onchip.kernels.protocol import Grads, sink_gradient
 from onchip.kernels.triton.bias import bias_gradient
-from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
+from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -76,12 +76,14 @@ def dkdv_kernel(
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of TILE_N keys of one head, summed over the queries of its group. Scores are
     transposed, (TILE_N, TILE_M), so that p and ds feed the next product from registers.
     """
     num_kv_heads = num_heads // group_size
+    row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
     tile, kv, b = program_place(num_tiles, num_kv_heads, False)
     at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
     n0 = tile * TILE_N
@@ -91,10 +93,10 @@ def dkdv_kernel(
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
     unit = scale_log2 if LINEAR else 1.0
 
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh)
-    k = load_tile(k_ptr, n0, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
-    v = load_tile(v_ptr, n0, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    k = load_tile(k_ptr, n0, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
+    v = load_tile(v_ptr, n0, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
     keys, rows = n0 + tl.arange(0, TILE_N), tl.arange(0, TILE_M)
     dk = tl.zeros([TILE_N, PAD_DIM], tl.float32)
     dv = tl.zeros([TILE_N, PAD_DIM_V], tl.float32)
@@ -109,14 +111,14 @@ def dkdv_kernel(
         plane = plane_of(b, h, stride_bias_b, stride_bias_h)
         score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
         dropout = Dropout(seed, keep_below, b, h)
-        q_h = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
+        q_h = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
         dout_h = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
         lse_h = lse_ptr + row_offset(at, h, num_heads, total_q)
         delta_h = delta_ptr + row_offset(at, h, num_heads, total_q)
         walk = walk_tiles(mirrored, lists, n0, at.seqlen_k, at.seqlen_q, TILE_N, TILE_M)
         for t in range(walk.num_unmasked):  # every key visible to every row
             m = unmasked_tile(walk, lists, t, TILE_M)
-            q = load_tile(q_h, m, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, False)
+            q = load_tile(q_h, m, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, False)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, False)
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, False)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
@@ -129,7 +131,7 @@ def dkdv_kernel(
             dk = dot(rounded(ds * bend, q.dtype), q, dk)
         for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask, the end
             m, bits = masked_tile(walk, lists, t, TILE_M)
-            q = load_tile(q_h, m, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
+            q = load_tile(q_h, m, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
             do = load_tile(dout_h, m, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, True)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, True)
@@ -164,7 +166,8 @@ def dq_kernel(
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dq of TILE_M queries of one head: the walk of the forward."""
     tile, h, b = program_place(num_tiles, num_heads, right is not None)
@@ -185,12 +188,13 @@ def dq_kernel(
     unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
-    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh)
+    row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
+    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
+    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     dout_ptr = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
     first = row_offset(at, h, num_heads, total_q)
-    q = load_tile(q_ptr, m0, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
+    q = load_tile(q_ptr, m0, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
     stride_do = num_heads * HEAD_DIM_V
     do = load_tile(dout_ptr, m0, at.seqlen_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
     lse = load_rows(lse_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
@@ -200,8 +204,8 @@ def dq_kernel(
     walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
         n = unmasked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, False)
-        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
+        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
+        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
@@ -210,8 +214,8 @@ def dq_kernel(
         dq = dot(rounded(ds * bend, k.dtype), k, dq)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
-        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
+        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
@@ -247,11 +251,10 @@ def _delta(
     config = call.config("delta")
     delta, lse_log2 = lse.new_empty(2, *lse.shape)
     if lse.numel():
-        dlse = None if dlse is None else dlse.contiguous()
         delta_kernel[(triton.cdiv(lse.numel(), config.tile_m),)](
-            out, dout, lse, dlse, delta, lse_log2,
+            out, dout, lse, packed(dlse), delta, lse_log2,
             out.shape[-2], out.shape[-3], lse.numel(),
-            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[4], TILE_M=config.tile_m,
+            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_M=config.tile_m,
             **launch_options(config),
         )  # fmt: skip
     return delta, lse_log2

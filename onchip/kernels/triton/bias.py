@@ -47,7 +47,7 @@ def dbias_kernel(
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, batch, num_tiles_q, num_tiles_k, num_summed,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
     PER_HEAD: tl.constexpr, PER_QUERY: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """One part of dbias for one tile of the bias. A part sums num_summed of the (entry, head, tile
@@ -55,6 +55,7 @@ def dbias_kernel(
     """
     entries, heads = batch if PER_ENTRY else 1, num_heads if PER_HEAD else 1
     tiles = num_tiles_q if PER_QUERY else 1
+    row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
     pid = tl.program_id(0)
     n0 = pid % num_tiles_k * TILE_N
     tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
@@ -77,13 +78,13 @@ def dbias_kernel(
             slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
             plane = plane_of(b, h, stride_bias_b, stride_bias_h)
             score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
-            q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh)
-            k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh)
-            v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh)
+            q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh, ALIGN)
+            k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh, ALIGN)
+            v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh, ALIGN)
             do_h = result_matrix(dout_ptr, b, 0, h, total_q, num_heads, HEAD_DIM_V)
-            q = load_tile(q_h, m0, total_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
-            k = load_tile(k_h, n0, total_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
-            v = load_tile(v_h, n0, total_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+            q = load_tile(q_h, m0, total_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
+            k = load_tile(k_h, n0, total_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
+            v = load_tile(v_h, n0, total_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
             stride_do = num_heads * HEAD_DIM_V
             do = load_tile(do_h, m0, total_q, stride_do, HEAD_DIM_V, TILE_M, PAD_DIM_V, True)
             first = row_offset(at, h, num_heads, total_q)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.protocol import Result, Stats, empty_result
-from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
+from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
     LN2,
     LOG2E,
@@ -47,7 +47,8 @@ def forward_kernel(
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
 ):  # fmt: skip
     """out, lse and statistics of TILE_M queries of one head."""
     tile, h, b = program_place(num_tiles, num_heads, right is not None)
@@ -68,25 +69,26 @@ def forward_kernel(
     unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
-    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh)
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh)
-    q = load_tile(q_ptr, m0, at.seqlen_q, stride_qs, HEAD_DIM, TILE_M, PAD_DIM, True)
+    row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
+    q_ptr = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
+    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    q = load_tile(q_ptr, m0, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     state = empty_state(TILE_M, PAD_DIM_V)
     walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
         n = unmasked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, False)
-        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
+        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
+        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, stride_ks, HEAD_DIM, TILE_N, PAD_DIM, True)
-        v = load_tile(v_ptr, n, at.seqlen_k, stride_vs, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
+        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
+        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
@@ -120,7 +122,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
         forward_kernel[(grid,)](
-            *call.tensors, *call.rows, x.sinks, out, lse, stats,
+            *call.tensors, *call.rows, packed(x.sinks), out, lse, stats,
             *call.strides, *call.row_strides, lse.numel(),
             *call.scalars, num_tiles,
             *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),

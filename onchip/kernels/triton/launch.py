@@ -6,19 +6,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onchip.kernels.configs import TritonConfig, triton_config
-from onchip.problem import DeviceInfo, Problem, Tensors, device_info
+from onchip.kernels.configs import TritonConfig, TritonUse, triton_config
+from onchip.problem import Problem, Tensors, device_info
 
 # Arguments that change with the lengths of a call: Triton must not compile a variant for those that
 # happen to be 1 or a multiple of 16.
 LENGTHS = (
-    "total_q", "total_k", "num_tiles", "left", "right", "keep_below", "stride_slopes",
-    "stride_bias_b", "stride_bias_h", "stride_bias_q", "stride_mask_b", "stride_mask_h",
-    "stride_stats",
+    "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb",
+    "stride_vs", "stride_vh", "stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_q",
+    "stride_mask_b", "stride_mask_h", "stride_stats", "total_q", "total_k", "num_tiles", "left",
+    "right", "keep_below",
 )  # fmt: skip
 
 LOG2E = 1.4426950408889634
 FAR = 1 << 30  # a window side beyond this sees everything, and i + FAR still fits 32 bits
+ALIGN = 8  # elements: 16 bytes of 16-bit numbers, the widest load
 WIDE = 1 << 24  # from this row stride on, the offsets inside a tile could pass 2^31
 
 
@@ -32,31 +34,31 @@ class Call(NamedTuple):
     row_strides: tuple  # of the planes of the row lists
     col_strides: tuple
     scalars: tuple
-    dims: tuple  # HEAD_DIM, HEAD_DIM_V, LINEAR, PAD_DIM, PAD_DIM_V
-    device: DeviceInfo
-    itemsize: int
+    dims: tuple  # HEAD_DIM, HEAD_DIM_V, LINEAR, ALIGN, PAD_DIM, PAD_DIM_V
+    use: TritonUse
 
     @classmethod
     def of(cls, problem: Problem, x: Tensors) -> "Call":
         q, k, v = _narrow(x.q), _narrow(x.k), _narrow(x.v)
-        bias, slopes = x.bias, x.alibi_slopes
-        strides = (*_strides(q), *_strides(k), *_strides(v), *_slopes(slopes), *_bias(bias))
+        cu_q, cu_k, slopes = (packed(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes))
+        bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
+        align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)))
         rows, cols, row_strides, col_strides = _mask(x)
+        dims = _dims(problem, align)
         return cls(
-            (q, k, v, x.cu_seqlens_q, x.cu_seqlens_k, slopes, bias, x.dropout_seed),
+            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed),
             rows,
             cols,
-            strides,
+            (*strides, *_slopes(slopes), *_bias(bias)),
             row_strides,
             col_strides,
             _scalars(problem, q, k),
-            _dims(problem),
-            device_info(q.device),
-            q.dtype.itemsize,
+            dims,
+            _use(problem, dims, device_info(q.device).capability),
         )
 
     def config(self, kernel: str) -> TritonConfig:
-        return triton_config(kernel, self.itemsize, max(self.dims[3:]), self.device)
+        return triton_config(kernel, self.use)
 
 
 def launch_options(config: TritonConfig) -> dict:
@@ -68,6 +70,10 @@ def launch_options(config: TritonConfig) -> dict:
     }
 
 
+def packed(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.is_contiguous() else t.contiguous()
+
+
 def _narrow(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
 
@@ -75,6 +81,13 @@ def _narrow(t: Tensor) -> Tensor:
 def _strides(t: Tensor) -> tuple[int, int, int]:
     """(batch, seqlen, heads); a packed tensor has one batch entry."""
     return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])
+
+
+def _aligned(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(align, strides in units of align)."""
+    if any(s % ALIGN for s in strides):
+        return 1, strides
+    return ALIGN, tuple(s // ALIGN for s in strides)
 
 
 def _slopes(slopes: Tensor | None) -> tuple[int]:
@@ -121,11 +134,18 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
     )
 
 
-def _dims(problem: Problem) -> tuple[int, int, bool, int, int]:
+def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
     straight = not (problem.softcap or problem.has_alibi or problem.has_bias)
     linear = straight and problem.softmax_scale > 1e-30
     d, d_v = problem.head_dim, problem.head_dim_v
-    return d, d_v, linear, padded(d), padded(d_v)
+    return d, d_v, linear, align, padded(d), padded(d_v)
+
+
+def _use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> TritonUse:
+    _, _, linear, _, pad_dim, pad_dim_v = dims
+    modified = not linear or problem.dropout_p > 0 or problem.return_stats
+    itemsize = problem.dtype.itemsize
+    return TritonUse(max(pad_dim, pad_dim_v), itemsize, capability, problem.has_mask, modified)
 
 
 def padded(dim: int) -> int:

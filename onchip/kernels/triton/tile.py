@@ -147,9 +147,12 @@ def plane_of(entry, head, stride_b, stride_h):
 
 
 @triton.jit
-def matrix(ptr, entry, start, head, stride_b, stride_s, stride_h):
-    """The first element of one sequence and head."""
-    return ptr + plane_of(entry, head, stride_b, stride_h) + tl.cast(start, tl.int64) * stride_s
+def matrix(ptr, entry, start, head, stride_b, stride_s, stride_h, ALIGN: tl.constexpr):
+    """The first element of one sequence and head of q, k or v. Their strides are in units of ALIGN
+    elements: Triton vectorises a load only where it knows what the addresses are multiples of.
+    """
+    offset = plane_of(entry, head, stride_b, stride_h) + tl.cast(start, tl.int64) * stride_s
+    return ptr + offset * ALIGN
 
 
 @triton.jit

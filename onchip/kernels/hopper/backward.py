@@ -1,0 +1,480 @@
+"""FlashAttention's backward on Hopper in Gluon: a program owns a tile of keys and walks over the
+queries that see it.
+
+Two consumer warpgroups own half of the keys each. Scores are transposed, (keys, queries), so that p
+and ds are the left operands of dv += p dout and dk += ds q in the registers they were computed in.
+ds also meets in shared memory, where each consumer reads all of it for its part of dq = ds k; that
+part leaves by bulk reduce-add into an fp32 accumulator (see launch_backward.finish_kernel).
+
+Tensor cores are kept busy across tiles: scores of tile i + 1 are computed before dq and dk of tile
+i, so that its exponentials hide under them; v dout of tile i + 1 follows, and hides the leaving dq.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.forward import Scale
+from onchip.kernels.hopper.pipe import (
+    Exchange,
+    Rider,
+    Ring,
+    Tickets,
+    make_exchange,
+    make_rider,
+    make_ring,
+    make_tickets,
+    reduce_tile,
+    store_tile,
+    store_wait,
+    tensor_descriptor,
+)
+from onchip.kernels.hopper.schedule import Order, Shape, keys_of, visible
+
+
+@aggregate
+class Pipes:
+    """What producer and consumers share. Releasing q stands for rows and dout, releasing k for v."""
+
+    q: Ring
+    rows: Rider
+    dout: Ring
+    k: Ring
+    v: Ring
+    ds: Exchange
+    tickets: Tickets
+
+    @gluon.constexpr_function
+    def __init__(self, q, rows, dout, k, v, ds, tickets):
+        self.q = q
+        self.rows = rows
+        self.dout = dout
+        self.k = k
+        self.v = v
+        self.ds = ds
+        self.tickets = tickets
+
+
+@aggregate
+class Config:
+    """S is the layout of scores (64 keys, TILE_M queries), G that of dk and dv (64 keys, WIDTH), A
+    that of p and ds on the left of their products, Q that of one consumer's part of dq.
+    """
+
+    TILE_M: gl.constexpr
+    TILE_N: gl.constexpr
+    WIDTH: gl.constexpr
+    DYNAMIC: gl.constexpr
+    S: gl.constexpr
+    G: gl.constexpr
+    A: gl.constexpr
+    Q: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC):
+        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+        self.TILE_M = gl.constexpr(TILE_M)
+        self.TILE_N = gl.constexpr(TILE_N)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
+        self.S = gl.constexpr(wide(TILE_M))
+        self.G = gl.constexpr(wide(WIDTH))
+        self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
+        self.Q = gl.constexpr(wide(64))
+
+
+@aggregate
+class Job:
+    """`mirror` is the shape of the transposed problem: keys ask which queries see them."""
+
+    shape: Shape
+    mirror: Shape
+    order: Order
+    scale: Scale
+    softmax_scale: gl.tensor
+    num_sequences: gl.tensor
+    cfg: Config
+
+    @gluon.constexpr_function
+    def __init__(self, shape, mirror, order, scale, softmax_scale, num_sequences, cfg):
+        self.shape = shape
+        self.mirror = mirror
+        self.order = order
+        self.scale = scale
+        self.softmax_scale = softmax_scale
+        self.num_sequences = num_sequences
+        self.cfg = cfg
+
+    @gluon.jit
+    def place(self, ticket):
+        """(batch, kv_head, first key) of a ticket: the first keys, which causal rows see most of,
+        come first.
+        """
+        tile, plane = self.order.tile(ticket)
+        kv_heads = self.shape.num_heads // self.shape.group_size
+        tile_n = self.order.tiles_m - 1 - tile
+        return plane // kv_heads, plane % kv_heads, tile_n * self.cfg.TILE_N
+
+    @gluon.jit
+    def padded_tile(self, batch, head, q0):
+        """Number of the first tile of queries in buffers where every sequence starts a new tile:
+        rows (lse and delta) and the accumulator of dq.
+        """
+        shape, TILE_M = self.shape, self.cfg.TILE_M
+        if shape.PACKED:
+            return head * (shape.total_q // TILE_M + self.num_sequences) + q0 // TILE_M + batch
+        else:
+            tiles = (shape.seqlen_q + TILE_M - 1) // TILE_M
+            return (batch * shape.num_heads + head) * tiles
+
+
+@aggregate
+class Out:
+    """Where gradients go; `slots` is one consumer's shared memory for each."""
+
+    dq: tensor_descriptor
+    dk: tensor_descriptor
+    dv: tensor_descriptor
+    slots: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, dq, dk, dv, slots):
+        self.dq = dq
+        self.dk = dk
+        self.dv = dv
+        self.slots = slots
+
+
+@aggregate
+class Walk:
+    """The tiles of queries that see a tile of keys: first the `masked` ones, cut by the band or by
+    an end, then the whole ones.
+    """
+
+    lo: gl.tensor
+    full_lo: gl.tensor
+    full_hi: gl.tensor
+    masked: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, lo, full_lo, full_hi, masked, count):
+        self.lo = lo
+        self.full_lo = full_lo
+        self.full_hi = full_hi
+        self.masked = masked
+        self.count = count
+
+    @gluon.jit
+    def tile(self, j):
+        """The tile of queries visited j-th: lo ... full_lo, full_hi ... hi, full_lo ... full_hi."""
+        before = self.full_lo - self.lo
+        cut = gl.where(j < before, self.lo + j, self.full_hi + j - before)
+        return gl.where(j < self.masked, cut, self.full_lo + j - self.masked)
+
+
+@gluon.jit
+def walk_of(job, col, seqlen_q, seqlen_k):
+    TILE_N: gl.constexpr = job.cfg.TILE_N
+    seen = keys_of(job.mirror, col, TILE_N, seqlen_k, seqlen_q, job.cfg.TILE_M)
+    # keys past the end are zeros, but exp(0 - lse) may be infinite: mask all tiles of such keys
+    inside = col + TILE_N <= seqlen_k
+    full_hi = gl.where(inside, seen.full_hi, seen.lo)
+    full_lo = gl.where(inside, seen.full_lo, seen.lo)
+    count = seen.hi - seen.lo
+    return Walk(seen.lo, full_lo, full_hi, count - (full_hi - full_lo), count)
+
+
+@aggregate
+class Place:
+    """One head's queries against one consumer's keys, the first of which is `col`."""
+
+    walk: Walk
+    col: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    first_tile: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, walk, col, seqlen_q, seqlen_k, first_tile):
+        self.walk = walk
+        self.col = col
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.first_tile = first_tile
+
+
+@gluon.jit
+def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
+    shape, cfg = job.shape, job.cfg
+    AHEAD: gl.constexpr = pipes.q.num_stages - pipes.dout.num_stages
+    i = 0  # query tiles loaded
+    t = 0  # key tiles loaded
+    given = 0
+    ticket = gl.program_id(0)
+    while ticket < job.order.num_tiles:
+        if cfg.DYNAMIC:
+            pipes.tickets.give(given, ticket)
+            given += 1
+        batch, kv_head, col = job.place(ticket)
+        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
+        walk = walk_of(job, col, seqlen_q, seqlen_k)
+        if (col < seqlen_k) & (walk.count > 0):
+            for g in range(shape.group_size):
+                head = kv_head * shape.group_size + g
+                first_tile = job.padded_tile(batch, head, q0)
+                for j in range(walk.count):
+                    tile = walk.tile(j)
+                    at = shape.coord(batch, head, q0, seqlen_q, tile * cfg.TILE_M)
+                    pipes.q.wait_empty(i)
+                    rows_at = [(first_tile + tile) * (2 * cfg.TILE_M)]
+                    pipes.q.load_with(i, q_desc, at, pipes.rows, rows_desc, rows_at)
+                    if g + j == 0:
+                        keys_at = shape.coord(batch, kv_head, k0, seqlen_k, col)
+                        pipes.k.wait_empty(t)
+                        pipes.k.load(t, k_desc, keys_at)
+                        pipes.v.load(t, v_desc, keys_at)
+                    pipes.q.wait_empty(i + AHEAD)  # stands for dout: see Pipes
+                    pipes.dout.load(i, dout_desc, at)
+                    i += 1
+            t += 1
+        if cfg.DYNAMIC:
+            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        else:
+            ticket += gl.num_programs(0)
+    if cfg.DYNAMIC:
+        pipes.tickets.give(given, ticket)
+
+
+@gluon.jit
+def score(pipes, i, dead, C: gl.constexpr):
+    """Start k q of query tile i, transposed, in the registers of `dead`."""
+    k = pipes.k.only_slot(i).slice(C * 64, 64, 0)
+    q = pipes.q.slot(i).permute((1, 0))
+    return warpgroup_mma(k, q, dead, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def value_score(pipes, i, dead, C: gl.constexpr):
+    """Start v dout of query tile i, transposed, in the registers of `dead`."""
+    v = pipes.v.only_slot(i).slice(C * 64, 64, 0)
+    dout = pipes.dout.slot(i).permute((1, 0))
+    return warpgroup_mma(v, dout, dead, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def query_part(pipes, job, ds, i, dead, C: gl.constexpr):
+    """Start this consumer's 64 x 64 of dq = ds k: half of its columns, or of its rows at WIDTH
+    64."""
+    cfg = job.cfg
+    k = pipes.k.only_slot(i)
+    if cfg.WIDTH == 64:
+        mine = ds.slice(C * 64, 64, 1).permute((1, 0))
+        return warpgroup_mma(mine, k, dead, use_acc=False, is_async=True)
+    else:
+        half = k.slice(C * 64, 64, 1)
+        return warpgroup_mma(ds.permute((1, 0)), half, dead, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def fragments(dq):
+    """dq (64, 64) as (128, 32) in the order registers hold it: 16 bytes of each lane of a warp
+    beside each other, so that shared memory is written without conflicts. Inverse:
+    launch_backward.finish_kernel.
+    """
+    split = dq.reshape([4, 2, 8, 8, 4, 2])  # warp, half, lane // 4 | register, lane % 4, pair
+    return split.permute((0, 3, 2, 4, 1, 5)).reshape([128, 32])
+
+
+@gluon.jit
+def row_numbers(pipes, job, i, WHICH: gl.constexpr):
+    """lse (0) or delta (1) of query tile i, along the columns of transposed scores."""
+    cfg = job.cfg
+    rows = pipes.rows.slot(i).slice(WHICH * cfg.TILE_M, cfg.TILE_M, 0)
+    return rows.load(gl.SliceLayout(0, cfg.S))[None, :]
+
+
+@gluon.jit
+def probabilities(pipes, job, s, i):
+    return gl.exp2(s * job.scale.scale_log2 - row_numbers(pipes, job, i, 0))
+
+
+@gluon.jit
+def carried(pipes, job, place, s, i, tile, MASKED: gl.constexpr):
+    """What of the scores of a tile is carried to its gradients: p, or with a softcap the bent score
+    that both p and the slope of the bend follow from.
+    """
+    s = job.scale.bend(s)
+    if MASKED:
+        cfg = job.cfg
+        row = tile * cfg.TILE_M
+        s = visible(job.mirror, s, place.col, row, place.seqlen_k, place.seqlen_q, cfg.S)
+        keys = place.col + gl.arange(0, 64, gl.SliceLayout(1, cfg.S))
+        s = gl.where((keys < place.seqlen_k)[:, None], s, float("-inf"))
+    if job.scale.SOFTCAP:
+        return s
+    else:
+        return probabilities(pipes, job, s, i)
+
+
+@gluon.jit
+def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
+         MASKED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Add filling i to dk, dv and dq, and start filling i + 1 unless LAST. c is `carried`, dp_next
+    the running product v dout of filling i.
+    """
+    cfg = job.cfg
+    dtype: gl.constexpr = pipes.q.slots.dtype
+    p = c
+    if job.scale.SOFTCAP:
+        p = probabilities(pipes, job, c, i)
+    p_left = gl.convert_layout(p.to(dtype), cfg.A)
+    dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
+    dv_next = warpgroup_mma(p_left, pipes.dout.slot(i), dv, is_async=True)
+    ds = p * (dp - row_numbers(pipes, job, i, 1))
+    if job.scale.SOFTCAP:
+        bent = gl.maximum(c, -1.0)  # -inf where hidden
+        ds = ds * (1.0 - bent * bent)
+    ds = ds.to(dtype)
+    pipes.ds.put(i, C * 64, ds)
+    if not LAST:
+        pipes.q.wait_full(i + 1)
+        s_next = score(pipes, i + 1, gl.zeros([64, 64], gl.float32, cfg.S), C)
+        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv_next,))
+    else:
+        dv = warpgroup_mma_wait(num_outstanding=0, deps=(dv_next,))
+    dq_next = query_part(pipes, job, pipes.ds.take(i), i, dp, C)
+    ds_left = gl.convert_layout(ds, cfg.A)
+    dk_next = warpgroup_mma(ds_left, pipes.q.slot(i), dk, is_async=True)
+    if not LAST:
+        s = warpgroup_mma_wait(num_outstanding=2, deps=(s_next,))
+        c = carried(pipes, job, place, s, i + 1, next_tile, MASKED)
+    dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq_next,))
+    parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
+    at = ((place.first_tile + tile) * parts + C) * 128
+    reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dq))
+    if not LAST:
+        pipes.dout.wait_full(i + 1)
+        dp_next = value_score(pipes, i + 1, dq, C)
+        dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next,))
+    else:
+        dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk_next,))
+    pipes.q.release(i)
+    return c, dp_next, dk, dv
+
+
+@gluon.jit
+def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
+    """Add all queries of one head that see these keys: fillings i ... i + walk.count."""
+    walk = place.walk
+    tile = walk.tile(0)
+    pipes.q.wait_full(i)
+    zero = gl.zeros([64, job.cfg.TILE_M], gl.float32, job.cfg.S)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(score(pipes, i, zero, C),))
+    pipes.dout.wait_full(i)
+    dp_next = value_score(pipes, i, zero, C)
+    c = carried(pipes, job, place, s, i, tile, True)
+    for j in range(1, walk.masked):  # next come tiles cut by the diagonal, the window or an end
+        after = walk.tile(j)
+        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
+                                  True, False, C)  # fmt: skip
+        tile = after
+        i += 1
+    for j in range(gl.maximum(walk.masked, 1), walk.count):  # next come whole tiles
+        after = walk.tile(j)
+        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
+                                  False, False, C)  # fmt: skip
+        tile = after
+        i += 1
+    c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                              False, True, C)  # fmt: skip
+    return dk, dv, i + 1
+
+
+@gluon.jit
+def store_keys(desc, at, slot, value):
+    """64 keys of dk or dv, through the shared memory of dq."""
+    staged = slot._reinterpret(desc.dtype, desc.block_shape, desc.layout)
+    store_tile(desc, at, staged, value.to(desc.dtype))
+
+
+@gluon.jit
+def consume(out, pipes, job, C: gl.constexpr):
+    shape, cfg = job.shape, job.cfg
+    i = 0  # query tiles seen
+    t = 0  # key tiles seen
+    taken = 0
+    ticket = gl.program_id(0)
+    if cfg.DYNAMIC:
+        ticket = pipes.tickets.take(taken)
+    while ticket < job.order.num_tiles:
+        batch, kv_head, first = job.place(ticket)
+        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
+        if first < seqlen_k:
+            col = first + 64 * C
+            walk = walk_of(job, first, seqlen_q, seqlen_k)
+            dk = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
+            dv = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
+            if walk.count > 0:
+                pipes.k.wait_full(t)
+                pipes.v.wait_full(t)
+                for g in range(shape.group_size):
+                    head = kv_head * shape.group_size + g
+                    first_tile = job.padded_tile(batch, head, q0)
+                    place = Place(walk, col, seqlen_q, seqlen_k, first_tile)
+                    dk, dv, i = fold_head(out, pipes, job, place, dk, dv, i, C)
+                pipes.k.release(t)
+                t += 1
+            at = shape.coord(batch, kv_head, k0, seqlen_k, col)
+            store_keys(out.dv, at, out.slots.index(C), dv)
+            store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
+        if cfg.DYNAMIC:
+            taken += 1
+            ticket = pipes.tickets.take(taken)
+        else:
+            ticket += gl.num_programs(0)
+    store_wait(0)
+
+
+_RUNTIME = [
+    "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
+    "tiles_n", "section", "num_tiles", "num_sequences",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUNTIME)
+def backward_kernel(
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc,
+    cu_seqlens_q, cu_seqlens_k, counter,
+    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right,
+    tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC)
+    shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
+                  num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    mirror = Shape(cu_seqlens_k, cu_seqlens_q, seqlen_k, seqlen_q, total_k, total_q,
+                   num_heads, group_size, right, left, PACKED, HAS_RIGHT, HAS_LEFT)  # fmt: skip
+    order = Order(tiles_n, section, num_tiles, HAS_RIGHT)
+    scale = Scale(scale_log2, inner, SOFTCAP)
+    job = Job(shape, mirror, order, scale, softmax_scale, num_sequences, cfg)
+    pipes = Pipes(
+        make_ring(q_desc, Q_STAGES, 2),
+        make_rider(rows_desc, Q_STAGES),
+        make_ring(dout_desc, DOUT_STAGES, 2),
+        make_ring(k_desc, 1, 2),
+        make_ring(v_desc, 1, 2),
+        make_exchange(q_desc.dtype, TILE_N, TILE_M, 2),
+        make_tickets(2),
+    )
+    slots = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)
+    out = Out(dq_desc, dk_desc, dv_desc, slots)
+    gl.warp_specialize([
+        (consume, (out, pipes, job, 0)),
+        (consume, (out, pipes, job, 1)),
+        (produce, (q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job)),
+    ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip

@@ -1,0 +1,205 @@
+"""The portable kernels, compiled for GPUs that are not here: what ptxas makes of them, and how many
+variants of them there are.
+
+Each variant is a real call whose launches are recorded instead of run, so that the host code, the
+tile tables and the signatures are tested together.
+"""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import onchip.testing as ot
+from onchip import masks
+from onchip.problem import DeviceInfo, Options, Tensors, describe
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
+
+SHARED_BYTES = {90: 232448, 100: 232448, 80: 101376, "gfx942": 65536}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """(kernel, positional arguments, keyword arguments) of every launch, which does not happen."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = []
+    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def _call(monkeypatch, arch, dtype, sizes, options, lengths=(160, 200), backward=True):
+    """Run one call of the contract as if on `arch`."""
+    from onchip.kernels.triton import backward as bwd
+    from onchip.kernels.triton import forward as fwd
+    from onchip.kernels.triton import launch
+
+    capability = None if isinstance(arch, str) else divmod(arch, 10)
+    monkeypatch.setattr(launch, "device_info", lambda _: DeviceInfo("cuda", "", capability))
+    q, k, v = ot.make_qkv(1, *lengths, dtype=dtype, **sizes)
+    extras, scalars, max_seqlens = _extras(options, q, k)
+    if max_seqlens:
+        q, k, v = q[0], k[0], v[0]
+    x = Tensors(q, k, v, **extras)
+    problem = describe(x, Options(**scalars), max_seqlens)
+    out, lse, _ = fwd.forward(problem, x)
+    if backward:
+        bwd.backward(problem, x, out, lse, out, None)
+
+
+def _extras(options: dict, q, k):
+    """Tensors, scalar options and the lengths of a packed call, from one dictionary."""
+    scalars, extras = dict(options), {}
+    heads, seqlen_q, seqlen_k = q.shape[2], q.shape[1], k.shape[1]
+    packed = scalars.pop("packed", False)
+    if packed:
+        extras["cu_seqlens_q"] = torch.tensor([0, seqlen_q], dtype=torch.int32)
+        extras["cu_seqlens_k"] = torch.tensor([0, seqlen_k], dtype=torch.int32)
+    if scalars.pop("mask", False):
+        mask = masks.mod(lambda b, h, q, k: (q + k) % 3 != 0)
+        extras["mask"] = masks.build(mask, 1, heads, seqlen_q, seqlen_k)
+    if scalars.pop("sinks", False):
+        extras["sinks"] = torch.zeros(heads)
+    if scalars.pop("alibi", False):
+        extras["alibi_slopes"] = torch.zeros(heads)
+    if scalars.pop("bias", False):
+        extras["bias"] = torch.zeros(1, heads, seqlen_q, seqlen_k)
+    if scalars.get("dropout_p"):
+        extras["dropout_seed"] = torch.tensor(7)
+    return extras, scalars, (seqlen_q, seqlen_k) if packed else None
+
+
+def _source(kernel, args, kwargs) -> ASTSource:
+    """The variant that Triton would compile for these arguments."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    signature, constants, aligned = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = values[param.name]
+        one = isinstance(value, int) and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or one:
+            signature[param.name], constants[param.name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[param.name], divisible = TYPES[value.dtype], True
+        elif isinstance(value, float):
+            signature[param.name], divisible = "fp32", False
+        else:
+            signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
+            divisible = value % 16 == 0 and not param.do_not_specialize
+        if divisible:
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, aligned)
+
+
+def _compile(kernel, args, kwargs, arch):
+    amd = isinstance(arch, str)
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", arch, 32)
+    names = ("num_warps", "num_stages", "enable_fp_fusion")
+    options = {name: kwargs.pop(name) for name in names}
+    return triton.compile(_source(kernel, args, kwargs), target=target, options=options)
+
+
+def _sass(cubin: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _hot_loop(sass: str) -> list[str]:
+    """The instructions of the first loop that multiplies matrices: that of the unmasked tiles."""
+    pattern = r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
+    code = [(int(m[1], 16), m[2], m[3]) for m in re.finditer(pattern, sass)]
+    for here, name, rest in code:
+        target = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
+        if target and int(target[1], 16) < here:
+            body = [n for at, n, _ in code if int(target[1], 16) <= at <= here]
+            if any(n.startswith(("HGMMA", "HMMA")) for n in body):
+                return body
+    return []
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+D64, D128, D256 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256))
+GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+EVERYTHING = {"causal": True, "softcap": 5.0, "alibi": True, "bias": True, "sinks": True}
+EVERYTHING |= {"dropout_p": 0.1, "return_stats": True}
+QUICK = [(90, BF16, D128, {"causal": True})]
+SLOW = [
+    (90, BF16, D64, {"causal": True}),
+    (90, BF16, D256, {"causal": True}),
+    (90, BF16, GQA, {"packed": True, "window_size": (255, 0), "sinks": True}),
+    (90, BF16, D128, {"mask": True}),
+    (90, BF16, D128, EVERYTHING),
+    (90, FP16, {"head_dim": 96, "head_dim_v": 40}, {"causal": True, "softcap": 30.0}),
+    (90, FP32, D128, {"causal": True}),
+    (90, FP32, D256, EVERYTHING),
+    (80, BF16, D64, {"causal": True}),
+    (80, BF16, GQA, {"causal": True, "packed": True}),
+    (80, BF16, D256, {"mask": True}),
+    (80, BF16, D256, EVERYTHING),
+    (80, FP32, D64, {"causal": True}),
+    (100, BF16, D128, {"causal": True}),
+    ("gfx942", BF16, D128, {"causal": True}),
+]
+VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
+VARIANTS += [
+    pytest.param(*case, id=f"{case[0]}-{i}", marks=pytest.mark.slow)
+    for i, case in enumerate(SLOW, len(QUICK))
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "sizes", "options"), VARIANTS)
+def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, options):
+    """Fits in shared memory, uses the tensor cores, and spills next to nothing in the hot loop."""
+    _call(monkeypatch, arch, dtype, sizes, options, backward=arch in (80, 90))
+    for kernel, args, kwargs in launches:
+        compiled = _compile(kernel, args, kwargs, arch)
+        name = kernel.fn.__name__
+        assert compiled.metadata.shared <= SHARED_BYTES[arch], name
+        if "cubin" not in compiled.asm or dtype == FP32 or name == "delta_kernel":
+            continue
+        body = _hot_loop(_sass(compiled.asm["cubin"]))
+        if arch in (80, 90) and name != "dbias_kernel":
+            spilled = sum(n.startswith(("STL", "LDL")) for n in body)
+            assert body and spilled <= len(body) // 20, f"{name}: {spilled} of {len(body)}"
+        if arch == 90 and options == {"causal": True}:
+            assert any(n.startswith("HGMMA") for n in body), name
+
+
+def test_random_lengths_make_at_most_two_variants(monkeypatch, launches):
+    generator = torch.Generator().manual_seed(0)
+    options = {"causal": True, "packed": False}
+    for i in range(40):
+        seqlen_q, seqlen_k = torch.randint(1, 600, (2,), generator=generator).tolist()
+        lengths = (1, seqlen_k) if i % 10 == 0 else (seqlen_q, seqlen_k)
+        _call(monkeypatch, 90, BF16, {"num_heads": 3, "head_dim": 20}, options, lengths)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    seen = {}
+    for kernel, args, kwargs in launches:
+        binder = triton.runtime.jit.create_function_from_signature(
+            kernel.signature, kernel.params, backend
+        )
+        specialised = binder(*args, **kwargs)[1]
+        seen.setdefault(kernel.fn.__name__, set()).add(str(specialised))
+    assert set(seen) == {"forward_kernel", "delta_kernel", "dkdv_kernel", "dq_kernel"}
+    assert all(len(variants) <= 2 for variants in seen.values()), seen

@@ -1,0 +1,232 @@
+"""The portable kernels, executed on the CPU by Triton's interpreter and judged by fp64.
+
+Interpreting and compiling cannot share a process: without TRITON_INTERPRET=1 this file runs itself
+in one that has it.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import onchip
+import onchip.testing as ot
+from onchip import masks
+from onchip.kernels.configs import TritonConfig
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+PARTS = 2
+inside = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
+GQA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 24}
+MQA = {"num_heads": 3, "num_kv_heads": 1, "head_dim": 40, "head_dim_v": 16}
+MOD = masks.mod(lambda b, h, q, k: (q + 2 * k + 3 * h + 5 * b) % 4 != 0)
+HOLES = masks.mod(lambda b, h, q, k: (k >= 128) & ((q // 7) % 3 != 0))
+DOCUMENT = masks.document(
+    torch.tensor([0, 50, 50, 75, 150], dtype=torch.int32),
+    torch.tensor([0, 100, 100, 145, 290], dtype=torch.int32),
+)
+DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_in_a_process_that_interprets(part):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "INTERPRETED_PART": str(part)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def part_of(cases):
+    """This process's share of the cases."""
+    part = os.environ.get("INTERPRETED_PART")
+    return cases if part is None else cases[int(part) :: PARTS]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles far below those of a GPU, so that short sequences have several."""
+    if INTERPRETED:
+        from onchip.kernels.triton import launch
+
+        config = lambda kernel, use: TritonConfig(32, 64 if use.has_mask else 32, 4, 1)
+        monkeypatch.setattr(launch, "triton_config", config)
+
+
+def _tensors(options: dict, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> dict:
+    """`sinks`, `alibi_slopes` and `bias` are written as shapes, or as which dimensions they have."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = draw(heads).requires_grad_()
+    if "alibi" in options:
+        shape = (batch, heads) if options.pop("alibi") == "batch" else (heads,)
+        options["alibi_slopes"] = draw(*shape).abs() / 4
+    if "bias" in options:
+        own = zip((batch, heads, seqlen_q), options.pop("bias"), strict=True)
+        bias = draw(*(n if mine else 1 for n, mine in own), seqlen_k)
+        options["bias"] = bias.requires_grad_()
+    return options
+
+
+def _judge(lengths, sizes, dtype, options, batch=1, layout=lambda x: x) -> None:
+    q, k, v = map(layout, ot.make_qkv(batch, *lengths, dtype=dtype, **sizes))
+    options = _tensors(options, batch, q.shape[2], *lengths)
+    mask = options.pop("mask", None)
+    if mask is not None:
+        mask = masks.build(mask, batch, q.shape[2], *lengths)
+        options["mask"] = mask.to_dense()
+
+    def attention(q, k, v, **options):
+        options["mask"] = mask
+        return onchip.attention(q, k, v, kernel="triton", return_lse=True, **options)
+
+    ot.assert_accurate(attention, q, k, v, grad=True, **options)
+
+
+heads_first = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)
+DENSE = [
+    ((33, 50), {}, FP32, {}),
+    ((1, 1), {"head_dim": 1}, FP32, {"causal": True}),
+    ((0, 5), {}, FP32, {"sinks": True, "bias": (1, 1, 1)}),
+    ((5, 0), {}, BF16, {"sinks": True, "bias": (1, 1, 1), "return_stats": True}),
+    ((63, 63), {"head_dim": 64}, BF16, {"causal": True}),
+    ((90, 40), GROUPS, BF16, {"causal": True}),
+    ((40, 90), GQA, FP16, {"causal": True}),
+    ((63, 111), MQA, FP16, {"window_size": (16, 3)}),
+    ((100, 60), GQA, FP32, {"window_size": (40, None), "sinks": True}),
+    ((60, 100), GQA, FP32, {"window_size": (0, 0)}),
+    ((30, 799), {"num_heads": 1}, BF16, {"window_size": (None, 5), "return_stats": True}),
+    ((50, 70), GQA, FP32, {"softcap": 5.0, "causal": True}),
+    ((50, 70), GQA, BF16, {"alibi": "heads"}),
+    ((50, 70), GQA, FP32, {"alibi": "batch", "softcap": 3.0, "sinks": True}, 2),
+    ((50, 70), GQA, BF16, {**DROPOUT, "causal": True, "out_dtype": FP32}),
+    ((50, 40), GQA, FP32, {**DROPOUT, "bias": (0, 1, 1), "softcap": 5.0}),
+    ((50, 40), MQA, FP32, {"bias": (0, 0, 0), "causal": True}, 2),
+    ((50, 40), MQA, BF16, {"bias": (0, 1, 0), "window_size": (20, 5)}, 2),
+    ((50, 40), GQA, FP32, {"bias": (1, 1, 1), "return_stats": True, "sinks": True}, 2),
+    ((40, 50), GQA, FP32, {"softmax_scale": -0.7, "return_stats": True}),
+    ((40, 50), GQA, FP32, {"softmax_scale": 0.0}),
+    ((40, 50), GQA, BF16, {"causal": True}, 2, ot.poison_neighbours),
+    ((40, 50), MQA, FP32, {"causal": True}, 2, heads_first),
+    ((9, 33), {"head_dim": 3, "head_dim_v": 250}, FP32, {"causal": True}),
+    ((150, 290), {"num_heads": 1}, BF16, {"mask": DOCUMENT}),
+    ((150, 290), {"num_heads": 1}, FP32, {"mask": DOCUMENT, "causal": True}),
+    ((150, 290), {"num_heads": 1}, FP32, {"mask": HOLES, "window_size": (150, 40), "sinks": True}),
+    ((70, 290), {"num_heads": 2, "num_kv_heads": 1}, BF16, {"mask": MOD, "bias": (0, 0, 1)}, 2),
+    ((140, 100), {"num_heads": 1}, FP16, {"mask": MOD, **DROPOUT, "return_stats": True}),
+]
+
+
+@inside
+@pytest.mark.parametrize("case", part_of(DENSE))
+def test_dense(case):
+    _judge(*case)
+
+
+PACKED = [
+    ([63, 1, 0, 40], None, GQA, BF16, {"causal": True}),
+    ([5, 30, 1, 7], [0, 63, 50, 3], GROUPS, FP32, {"window_size": (16, 2), "sinks": True}),
+    ([40, 17], [30, 60], GQA, FP32, {**DROPOUT, "alibi": "batch", "softcap": 5.0}),
+    ([50], [70], GQA, BF16, {"return_stats": True, "out_dtype": FP32}),
+]
+
+
+@inside
+@pytest.mark.parametrize("case", part_of(PACKED))
+def test_packed(case):
+    seqlens_q, seqlens_k, sizes, dtype, options = case
+    packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, **sizes)
+    options = _tensors(options, len(seqlens_q), sizes["num_heads"], 0, 0) | packed.options
+    attention = lambda *qkv, **o: onchip.varlen_attention(
+        *qkv, kernel="triton", return_lse=True, **o
+    )
+    ot.assert_accurate(attention, *packed[:3], grad=True, **options)
+
+
+@inside
+@pytest.mark.parametrize("distribution", part_of(ot.DISTRIBUTIONS))
+def test_distributions(distribution):
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "distribution": distribution}
+    _judge((70, 90), sizes, BF16, {"causal": True, "sinks": True})
+
+
+@inside
+@pytest.mark.parametrize("seed", part_of((0, -3, 2**62 + 5, torch.tensor(2**33 + 1))))
+def test_dropout_is_that_of_the_contract(seed):
+    q, k, _ = ot.make_qkv(2, 40, 70, num_heads=3, num_kv_heads=1, head_dim=8)
+    v = torch.eye(70).view(1, 70, 1, 70).expand(2, -1, -1, -1)
+    options = {"dropout_p": 0.4, "dropout_seed": seed, "kernel": "triton"}
+    kept = onchip.attention(q, k, v, **options).transpose(1, 2) != 0
+    assert torch.equal(kept, ot.philox_keep(seed, 2, 3, 40, 70, 0.4))
+
+
+def _run(attention, q, k, v, dout: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves)
+    return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+
+@inside
+@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+def test_nan_in_a_neighbouring_sequence(dtype):
+    packed = ot.make_packed([33, 20, 47], [40, 21, 47], dtype=dtype, head_dim=16)
+    options = packed.options | {"causal": True, "return_lse": True, "kernel": "triton"}
+    attention = lambda q, k, v: onchip.varlen_attention(q, k, v, **options)
+    dout = torch.randn(100, 2, 16).to(dtype)
+    clean = _run(attention, *packed[:3], dout)
+    q, k, v = (x.clone() for x in packed[:3])
+    k[40:61], v[40:61] = math.nan, math.nan
+    dirty = _run(attention, q, k, v, dout)
+    rows, keys = [*range(33), *range(53, 100)], [*range(40), *range(61, 108)]
+    for name, a, b in zip(("out", "lse", "q", "k", "v"), clean, dirty, strict=True):
+        at = (slice(None), rows) if name == "lse" else keys if name in "kv" else rows
+        assert torch.equal(a[at], b[at]), name
+
+
+@inside
+@pytest.mark.parametrize("dtype", part_of((BF16, FP32)))
+def test_nan_in_a_block_that_no_row_sees(dtype):
+    mask = masks.mod(lambda b, h, q, k: k // 128 != 1)
+    q, k, v = ot.make_qkv(1, 20, 300, num_heads=1, head_dim=16, dtype=dtype)
+    attention = lambda *qkv: onchip.attention(*qkv, mask=mask, return_lse=True, kernel="triton")
+    dout = torch.randn_like(q)
+    clean = _run(attention, q, k, v, dout)
+    k[:, 128:256], v[:, 128:256] = math.nan, math.nan
+    assert all(map(torch.equal, clean, _run(attention, q, k, v, dout)))
+
+
+@inside
+def test_bad_offsets_give_wrong_rows_and_no_access_outside():
+    """What a GPU cannot check without a synchronisation, the kernels clamp to the tensors."""
+    from onchip.kernels.triton import entry
+    from onchip.problem import Options, Tensors, describe
+
+    q, k, v = (x[0] for x in ot.make_qkv(1, 20, 24, head_dim=16))
+    bad = torch.tensor([-(10**6), 10**9, 3], dtype=torch.int32)
+    x = Tensors(q, k, v, cu_seqlens_q=bad, cu_seqlens_k=bad)
+    problem = describe(x, Options(causal=True), (64, 64))
+    out, lse, _ = entry.forward(problem, x)
+    entry.backward(problem, x, out.nan_to_num(), lse.nan_to_num(), torch.ones_like(out), None)
+
+
+@inside
+@pytest.mark.parametrize("tile", part_of([(16, 64), (64, 32), (128, 128), (32, 16)]))
+def test_tiles_do_not_change_the_answer(monkeypatch, tile):
+    from onchip.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(*tile, 4, 1))
+    options = {"window_size": (60, 10), "softcap": 5.0, "alibi": "heads", "bias": (0, 1, 1)}
+    options |= {**DROPOUT, "sinks": True, "return_stats": True, "mask": MOD}
+    _judge((40, 70), GQA, FP32, options)
