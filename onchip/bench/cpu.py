@@ -1,8 +1,8 @@
 """`onchip bench cpu`: this CPU against torch SDPA in the same run.
 
-Every contender gets the layout it likes best. A dense mask is built before the clock starts, and
-SDPA is given it as bool or as float, whichever is faster. The padded peer of packed rows gets no
-mask where causality makes one needless.
+Both read the same memory, heads first: the layout SDPA likes best, and a view to onchip. A dense
+mask is built before the clock starts, and SDPA is given it as bool or as float, whichever is
+faster. The padded peer of packed rows gets no mask where causality makes one needless.
 """
 
 import os
@@ -105,11 +105,10 @@ def contest(
 ) -> Row:
     """One row against SDPA; peers() gives the options of each way to call SDPA."""
     sizes: dict[str, Any] = dict(num_heads=case.num_heads, head_dim=case.head_dim, dtype=case.dtype)
-    q, k, v = make_qkv(case.batch, case.seqlen, **sizes)
+    q, k, v = x = tuple(heads_first(t) for t in make_qkv(case.batch, case.seqlen, **sizes))
     kernel = onchip.explain(q, k, v, **pattern.options).plan.kernel
-    ours = Contender("onchip", partial(onchip.attention, **pattern.options), (q, k, v))
-    theirs = tuple(heads_first(x) for x in (q, k, v))
-    rivals = [Contender(name, partial(sdpa, **given), theirs) for name, given in peers().items()]
+    ours = Contender("onchip", partial(onchip.attention, **pattern.options), x)
+    rivals = [Contender(name, partial(sdpa, **given), x) for name, given in peers().items()]
     return session.contest(case, kernel, ours, rivals, Exact(q, k, v, pattern.visible))
 
 

@@ -338,29 +338,28 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
         ds = ds * (1.0 - bent * bent)
     ds = ds.to(dtype)
     pipes.ds.put(i, C * 64, ds)
-    if not LAST:
-        pipes.q.wait_full(i + 1)
-        s_next = score(pipes, i + 1, gl.zeros([64, 64], gl.float32, cfg.S), C)
-        dv = warpgroup_mma_wait(num_outstanding=1, deps=(dv_next,))
-    else:
-        dv = warpgroup_mma_wait(num_outstanding=0, deps=(dv_next,))
-    dq_next = query_part(pipes, job, pipes.ds.take(i), i, dp, C)
+    dq_next = query_part(pipes, job, pipes.ds.take(i), i, gl.zeros([64, 64], gl.float32, cfg.Q), C)
     ds_left = gl.convert_layout(ds, cfg.A)
     dk_next = warpgroup_mma(ds_left, pipes.q.slot(i), dk, is_async=True)
-    if not LAST:
-        s = warpgroup_mma_wait(num_outstanding=2, deps=(s_next,))
-        c = carried(pipes, job, place, s, i + 1, next_tile, MASKED)
-    dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq_next,))
+    dv = warpgroup_mma_wait(num_outstanding=2, deps=(dv_next,))
+    if LAST:
+        dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq_next,))
+    else:
+        pipes.q.wait_full(i + 1)
+        s_next = score(pipes, i + 1, gl.zeros([64, cfg.TILE_M], gl.float32, cfg.S), C)
+        dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq_next,))
     parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
     at = ((place.first_tile + tile) * parts + C) * 128
     reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dq))
-    if not LAST:
-        pipes.dout.wait_full(i + 1)
-        dp_next = value_score(pipes, i + 1, dq, C)
-        dk = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next,))
-    else:
+    if LAST:
         dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk_next,))
-    pipes.q.release(i)
+        pipes.q.release(i)
+    else:
+        pipes.dout.wait_full(i + 1)
+        dp_next = value_score(pipes, i + 1, gl.zeros([64, cfg.TILE_M], gl.float32, cfg.S), C)
+        dk, s = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next, s_next))
+        pipes.q.release(i)
+        c = carried(pipes, job, place, s, i + 1, next_tile, MASKED)
     return c, dp_next, dk, dv
 
 

@@ -27,10 +27,12 @@ def forward(problem: Problem, x: Tensors) -> Result:
     right = 0 if problem.causal else right
     width = max(problem.head_dim, problem.head_dim_v)
     config = hopper_forward_config(width, right is not None, problem.seqlen_k)
+    width, width_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
+    if width != width_v:
+        config = config._replace(out_in_q=False)  # the tiles differ, and there is room
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     planes = problem.batch * problem.num_heads
     num_tiles = tiles_m * planes
-    width, width_v = _padded(problem.head_dim), _padded(problem.head_dim_v)
     dynamic = right is not None or left is not None or problem.packed
     scale, inner = _scales(problem)
     anything = lse  # stands for pointers that the compiled variant does not read
