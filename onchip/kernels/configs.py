@@ -73,7 +73,21 @@ TRITON_FP32 = _triton_rows(
     dq=(_T(32, 32, 8, 1), _T(32, 16, 8, 1), _T(16, 16, 8, 1)),
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
-TRITON_DELTA = _T(32, 0, 4, 1)  # bound by memory: any tile of some kB will do
+# Few queries: bound by memory, so keys come in long tiles, and a group of query heads shares them
+# (tile_m follows their number). Keys: (itemsize, padded head_dim).
+TRITON_DECODE = {
+    (2, 64): _T(0, 128, 4, 3),
+    (2, 128): _T(0, 64, 4, 3),
+    (2, 256): _T(0, 32, 4, 3),
+    (4, 64): _T(0, 32, 4, 2),
+    (4, 128): _T(0, 16, 4, 2),
+    (4, 256): _T(0, 16, 8, 2),
+}
+DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
+SPLIT_WAVES = 2  # programs per processor
+SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
+MAX_SPLITS = 256
+TRITON_STREAMED = _T(16, 0, 4, 1)  # delta, merge: bound by memory, any tile of some kB will do
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 
 
@@ -89,8 +103,10 @@ class TritonUse(NamedTuple):
 
 @cache
 def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
-    if kernel == "delta":
-        return TRITON_DELTA
+    if kernel in ("delta", "merge"):
+        return TRITON_STREAMED
+    if kernel == "decode":
+        return TRITON_DECODE[use.itemsize, max(64, use.dim)]
     table = _triton_table(use)
     row = table.get((kernel, max(64, use.dim))) or TRITON_MODIFIED[kernel, max(64, use.dim)]
     return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB

@@ -248,6 +248,18 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
 
 
 @gluon.jit
+def spare(job, dead, cols: gl.constexpr):
+    """Registers for a product of 64 x cols that starts from nothing: those of `dead` if they fit,
+    because left to itself the compiler finds other ones, and spills.
+    """
+    if dead.shape[1] == cols:
+        return dead
+    else:
+        wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols, 16])
+        return gl.zeros([64, cols], gl.float32, wide)
+
+
+@gluon.jit
 def score(pipes, i, dead, C: gl.constexpr):
     """Start k q of query tile i, transposed, in the registers of `dead`."""
     k = pipes.k.only_slot(i).slice(C * 64, 64, 0)
@@ -338,7 +350,7 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
         ds = ds * (1.0 - bent * bent)
     ds = ds.to(dtype)
     pipes.ds.put(i, C * 64, ds)
-    dq_next = query_part(pipes, job, pipes.ds.take(i), i, gl.zeros([64, 64], gl.float32, cfg.Q), C)
+    dq_next = query_part(pipes, job, pipes.ds.take(i), i, spare(job, dp, 64), C)
     ds_left = gl.convert_layout(ds, cfg.A)
     dk_next = warpgroup_mma(ds_left, pipes.q.slot(i), dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=2, deps=(dv_next,))
@@ -356,7 +368,7 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
         pipes.q.release(i)
     else:
         pipes.dout.wait_full(i + 1)
-        dp_next = value_score(pipes, i + 1, gl.zeros([64, cfg.TILE_M], gl.float32, cfg.S), C)
+        dp_next = value_score(pipes, i + 1, spare(job, dq, cfg.TILE_M), C)
         dk, s = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next, s_next))
         pipes.q.release(i)
         c = carried(pipes, job, place, s, i + 1, next_tile, MASKED)

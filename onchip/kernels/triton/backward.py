@@ -115,7 +115,7 @@ def dkdv_kernel(
         dout_h = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
         lse_h = lse_ptr + row_offset(at, h, num_heads, total_q)
         delta_h = delta_ptr + row_offset(at, h, num_heads, total_q)
-        walk = walk_tiles(mirrored, lists, n0, at.seqlen_k, at.seqlen_q, TILE_N, TILE_M)
+        walk = walk_tiles(mirrored, lists, n0, n0 + TILE_N, at.seqlen_k, at.seqlen_q, TILE_M)
         for t in range(walk.num_unmasked):  # every key visible to every row
             m = unmasked_tile(walk, lists, t, TILE_M)
             q = load_tile(q_h, m, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, False)
@@ -201,7 +201,7 @@ def dq_kernel(
     delta = load_rows(delta_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     dq = tl.zeros([TILE_M, PAD_DIM], tl.float32)
-    walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
+    walk = walk_tiles(band, lists, m0, m0 + TILE_M, at.seqlen_q, at.seqlen_k, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
         n = unmasked_tile(walk, lists, t, TILE_N)
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.protocol import Result, Stats, empty_result
+from onchip.kernels.triton import decode
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
     LN2,
@@ -76,7 +77,7 @@ def forward_kernel(
     q = load_tile(q_ptr, m0, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     state = empty_state(TILE_M, PAD_DIM_V)
-    walk = walk_tiles(band, lists, m0, at.seqlen_q, at.seqlen_k, TILE_M, TILE_N)
+    walk = walk_tiles(band, lists, m0, m0 + TILE_M, at.seqlen_q, at.seqlen_k, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
         n = unmasked_tile(walk, lists, t, TILE_N)
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
@@ -115,6 +116,8 @@ def forward_kernel(
 
 def forward(problem: Problem, x: Tensors) -> Result:
     call = Call.of(problem, x)
+    if decode.serves(problem):
+        return decode.decode(problem, x, call)
     out, lse = empty_result(problem, x)
     stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
     config = call.config("forward")

@@ -228,14 +228,14 @@ def store_tile(
 
 
 @triton.jit
-def walk_tiles(band, lists, start, seqlen, seqlen_other, TILE: tl.constexpr, OTHER: tl.constexpr):
-    """The Walk of the tile of queries at `start` over the keys.
+def walk_tiles(band, lists, start, stop, seqlen, seqlen_other, OTHER: tl.constexpr):
+    """The Walk of the queries start : stop over the keys, in tiles of OTHER.
 
     Seen from the keys the band is its mirror image: a tile of keys walks the queries with left and
     right exchanged, and the lists of the columns.
     """
     diagonal = start + seqlen_other - seqlen
-    last = tl.minimum(start + TILE, seqlen) - 1 + seqlen_other - seqlen
+    last = tl.minimum(stop, seqlen) - 1 + seqlen_other - seqlen
     lo, first = diagonal * 0, diagonal * 0
     hi, edge = seqlen_other + diagonal * 0, seqlen_other + diagonal * 0
     if band.left is not None:
@@ -257,6 +257,20 @@ def _walk_range(lo, first, edge, hi, OTHER: tl.constexpr):
     none = edge <= first  # a narrow band: every tile is cut
     first, edge = tl.where(none, lo, first), tl.where(none, lo, edge)
     return Walk(lo, first, edge, lo, 0, edge - first, first - lo + hi - edge)
+
+
+@triton.jit
+def split_walk(walk, begin, end):
+    """The part of a walk without a mask that lies in the tiles begin : end."""
+    hi = walk.edge + walk.num_masked - (walk.first - walk.lo)
+    lo, first = _clip(walk.lo, begin, end), _clip(walk.first, begin, end)
+    edge, hi = _clip(walk.edge, begin, end), _clip(hi, begin, end)
+    return Walk(lo, first, edge, lo, 0, edge - first, first - lo + hi - edge)
+
+
+@triton.jit
+def _clip(x, begin, end):
+    return tl.minimum(tl.maximum(x, begin), end)
 
 
 @triton.jit

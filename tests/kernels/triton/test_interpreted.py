@@ -64,7 +64,7 @@ def small_tiles(monkeypatch):
 
 
 def _tensors(options: dict, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> dict:
-    """`sinks`, `alibi_slopes` and `bias` are written as shapes, or as which dimensions they have."""
+    """The options of a case with their tensors; bias says which dimensions it has of its own."""
     generator = torch.Generator().manual_seed(3)
     draw = lambda *shape: torch.randn(shape, generator=generator)
     options = dict(options)
@@ -153,6 +153,38 @@ def test_packed(case):
         *qkv, kernel="triton", return_lse=True, **o
     )
     ot.assert_accurate(attention, *packed[:3], grad=True, **options)
+
+
+FEW = [
+    ([1], [799], {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}, BF16, {"sinks": True}),
+    ([3, 0, 1], [600, 5, 0], GROUPS, FP32, {"causal": True, "sinks": True}),
+    ([2, 4], [900, 333], GQA, FP16, {"window_size": (300, 1), "softcap": 5.0, "alibi": "batch"}),
+    ([5, 1], [40, 50], MQA, BF16, {"out_dtype": FP32, "causal": True}),
+]
+
+
+@inside
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("case", part_of(FEW))
+def test_few_queries_split_over_programs(monkeypatch, case, deterministic):
+    from onchip.kernels.triton import decode, launch
+
+    monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(16, 64, 4, 1))
+    monkeypatch.setattr(decode, "SPLIT_KEYS", 64)
+    seqlens_q, seqlens_k, sizes, dtype, options = case
+    packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, **sizes)
+    options = _tensors(options, len(seqlens_q), sizes["num_heads"], 0, 0) | packed.options
+    call = {"kernel": "triton", "return_lse": True, "deterministic": deterministic}
+    attention = lambda *qkv, **o: onchip.varlen_attention(*qkv, **call, **o)
+    ot.assert_accurate(attention, *packed[:3], **options)
+
+
+@inside
+def test_fixed_splits_make_a_sequence_independent_of_its_batch():
+    q, k, v = ot.make_qkv(3, 1, 700, num_heads=2, num_kv_heads=1, dtype=BF16)
+    call = lambda *qkv: onchip.attention(*qkv, deterministic=True, kernel="triton")
+    together, alone = call(q, k, v), call(q[1:2], k[1:2], v[1:2])
+    assert torch.equal(together[1:2], alone)
 
 
 @inside
