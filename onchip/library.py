@@ -7,7 +7,6 @@ made inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from weakref import WeakValueDictionary
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onchip.dispatch import kernel_module, plan
+from onchip.kernels.protocol import Result, Stats
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Problem,
@@ -41,22 +41,22 @@ _ARGUMENTS = (
 _END = _NUM_TENSORS + 12  # where the mask begins
 
 
-def attend(problem: Problem, x: Tensors, kernel: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, stats), differentiable in the first two; stats is max_logit and entropy stacked,
-    empty unless problem.return_stats.
-    """
+def attend(problem: Problem, x: Tensors, kernel: str | None) -> Result:
+    """The Result of a problem, differentiable in out and lse."""
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
     if not wants_grad and _is_eager(x.q):
         return _run_forward(problem, x, kernel)
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     if not wants_grad:
-        return _FORWARD(*args, mask)
-    if torch._C._are_functorch_transforms_active():
+        out, lse, stats = _FORWARD(*args, mask)
+    elif torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
-    return _Attention.apply(*args, *mask)
+    else:
+        out, lse, stats = _Attention.apply(*args, *mask)
+    return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
 def _is_eager(q: Tensor) -> bool:
@@ -177,16 +177,17 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 
 
 def _forward(*args):
-    return _run_forward(*_unflatten(args))
+    out, lse, stats = _run_forward(*_unflatten(args))
+    return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
-def _run_forward(problem: Problem, x: Tensors, kernel: str | None) -> tuple[Tensor, Tensor, Tensor]:
+def _run_forward(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     check_values(problem, x)
     module = _module(problem, x, kernel)
+    if not torch.is_autocast_enabled(x.q.device.type):
+        return module.forward(problem, x)
     with _no_autocast(x.q):
-        result = module.forward(problem, x)
-    stats = _nothing(result.lse) if result.stats is None else torch.stack(result.stats)
-    return result.out, result.lse, stats
+        return module.forward(problem, x)
 
 
 def _backward(dout, dlse, out, lse, *args):
@@ -227,14 +228,9 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)  # an op returns tensors, so an absent one is empty
 
 
-def _no_autocast(q: Tensor) -> AbstractContextManager:
+def _no_autocast(q: Tensor) -> torch.autocast:
     """Inside a kernel fp32 means fp32: autocast must not lower its products."""
-    device = q.device.type
-    return (
-        torch.autocast(device, enabled=False)
-        if torch.is_autocast_enabled(device)
-        else nullcontext()
-    )
+    return torch.autocast(q.device.type, enabled=False)
 
 
 def _forward_vmap(info, in_dims, *args):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip import library, masks, paged
 from onchip.dispatch import kernel_module
-from onchip.kernels.protocol import Stats
+from onchip.kernels.protocol import Result, Stats
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import Options, Problem, Tensors, Window, describe
 from onchip.state import merge_at_rest
@@ -66,7 +66,7 @@ def attention(
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     problem, x = pose(q, k, v, options, extras)
-    return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
+    return _answer(library.attend(problem, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -112,7 +112,7 @@ def varlen_attention(
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem, x = pose(q, k, v, options, extras, packing)
-    return _answer(library.attend(problem, x, kernel), return_lse, return_stats)
+    return _answer(library.attend(problem, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -158,16 +158,16 @@ def paged_attention(
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks)
     rows = q.flatten(0, 1) if q.dim() == 4 else q
     problem, x = pose(rows, k, v, options, extras, Packing(*packing))
-    out, lse, stats = library.attend(problem, x, kernel)
+    result = library.attend(problem, x, kernel)
     if q.dim() == 4:
-        out, lse, stats = out.unflatten(0, q.shape[:2]), _rows(lse, q), _rows(stats, q)
-    return _answer((out, lse, stats), return_lse, return_stats)
+        out, lse, stats = result
+        stats = None if stats is None else Stats(*(_rows(t, q) for t in stats))
+        result = Result(out.unflatten(0, q.shape[:2]), _rows(lse, q), stats)
+    return _answer(result, return_lse)
 
 
 def _rows(t: Tensor, q: Tensor) -> Tensor:
-    """(..., heads, batch * seqlen) -> (..., batch, heads, seqlen)."""
-    if not t.numel():
-        return t
+    """(heads, batch * seqlen) -> (batch, heads, seqlen)."""
     return t.unflatten(-1, q.shape[:2]).movedim(-3, -2).contiguous()
 
 
@@ -263,24 +263,21 @@ def pose(
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
     q, k, v = _autocast(q, k, v)
-    cu_q, cu_k, *max_seqlens = packing or (None, None)
     mask, slopes, bias, sinks, seed = extras
     mask = None if mask is None else _block_mask(mask, q, k)
+    cu_q, cu_k = (None, None) if packing is None else packing[:2]
     x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, None, mask)
-    problem = describe(x, options, tuple(max_seqlens))
+    problem = describe(x, options, () if packing is None else packing[2:])
     if problem.dropout_p:
         x = x._replace(dropout_seed=_seed(seed, q))
     return problem, x
 
 
-def _answer(
-    result: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_stats: bool
-) -> Tensor | tuple:
+def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
     out, lse, stats = result
-    if not (return_lse or return_stats):
-        return out
-    answer = (out, lse) if return_lse else (out,)
-    return (*answer, Stats(*stats.unbind(0))) if return_stats else answer
+    if stats is None:
+        return (out, lse) if return_lse else out
+    return (out, lse, stats) if return_lse else (out, stats)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -186,8 +186,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         bool(options.return_stats),
         bool(options.deterministic),
     )
-    if any(t is not None for t in x[5:]):
-        check_extras(problem, x)
+    check_extras(problem, x)
     return problem
 
 

@@ -21,7 +21,7 @@ LAW = {
     "kernels": {"state", "masks", "problem", "kernels.leaf"},
     "fold": {"state", "masks", "problem"},
     "dispatch": {"problem", "masks"},
-    "library": {"problem", "masks", "dispatch"},
+    "library": {"problem", "masks", "dispatch", "kernels.leaf"},
     "paged": {"problem"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "dispatch", "library", "paged"},
     "explain": {"problem", "dispatch", "ops"},

@@ -47,11 +47,13 @@ TRITON_SM90 = _triton_rows(
     dkdv=(_T(64, 128, 8, 3), _T(64, 128, 8, 2), _T(32, 64, 8, 2)),
     dq=(_T(128, 64, 8, 3), _T(128, 64, 8, 3), _T(128, 32, 8, 2)),
 )
-# Bit tiles take registers of their own.
-TRITON_SM90_MASK = TRITON_SM90 | {
-    ("forward", 128): _T(128, 64, 8, 3),
-    ("dkdv", 128): _T(32, 128, 8, 3),
-}
+# Bit tiles take registers of their own, and a tile's place is read from a list first: Triton gives
+# the two loads half of the stages each, so that five make three buffers.
+TRITON_SM90_MASK = _triton_rows(
+    forward=(_T(128, 64, 4, 5), _T(128, 64, 8, 5), _T(128, 64, 8, 3)),
+    dkdv=(_T(64, 128, 8, 5), _T(32, 128, 8, 5), _T(32, 64, 8, 3)),
+    dq=(_T(128, 64, 8, 5), _T(128, 64, 8, 5), _T(128, 32, 8, 3)),
+)
 # 99 kB: everything else that multiplies 16-bit numbers.
 TRITON_SM80 = _triton_rows(
     forward=(_T(128, 64, 4, 3), _T(128, 64, 8, 3), _T(64, 32, 8, 2)),
@@ -78,7 +80,7 @@ TRITON_FP32 = _triton_rows(
 TRITON_DECODE = {
     (2, 64): _T(0, 128, 4, 3),
     (2, 128): _T(0, 64, 4, 3),
-    (2, 256): _T(0, 32, 4, 3),
+    (2, 256): _T(0, 32, 4, 2),
     (4, 64): _T(0, 32, 4, 2),
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
@@ -103,13 +105,16 @@ class TritonUse(NamedTuple):
 
 @cache
 def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
+    row = _triton_row(kernel, max(64, use.dim), use)
+    return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB
+
+
+def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_STREAMED
     if kernel == "decode":
-        return TRITON_DECODE[use.itemsize, max(64, use.dim)]
-    table = _triton_table(use)
-    row = table.get((kernel, max(64, use.dim))) or TRITON_MODIFIED[kernel, max(64, use.dim)]
-    return row if use.capability else row._replace(num_stages=1)  # AMD: 64 kB
+        return TRITON_DECODE[use.itemsize, dim]
+    return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]
 
 
 def _triton_table(use: TritonUse) -> dict[tuple[str, int], TritonConfig]:
@@ -156,3 +161,29 @@ def hopper_forward_config(head_dim: int, cut: bool, seqlen_k: int) -> HopperConf
     key = max(64, 1 << (head_dim - 1).bit_length()), cut
     short = HOPPER_FORWARD_SHORT.get(key)
     return short if short is not None and seqlen_k <= HOPPER_SHORT else HOPPER_FORWARD[key]
+
+
+class HopperBackwardConfig(NamedTuple):
+    """One producer warp and two consumer warpgroups of 64 keys each. dq leaves in parts of 64 x 64,
+    one of each consumer for a tile: tile_m * head_dim = 2 * 64 * 64.
+    """
+
+    tile_m: int
+    tile_n: int = 128
+    q_stages: int = 3
+    dout_stages: int = 2
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    entry_regs: int = 168
+
+
+# By head_dim, 2026-11-15. dk and dv take head_dim registers of each thread, a step of 64 queries
+# 96. Scores of the next tile need its queries while dk still needs the last: three stages of q.
+HOPPER_BACKWARD = {
+    64: HopperBackwardConfig(128),  # two steps a tile: half as many barriers as tiles of 64
+    128: HopperBackwardConfig(64),
+}
+
+
+def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
+    return HOPPER_BACKWARD[max(64, 1 << (head_dim - 1).bit_length())]

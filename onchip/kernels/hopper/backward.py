@@ -26,6 +26,7 @@ from onchip.kernels.hopper.pipe import (
     make_ring,
     make_tickets,
     reduce_tile,
+    reinterpret,
     store_tile,
     store_wait,
     tensor_descriptor,
@@ -35,7 +36,7 @@ from onchip.kernels.hopper.schedule import Order, Shape, keys_of, visible
 
 @aggregate
 class Pipes:
-    """What producer and consumers share. Releasing q stands for rows and dout, releasing k for v."""
+    """What producer and consumers share. Releasing q stands for rows and dout, k for v."""
 
     q: Ring
     rows: Rider
@@ -58,8 +59,8 @@ class Pipes:
 
 @aggregate
 class Config:
-    """S is the layout of scores (64 keys, TILE_M queries), G that of dk and dv (64 keys, WIDTH), A
-    that of p and ds on the left of their products, Q that of one consumer's part of dq.
+    """S is the layout of scores (64 keys, 64 queries) and of a part of dq (64 queries, 64), G that
+    of dk and dv (64 keys, WIDTH), A that of p and ds on the left of their products.
     """
 
     TILE_M: gl.constexpr
@@ -69,7 +70,6 @@ class Config:
     S: gl.constexpr
     G: gl.constexpr
     A: gl.constexpr
-    Q: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC):
@@ -78,10 +78,9 @@ class Config:
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
-        self.S = gl.constexpr(wide(TILE_M))
+        self.S = gl.constexpr(wide(64))
         self.G = gl.constexpr(wide(WIDTH))
         self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
-        self.Q = gl.constexpr(wide(64))
 
 
 @aggregate
@@ -248,45 +247,33 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
 
 
 @gluon.jit
-def spare(job, dead, cols: gl.constexpr):
-    """Registers for a product of 64 x cols that starts from nothing: those of `dead` if they fit,
-    because left to itself the compiler finds other ones, and spills.
-    """
-    if dead.shape[1] == cols:
-        return dead
-    else:
-        wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols, 16])
-        return gl.zeros([64, cols], gl.float32, wide)
-
-
-@gluon.jit
-def score(pipes, i, dead, C: gl.constexpr):
-    """Start k q of query tile i, transposed, in the registers of `dead`."""
+def score(pipes, i, SUB: gl.constexpr, C: gl.constexpr, dead):
+    """Start k q of 64 queries of filling i, transposed, in the registers of `dead`."""
     k = pipes.k.only_slot(i).slice(C * 64, 64, 0)
-    q = pipes.q.slot(i).permute((1, 0))
-    return warpgroup_mma(k, q, dead, use_acc=False, is_async=True)
+    q = pipes.q.slot(i).slice(SUB * 64, 64, 0)
+    return warpgroup_mma(k, q.permute((1, 0)), dead, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def value_score(pipes, i, dead, C: gl.constexpr):
-    """Start v dout of query tile i, transposed, in the registers of `dead`."""
+def value_score(pipes, i, SUB: gl.constexpr, C: gl.constexpr, dead):
+    """Start v dout of 64 queries of filling i, transposed, in the registers of `dead`."""
     v = pipes.v.only_slot(i).slice(C * 64, 64, 0)
-    dout = pipes.dout.slot(i).permute((1, 0))
-    return warpgroup_mma(v, dout, dead, use_acc=False, is_async=True)
+    dout = pipes.dout.slot(i).slice(SUB * 64, 64, 0)
+    return warpgroup_mma(v, dout.permute((1, 0)), dead, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def query_part(pipes, job, ds, i, dead, C: gl.constexpr):
-    """Start this consumer's 64 x 64 of dq = ds k: half of its columns, or of its rows at WIDTH
-    64."""
-    cfg = job.cfg
+def query_part(pipes, job, i, C: gl.constexpr, dead):
+    """Start this consumer's 64 x 64 of dq = ds k, in the registers of `dead`: half of the columns
+    of 64 queries, or half of 128 queries.
+    """
     k = pipes.k.only_slot(i)
-    if cfg.WIDTH == 64:
-        mine = ds.slice(C * 64, 64, 1).permute((1, 0))
-        return warpgroup_mma(mine, k, dead, use_acc=False, is_async=True)
+    ds = pipes.ds.take(i)
+    if job.cfg.TILE_M == 64:
+        k = k.slice(C * 64, 64, 1)
     else:
-        half = k.slice(C * 64, 64, 1)
-        return warpgroup_mma(ds.permute((1, 0)), half, dead, use_acc=False, is_async=True)
+        ds = ds.slice(C * 64, 64, 1)
+    return warpgroup_mma(ds.permute((1, 0)), k, dead, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -300,114 +287,139 @@ def fragments(dq):
 
 
 @gluon.jit
-def row_numbers(pipes, job, i, WHICH: gl.constexpr):
-    """lse (0) or delta (1) of query tile i, along the columns of transposed scores."""
+def row_numbers(pipes, job, i, SUB: gl.constexpr, WHICH: gl.constexpr):
+    """lse (0) or delta (1) of 64 queries of filling i, along the columns of transposed scores."""
     cfg = job.cfg
-    rows = pipes.rows.slot(i).slice(WHICH * cfg.TILE_M, cfg.TILE_M, 0)
+    rows = pipes.rows.slot(i).slice(WHICH * cfg.TILE_M + SUB * 64, 64, 0)
     return rows.load(gl.SliceLayout(0, cfg.S))[None, :]
 
 
 @gluon.jit
-def probabilities(pipes, job, s, i):
-    return gl.exp2(s * job.scale.scale_log2 - row_numbers(pipes, job, i, 0))
+def probabilities(pipes, job, s, i, SUB: gl.constexpr):
+    return gl.exp2(s * job.scale.scale_log2 - row_numbers(pipes, job, i, SUB, 0))
 
 
 @gluon.jit
-def carried(pipes, job, place, s, i, tile, MASKED: gl.constexpr):
-    """What of the scores of a tile is carried to its gradients: p, or with a softcap the bent score
-    that both p and the slope of the bend follow from.
+def carried(pipes, job, place, s, i, tile, SUB: gl.constexpr, MASKED: gl.constexpr):
+    """What of the scores is carried on to the gradients: p, or with a softcap the bent scores that
+    both p and the slope of the bend follow from.
     """
     s = job.scale.bend(s)
     if MASKED:
         cfg = job.cfg
-        row = tile * cfg.TILE_M
+        row = tile * cfg.TILE_M + SUB * 64
         s = visible(job.mirror, s, place.col, row, place.seqlen_k, place.seqlen_q, cfg.S)
         keys = place.col + gl.arange(0, 64, gl.SliceLayout(1, cfg.S))
         s = gl.where((keys < place.seqlen_k)[:, None], s, float("-inf"))
     if job.scale.SOFTCAP:
         return s
     else:
-        return probabilities(pipes, job, s, i)
+        return probabilities(pipes, job, s, i, SUB)
 
 
 @gluon.jit
 def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
-         MASKED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Add filling i to dk, dv and dq, and start filling i + 1 unless LAST. c is `carried`, dp_next
-    the running product v dout of filling i.
+         SUB: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Add 64 queries of filling i to dk, dv and dq, and start the next 64 unless LAST. c is
+    `carried`, dp_next the running product v dout of these queries.
+
+    Products run in the order dv, dq, dk, next scores, next v dout: the first hides ds, the third
+    the leaving dq, the last the exponentials. Where each result lies in registers is chosen
+    (`dead`): left to itself the compiler finds other places, and spills.
     """
     cfg = job.cfg
     dtype: gl.constexpr = pipes.q.slots.dtype
+    FINAL: gl.constexpr = SUB == cfg.TILE_M // 64 - 1  # the filling is used up, and its dq complete
+    NEXT: gl.constexpr = 0 if FINAL else SUB + 1
+    QUERIES: gl.constexpr = 1 if FINAL else 0  # products of dq in flight
     p = c
     if job.scale.SOFTCAP:
-        p = probabilities(pipes, job, c, i)
+        p = probabilities(pipes, job, c, i, SUB)
     p_left = gl.convert_layout(p.to(dtype), cfg.A)
     dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp_next,))
-    dv_next = warpgroup_mma(p_left, pipes.dout.slot(i), dv, is_async=True)
-    ds = p * (dp - row_numbers(pipes, job, i, 1))
+    dout = pipes.dout.slot(i).slice(SUB * 64, 64, 0)
+    dv_next = warpgroup_mma(p_left, dout, dv, is_async=True)
+    ds = p * (dp - row_numbers(pipes, job, i, SUB, 1))
     if job.scale.SOFTCAP:
         bent = gl.maximum(c, -1.0)  # -inf where hidden
         ds = ds * (1.0 - bent * bent)
     ds = ds.to(dtype)
-    pipes.ds.put(i, C * 64, ds)
-    dq_next = query_part(pipes, job, pipes.ds.take(i), i, spare(job, dp, 64), C)
+    pipes.ds.put(i, C * 64, SUB * 64, ds)
+    if FINAL:
+        dq_next = query_part(pipes, job, i, C, dp)
     ds_left = gl.convert_layout(ds, cfg.A)
-    dk_next = warpgroup_mma(ds_left, pipes.q.slot(i), dk, is_async=True)
-    dv = warpgroup_mma_wait(num_outstanding=2, deps=(dv_next,))
-    if LAST:
-        dq = warpgroup_mma_wait(num_outstanding=1, deps=(dq_next,))
-    else:
-        pipes.q.wait_full(i + 1)
-        s_next = score(pipes, i + 1, gl.zeros([64, cfg.TILE_M], gl.float32, cfg.S), C)
-        dq = warpgroup_mma_wait(num_outstanding=2, deps=(dq_next,))
-    parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
-    at = ((place.first_tile + tile) * parts + C) * 128
-    reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dq))
+    q = pipes.q.slot(i).slice(SUB * 64, 64, 0)
+    dk_next = warpgroup_mma(ds_left, q, dk, is_async=True)
+    dv = warpgroup_mma_wait(num_outstanding=QUERIES + 1, deps=(dv_next,))
+    j = i + QUERIES
+    if not LAST:
+        if FINAL:
+            pipes.q.wait_full(j)
+        zero = gl.zeros([64, 64], gl.float32, cfg.S)
+        s_next = score(pipes, j, NEXT, C, zero)
+    dead = dp
+    if FINAL:
+        dead = warpgroup_mma_wait(num_outstanding=1 if LAST else 2, deps=(dq_next,))
+        parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
+        at = ((place.first_tile + tile) * parts + C) * 128
+        reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dead))
     if LAST:
         dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk_next,))
-        pipes.q.release(i)
     else:
-        pipes.dout.wait_full(i + 1)
-        dp_next = value_score(pipes, i + 1, spare(job, dq, cfg.TILE_M), C)
+        if FINAL:
+            pipes.dout.wait_full(j)
+        dp_next = value_score(pipes, j, NEXT, C, dead)
         dk, s = warpgroup_mma_wait(num_outstanding=1, deps=(dk_next, s_next))
+    if FINAL:
         pipes.q.release(i)
-        c = carried(pipes, job, place, s, i + 1, next_tile, MASKED)
+    if not LAST:
+        c = carried(pipes, job, place, s, j, next_tile, NEXT, MASKED)
     return c, dp_next, dk, dv
 
 
 @gluon.jit
 def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
     """Add all queries of one head that see these keys: fillings i ... i + walk.count."""
-    walk = place.walk
+    walk, cfg = place.walk, job.cfg
+    END: gl.constexpr = cfg.TILE_M // 64 - 1
     tile = walk.tile(0)
+    zero = gl.zeros([64, 64], gl.float32, cfg.S)
     pipes.q.wait_full(i)
-    zero = gl.zeros([64, job.cfg.TILE_M], gl.float32, job.cfg.S)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(score(pipes, i, zero, C),))
+    s_next = score(pipes, i, 0, C, zero)
     pipes.dout.wait_full(i)
-    dp_next = value_score(pipes, i, zero, C)
-    c = carried(pipes, job, place, s, i, tile, True)
+    dp_next = value_score(pipes, i, 0, C, zero)
+    s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
+    c = carried(pipes, job, place, s, i, tile, 0, True)
+    for u in gl.static_range(END):
+        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                                  u, True, False, C)  # fmt: skip
     for j in range(1, walk.masked):  # next come tiles cut by the diagonal, the window or an end
         after = walk.tile(j)
         c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
-                                  True, False, C)  # fmt: skip
+                                  END, True, False, C)  # fmt: skip
         tile = after
         i += 1
+        for u in gl.static_range(END):
+            c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                                      u, True, False, C)  # fmt: skip
     for j in range(gl.maximum(walk.masked, 1), walk.count):  # next come whole tiles
         after = walk.tile(j)
         c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
-                                  False, False, C)  # fmt: skip
+                                  END, False, False, C)  # fmt: skip
         tile = after
         i += 1
+        for u in gl.static_range(END):
+            c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                                      u, False, False, C)  # fmt: skip
     c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
-                              False, True, C)  # fmt: skip
+                              END, False, True, C)  # fmt: skip
     return dk, dv, i + 1
 
 
 @gluon.jit
 def store_keys(desc, at, slot, value):
     """64 keys of dk or dv, through the shared memory of dq."""
-    staged = slot._reinterpret(desc.dtype, desc.block_shape, desc.layout)
-    store_tile(desc, at, staged, value.to(desc.dtype))
+    store_tile(desc, at, reinterpret(slot, desc), value.to(desc.dtype))
 
 
 @gluon.jit

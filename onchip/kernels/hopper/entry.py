@@ -1,6 +1,4 @@
-"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation. Forward only
-so far.
-"""
+"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
 from onchip.problem import DeviceInfo, Problem
 
@@ -16,7 +14,12 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def supports_backward(problem: Problem, device: DeviceInfo) -> str | None:
-    return "has no backward yet"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 128:
+        return f"has a backward for head_dim <= 128, not {widest}"
+    if problem.deterministic:
+        return "sums dq in the order tiles happen to finish, which is not deterministic"
+    return None
 
 
 def _missing(problem: Problem) -> str | None:
@@ -37,3 +40,9 @@ def forward(problem, x):
     from onchip.kernels.hopper.launch import forward as launch
 
     return launch(problem, x)
+
+
+def backward(problem, x, out, lse, dout, dlse):
+    from onchip.kernels.hopper.launch_backward import backward as launch
+
+    return launch(problem, x, out, lse, dout, dlse)

@@ -7,7 +7,7 @@ with a phase bit or a slot number in it. Slots are counted, never numbered: the 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
@@ -22,6 +22,13 @@ def _reduce_through_builder(desc, coord, src, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(smem, desc, _semantic=None):
+    """Shared memory as one tile of desc (the method's name changed after Triton 3.6)."""
+    shape = [_unwrap_if_constexpr(n) for n in desc.block_shape]
+    return _semantic.memdesc_reinterpret(smem, desc.dtype, shape, desc.layout)
 
 
 # Triton 3.6 has the instruction but no name for it
@@ -129,8 +136,9 @@ def make_rider(desc, num_stages: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """Matrices of which every consumer writes its rows and reads the whole. Two deep: who writes
-    the i-th has taken the (i - 1)-th, so all have put that one, and were done with the (i - 2)-th.
+    """Matrices of which every consumer writes a part and reads the whole. Two deep: who writes the
+    i-th has taken the (i - 1)-th, so all have written that one, after their last read of the
+    (i - 2)-th.
     """
 
     slots: gl.shared_memory_descriptor
@@ -142,15 +150,18 @@ class Exchange:
         self.ready = ready
 
     @gluon.jit
-    def put(self, i, row: gl.constexpr, value):
-        """Write the i-th matrix from `row` on, for warpgroup products to read."""
-        self.slots.index(i & 1).slice(row, value.shape[0], 0).store(value)
-        fence_async_shared()
-        mbarrier.arrive(self.ready, count=1)
+    def put(self, i, row: gl.constexpr, col: gl.constexpr, value):
+        """Write a part of the i-th matrix."""
+        rows = self.slots.index(i & 1).slice(row, value.shape[0], 0)
+        rows.slice(col, value.shape[1], 1).store(value)
 
     @gluon.jit
     def take(self, i):
-        """The whole i-th matrix, once every consumer has put its part."""
+        """Having put all my parts: the whole i-th matrix, for warpgroup products to read, once the
+        others have put theirs.
+        """
+        fence_async_shared()
+        mbarrier.arrive(self.ready, count=1)
         mbarrier.wait(self.ready, i & 1)
         return self.slots.index(i & 1)
 

@@ -97,7 +97,7 @@ def dkdv_kernel(
     v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     k = load_tile(k_ptr, n0, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
     v = load_tile(v_ptr, n0, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
-    keys, rows = n0 + tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    rows, j = tl.arange(0, TILE_M), n0 + tl.arange(0, TILE_N)[:, None]
     dk = tl.zeros([TILE_N, PAD_DIM], tl.float32)
     dv = tl.zeros([TILE_N, PAD_DIM_V], tl.float32)
     stride_do = num_heads * HEAD_DIM_V
@@ -123,7 +123,7 @@ def dkdv_kernel(
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, False)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
             s = dot(k, tl.trans(q), None)
-            s, bend = scores(score, s, at, (m + rows)[None, :], keys[:, None], LINEAR)
+            s, bend = scores(score, s, at, (m + rows)[None, :], j, LINEAR)
             keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
@@ -136,14 +136,13 @@ def dkdv_kernel(
             lse = load_rows(lse_h, m, at.seqlen_q, TILE_M, True)
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, True)
             s = dot(k, tl.trans(q), None)
-            s, bend = scores(score, s, at, (m + rows)[None, :], keys[:, None], LINEAR)
+            s, bend = scores(score, s, at, (m + rows)[None, :], j, LINEAR)
             inside = (m + rows < at.seqlen_q)[None, :]
-            seen = visible(at, band, lists, bits, (m + rows)[None, :], keys[:, None], inside)
+            seen = visible(at, band, lists, bits, (m + rows)[None, :], j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
             keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
-            ds = tl.where(seen, ds, 0.0)  # a hidden key may hold NaN
             dv = dot(rounded(p, do.dtype), do, dv)
             dk = dot(rounded(ds * bend, q.dtype), q, dk)
 
@@ -200,6 +199,7 @@ def dq_kernel(
     lse = load_rows(lse_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
     delta = load_rows(delta_ptr + first, m0, at.seqlen_q, TILE_M, True)[:, None]
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    i = rows[:, None]
     dq = tl.zeros([TILE_M, PAD_DIM], tl.float32)
     walk = walk_tiles(band, lists, m0, m0 + TILE_M, at.seqlen_q, at.seqlen_k, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
@@ -207,7 +207,7 @@ def dq_kernel(
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
-        s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        s, bend = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
@@ -217,14 +217,13 @@ def dq_kernel(
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
-        s, bend = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        s, bend = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
-        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :], inside)
+        seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
-        ds = tl.where(seen, ds, 0.0)  # a hidden key may hold NaN
         dq = dot(rounded(ds * bend, k.dtype), k, dq)
 
     dq_ptr = result_matrix(dq_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM)

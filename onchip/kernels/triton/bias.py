@@ -91,16 +91,17 @@ def dbias_kernel(
             lse = load_rows(lse_ptr + first, m0, total_q, TILE_M, True)[:, None]
             delta = load_rows(delta_ptr + first, m0, total_q, TILE_M, True)[:, None]
             rows = m0 + tl.arange(0, TILE_M)
+            i, j = rows[:, None], keys[None, :]
             s = dot(q, tl.trans(k), None)
-            s, bend = scores(score, s, at, rows[:, None], keys[None, :], LINEAR)
+            s, bend = scores(score, s, at, i, j, LINEAR)
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
-            seen = visible(at, band, lists, bits, rows[:, None], keys[None, :], inside)
+            seen = visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
             dropout = Dropout(seed, keep_below, b, h)
             keep = kept(dropout, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
             dp = dot(do, tl.trans(v), None)
             p, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
-            dbias += tl.where(seen, ds, 0.0)
+            dbias += ds
 
     plane = ((part * entries + entry) * heads + head).to(tl.int64)
     if PER_QUERY:

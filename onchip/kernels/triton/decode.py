@@ -77,8 +77,8 @@ def decode_kernel(
     k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
     v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     q_row = i.to(tl.int64) * row_q + h.to(tl.int64) * stride_qh * ALIGN
-    inside = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_row[:, None] + dims[None, :], mask=inside, other=0.0)
+    cells = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_row[:, None] + dims[None, :], mask=cells, other=0.0)
     state = empty_state(TILE_M, PAD_DIM_V)
     walk = walk_tiles(band, lists, 0, at.seqlen_q, at.seqlen_q, at.seqlen_k, TILE_N)
     walk = split_walk(walk, split * split_tiles, (split + 1) * split_tiles)
@@ -96,7 +96,7 @@ def decode_kernel(
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, i[:, None], (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
-        seen = visible(at, band, lists, FULL, i[:, None], (n + keys)[None, :], inside)
+        seen = visible(at, band, lists, FULL, i[:, None], (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
         state = fold_tile(state, s, v, None, unit, True, False)
 
@@ -109,9 +109,9 @@ def decode_kernel(
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     row = ((tl.cast(at.entry, tl.int64) * total_q + at.start_q + i) * num_heads + h) + split
     dims_v = tl.arange(0, PAD_DIM_V)
-    inside = exists[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    out_at = out_ptr + row[:, None] * HEAD_DIM_V + dims_v[None, :]
-    tl.store(out_at, rounded(out, out_ptr.dtype.element_ty), mask=inside)
+    out_ptr += row[:, None] * HEAD_DIM_V + dims_v[None, :]
+    cells_v = exists[:, None] & (dims_v < HEAD_DIM_V)[None, :]
+    tl.store(out_ptr, rounded(out, out_ptr.dtype.element_ty), mask=cells_v)
 
 
 def serves(problem: Problem) -> bool:

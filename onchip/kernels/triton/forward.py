@@ -76,6 +76,7 @@ def forward_kernel(
     v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     q = load_tile(q_ptr, m0, at.seqlen_q, row_q, HEAD_DIM, TILE_M, PAD_DIM, True)
     rows, keys = m0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    i = rows[:, None]
     state = empty_state(TILE_M, PAD_DIM_V)
     walk = walk_tiles(band, lists, m0, m0 + TILE_M, at.seqlen_q, at.seqlen_k, TILE_N)
     for t in range(walk.num_unmasked):  # every key visible to every row
@@ -83,7 +84,7 @@ def forward_kernel(
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
-        s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        s, _ = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
@@ -91,9 +92,9 @@ def forward_kernel(
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
         s = dot(q, tl.trans(k), None)
-        s, _ = scores(score, s, at, rows[:, None], (n + keys)[None, :], LINEAR)
+        s, _ = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
         inside = (n + keys < at.seqlen_k)[None, :]
-        seen = visible(at, band, lists, bits, rows[:, None], (n + keys)[None, :], inside)
+        seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
         keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)

@@ -374,9 +374,9 @@ def _skip_unmasked(walk, e):
 
 
 @triton.jit
-def visible(at, band, lists, bits, i, j, inside):
-    """bool: which queries i see which keys j. `inside` says which of the side that is walked exist;
-    what the program's own tile holds past the end is not stored.
+def visible(at, band, lists, bits, i, j, n, inside, TILE_N: tl.constexpr):
+    """bool: which queries i see which keys j, the first of which is n. `inside` says which of the
+    side that is walked exist; what the program's own tile holds past the end is not stored.
     """
     p = i + (at.seqlen_k - at.seqlen_q)
     seen = inside
@@ -385,11 +385,22 @@ def visible(at, band, lists, bits, i, j, inside):
     if band.left is not None:
         seen = seen & (j >= p - band.left)
     if lists.tiles is not None:
-        word = tl.cast(bits, tl.int64) * (BLOCK * WORDS) + i % BLOCK * WORDS + j % BLOCK // 32
-        stored = tl.where(bits >= 0, 1 << 30, 0)
-        words = tl.load(lists.tiles + word, mask=j < stored, other=-1)
-        seen = seen & ((words >> j % 32 & 1) != 0)
+        seen = seen & ((_words(lists, bits, i, j, n, TILE_N) >> j % 32 & 1) != 0)
     return seen
+
+
+@triton.jit
+def _words(lists, bits, i, j, n, TILE_N: tl.constexpr):
+    """The word of its bit tile that each cell finds itself in. A row is loaded once, not once for
+    each of its cells.
+    """
+    at = tl.cast(bits, tl.int64) * (BLOCK * WORDS) + i % BLOCK * WORDS + n % BLOCK // 32
+    stored = i < tl.where(bits >= 0, 1 << 30, 0)
+    words = tl.load(lists.tiles + at, mask=stored, other=-1)
+    for w in tl.static_range(1, TILE_N // 32):
+        more = tl.load(lists.tiles + at + w, mask=stored, other=-1)
+        words = tl.where(j // 32 % (TILE_N // 32) == w, more, words)
+    return words
 
 
 @triton.jit

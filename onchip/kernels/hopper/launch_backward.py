@@ -1,0 +1,295 @@
+"""From a call's tensors to the three launches of the Hopper backward: prepare, the gradients,
+finish.
+
+Between them travel two buffers in which every sequence of every head starts a new tile of queries
+(numbered as backward.Job.padded_tile does): `rows`, per tile tile_m times lse in base 2, then
+tile_m times delta; and the fp32 accumulator of dq, per tile its parts of 64 x 64 in the order of
+backward.fragments.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onchip.kernels.configs import HopperBackwardConfig, hopper_backward_config
+from onchip.kernels.hopper.backward import backward_kernel
+from onchip.kernels.hopper.launch import _descriptor, _divisor, _num_sms, _padded, _scales
+from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.problem import Problem, Tensors
+
+LOG2E = tl.constexpr(1.4426950408889634)
+PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
+_L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
+_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles")
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    if not (x.q.numel() and x.k.numel()):
+        return _without_scores(x, out, lse, dout, dlse)
+    dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
+    call = Call.of(problem, x)
+    delta = None if x.sinks is None else torch.empty_like(lse)
+    _prepare(call, x, out, lse, dout, dlse, delta)
+    dk, dv = _gradients(problem, call, x, dout)
+    dq = _finish(problem, call, x)
+    dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
+    return Grads(dq, dk, dv, dsinks=dsinks)
+
+
+def _without_scores(
+    x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    """No query or no key: only the sinks have a gradient."""
+    dq, dk, dv = (t.new_zeros(t.shape) for t in x[:3])
+    if x.sinks is None:
+        return Grads(dq, dk, dv)
+    return Grads(dq, dk, dv, dsinks=sink_gradient(x.sinks, lse, row_delta(out, dout, dlse)))
+
+
+class Call(NamedTuple):
+    """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
+    num_sequences and the number of tiles of the longest sequence.
+    """
+
+    config: HopperBackwardConfig
+    width: int
+    lengths: tuple[int, int, int, int, int]
+    rows: Tensor
+    dq: Tensor
+    counter: Tensor
+
+    @staticmethod
+    def of(problem: Problem, x: Tensors) -> "Call":
+        width = _padded(max(problem.head_dim, problem.head_dim_v))
+        config = hopper_backward_config(width)
+        tiles = -(-problem.seqlen_q // config.tile_m)
+        total_q = x.q.shape[0]
+        padded = tiles * problem.batch
+        if problem.packed:
+            padded = total_q // config.tile_m + problem.batch
+        padded *= problem.num_heads
+        rows, dq = (
+            torch.empty(padded * config.tile_m * n, dtype=torch.float32, device=x.q.device)
+            for n in (2, width)
+        )
+        counter = torch.empty(1, dtype=torch.int32, device=x.q.device)
+        lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
+        return Call(config, width, lengths, rows, dq, counter)
+
+    @property
+    def num_programs(self) -> int:
+        num_heads, _, _, num_sequences, tiles = self.lengths
+        return num_heads * num_sequences * tiles
+
+
+@triton.jit
+def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program,
+           TILE_M: tl.constexpr):  # fmt: skip
+    """(head, its first row in out, its first number in lse, rows of the sequence, tile in it, tile
+    in the padded buffers) of one program.
+    """
+    tile = program % num_tiles
+    plane = program // num_tiles
+    b, h = plane // num_heads, plane % num_heads
+    if cu_seqlens_q is not None:
+        q0 = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b), 0), total_q)
+        q1 = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + b + 1), q0), total_q)
+        padded = h * (total_q // TILE_M + num_sequences) + q0 // TILE_M + b + tile
+        return h, q0.to(tl.int64), h.to(tl.int64) * total_q + q0, q1 - q0, tile, padded
+    else:
+        first = b.to(tl.int64) * seqlen_q
+        return h, first, plane.to(tl.int64) * seqlen_q, seqlen_q, tile, program
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def prepare_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counter_ptr, cu_seqlens_q,
+    num_heads, seqlen_q, total_q, num_sequences, num_tiles,
+    HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """rows, and zeros in the accumulator of dq and in the counter. delta = rowsum(out * dout) -
+    dlse; rows that see no key and rows past the end have lse = +inf, so that p = exp2(s - lse) = 0.
+    delta is also stored beside lse if delta_ptr is given.
+    """
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(counter_ptr, 0)
+    h, first, first_lse, length, tile, padded = _place(
+        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program, TILE_M
+    )
+    if tile * TILE_M >= length:
+        return
+    lane = tl.arange(0, TILE_M)
+    row = tile * TILE_M + lane
+    inside = row < length
+    cols = tl.arange(0, WIDTH)
+    places = ((first + row) * num_heads + h)[:, None] * HEAD_DIM_V + cols[None, :]
+    mask = inside[:, None] & (cols < HEAD_DIM_V)[None, :]
+    out = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    dout = tl.load(dout_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + first_lse + row, mask=inside, other=0.0)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + first_lse + row, delta, mask=inside)
+    lse = tl.load(lse_ptr + first_lse + row, mask=inside, other=float("-inf"))
+    sees = lse > float("-inf")
+    numbers = rows_ptr + padded.to(tl.int64) * (2 * TILE_M) + lane
+    tl.store(numbers, tl.where(sees, lse * LOG2E, float("inf")))
+    tl.store(numbers + TILE_M, tl.where(sees, delta, 0.0))
+    numbers = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH) + tl.arange(0, TILE_M * WIDTH)
+    tl.store(numbers, tl.zeros([TILE_M * WIDTH], tl.float32))
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def finish_kernel(
+    acc_ptr, dq_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
+    softmax_scale,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """dq = softmax_scale * accumulator, one part of 64 x 64 a program, in the dtype of dq."""
+    PARTS: tl.constexpr = TILE_M * WIDTH // PART
+    ACROSS: tl.constexpr = WIDTH // 64
+    part = tl.program_id(0) % PARTS
+    h, first, _, length, tile, padded = _place(
+        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
+        tl.program_id(0) // PARTS, TILE_M,
+    )  # fmt: skip
+    row = tile * TILE_M + part // ACROSS * 64
+    if row >= length:
+        return
+    numbers = (padded.to(tl.int64) * PARTS + part) * PART + tl.arange(0, PART)
+    fragments = tl.load(acc_ptr + numbers).reshape([4, 8, 8, 4, 2, 2])
+    dq = fragments.permute([0, 4, 2, 1, 3, 5]).reshape([64, 64]) * softmax_scale
+    rows = row + tl.arange(0, 64)
+    cols = part % ACROSS * 64 + tl.arange(0, 64)
+    places = ((first + rows) * num_heads + h)[:, None] * HEAD_DIM + cols[None, :]
+    mask = (rows < length)[:, None] & (cols < HEAD_DIM)[None, :]
+    tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
+
+
+def _prepare(
+    call: Call,
+    x: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+) -> None:
+    prepare_kernel[(call.num_programs,)](
+        out,
+        dout,
+        lse,
+        None if dlse is None else dlse.contiguous(),
+        delta,
+        call.rows,
+        call.dq,
+        call.counter,
+        x.cu_seqlens_q,
+        *call.lengths,
+        HEAD_DIM_V=out.shape[-1],
+        WIDTH=call.width,
+        TILE_M=call.config.tile_m,
+    )
+
+
+def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
+    dq = x.q.new_empty(x.q.shape)
+    parts = call.config.tile_m * call.width // PART.value
+    finish_kernel[(call.num_programs * parts,)](
+        call.dq,
+        dq,
+        x.cu_seqlens_q,
+        *call.lengths,
+        problem.softmax_scale,
+        HEAD_DIM=dq.shape[-1],
+        WIDTH=call.width,
+        TILE_M=call.config.tile_m,
+    )
+    return dq
+
+
+def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
+    dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
+    config, width = call.config, call.width
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    tiles_n = -(-problem.seqlen_k // config.tile_n)
+    planes = problem.batch * problem.num_kv_heads
+    num_tiles = tiles_n * planes
+    scale, inner = _scales(problem)
+    anything = call.counter  # stands for pointers that the compiled variant does not read
+    backward_kernel[(min(num_tiles, _num_sms(x.q.device)),)](
+        _descriptor(x.q, config.tile_m, width),
+        _descriptor(x.k, config.tile_n, width),
+        _descriptor(x.v, config.tile_n, width),
+        _descriptor(dout, config.tile_m, width),
+        _numbers(call.rows, (2 * config.tile_m,)),
+        _numbers(call.dq.view(-1, 32), (128, 32)),
+        _descriptor(dk, 64, width),
+        _descriptor(dv, 64, width),
+        anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
+        anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
+        call.counter,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        x.q.shape[0],
+        x.k.shape[0],
+        problem.num_heads,
+        problem.group_size,
+        left or 0,
+        right or 0,
+        tiles_n,
+        _section(problem, planes, width),
+        num_tiles,
+        problem.batch,
+        scale,
+        inner,
+        problem.softmax_scale,
+        WIDTH=width,
+        PACKED=problem.packed,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        SOFTCAP=problem.softcap != 0,
+        DYNAMIC=right is not None or left is not None or problem.packed,
+        **_constants(config),
+    )
+    return dk, dv
+
+
+@cache
+def _constants(config: HopperBackwardConfig) -> dict:
+    return {
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "Q_STAGES": config.q_stages,
+        "DOUT_STAGES": config.dout_stages,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+        "num_warps": 4,
+        "maxnreg": config.entry_regs,
+    }
+
+
+@cache
+def _fp32_layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
+
+
+def _numbers(t: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), _fp32_layout(block))
+
+
+def _section(problem: Problem, planes: int, width: int) -> int:
+    """How many key heads are worked on together, so that q, dout and dq stay in the L2."""
+    per_head = problem.seqlen_q * problem.group_size * width * (2 * problem.dtype.itemsize + 4)
+    return _divisor(planes, max(1, _L2_BYTES // max(1, per_head)))
