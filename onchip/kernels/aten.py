@@ -46,6 +46,10 @@ class Call(NamedTuple):
     def rows(self) -> int:
         return self.q1 - self.q0
 
+    @property
+    def keys(self) -> int:
+        return sum(k1 - k0 for k0, k1 in self.spans)
+
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cpu":
@@ -92,23 +96,23 @@ def _forward_plane(
 ) -> None:
     q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
     out, lse = plane.of_queries(out), plane.of_rows(lse)
-    for call in _calls(plane.visibility, q.shape[0] * q.shape[1]):
+    calls = _calls(plane.visibility, q.shape[0] * q.shape[1])
+    gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
+    for call in calls:
         rows = slice(call.q0, call.q1)
         if not call.spans:
             out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
             continue
         mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
-        more = _filling(call, q.dtype)
         o, row_lse = _FORWARD(
-            _fill(q[:, :, rows], more),
-            _gather(k, call.spans),
-            _gather(v, call.spans),
+            q[:, :, rows],
+            gather_k(call),
+            gather_v(call),
             0.0,
             call.is_causal,
-            attn_mask=None if mask is None else _fill(mask, more),
+            attn_mask=mask,
             scale=problem.softmax_scale,
         )
-        o, row_lse = o[:, :, : call.rows], row_lse[:, :, : call.rows]
         out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
         lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
 
@@ -154,18 +158,17 @@ def _backward_plane(
     q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
     k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
     lse = plane.of_rows(lse)
-    for call in _calls(plane.visibility, q.shape[0] * q.shape[1]):
+    calls = _calls(plane.visibility, q.shape[0] * q.shape[1])
+    gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
+    for call in calls:
         if not call.spans:
             continue
         rows = slice(call.q0, call.q1)
-        more = _filling(call, q.dtype)  # rows with dout = 0 add nothing to dk and dv
-        tile = [_fill(q[:, :, rows], more), _gather(k, call.spans), _gather(v, call.spans)]
-        tile += [_fill(out[:, :, rows], more), _fill(dout[:, :, rows], more)]
+        tile = [q[:, :, rows], gather_k(call), gather_v(call)]
+        tile += [out[:, :, rows], dout[:, :, rows]]
         mask, _ = _float_mask(plane.visibility, call, lse.dtype)
-        mask = None if mask is None else _fill(mask, more)
-        row_lse = F.pad(lse[:, :, rows], (0, more))
-        gq, gk, gv = _call_backward(problem, tile, row_lse, call.is_causal, mask)
-        dq[:, :, rows] = gq[:, :, : call.rows]
+        gq, gk, gv = _call_backward(problem, tile, lse[:, :, rows], call.is_causal, mask)
+        dq[:, :, rows] = gq
         _scatter_add(dk, gk, call.spans)
         _scatter_add(dv, gv, call.spans)
 
@@ -251,29 +254,17 @@ def _trim(rule: Visibility, q0: int, q1: int, k0: int, k1: int) -> tuple[int, in
 
 
 def _cells(call: Call) -> int:
-    return call.rows * sum(k1 - k0 for k0, k1 in call.spans)
+    return call.rows * call.keys
 
 
 def _cost(call: Call, heads: int) -> float:
     """Time in cells. The kernel splits its queries by 32 below 192 rows, by 64 below 768, by 256
-    from there, and is measured 1.5x (see _filling) and 1.2x slower per cell on the smaller splits.
+    from there, and is measured 1.5x and 1.2x slower per cell on the smaller splits.
     """
     if not call.spans:
         return 0.0
     slowness = 1.5 if call.rows < 192 else 1.2 if call.rows < 768 else 1.0
     return _cells(call) * slowness + _CALL_COST / heads
-
-
-def _filling(call: Call, dtype: torch.dtype) -> int:
-    """How many zero rows to add. Splits of 32 rows cost fp32 a factor of three: 128 rows x 768 keys
-    x 8 heads take 5.9 ms, 192 rows 2.1 ms (in bf16 0.6 and 0.8 ms, so there nothing is added).
-    """
-    return 192 - call.rows if 72 <= call.rows < 192 and dtype.itemsize >= 4 else 0
-
-
-def _fill(t: Tensor, more: int) -> Tensor:
-    """`more` zero rows at the end of the next-to-last dimension."""
-    return F.pad(t, (0, 0, 0, more)) if more else t
 
 
 def _float_mask(
@@ -332,10 +323,34 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _gather(t: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
-    """The keys of the spans side by side; one span is a view."""
-    parts = [t[:, :, k0:k1] for k0, k1 in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+class _Gather:
+    """k or v of a plane, whose spans are laid side by side: one span is a view, whole blocks are
+    copied at once, always into the same memory (fresh pages cost a third of the copy).
+    """
+
+    def __init__(self, t: Tensor, calls: tuple[Call, ...]):
+        self.t = t
+        self.blocks = t[:, :, : t.shape[2] // BLOCK * BLOCK].unflatten(2, (-1, BLOCK))
+        keys = max((call.keys for call in calls if len(call.spans) > 1), default=0)
+        self.scratch = t.new_empty(t.shape[0] * t.shape[1] * keys * t.shape[3])
+
+    def __call__(self, call: Call) -> Tensor:
+        """Valid until the next call."""
+        if len(call.spans) == 1:
+            ((k0, k1),) = call.spans
+            return self.t[:, :, k0:k1]
+        batch, heads, _, dim = self.t.shape
+        out = self.scratch[: batch * heads * call.keys * dim].view(batch, heads, call.keys, dim)
+        if all(k0 % BLOCK == 0 and k1 % BLOCK == 0 for k0, k1 in call.spans):
+            blocks = out.unflatten(2, (-1, BLOCK))
+            torch.index_select(self.blocks, 2, _block_numbers(call.spans), out=blocks)
+            return out
+        return torch.cat([self.t[:, :, k0:k1] for k0, k1 in call.spans], 2, out=out)
+
+
+@lru_cache(maxsize=1024)
+def _block_numbers(spans: tuple[tuple[int, int], ...]) -> Tensor:
+    return torch.tensor([i for k0, k1 in spans for i in range(k0 // BLOCK, k1 // BLOCK)])
 
 
 def _scatter_add(total: Tensor, part: Tensor, spans: tuple[tuple[int, int], ...]) -> None:

@@ -180,15 +180,17 @@ def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, opt
     train = arch in (80, 90) and "lengths" not in options
     _call(monkeypatch, arch, dtype, sizes, options, backward=train)
     for kernel, args, kwargs in launches:
-        compiled = _compile(kernel, args, kwargs, arch)
         name = kernel.fn.__name__
+        if name == "delta_kernel" and (arch, dtype, sizes, options) != QUICK[0]:
+            continue  # one of them is enough
+        compiled = _compile(kernel, args, kwargs, arch)
         assert compiled.metadata.shared <= SHARED_BYTES[arch], name
         if "cubin" not in compiled.asm or dtype == FP32 or name in STREAMED:
             continue
         body = _hot_loop(_sass(compiled.asm["cubin"]))
         if arch in (80, 90) and name != "dbias_kernel":
             spilled = sum(n.startswith(("STL", "LDL")) for n in body)
-            allowed = len(body) // (8 if name == "dkdv_kernel" else 50)
+            allowed = len(body) // (10 if name == "dkdv_kernel" else 50)
             assert body and spilled <= allowed, f"{name}: {spilled} of {len(body)}"
         if arch == 90 and options == {"causal": True}:
             assert any(n.startswith("HGMMA") for n in body), name
