@@ -68,7 +68,7 @@ def _is_eager(q: Tensor) -> bool:
         and type(q) in (Tensor, torch.nn.Parameter)
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
     )
 
 
