@@ -4,6 +4,7 @@ itself again.
 
 import math
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NamedTuple, NoReturn
 
@@ -117,16 +118,19 @@ class DeviceInfo(NamedTuple):
     type: str
     name: str = ""
     capability: tuple[int, int] | None = None
+    has_triton: bool = True
 
 
 @lru_cache(maxsize=64)
 def device_info(device: torch.device) -> DeviceInfo:
+    has_triton = find_spec("triton") is not None
     if device.type != "cuda":
-        return DeviceInfo(device.type)
+        return DeviceInfo(device.type, has_triton=has_triton)
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return DeviceInfo("hip", properties.gcnArchName.split(":")[0])
-    return DeviceInfo("cuda", properties.name, (properties.major, properties.minor))
+        return DeviceInfo("hip", properties.gcnArchName.split(":")[0], None, has_triton)
+    capability = properties.major, properties.minor
+    return DeviceInfo("cuda", properties.name, capability, has_triton)
 
 
 def is_aligned(x: Tensors) -> bool:

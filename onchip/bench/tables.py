@@ -13,10 +13,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
@@ -112,19 +110,11 @@ def _support_column(kernel: str) -> dict[str, str]:
 
 @contextmanager
 def _any_machine() -> Iterator[None]:
-    """The table is about the kernels, not about where it is written: Triton counts as installed
-    (`find_spec` looks into sys.modules first) and as not interpreted."""
-    stand_in = ModuleType("triton")
-    stand_in.__spec__ = ModuleSpec("triton", None)
-    before, interpreted = sys.modules.get("triton"), os.environ.pop("TRITON_INTERPRET", None)
-    sys.modules["triton"] = stand_in
+    """The table is about the kernels, not about where it is written: nothing is interpreted."""
+    interpreted = os.environ.pop("TRITON_INTERPRET", None)
     try:
         yield
     finally:
-        if before is None:
-            del sys.modules["triton"]
-        else:
-            sys.modules["triton"] = before
         if interpreted is not None:
             os.environ["TRITON_INTERPRET"] = interpreted
 

@@ -6,6 +6,8 @@ from onchip.problem import DeviceInfo, Problem
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if device.type != "cuda" or device.capability != (9, 0):
         return f"needs a Hopper GPU (sm_90), not {device.name or device.type}"
+    if not device.has_triton:
+        return "triton is not installed"
     if problem.dtype.itemsize != 2:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:

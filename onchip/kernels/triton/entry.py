@@ -5,7 +5,6 @@ TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for r
 """
 
 import os
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
     if problem.dtype == torch.float64:
         return "float64 is served on the CPU by tiled"
-    if find_spec("triton") is None:
+    if not device.has_triton:
         return "triton is not installed"
     return None
 
