@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onchip.dispatch import kernel_module, plan
-from onchip.kernels.protocol import Result, Stats
+from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Problem,
@@ -206,12 +206,8 @@ def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = F
 
 def _forward_fake(*args):
     problem, x, _ = _unflatten(args)
-    q = x.q
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = (q.shape[1], q.shape[0]) if problem.packed else (q.shape[0], q.shape[2], q.shape[1])
-    out = q.new_empty(*q.shape[:-1], problem.head_dim_v, dtype=problem.out_dtype)
-    lse = q.new_empty(rows, dtype=wide)
-    return out, lse, lse.new_empty(2, *rows) if problem.return_stats else _nothing(lse)
+    out, lse = empty_result(problem, x)
+    return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _nothing(lse)
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
