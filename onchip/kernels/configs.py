@@ -133,34 +133,39 @@ class HopperConfig(NamedTuple):
     tile_n: int
     consumers: int
     num_stages: int
+    q_stages: int = 1  # 2: the next queries arrive while the last are in use
     pingpong: bool = False  # consumers take turns on the tensor cores
     out_in_q: bool = False  # the output leaves through the shared memory of the queries
+    lazy: bool = False  # v4: rescale only when a maximum moves by more than 2^8
+    poly: int = 0  # v4: every poly-th exponential by multiply-adds
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
 
 
 _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
-# (head_dim, cut by causal or a window), bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
-HOPPER_FORWARD = {
-    (64, False): HopperConfig(128, 3, 2, pingpong=True, **_THREE),  # 2 consumers: 0.82x at 8k
-    (64, True): HopperConfig(128, 3, 2, pingpong=True, **_THREE),
-    (128, False): HopperConfig(128, 2, 2),  # ping-pong: 0.98x at 8k
-    (128, True): HopperConfig(128, 2, 2),
-    # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB
-    (256, False): HopperConfig(64, 2, 2, out_in_q=True),
-    (256, True): HopperConfig(64, 2, 2, out_in_q=True),
-}
-# Tiles of 192 rows waste much of a short triangle: 1.08x at 512, but 0.96x at 2k.
-HOPPER_FORWARD_SHORT = {(64, True): HopperConfig(128, 2, 4, pingpong=True)}
+_D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
+_D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
+_D128 = HopperConfig(128, 2, 2, q_stages=2, lazy=True)
+# 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
+# Rescaling it is a third of the instructions: lazy is 1.03x.
+_D256 = HopperConfig(64, 2, 2, out_in_q=True, lazy=True)
+# By head_dim, bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
+HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
+# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k.
+HOPPER_FORWARD_SHORT = {64: _D64_TWO}
 HOPPER_SHORT = 1024
+# A program's rows must be those of one block of a mask: two consumers.
+HOPPER_FORWARD_MASK = {64: _D64_TWO, 128: _D128, 256: _D256}
 
 
-def hopper_forward_config(head_dim: int, cut: bool, seqlen_k: int) -> HopperConfig:
+def hopper_forward_config(head_dim: int, cut: bool, has_mask: bool, seqlen_k: int) -> HopperConfig:
     """`cut`: tiles differ in length, because of causal or a window."""
-    key = max(64, 1 << (head_dim - 1).bit_length()), cut
-    short = HOPPER_FORWARD_SHORT.get(key)
-    return short if short is not None and seqlen_k <= HOPPER_SHORT else HOPPER_FORWARD[key]
+    dim = max(64, 1 << (head_dim - 1).bit_length())
+    if has_mask:
+        return HOPPER_FORWARD_MASK[dim]
+    short = HOPPER_FORWARD_SHORT.get(dim) if cut and seqlen_k <= HOPPER_SHORT else None
+    return short or HOPPER_FORWARD[dim]
 
 
 class HopperBackwardConfig(NamedTuple):
@@ -187,3 +192,30 @@ HOPPER_BACKWARD = {
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
     return HOPPER_BACKWARD[max(64, 1 << (head_dim - 1).bit_length())]
+
+
+class HopperGradientConfig(NamedTuple):
+    """One producer warp and two consumer warpgroups of 64 own rows each; `tile` rows of the other
+    side stream by.
+    """
+
+    tile: int
+    b0_stages: int
+    b1_stages: int
+    held: bool = False  # the own rows also lie in registers: tiles of 64 read much shared memory
+    consumer_regs: int = 240
+    producer_regs: int = 24
+    entry_regs: int = 168
+
+
+# By head_dim, 2026-11-15. tile is that of HOPPER_BACKWARD, with which it shares lse and delta. The
+# own rows of head_dim 256 fill 128 kB; b1 is free again as soon as its one product is done.
+HOPPER_GRADIENT = {
+    64: HopperGradientConfig(128, 3, 2),
+    128: HopperGradientConfig(64, 3, 2, held=True),
+    256: HopperGradientConfig(64, 2, 1),
+}
+
+
+def hopper_gradient_config(head_dim: int) -> HopperGradientConfig:
+    return HOPPER_GRADIENT[max(64, 1 << (head_dim - 1).bit_length())]

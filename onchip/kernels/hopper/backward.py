@@ -31,7 +31,7 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
     tensor_descriptor,
 )
-from onchip.kernels.hopper.schedule import Order, Shape, keys_of, visible
+from onchip.kernels.hopper.schedule import Order, Shape, keys_of, padded_tile, visible
 
 
 @aggregate
@@ -59,25 +59,28 @@ class Pipes:
 
 @aggregate
 class Config:
-    """S is the layout of scores (64 keys, 64 queries) and of a part of dq (64 queries, 64), G that
-    of dk and dv (64 keys, WIDTH), A that of p and ds on the left of their products.
+    """DQ: dq is computed, too. S is the layout of scores (64 keys, 64 queries) and of a part of dq
+    (64 queries, 64), G that of dk and dv (64 keys, WIDTH), A that of p and ds on the left of their
+    products.
     """
 
     TILE_M: gl.constexpr
     TILE_N: gl.constexpr
     WIDTH: gl.constexpr
     DYNAMIC: gl.constexpr
+    DQ: gl.constexpr
     S: gl.constexpr
     G: gl.constexpr
     A: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC):
+    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC, DQ):
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_M = gl.constexpr(TILE_M)
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
+        self.DQ = gl.constexpr(DQ)
         self.S = gl.constexpr(wide(64))
         self.G = gl.constexpr(wide(WIDTH))
         self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -117,15 +120,10 @@ class Job:
 
     @gluon.jit
     def padded_tile(self, batch, head, q0):
-        """Number of the first tile of queries in buffers where every sequence starts a new tile:
-        rows (lse and delta) and the accumulator of dq.
-        """
-        shape, TILE_M = self.shape, self.cfg.TILE_M
-        if shape.PACKED:
-            return head * (shape.total_q // TILE_M + self.num_sequences) + q0 // TILE_M + batch
-        else:
-            tiles = (shape.seqlen_q + TILE_M - 1) // TILE_M
-            return (batch * shape.num_heads + head) * tiles
+        """Number of the first tile of queries in rows (lse and delta) and in the accumulator."""
+        shape = self.shape
+        return padded_tile(shape, shape.total_q, self.num_sequences, batch, head, q0,
+                           shape.seqlen_q, self.cfg.TILE_M)  # fmt: skip
 
 
 @aggregate
@@ -249,7 +247,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
 @gluon.jit
 def score(pipes, i, SUB: gl.constexpr, C: gl.constexpr, dead):
     """Start k q of 64 queries of filling i, transposed, in the registers of `dead`."""
-    k = pipes.k.only_slot(i).slice(C * 64, 64, 0)
+    k = pipes.k.steady_slot(0, i).slice(C * 64, 64, 0)
     q = pipes.q.slot(i).slice(SUB * 64, 64, 0)
     return warpgroup_mma(k, q.permute((1, 0)), dead, use_acc=False, is_async=True)
 
@@ -257,7 +255,7 @@ def score(pipes, i, SUB: gl.constexpr, C: gl.constexpr, dead):
 @gluon.jit
 def value_score(pipes, i, SUB: gl.constexpr, C: gl.constexpr, dead):
     """Start v dout of 64 queries of filling i, transposed, in the registers of `dead`."""
-    v = pipes.v.only_slot(i).slice(C * 64, 64, 0)
+    v = pipes.v.steady_slot(0, i).slice(C * 64, 64, 0)
     dout = pipes.dout.slot(i).slice(SUB * 64, 64, 0)
     return warpgroup_mma(v, dout.permute((1, 0)), dead, use_acc=False, is_async=True)
 
@@ -267,7 +265,7 @@ def query_part(pipes, job, i, C: gl.constexpr, dead):
     """Start this consumer's 64 x 64 of dq = ds k, in the registers of `dead`: half of the columns
     of 64 queries, or half of 128 queries.
     """
-    k = pipes.k.only_slot(i)
+    k = pipes.k.steady_slot(0, i)
     ds = pipes.ds.take(i)
     if job.cfg.TILE_M == 64:
         k = k.slice(C * 64, 64, 1)
@@ -331,7 +329,8 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
     dtype: gl.constexpr = pipes.q.slots.dtype
     FINAL: gl.constexpr = SUB == cfg.TILE_M // 64 - 1  # the filling is used up, and its dq complete
     NEXT: gl.constexpr = 0 if FINAL else SUB + 1
-    QUERIES: gl.constexpr = 1 if FINAL else 0  # products of dq in flight
+    SENDS: gl.constexpr = FINAL and cfg.DQ
+    QUERIES: gl.constexpr = 1 if SENDS else 0  # products of dq in flight
     p = c
     if job.scale.SOFTCAP:
         p = probabilities(pipes, job, c, i, SUB)
@@ -344,21 +343,22 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
         bent = gl.maximum(c, -1.0)  # -inf where hidden
         ds = ds * (1.0 - bent * bent)
     ds = ds.to(dtype)
-    pipes.ds.put(i, C * 64, SUB * 64, ds)
-    if FINAL:
+    if cfg.DQ:
+        pipes.ds.put(i, C * 64, SUB * 64, ds)
+    if SENDS:
         dq_next = query_part(pipes, job, i, C, dp)
     ds_left = gl.convert_layout(ds, cfg.A)
     q = pipes.q.slot(i).slice(SUB * 64, 64, 0)
     dk_next = warpgroup_mma(ds_left, q, dk, is_async=True)
     dv = warpgroup_mma_wait(num_outstanding=QUERIES + 1, deps=(dv_next,))
-    j = i + QUERIES
+    j = i + 1 if FINAL else i
     if not LAST:
         if FINAL:
             pipes.q.wait_full(j)
         zero = gl.zeros([64, 64], gl.float32, cfg.S)
         s_next = score(pipes, j, NEXT, C, zero)
     dead = dp
-    if FINAL:
+    if SENDS:
         dead = warpgroup_mma_wait(num_outstanding=1 if LAST else 2, deps=(dq_next,))
         parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
         at = ((place.first_tile + tile) * parts + C) * 128
@@ -473,11 +473,11 @@ def backward_kernel(
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right,
     tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, DQ: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC)
+    cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     mirror = Shape(cu_seqlens_k, cu_seqlens_q, seqlen_k, seqlen_q, total_k, total_q,

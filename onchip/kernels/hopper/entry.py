@@ -15,23 +15,12 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return _missing(problem)
 
 
-def supports_backward(problem: Problem, device: DeviceInfo) -> str | None:
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > 128:
-        return f"has a backward for head_dim <= 128, not {widest}"
-    if problem.deterministic:
-        return "sums dq in the order tiles happen to finish, which is not deterministic"
-    return None
-
-
 def _missing(problem: Problem) -> str | None:
     options = {
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,
-        "block mask": problem.has_mask,
         "dropout": problem.dropout_p,
         "return_stats": problem.return_stats,
-        "unrounded output": problem.out_dtype != problem.dtype,
         "softmax_scale <= 0": problem.softmax_scale <= 0,
     }
     missing = [name for name, wanted in options.items() if wanted]

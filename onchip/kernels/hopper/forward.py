@@ -1,9 +1,9 @@
 """FlashAttention v3's forward in Gluon: one warp moves tiles by TMA, warpgroups of 64 queries do
 the rest.
 
-Each consumer overlaps the product Q K(j+1) with the softmax of tile j+1's predecessor and P(j)
-V(j). Programs are persistent: the producer takes tickets (an atomic counter where tiles differ in
-length) and runs ahead into the next tile while the consumers store the last.
+Each consumer computes the scores of key tile j + 1 while it adds the values of tile j. Programs are
+persistent: the producer takes tickets (an atomic counter where tiles differ in length) and runs
+ahead into the next tile of queries while the consumers store the last.
 """
 
 from triton.experimental import gluon
@@ -22,15 +22,26 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
     tensor_descriptor,
 )
-from onchip.kernels.hopper.schedule import Order, Shape, keys_of, visible
+from onchip.kernels.hopper.schedule import (
+    Blocks,
+    Order,
+    Shape,
+    block_tiles,
+    hide,
+    keys_of,
+    visible,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+STALE = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
 
 
 @aggregate
 class Pipes:
-    """What producer and consumers share."""
+    """What producer and consumers share. Releasing key tile i says that value tile i - 1 is free
+    too.
+    """
 
     q: Ring
     k: Ring
@@ -49,23 +60,36 @@ class Pipes:
 
 @aggregate
 class Config:
-    """How it is computed. k releases stand for v too: releasing key tile i says that value tile i -
-    1 is free.
+    """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
+    P that of probabilities on the left of their product.
     """
 
     TILE_N: gl.constexpr
+    WIDTH: gl.constexpr
     CONSUMERS: gl.constexpr
     PINGPONG: gl.constexpr
     DYNAMIC: gl.constexpr
     OUT_IN_Q: gl.constexpr
+    LAZY: gl.constexpr
+    POLY: gl.constexpr
+    S: gl.constexpr
+    O: gl.constexpr
+    P: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_N, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q):
+    def __init__(self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, LAZY, POLY):
+        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
+        self.WIDTH = gl.constexpr(WIDTH)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.LAZY = gl.constexpr(LAZY)
+        self.POLY = gl.constexpr(POLY)
+        self.S = gl.constexpr(wide(TILE_N))
+        self.O = gl.constexpr(wide(WIDTH))
+        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
 
 
 @aggregate
@@ -96,74 +120,126 @@ class Scale:
 @aggregate
 class Job:
     shape: Shape
+    blocks: Blocks
     order: Order
     scale: Scale
     cfg: Config
 
     @gluon.constexpr_function
-    def __init__(self, shape, order, scale, cfg):
+    def __init__(self, shape, blocks, order, scale, cfg):
         self.shape = shape
+        self.blocks = blocks
         self.order = order
         self.scale = scale
         self.cfg = cfg
 
+    @gluon.jit
+    def place(self, ticket, C: gl.constexpr):
+        """The tile of queries of a ticket, or from consumer C on."""
+        shape = self.shape
+        tile, plane = self.order.tile(ticket)
+        batch = plane // shape.num_heads
+        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
+        row = tile * (64 * self.cfg.CONSUMERS) + 64 * C
+        return Place(batch, plane % shape.num_heads, row, q0, seqlen_q, k0, seqlen_k)
+
+    @gluon.jit
+    def keys(self, place, rows):
+        """The key tiles that `rows` queries of a place see."""
+        TILE_N: gl.constexpr = self.cfg.TILE_N
+        return keys_of(self.shape, place.row, rows, place.seqlen_q, place.seqlen_k, TILE_N)
+
+    @gluon.jit
+    def listed(self, place):
+        """The same where a mask lists them."""
+        entries = self.blocks.entries(place.batch, place.head, place.row // 128)
+        return entries, block_tiles(entries, self.cfg.TILE_N)
+
+
+@aggregate
+class Place:
+    """Queries of one head from `row` of their sequence on."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    q0: gl.tensor
+    seqlen_q: gl.tensor
+    k0: gl.tensor
+    seqlen_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, row, q0, seqlen_q, k0, seqlen_k):
+        self.batch = batch
+        self.head = head
+        self.row = row
+        self.q0 = q0
+        self.seqlen_q = seqlen_q
+        self.k0 = k0
+        self.seqlen_k = seqlen_k
+
 
 @aggregate
 class Out:
-    """Where results go: out by TMA through `slots`, lse directly; and the sinks that join at the
-    end.
+    """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
+    lse directly; and the sinks that join at the end.
     """
 
-    desc: tensor_descriptor
+    ref: gl.tensor | tensor_descriptor
     slots: gl.shared_memory_descriptor
     lse: gl.tensor
     sinks: gl.tensor
-    HEAD_DIM_V: gl.constexpr
+    dim: gl.tensor
     HAS_SINKS: gl.constexpr
+    WIDE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, slots, lse, sinks, HEAD_DIM_V, HAS_SINKS):
-        self.desc = desc
+    def __init__(self, ref, slots, lse, sinks, dim, HAS_SINKS, WIDE):
+        self.ref = ref
         self.slots = slots
         self.lse = lse
         self.sinks = sinks
-        self.HEAD_DIM_V = gl.constexpr(HEAD_DIM_V)
+        self.dim = dim
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.WIDE = gl.constexpr(WIDE)
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter, pipes, job):
-    shape, order, cfg = job.shape, job.order, job.cfg
-    ROWS: gl.constexpr = 64 * cfg.CONSUMERS
+    shape, cfg = job.shape, job.cfg
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
     given = 0
     ticket = gl.program_id(0)
-    while ticket < order.num_tiles:
+    while ticket < job.order.num_tiles:
         if cfg.DYNAMIC:
             pipes.tickets.give(given, ticket)
             given += 1
-        tile_m, plane = order.tile(ticket)
-        batch = plane // shape.num_heads
-        head = plane % shape.num_heads
-        kv_head = head // shape.group_size
-        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
-        row = tile_m * ROWS
-        keys = keys_of(shape, row, ROWS, seqlen_q, seqlen_k, cfg.TILE_N)
-        if row < seqlen_q:
-            for j in range(keys.hi - keys.lo):
-                col = (keys.hi - 1 - j) * cfg.TILE_N
+        place = job.place(ticket, 0)
+        kv_head = place.head // shape.group_size
+        if job.blocks.ON:
+            entries, count = job.listed(place)
+        else:
+            keys = job.keys(place, 64 * cfg.CONSUMERS)
+            count = keys.hi - keys.lo
+        if place.row < place.seqlen_q:
+            for j in range(count):
+                if job.blocks.ON:
+                    n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
+                else:
+                    n = keys.hi - 1 - j
+                at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
                 pipes.k.wait_empty(i)
-                pipes.k.load(i, k_desc, shape.coord(batch, kv_head, k0, seqlen_k, col))
+                pipes.k.load(i, k_desc, at)
                 if j == 0:
                     for c in gl.static_range(cfg.CONSUMERS):
-                        filling = t * cfg.CONSUMERS + c
-                        pipes.q.wait_empty(filling)
-                        at = shape.coord(batch, head, q0, seqlen_q, row + 64 * c)
-                        pipes.q.load(filling, q_desc, at)
+                        row = place.row + 64 * c
+                        q_at = shape.coord(place.batch, place.head, place.q0, place.seqlen_q, row)
+                        pipes.q.wait_empty(t * cfg.CONSUMERS + c)
+                        pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
                     t += 1
-                pipes.k.wait_empty(i + 1)  # stands for v: see Config
-                pipes.v.load(i, v_desc, shape.coord(batch, kv_head, k0, seqlen_k, col))
+                pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
+                pipes.v.load(i, v_desc, at)
                 i += 1
         if cfg.DYNAMIC:
             ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -173,171 +249,330 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
         pipes.tickets.give(given, ticket)
 
 
+@gluon.constexpr_function
+def _exp2_asm(every):
+    """`every` exponentials, the last of them by multiply-adds: x = j + f, 2^f by a cubic (relative
+    error 8.6e-5, least for f in [0, 1) with 2^0 = 1), and j added to its exponent.
+    """
+    unit = [f"ex2.approx.ftz.f32 ${i}, ${every + i};" for i in range(every - 1)]
+    x, y = f"${2 * every - 1}", f"${every - 1}"
+    cubic = [
+        f"max.f32 x, {x}, 0fC2FC0000;",  # -126: smaller powers would leave the exponent
+        "add.rm.f32 j, x, 0f4B400000;",  # 1.5 * 2^23: the sum's low bits are floor(x)
+        "sub.f32 f, j, 0f4B400000;",
+        "sub.f32 f, x, f;",
+        "fma.rn.f32 y, f, 0f3D9DD559, 0f3E691BC2;",
+        "fma.rn.f32 y, y, f, 0f3F31F32D;",
+        "fma.rn.f32 y, y, f, 0f3F800000;",
+        "mov.b32 i, j; shl.b32 i, i, 23; mov.b32 k, y; add.s32 i, i, k;",
+        f"mov.b32 {y}, i;",
+    ]
+    return "{ .reg .f32 x, j, f, y; .reg .b32 i, k; " + " ".join(unit + cubic) + " }"
+
+
+@gluon.constexpr_function
+def _exp2_constraints(every):
+    return ",".join(["=f"] * every + ["f"] * every)
+
+
 @gluon.jit
-def softmax(s, m, scale, MASKED: gl.constexpr):
-    """(p, row maximum, factor for what was folded before), in the units of s."""
+def exp2(x, POLY: gl.constexpr):
+    """2^x; if POLY, one of POLY neighbours off the exponential unit (v4)."""
+    if POLY == 0:
+        return gl.exp2(x)
+    else:
+        return gl.inline_asm_elementwise(
+            _exp2_asm(POLY), _exp2_constraints(POLY), [x], dtype=gl.float32, is_pure=True, pack=POLY
+        )
+
+
+@gluon.jit
+def softmax(s, m, job, MASKED: gl.constexpr):
+    """(p, row maximum, factor for what was folded before), in the units of s. LAZY: the maximum
+    follows only when it is left behind by more than 2^STALE (v4); p may then be as large.
+    """
+    scale_log2 = job.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
+    if job.cfg.LAZY:
+        m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
     pivot = m_new
     if MASKED:
         pivot = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-    alpha = gl.exp2((m - pivot) * scale.scale_log2)
-    p = gl.exp2(s * scale.scale_log2 - (pivot * scale.scale_log2)[:, None])
+    alpha = gl.exp2((m - pivot) * scale_log2)
+    p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], job.cfg.POLY)
     return p, m_new, alpha
 
 
+@gluon.constexpr_function
+def _rescale_asm(pack):
+    """A warp whose rows all have the factor 1 jumps over the products."""
+    first, second = f"${2 * pack}", f"${2 * pack + 2}"  # a thread holds two rows, in turns of two
+    vote = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.f32 q, {second}, 0f3F800000;"
+    vote += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
+    return "{ .reg .pred p, q; " + vote + " " + products + " DONE: }"
+
+
+@gluon.constexpr_function
+def _rescale_constraints(pack):
+    return ",".join(["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * pack)
+
+
 @gluon.jit
-def fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n, seqlen_q, seqlen_k,
-              MASKED: gl.constexpr, C: gl.constexpr, S: gl.constexpr, O: gl.constexpr):  # fmt: skip
-    """Fold filling i, key tile n: its scores are computed while the values of filling i - 1 are
-    added.
-    """
-    shape, scale, cfg = job.shape, job.scale, job.cfg
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    zero = gl.zeros([64, cfg.TILE_N], gl.float32, S)
+def rescaled(acc, alpha, cfg):
+    """acc * alpha."""
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
+    if cfg.LAZY:
+        acc, alpha = gl.broadcast(acc, alpha)
+        HALF: gl.constexpr = cfg.WIDTH // 4  # of a thread's numbers
+        return gl.inline_asm_elementwise(
+            _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
+            is_pure=True, pack=HALF,
+        )  # fmt: skip
+    else:
+        return acc * alpha
+
+
+@gluon.jit
+def masked(job, place, s, n, bits, MASKED: gl.constexpr):
+    """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile."""
+    shape, blocks, cfg = job.shape, job.blocks, job.cfg
+    col = n * cfg.TILE_N
+    if blocks.ON:
+        words = blocks.words(bits, place.row, col, cfg.TILE_N, cfg.S)
+        if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > place.seqlen_k):
+            s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
+            s = hide(s, words, cfg.S)
+    elif MASKED:
+        s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
+    return s
+
+
+@gluon.jit
+def score(pipes, cfg, q, i):
+    """Start q k of filling i."""
+    zero = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    k = pipes.k.slot(i).permute((1, 0))
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def first_tile(pipes, job, place, q, i, n, bits, C: gl.constexpr):
+    """(p, m, l) of filling i, the first key tile of a tile of queries."""
+    cfg = job.cfg
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
-        pipes.baton.take(C, turn)
-    k = pipes.k.slot(i).permute((1, 0))
-    s_next = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+        pipes.baton.take(C, i)
+    s_next = score(pipes, cfg, q, i)
+    if cfg.PINGPONG:
+        pipes.baton.pass_on(C)
+    s = job.scale.bend(warpgroup_mma_wait(num_outstanding=0, deps=(s_next,)))
+    pipes.k.release(i)
+    s = masked(job, place, s, n, bits, True)
+    m = gl.max(s, 1)
+    pivot = gl.where(m == float("-inf"), 0.0, m)
+    scale_log2 = job.scale.scale_log2
+    p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
+    return gl.convert_layout(p.to(q.dtype), cfg.P), m, gl.sum(p, 1)
+
+
+@gluon.jit
+def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
+              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Fold filling i, key tile n: its scores are computed while the values of filling i - 1 are
+    added. alpha is what acc must be multiplied with first; without turns on the tensor cores, that
+    is done under the product of the scores.
+    """
+    cfg = job.cfg
+    if cfg.PINGPONG:
+        acc = rescaled(acc, alpha, cfg)
+    pipes.k.wait_full(i)
+    if cfg.PINGPONG:
+        pipes.baton.take(C, i)
+    s_next = score(pipes, cfg, q, i)
+    if not cfg.PINGPONG:
+        acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
-    s = scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
-    if MASKED:
-        s = visible(shape, s, row, n * cfg.TILE_N, seqlen_q, seqlen_k, S)
-    p_wide, m, alpha = softmax(s, m, scale, MASKED)
+    s = job.scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
+    s = masked(job, place, s, n, bits, MASKED)
+    p_wide, m, alpha = softmax(s, m, job, MASKED | job.blocks.ON)
     l = l * alpha + gl.sum(p_wide, 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
     pipes.k.release(i)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    p = gl.convert_layout(p_wide.to(q.dtype), P)
-    return p, acc, m, l
+    return gl.convert_layout(p_wide.to(q.dtype), cfg.P), acc, alpha, m, l
 
 
 @gluon.jit
-def skip(pipes, cfg, i, turn, count, C: gl.constexpr):
+def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
+    """Fold the key tiles of `mine` after the first: cut by the diagonal, whole, cut by the left
+    side of the window. Cut tiles are unrolled, not looped: p carried from loop to loop in 16 bits
+    would be repacked in every iteration (64 more instructions of 520).
+    """
+    shape, cfg = job.shape, job.cfg
+    ROWS: gl.constexpr = 64 * cfg.CONSUMERS
+    CUTS: gl.constexpr = (ROWS + cfg.TILE_N - 2) // cfg.TILE_N + 1  # tiles that one edge can cut
+    alpha = gl.full_like(l, 1.0)
+    for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):
+        n = mine.hi - 2 - x
+        if n >= mine.full_hi:
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
+                                            True, C)  # fmt: skip
+            i += 1
+    whole_hi = gl.minimum(mine.full_hi, mine.hi - 1)
+    for n in range(whole_hi - 1, mine.full_lo - 1, -1):
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
+                                        False, C)  # fmt: skip
+        i += 1
+    for x in gl.static_range(CUTS if shape.HAS_LEFT else 0):
+        n = gl.minimum(mine.full_lo, whole_hi) - 1 - x
+        if n >= mine.lo:
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
+                                            True, C)  # fmt: skip
+            i += 1
+    return p, acc, alpha, m, l, i
+
+
+@gluon.jit
+def fold_blocks(pipes, job, place, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
+    """The same for the tiles that a mask lists, of which one look-up runs ahead."""
+    alpha = gl.full_like(l, 1.0)
+    n, bits = job.blocks.tile(entries, 1, job.cfg.TILE_N)
+    for j in range(1, count):
+        n_next, bits_next = job.blocks.tile(entries, j + 1, job.cfg.TILE_N)
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
+                                        True, C)  # fmt: skip
+        i += 1
+        n = n_next
+        bits = bits_next
+    return p, acc, alpha, m, l, i
+
+
+@gluon.jit
+def skip(pipes, cfg, i, count, C: gl.constexpr):
     """Let `count` key tiles pass that other consumers see and this one does not."""
     for _ in range(count):
         pipes.k.wait_full(i)
         if cfg.PINGPONG:
-            pipes.baton.take(C, turn)
+            pipes.baton.take(C, i)
             pipes.baton.pass_on(C)
         pipes.k.release(i)
         i += 1
-        turn += 1
-    return i, turn
+    return i
+
+
+@gluon.jit
+def finish_rows(out, job, place, m, l):
+    """Store lse; what the accumulator must still be multiplied with."""
+    shape = job.shape
+    m_log2 = m * job.scale.scale_log2
+    shrink = gl.full_like(l, 1.0)
+    if out.HAS_SINKS:
+        sink = gl.load(out.sinks + place.head).to(gl.float32) * LOG2E
+        top = gl.maximum(m_log2, sink)
+        shrink = gl.exp2(m_log2 - top)
+        l = l * shrink + gl.exp2(sink - top)
+        m_log2 = top
+    seen = l > 0.0
+    lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
+    rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, job.cfg.S))
+    if shape.PACKED:
+        first = place.head.to(gl.int64) * shape.total_q + place.q0
+    else:
+        first = (place.batch.to(gl.int64) * shape.num_heads + place.head) * place.seqlen_q
+    gl.store(out.lse + first + rows, lse, mask=rows < place.seqlen_q)
+    return gl.where(seen, shrink / l, 0.0)
+
+
+@gluon.jit
+def store_out(out, job, place, acc, C: gl.constexpr):
+    """64 rows of the output."""
+    shape, cfg = job.shape, job.cfg
+    if out.WIDE:
+        rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, cfg.O))
+        cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
+        first = place.q0.to(gl.int64)
+        if not shape.PACKED:
+            first = place.batch.to(gl.int64) * place.seqlen_q
+        places = ((first + rows) * shape.num_heads + place.head) * out.dim
+        inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
+        gl.store(out.ref + places[:, None] + cols[None, :], acc, mask=inside)
+    else:
+        at = shape.coord(place.batch, place.head, place.q0, place.seqlen_q, place.row)
+        store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
+
+
+@gluon.jit
+def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
+    """One consumer's 64 queries, `place`, of the tile that begins at `first`."""
+    cfg = job.cfg
+    EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
+    acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
+    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, cfg.S))
+    bits = -1
+    if job.blocks.ON:
+        entries, loaded = job.listed(first)
+        count = loaded
+        n, bits = job.blocks.tile(entries, 0, cfg.TILE_N)
+    else:
+        keys = job.keys(first, 64 * cfg.CONSUMERS)
+        mine = job.keys(place, 64)
+        loaded = keys.hi - keys.lo
+        count = mine.hi - mine.lo
+        n = mine.hi - 1
+        if loaded > 0:
+            i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
+    if loaded > 0:
+        pipes.q.wait_full(filling)
+    if count > 0:
+        q = pipes.q.slot(filling)
+        p, m, l = first_tile(pipes, job, place, q, i, n, bits, C)
+        i += 1
+        if job.blocks.ON:
+            p, acc, alpha, m, l, i = fold_blocks(pipes, job, place, entries, count,
+                                                 q, p, acc, m, l, i, C)  # fmt: skip
+        else:
+            p, acc, alpha, m, l, i = fold_band(pipes, job, place, mine,
+                                               q, p, acc, m, l, i, C)  # fmt: skip
+        if EARLY:
+            pipes.q.release(filling)
+        acc = rescaled(acc, alpha, cfg)
+        pipes.v.wait_full(i - 1)
+        acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
+        inverse = finish_rows(out, job, place, m, l)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
+    else:
+        finish_rows(out, job, place, m, l)
+        if EARLY and loaded > 0:
+            pipes.q.release(filling)
+    if not job.blocks.ON and loaded > 0:
+        i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
+    store_out(out, job, place, acc, C)
+    if not EARLY and loaded > 0:
+        store_wait(0)
+        pipes.q.release(filling)
+    return i, loaded > 0
 
 
 @gluon.jit
 def consume(out, pipes, job, C: gl.constexpr):
-    shape, order, scale, cfg = job.shape, job.order, job.scale, job.cfg
-    HEAD_DIM_V: gl.constexpr = out.HEAD_DIM_V
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cfg.TILE_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
-    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    ROWS: gl.constexpr = 64 * cfg.CONSUMERS
-    CUTS: gl.constexpr = (
-        ROWS + cfg.TILE_N - 2
-    ) // cfg.TILE_N + 1  # key tiles that one edge can cut
+    cfg = job.cfg
     i = 0  # key tiles seen
     t = 0  # query tiles seen
-    turn = 0
     taken = 0
     ticket = gl.program_id(0)
     if cfg.DYNAMIC:
         ticket = pipes.tickets.take(taken)
-    while ticket < order.num_tiles:
-        tile_m, plane = order.tile(ticket)
-        batch = plane // shape.num_heads
-        head = plane % shape.num_heads
-        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
-        first = tile_m * ROWS
-        row = first + 64 * C
-        if first < seqlen_q:
-            keys = keys_of(shape, first, ROWS, seqlen_q, seqlen_k, cfg.TILE_N)
-            mine = keys_of(shape, row, 64, seqlen_q, seqlen_k, cfg.TILE_N)
-            acc = gl.zeros([64, HEAD_DIM_V], gl.float32, O)
-            m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-            l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
-            filling = t * cfg.CONSUMERS + C
-            if keys.hi > keys.lo:
-                pipes.q.wait_full(filling)
-                i, turn = skip(pipes, cfg, i, turn, keys.hi - mine.hi, C)
-            if mine.hi > mine.lo:
-                q = pipes.q.slot(filling)
-                pipes.k.wait_full(i)
-                if cfg.PINGPONG:
-                    pipes.baton.take(C, turn)
-                zero = gl.zeros([64, cfg.TILE_N], gl.float32, S)
-                k = pipes.k.slot(i).permute((1, 0))
-                s_next = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                if cfg.PINGPONG:
-                    pipes.baton.pass_on(C)
-                turn += 1
-                s = scale.bend(warpgroup_mma_wait(num_outstanding=0, deps=(s_next,)))
-                pipes.k.release(i)
-                i += 1
-                s = visible(shape, s, row, (mine.hi - 1) * cfg.TILE_N, seqlen_q, seqlen_k, S)
-                p_wide, m, alpha = softmax(s, m, scale, True)
-                l = gl.sum(p_wide, 1)
-                p = gl.convert_layout(p_wide.to(q.dtype), P)
-                # Cut tiles are unrolled, not looped: p carried from loop to loop in 16 bits would
-                # be repacked in every iteration (64 more instructions of 520).
-                for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):  # cut by the diagonal
-                    n = mine.hi - 2 - x
-                    if n >= mine.full_hi:
-                        p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
-                                                 seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
-                        i += 1
-                        turn += 1
-                whole_hi = gl.minimum(mine.full_hi, mine.hi - 1)
-                for n in range(whole_hi - 1, mine.full_lo - 1, -1):  # every key visible
-                    p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
-                                             seqlen_q, seqlen_k, False, C, S, O)  # fmt: skip
-                    i += 1
-                    turn += 1
-                if shape.HAS_LEFT:
-                    for x in gl.static_range(CUTS):  # cut by the left side of the window
-                        n = gl.minimum(mine.full_lo, whole_hi) - 1 - x
-                        if n >= mine.lo:
-                            p, acc, m, l = fold_tile(pipes, job, q, p, acc, m, l, i, turn, row, n,
-                                                     seqlen_q, seqlen_k, True, C, S, O)  # fmt: skip
-                            i += 1
-                            turn += 1
-                pipes.v.wait_full(i - 1)
-                acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-            if keys.hi > keys.lo:
-                i, turn = skip(pipes, cfg, i, turn, mine.lo - keys.lo, C)
-                if not cfg.OUT_IN_Q:
-                    pipes.q.release(filling)
-            m_log2 = m * scale.scale_log2
-            if out.HAS_SINKS:
-                sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
-                top = gl.maximum(m_log2, sink)
-                shrink = gl.exp2(m_log2 - top)
-                l = l * shrink + gl.exp2(sink - top)
-                acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-                m_log2 = top
-            seen = l > 0.0
-            inverse = gl.where(seen, 1.0 / l, 0.0)
-            lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
-            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]
-            at = shape.coord(batch, head, q0, seqlen_q, row)
-            store_tile(out.desc, at, out.slots.index(C), acc.to(out.desc.dtype))
-            rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
-            base = (
-                (head.to(gl.int64) * shape.total_q + q0)
-                if shape.PACKED
-                else plane.to(gl.int64) * seqlen_q
-            )
-            gl.store(out.lse + base + rows, lse, mask=rows < seqlen_q)
-            if keys.hi > keys.lo:
-                if cfg.OUT_IN_Q:
-                    store_wait(0)
-                    pipes.q.release(filling)
-                t += 1
+    while ticket < job.order.num_tiles:
+        first = job.place(ticket, 0)
+        if first.row < first.seqlen_q:
+            place = job.place(ticket, C)
+            i, loaded = attend(out, pipes, job, place, first, t * cfg.CONSUMERS + C, i, C)
+            t += loaded.to(gl.int32)
         if cfg.DYNAMIC:
             taken += 1
             ticket = pipes.tickets.take(taken)
@@ -350,37 +585,38 @@ def consume(out, pipes, job, C: gl.constexpr):
 # would not be a tensor.
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
-    "tiles_m", "section", "num_tiles",
+    "mask_b", "mask_h", "dim", "tiles_m", "section", "num_tiles",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
-    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right,
+    q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
+    full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
+    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
     tiles_m, section, num_tiles, scale_log2, inner,
-    HEAD_DIM_V: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr,
-    TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, PINGPONG: gl.constexpr,
-    DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
+    TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, LAZY: gl.constexpr,
+    POLY: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q)
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, LAZY, POLY)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
-    order = Order(tiles_m, section, num_tiles, HAS_RIGHT)
-    scale = Scale(scale_log2, inner, SOFTCAP)
-    q = make_ring(q_desc, CONSUMERS, 1)
+    blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,
+                    tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
+    job = Job(shape, blocks, Order(tiles_m, section, num_tiles, HAS_RIGHT),
+              Scale(scale_log2, inner, SOFTCAP), cfg)  # fmt: skip
+    q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS)
     v = make_ring(v_desc, STAGES, CONSUMERS)
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS), make_baton(CONSUMERS))
-    o_slots = q.slots
-    if not OUT_IN_Q:
-        o_slots = gl.allocate_shared_memory(
-            o_desc.dtype, [CONSUMERS] + o_desc.block_shape, o_desc.layout
-        )
-    out = Out(o_desc, o_slots, lse_ptr, sinks_ptr, HEAD_DIM_V, HAS_SINKS)
-    job = Job(shape, order, scale, cfg)
+    slots = q.slots
+    if not (OUT_IN_Q or WIDE):
+        shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
+        slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
+    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, HAS_SINKS, WIDE)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job)
     if CONSUMERS == 2:
         gl.warp_specialize([

@@ -1,5 +1,7 @@
-"""From a call's tensors to the three launches of the Hopper backward: prepare, the gradients,
-finish.
+"""From a call's tensors to the launches of the Hopper backward: prepare, the gradients, finish.
+
+All gradients come from one kernel (backward.py) where dq may be summed in the order tiles happen to
+finish; else dq comes from a kernel of its own (gradient.py), and at head_dim 256 dk and dv, too.
 
 Between them travel two buffers in which every sequence of every head starts a new tile of queries
 (numbered as backward.Job.padded_tile does): `rows`, per tile tile_m times lse in base 2, then
@@ -14,18 +16,28 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from onchip.kernels.configs import HopperBackwardConfig, hopper_backward_config
+from onchip.kernels.configs import (
+    HopperBackwardConfig,
+    hopper_backward_config,
+    hopper_gradient_config,
+)
 from onchip.kernels.hopper.backward import backward_kernel
-from onchip.kernels.hopper.launch import _descriptor, _divisor, _num_sms, _padded, _scales
+from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
+from onchip.kernels.hopper.tensors import (
+    counter,
+    descriptor,
+    num_sms,
+    numbers,
+    padded,
+    scales,
+    section_of,
+)
 from onchip.kernels.protocol import Grads, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
-_L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
 _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles")
 
 
@@ -38,8 +50,18 @@ def backward(
     call = Call.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
-    dk, dv = _gradients(problem, call, x, dout)
-    dq = _finish(problem, call, x)
+    if call.width == 256:
+        dk, dv = (
+            key_gradient(problem, x, dout, call.rows),
+            value_gradient(problem, x, dout, call.rows),
+        )
+    else:
+        dk, dv = _gradients(problem, call, x, dout)
+    dq = (
+        query_gradient(problem, x, dout, call.rows)
+        if call.dq is None
+        else _finish(problem, call, x)
+    )
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
 
@@ -56,33 +78,30 @@ def _without_scores(
 
 class Call(NamedTuple):
     """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
-    num_sequences and the number of tiles of the longest sequence.
+    num_sequences and the number of tiles of the longest sequence. Without an accumulator, dq is
+    computed by a kernel of its own.
     """
 
-    config: HopperBackwardConfig
+    tile_m: int
     width: int
     lengths: tuple[int, int, int, int, int]
     rows: Tensor
-    dq: Tensor
+    dq: Tensor | None
     counter: Tensor
 
     @staticmethod
     def of(problem: Problem, x: Tensors) -> "Call":
-        width = _padded(max(problem.head_dim, problem.head_dim_v))
-        config = hopper_backward_config(width)
-        tiles = -(-problem.seqlen_q // config.tile_m)
+        width = padded(max(problem.head_dim, problem.head_dim_v))
+        tile_m = hopper_gradient_config(width).tile
+        tiles = -(-problem.seqlen_q // tile_m)
         total_q = x.q.shape[0]
-        padded = tiles * problem.batch
-        if problem.packed:
-            padded = total_q // config.tile_m + problem.batch
-        padded *= problem.num_heads
-        rows, dq = (
-            torch.empty(padded * config.tile_m * n, dtype=torch.float32, device=x.q.device)
-            for n in (2, width)
-        )
-        counter = torch.empty(1, dtype=torch.int32, device=x.q.device)
+        num_tiles = total_q // tile_m + problem.batch if problem.packed else tiles * problem.batch
+        num_rows = num_tiles * problem.num_heads * tile_m
+        rows = x.q.new_empty(2 * num_rows, dtype=torch.float32)
+        apart = problem.deterministic or problem.has_mask or width == 256
+        dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
-        return Call(config, width, lengths, rows, dq, counter)
+        return Call(tile_m, width, lengths, rows, dq, counter(x.q))
 
     @property
     def num_programs(self) -> int:
@@ -115,9 +134,9 @@ def prepare_kernel(
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """rows, and zeros in the accumulator of dq and in the counter. delta = rowsum(out * dout) -
-    dlse; rows that see no key and rows past the end have lse = +inf, so that p = exp2(s - lse) = 0.
-    delta is also stored beside lse if delta_ptr is given.
+    """rows, and zeros in the counter and in the accumulator of dq, if there is one. delta =
+    rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
+    = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -145,8 +164,9 @@ def prepare_kernel(
     numbers = rows_ptr + padded.to(tl.int64) * (2 * TILE_M) + lane
     tl.store(numbers, tl.where(sees, lse * LOG2E, float("inf")))
     tl.store(numbers + TILE_M, tl.where(sees, delta, 0.0))
-    numbers = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH) + tl.arange(0, TILE_M * WIDTH)
-    tl.store(numbers, tl.zeros([TILE_M * WIDTH], tl.float32))
+    if dq_ptr is not None:
+        numbers = dq_ptr + padded.to(tl.int64) * (TILE_M * WIDTH) + tl.arange(0, TILE_M * WIDTH)
+        tl.store(numbers, tl.zeros([TILE_M * WIDTH], tl.float32))
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
@@ -198,13 +218,13 @@ def _prepare(
         *call.lengths,
         HEAD_DIM_V=out.shape[-1],
         WIDTH=call.width,
-        TILE_M=call.config.tile_m,
+        TILE_M=call.tile_m,
     )
 
 
 def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
     dq = x.q.new_empty(x.q.shape)
-    parts = call.config.tile_m * call.width // PART.value
+    parts = call.tile_m * call.width // PART.value
     finish_kernel[(call.num_programs * parts,)](
         call.dq,
         dq,
@@ -213,30 +233,31 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
         problem.softmax_scale,
         HEAD_DIM=dq.shape[-1],
         WIDTH=call.width,
-        TILE_M=call.config.tile_m,
+        TILE_M=call.tile_m,
     )
     return dq
 
 
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
     dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
-    config, width = call.config, call.width
+    config, width = hopper_backward_config(call.width), call.width
     left, right = problem.window_size
     right = 0 if problem.causal else right
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     planes = problem.batch * problem.num_kv_heads
     num_tiles = tiles_n * planes
-    scale, inner = _scales(problem)
+    scale, inner = scales(problem)
+    accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
     anything = call.counter  # stands for pointers that the compiled variant does not read
-    backward_kernel[(min(num_tiles, _num_sms(x.q.device)),)](
-        _descriptor(x.q, config.tile_m, width),
-        _descriptor(x.k, config.tile_n, width),
-        _descriptor(x.v, config.tile_n, width),
-        _descriptor(dout, config.tile_m, width),
-        _numbers(call.rows, (2 * config.tile_m,)),
-        _numbers(call.dq.view(-1, 32), (128, 32)),
-        _descriptor(dk, 64, width),
-        _descriptor(dv, 64, width),
+    backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+        descriptor(x.q, config.tile_m, width),
+        descriptor(x.k, config.tile_n, width),
+        descriptor(x.v, config.tile_n, width),
+        descriptor(dout, config.tile_m, width),
+        numbers(call.rows, (2 * config.tile_m,)),
+        numbers(accumulator.view(-1, 32), (128, 32)),
+        descriptor(dk, 64, width),
+        descriptor(dv, 64, width),
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
         call.counter,
@@ -261,6 +282,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         HAS_RIGHT=right is not None,
         SOFTCAP=problem.softcap != 0,
         DYNAMIC=right is not None or left is not None or problem.packed,
+        DQ=call.dq is not None,
         **_constants(config),
     )
     return dk, dv
@@ -280,16 +302,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
     }
 
 
-@cache
-def _fp32_layout(block: tuple[int, ...]) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.float32)
-
-
-def _numbers(t: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), _fp32_layout(block))
-
-
 def _section(problem: Problem, planes: int, width: int) -> int:
-    """How many key heads are worked on together, so that q, dout and dq stay in the L2."""
-    per_head = problem.seqlen_q * problem.group_size * width * (2 * problem.dtype.itemsize + 4)
-    return _divisor(planes, max(1, _L2_BYTES // max(1, per_head)))
+    """q, dout and dq stream by."""
+    per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
+    return section_of(planes, problem.seqlen_q * per_row)

@@ -58,12 +58,12 @@ class Ring:
         return slot.reshape([slot.shape[-2], slot.shape[-1]])
 
     @gluon.jit
-    def only_slot(self, i):
-        """The slot of a ring of one, at an address that the compiler cannot know to be the same for
-        all i: it would keep the descriptor of every 16 columns in registers across the loop over i,
-        32 registers too many.
+    def steady_slot(self, i, turn):
+        """The i-th filling in a loop over `turn`, at an address that the compiler cannot know to be
+        the same for all turns: it would keep the descriptor of every 16 columns in registers across
+        the loop, 32 registers too many.
         """
-        slot = self.slots.index(i >> 30)
+        slot = self.slots.index(i % self.num_stages + (turn >> 30))
         return slot.reshape([slot.shape[-2], slot.shape[-1]])
 
     @gluon.jit

@@ -134,6 +134,145 @@ def _keep(compare: gl.constexpr, s, cols, bound):
     )  # fmt: skip
 
 
+BLOCK = gl.constexpr(128)  # the unit of a block mask: see onchip/masks/blockmask.py
+WORDS = gl.constexpr(4)  # 32-bit words of a row of a bit tile
+
+
+@aggregate
+class Entries:
+    """Where the lists of one block row (or block column) begin, and how long they are."""
+
+    full: gl.tensor
+    num_full: gl.tensor
+    partial: gl.tensor
+    num_partial: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, full, num_full, partial, num_partial):
+        self.full = full
+        self.num_full = num_full
+        self.partial = partial
+        self.num_partial = num_partial
+
+
+@gluon.jit
+def block_tiles(entries, TILE: gl.constexpr):
+    """How many tiles the listed blocks are."""
+    return (entries.num_full + entries.num_partial) * (BLOCK // TILE)
+
+
+@aggregate
+class Blocks:
+    """The lists of a block mask and its bit tiles, in use if ON."""
+
+    full_offsets: gl.tensor
+    full_indices: gl.tensor
+    partial_offsets: gl.tensor
+    partial_indices: gl.tensor
+    partial_tiles: gl.tensor
+    tiles: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    ON: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
+        stride_b, stride_h, ON,
+    ):  # fmt: skip
+        self.full_offsets = full_offsets
+        self.full_indices = full_indices
+        self.partial_offsets = partial_offsets
+        self.partial_indices = partial_indices
+        self.partial_tiles = partial_tiles
+        self.tiles = tiles
+        self.stride_b = stride_b
+        self.stride_h = stride_h
+        self.ON = gl.constexpr(ON)
+
+    @gluon.jit
+    def entries(self, batch, head, block):
+        """The blocks listed beside one block of queries (or of keys, in the lists of columns)."""
+        at = batch * self.stride_b + head * self.stride_h + block
+        full = gl.load(self.full_offsets + at)
+        partial = gl.load(self.partial_offsets + at)
+        num_full = gl.load(self.full_offsets + at + 1) - full
+        return Entries(full, num_full, partial, gl.load(self.partial_offsets + at + 1) - partial)
+
+    @gluon.jit
+    def tile(self, entries, j, TILE: gl.constexpr):
+        """(number of the tile visited j-th, its bit tile or -1): PARTIAL blocks come first."""
+        PER: gl.constexpr = BLOCK // TILE
+        e = j // PER
+        partial = e < entries.num_partial
+        full = (e >= entries.num_partial) & (e < entries.num_partial + entries.num_full)
+        at = entries.partial + e
+        bits = gl.load(self.partial_tiles + at, mask=partial, other=-1)
+        block = gl.load(self.partial_indices + at, mask=partial, other=0)
+        at = entries.full + e - entries.num_partial
+        block += gl.load(self.full_indices + at, mask=full, other=0)
+        return block * PER + j % PER, bits
+
+    @gluon.jit
+    def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
+        """The words of 64 rows of a bit tile, a tensor for every 32 columns; ones if bits is -1."""
+        rows = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        stored = (rows >= 0) & (bits >= 0)
+        at = self.tiles + bits.to(gl.int64) * (BLOCK * WORDS) + col % BLOCK // 32
+        words = ()
+        for w in gl.static_range(TILE // 32):
+            words = words + (gl.load(at + rows * WORDS + w, mask=stored, other=-1),)
+        return words
+
+
+@gluon.jit
+def hide(s, words, layout: gl.constexpr):
+    """s with -inf where the bit of its column is 0."""
+    cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    word = words[0][:, None]
+    for w in gl.static_range(1, s.shape[1] // 32):
+        word = gl.where((cols // 32 == w)[None, :], words[w][:, None], word)
+    word, cols = gl.broadcast(word, (cols % 32)[None, :])
+    return _keep_bit(s, word, cols)
+
+
+@gluon.jit
+def hide_transposed(blocks, s, bits, row, col, layout: gl.constexpr):
+    """s (keys, queries) of 64 keys from `row` on with -inf where the bit of the key in the word of
+    the query is 0; nothing is hidden if bits is -1.
+    """
+    keys = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    queries = col % BLOCK + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    stored = (queries >= 0) & (bits >= 0)
+    at = blocks.tiles + bits.to(gl.int64) * (BLOCK * WORDS) + queries * WORDS + row % BLOCK // 32
+    low = gl.load(at, mask=stored, other=-1)[None, :]
+    high = gl.load(at + 1, mask=stored, other=-1)[None, :]
+    word = gl.where((keys // 32 == row % BLOCK // 32)[:, None], low, high)
+    word, keys = gl.broadcast(word, (keys % 32)[:, None])
+    return _keep_bit(s, word, keys)
+
+
+@gluon.jit
+def padded_tile(shape, total, num_sequences, batch, head, first, length, TILE: gl.constexpr):
+    """Number of the first tile of a sequence of queries in buffers where every sequence of every
+    head starts a new tile.
+    """
+    if shape.PACKED:
+        return head * (total // TILE + num_sequences) + first // TILE + batch
+    else:
+        return (batch * shape.num_heads + head) * ((length + TILE - 1) // TILE)
+
+
+@gluon.jit
+def _keep_bit(s, word, bit):
+    """s where that bit of the word is 1, else -inf. In assembly for the same reason as _keep."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; shr.u32 t, $2, $3; and.b32 t, t, 1; setp.ne.u32 p, t, 0;"
+        " selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [s, word, bit], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
 @aggregate
 class Order:
     """Tiles of queries in the order they are handed out: sections of heads whose K and V fit the

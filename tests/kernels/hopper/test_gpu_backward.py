@@ -13,7 +13,7 @@ pytestmark = [
         reason="needs a Hopper GPU",
     ),
 ]
-DIMS = [64, 128]
+DIMS = [64, 128, 256]
 
 
 def attend(q, k, v, **options):
@@ -89,7 +89,7 @@ def test_softcap_sinks_and_lse(dim, dtype, softcap):
 
 
 @pytest.mark.parametrize(
-    "dim, dim_v", [(80, 48), (40, 128), (128, 64), (64, 128), (8, 8), (40, 56)]
+    "dim, dim_v", [(80, 48), (40, 128), (128, 64), (64, 128), (8, 8), (40, 56), (192, 128)]
 )
 def test_head_dims_are_padded(dim, dim_v):
     assert_accurate(attend, *inputs(200, 300, dim, head_dim_v=dim_v), causal=True, grad=True)
@@ -186,12 +186,40 @@ def test_a_call_can_be_captured_and_synchronises_nothing():
     assert torch.allclose(found[0].float(), expected[0].float(), rtol=2e-2, atol=2e-3)
 
 
-def test_what_it_refuses_is_served_elsewhere():
-    q, k, v = inputs(64)
-    with pytest.raises(onchip.UnsupportedError, match="deterministic"):
-        gradients(q, k, v, deterministic=True)
-    with pytest.raises(onchip.UnsupportedError, match="head_dim"):
-        gradients(*inputs(64, dim=256))
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
+def test_deterministic_gradients(dim, options):
+    q, k, v = inputs(777, 900, dim)
+    assert_accurate(attend, q, k, v, deterministic=True, grad=True, **options)
+    first = gradients(q, k, v, deterministic=True, **options)
+    for _ in range(50):
+        again = gradients(q, k, v, deterministic=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_deterministic_gradients_of_packed_sequences_with_softcap_and_sinks(dim):
+    sinks = torch.randn(4, device="cuda", requires_grad=True)
+    x = make_packed(
+        [5, 130, 0, 777, 64, 9], [9, 200, 3, 777, 1, 0], num_heads=4, num_kv_heads=2, head_dim=dim,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    options = {"deterministic": True, "causal": True, "softcap": 7.0, "sinks": sinks}
+    assert_accurate(varlen, x.q, x.k, x.v, **x.options, **options, grad=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", ["causal", "documents", "bits", "bits of every head", "nothing"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
+def test_block_masks(dim, kind, options, make_mask):
+    q, k, v = inputs(799, dim=dim)
+    assert_accurate(attend, q, k, v, mask=make_mask(kind, 799, 799), grad=True, **options)
+
+
+def test_block_masks_of_other_lengths_with_softcap(make_mask):
+    q, k, v = inputs(300, 1111)
+    mask = make_mask("bits", 300, 1111)
+    assert_accurate(attend_lse, q, k, v, mask=mask, softcap=9.0, grad=True)
 
 
 def test_lengths_are_not_specialised():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import onchip
+from onchip.kernels import configs
 from onchip.testing import assert_accurate, make_packed, make_qkv
 
 pytestmark = [
@@ -59,6 +60,62 @@ def test_softcap_and_sinks(dim, dtype):
 @pytest.mark.parametrize("dim, dim_v", [(80, 48), (40, 128), (128, 64), (192, 128), (8, 256)])
 def test_head_dims_are_padded(dim, dim_v):
     assert_accurate(attend, *inputs(200, 300, dim, head_dim_v=dim_v), causal=True)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", ["causal", "documents", "bits", "bits of every head", "nothing"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
+def test_block_masks(dim, kind, options, make_mask):
+    q, k, v = inputs(799, dim=dim)
+    assert_accurate(attend, q, k, v, mask=make_mask(kind, 799, 799), **options)
+
+
+def test_block_masks_of_other_lengths_with_sinks_and_softcap(make_mask):
+    q, k, v = inputs(300, 1111)
+    sinks, mask = torch.randn(8, device="cuda"), make_mask("bits", 300, 1111)
+    assert_accurate(attend, q, k, v, mask=mask, sinks=sinks, softcap=9.0)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_unrounded_results(dim, options):
+    q, k, v = inputs(333, 555, dim)
+    assert_accurate(attend, q, k, v, out_dtype=torch.float32, **options)
+
+
+def test_unrounded_results_of_packed_sequences():
+    x = make_packed(
+        [5, 130, 0, 777],
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=80,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    varlen = lambda q, k, v, **o: onchip.varlen_attention(
+        q, k, v, kernel="hopper", return_lse=True, **o
+    )
+    assert_accurate(varlen, x.q, x.k, x.v, **x.options, causal=True, out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("change", [{"lazy": True}, {"lazy": False}, {"poly": 4}], ids=str)
+def test_the_ideas_of_version_4_are_exact_enough(dim, change, monkeypatch):
+    from onchip.kernels.hopper import launch
+
+    config = configs.hopper_forward_config(dim, True, False, 2048)._replace(**change)
+    monkeypatch.setattr(launch, "hopper_forward_config", lambda *_: config)
+    q, k, v = inputs(555, 777, dim, distribution="outlier")
+    assert_accurate(attend, q, k, v, causal=True)
+
+
+def test_a_maximum_that_creeps_up():
+    """Every tile of keys raises the scores by less than 2^8, all together by far more."""
+    q, k, v = inputs(64, 2048)
+    q, k = torch.ones_like(q), torch.ones_like(k)
+    k *= torch.linspace(0, 8, 2048, device="cuda", dtype=k.dtype)[None, :, None, None]
+    assert_accurate(attend, q, k.flip(1), v)
+    assert_accurate(attend, q, k, v)
 
 
 def test_heads_first_views():

@@ -1,0 +1,134 @@
+"""From a call's tensors to a launch of the kernel that computes one gradient."""
+
+from functools import cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onchip.kernels.configs import (
+    HopperGradientConfig,
+    hopper_gradient_config,
+)
+from onchip.kernels.hopper.gradient import gradient_kernel
+from onchip.kernels.hopper.tensors import (
+    NO_PLANES,
+    counter,
+    descriptor,
+    num_sms,
+    numbers,
+    padded,
+    planes,
+    scales,
+    section_of,
+)
+from onchip.problem import Problem, Tensors
+
+
+def query_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+    """dq."""
+    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
+    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows)
+
+
+def key_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+    """dk."""
+    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows)
+
+
+def value_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+    """dv."""
+    config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
+    config = config._replace(held=False, b1_stages=2)  # a1 is not there, and leaves room
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows)
+
+
+class _Side(NamedTuple):
+    """Operands as gradient.py names them, and the tensor whose gradient it is."""
+
+    a0: Tensor
+    a1: Tensor
+    b0: Tensor
+    b1: Tensor
+    of: Tensor
+    keys: bool
+    values: bool
+    config: HopperGradientConfig
+
+
+def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
+    out = side.of.new_empty(side.of.shape)
+    width = padded(max(problem.head_dim, problem.head_dim_v))
+    tile = side.config.tile
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    lengths = (problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0])
+    offsets, heads = (x.cu_seqlens_q, x.cu_seqlens_k), problem.num_heads
+    lists = None if x.mask is None else x.mask.rows
+    if side.keys:
+        left, right = right, left
+        lengths = (lengths[1], lengths[0], lengths[3], lengths[2])
+        offsets, heads = offsets[::-1], problem.num_kv_heads
+        lists = None if x.mask is None else x.mask.cols
+    tiles_m = -(-lengths[0] // 128)
+    num_tiles = tiles_m * problem.batch * heads
+    dynamic = any((left is not None, right is not None, problem.packed, problem.has_mask))
+    scale, inner = scales(problem)
+    tickets = counter(x.q)
+    gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+        descriptor(side.a0, 64, width),
+        descriptor(side.a1, 64, width),
+        descriptor(side.b0, tile, width),
+        descriptor(side.b1, tile, width),
+        numbers(rows, (2 * tile,)),
+        rows,
+        descriptor(out, 64, width),
+        *(tickets if t is None else t for t in offsets),
+        tickets,
+        *((tickets,) * 6 if lists is None else (*lists, x.mask.tiles)),
+        *lengths,
+        problem.num_heads,
+        problem.group_size,
+        left or 0,
+        right or 0,
+        *(NO_PLANES if lists is None else planes(lists.full_offsets)),
+        tiles_m,
+        section_of(problem.batch * heads, lengths[1] * _bytes_per_row(problem, width, side.keys)),
+        num_tiles,
+        problem.batch,
+        scale,
+        inner,
+        1.0 if side.values else problem.softmax_scale,
+        WIDTH=width,
+        PACKED=problem.packed,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_MASK=problem.has_mask,
+        SOFTCAP=problem.softcap != 0,
+        KEYS=side.keys,
+        VALUES=side.values,
+        DYNAMIC=dynamic,
+        **_constants(side.config),
+    )
+    return out
+
+
+def _bytes_per_row(problem: Problem, width: int, keys: bool) -> int:
+    """Of what streams by, for one own head."""
+    group = problem.group_size
+    both = 2 * width * problem.dtype.itemsize
+    return both * group if keys else max(1, both // group)
+
+
+@cache
+def _constants(config: HopperGradientConfig) -> dict:
+    return {
+        "TILE": config.tile,
+        "B0_STAGES": config.b0_stages,
+        "B1_STAGES": config.b1_stages,
+        "HELD": config.held,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+        "num_warps": 4,
+        "maxnreg": config.entry_regs,
+    }

@@ -1,0 +1,88 @@
+"""What the launches of the Hopper kernels share: TMA descriptors, counters, sections of the L2."""
+
+import math
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from onchip.problem import Problem
+
+NO_PLANES = (0, 0)
+_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_FAR = 1 << 30  # as in schedule.Shape.coord
+_L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
+
+
+def padded(head_dim: int) -> int:
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def planes(offsets: Tensor) -> tuple[int, int]:
+    """How far the lists of the next batch entry and of the next head are, 0 if they are shared."""
+    b, h = offsets.shape[:2]
+    return offsets.stride(0) if b > 1 else 0, offsets.stride(1) if h > 1 else 0
+
+
+def counter(like: Tensor) -> Tensor:
+    """Where programs draw their tickets, at 0."""
+    return torch.zeros(1, dtype=torch.int32, device=like.device)
+
+
+def scales(problem: Problem) -> tuple[float, float]:
+    """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see
+    forward.Scale.
+    """
+    log2e = math.log2(math.e)
+    if not problem.softcap:
+        return problem.softmax_scale * log2e, 0.0
+    return problem.softcap * log2e, 2.0 * log2e * problem.softmax_scale / problem.softcap
+
+
+@cache
+def _layout(dtype: torch.dtype, block: tuple[int, ...]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GL_DTYPE[dtype])
+
+
+def descriptor(t: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """t as (batch, heads, seqlen, dim). A packed t is ragged: two leading dimensions whose strides
+    cancel modulo 2^64 let the hardware bound a sequence at its own end (coordinates:
+    schedule.Shape.coord).
+    """
+    if t.dim() == 4:
+        b, s, h, d = t.shape
+        sb, ss, sh, _ = t.stride()
+        shape, strides = [b, h, s, d], [sb, sh, ss, 1]
+    else:
+        _, h, d = t.shape
+        ss, sh, _ = t.stride()
+        most = 0x7FFF0000
+        shape, strides = [most, most, h, _FAR, d], [2**34 - ss, ss, sh, ss, 1]
+    block = [1] * (len(shape) - 2) + [rows, width]
+    return TensorDescriptor(t, shape, strides, block, _layout(t.dtype, tuple(block)))
+
+
+def numbers(t: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """A contiguous fp32 tensor."""
+    layout = _layout(t.dtype, block)
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), list(block), layout)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def section_of(planes: int, plane_bytes: int) -> int:
+    """How many heads are worked on together, so that what they stream stays in the L2: a divisor of
+    their number.
+    """
+    return _divisor(planes, max(1, _L2_BYTES // max(1, plane_bytes)))
+
+
+@lru_cache(maxsize=1024)
+def _divisor(n: int, limit: int) -> int:
+    """The largest divisor of n that is at most limit."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
