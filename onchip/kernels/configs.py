@@ -136,8 +136,10 @@ class HopperConfig(NamedTuple):
     q_stages: int = 1  # 2: the next queries arrive while the last are in use
     pingpong: bool = False  # consumers take turns on the tensor cores
     out_in_q: bool = False  # the output leaves through the shared memory of the queries
-    lazy: bool = False  # v4: rescale only when a maximum moves by more than 2^8
+    rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
+    under: bool = False  # rescale under the next product of scores, not after this one's values
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
+    dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240
     producer_regs: int = 24
     entry_regs: int = 168
@@ -146,10 +148,10 @@ class HopperConfig(NamedTuple):
 _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
-_D128 = HopperConfig(128, 2, 2, q_stages=2, lazy=True)
+_D128 = HopperConfig(128, 2, 2, q_stages=2, rescale="moved")
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
-# Rescaling it is a third of the instructions: lazy is 1.03x.
-_D256 = HopperConfig(64, 2, 2, out_in_q=True, lazy=True)
+# Rescaling it is a third of the instructions.
+_D256 = HopperConfig(64, 2, 2, out_in_q=True, rescale="moved")
 # By head_dim, bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
 HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k.

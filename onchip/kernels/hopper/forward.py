@@ -70,14 +70,15 @@ class Config:
     PINGPONG: gl.constexpr
     DYNAMIC: gl.constexpr
     OUT_IN_Q: gl.constexpr
-    LAZY: gl.constexpr
+    RESCALE: gl.constexpr
     POLY: gl.constexpr
+    UNDER: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, LAZY, POLY):
+    def __init__(self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER):
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
@@ -85,8 +86,9 @@ class Config:
         self.PINGPONG = gl.constexpr(PINGPONG)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
-        self.LAZY = gl.constexpr(LAZY)
+        self.RESCALE = gl.constexpr(RESCALE)
         self.POLY = gl.constexpr(POLY)
+        self.UNDER = gl.constexpr(UNDER)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -288,12 +290,13 @@ def exp2(x, POLY: gl.constexpr):
 
 @gluon.jit
 def softmax(s, m, job, MASKED: gl.constexpr):
-    """(p, row maximum, factor for what was folded before), in the units of s. LAZY: the maximum
-    follows only when it is left behind by more than 2^STALE (v4); p may then be as large.
+    """(p, row maximum, factor for what was folded before), in the units of s. "stale": the maximum
+    follows only when it is left behind by more than 2^STALE (v4); p may then be as large, and where
+    one key has nearly all the weight, p is no longer the 1 that 16 bits hold exactly.
     """
     scale_log2 = job.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
-    if job.cfg.LAZY:
+    if job.cfg.RESCALE == "stale":
         m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
     pivot = m_new
     if MASKED:
@@ -320,17 +323,17 @@ def _rescale_constraints(pack):
 
 @gluon.jit
 def rescaled(acc, alpha, cfg):
-    """acc * alpha."""
+    """acc * alpha; unless "always", skipped by warps in which no maximum moved."""
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
-    if cfg.LAZY:
+    if cfg.RESCALE == "always":
+        return acc * alpha
+    else:
         acc, alpha = gl.broadcast(acc, alpha)
         HALF: gl.constexpr = cfg.WIDTH // 4  # of a thread's numbers
         return gl.inline_asm_elementwise(
             _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
             is_pure=True, pack=HALF,
         )  # fmt: skip
-    else:
-        return acc * alpha
 
 
 @gluon.jit
@@ -384,13 +387,11 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
     is done under the product of the scores.
     """
     cfg = job.cfg
-    if cfg.PINGPONG:
-        acc = rescaled(acc, alpha, cfg)
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.baton.take(C, i)
     s_next = score(pipes, cfg, q, i)
-    if not cfg.PINGPONG:
+    if cfg.UNDER:
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
@@ -398,10 +399,14 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
         pipes.baton.pass_on(C)
     s = job.scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
     s = masked(job, place, s, n, bits, MASKED)
-    p_wide, m, alpha = softmax(s, m, job, MASKED | job.blocks.ON)
-    l = l * alpha + gl.sum(p_wide, 1)
+    p_wide, m, shrink = softmax(s, m, job, MASKED | job.blocks.ON)
+    l = l * shrink + gl.sum(p_wide, 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
     pipes.k.release(i)
+    if cfg.UNDER:
+        alpha = shrink
+    else:
+        acc = rescaled(acc, shrink, cfg)
     return gl.convert_layout(p_wide.to(q.dtype), cfg.P), acc, alpha, m, l
 
 
@@ -539,7 +544,8 @@ def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
                                                q, p, acc, m, l, i, C)  # fmt: skip
         if EARLY:
             pipes.q.release(filling)
-        acc = rescaled(acc, alpha, cfg)
+        if cfg.UNDER:
+            acc = rescaled(acc, alpha, cfg)
         pipes.v.wait_full(i - 1)
         acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
         inverse = finish_rows(out, job, place, m, l)
@@ -598,10 +604,10 @@ def forward_kernel(
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, LAZY: gl.constexpr,
-    POLY: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, LAZY, POLY)
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,

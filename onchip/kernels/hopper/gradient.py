@@ -203,14 +203,15 @@ class Walk:
 
 
 @gluon.jit
-def walk_of(job, first, head):
-    """The Walk of the 128 rows from `first` on, and its block lists."""
+def walk_of(job, place, head):
+    """The Walk of the tile of 128 rows that a place lies in, and its block lists."""
     TILE: gl.constexpr = job.cfg.TILE
-    keys = keys_of(job.shape, first.row, 128, first.length, first.length_other, TILE)
+    first = place.row // 128 * 128
+    keys = keys_of(job.shape, first, 128, place.length, place.length_other, TILE)
     count = keys.hi - keys.lo
     entries = Entries(count, count, count, count)
     if job.blocks.ON:
-        entries = job.blocks.entries(first.batch, head, first.row // 128)
+        entries = job.blocks.entries(place.batch, head, first // 128)
         count = block_tiles(entries, TILE)
     return Walk(keys.lo, keys.full_lo, keys.full_hi, count), entries
 

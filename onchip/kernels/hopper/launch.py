@@ -35,7 +35,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     heads = problem.batch * problem.num_heads
     num_tiles = tiles_m * heads
-    dynamic = right is not None or left is not None or problem.packed or problem.has_mask
+    uneven = right is not None or left is not None or problem.packed or problem.has_mask
+    dynamic = uneven or config.dynamic
     scale, inner = scales(problem)
     anything = lse  # stands for pointers that the compiled variant does not read
     wide = out.dtype == torch.float32
@@ -100,8 +101,9 @@ def _constants(config: HopperConfig) -> dict:
         "Q_STAGES": config.q_stages,
         "PINGPONG": config.pingpong,
         "OUT_IN_Q": config.out_in_q,
-        "LAZY": config.lazy,
+        "RESCALE": config.rescale,
         "POLY": config.poly,
+        "UNDER": config.under,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,

@@ -18,7 +18,10 @@ def _make_mask(kind, seqlen_q, seqlen_k):
     if kind == "causal":
         return masks.causal()
     if kind == "documents":
-        return masks.document(torch.tensor([0, 5, 400, 401, seqlen_q])) & masks.causal()
+        return (
+            masks.document(torch.tensor([0, 5, 400, 401, seqlen_q], dtype=torch.int32))
+            & masks.causal()
+        )
     if kind == "nothing":
         return torch.zeros(1, 1, seqlen_q, seqlen_k, dtype=torch.bool, device="cuda")
     return _bits(8 if "head" in kind else 1, seqlen_q, seqlen_k)

@@ -99,13 +99,18 @@ def test_unrounded_results_of_packed_sequences():
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("change", [{"lazy": True}, {"lazy": False}, {"poly": 4}], ids=str)
-def test_the_ideas_of_version_4_are_exact_enough(dim, change, monkeypatch):
+@pytest.mark.parametrize(
+    "change",
+    [{"rescale": "always"}, {"rescale": "moved"}, {"rescale": "stale"}, {"poly": 4}],
+    ids=str,
+)
+def test_the_ideas_of_version_4(dim, change, monkeypatch):
     from onchip.kernels.hopper import launch
 
     config = configs.hopper_forward_config(dim, True, False, 2048)._replace(**change)
     monkeypatch.setattr(launch, "hopper_forward_config", lambda *_: config)
-    q, k, v = inputs(555, 777, dim, distribution="outlier")
+    distribution = "normal" if change == {"rescale": "stale"} else "outlier"
+    q, k, v = inputs(555, 777, dim, distribution=distribution)
     assert_accurate(attend, q, k, v, causal=True)
 
 
