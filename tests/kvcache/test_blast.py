@@ -3,7 +3,8 @@ the bytes written, whatever is forked, rolled back, cancelled, evicted or swappe
 """
 
 import random
-from hashlib import blake2b
+from array import array
+from hashlib import blake2b, sha256
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from onchip.kvcache import Family, HostTier, KVCache, NoRoom, Spec
 
 LAYERS = 2
-SALTS = ("", "tenant")
+SALTS = ("blue", "gold")
 
 
 class LateMover:
@@ -80,6 +81,7 @@ class Model:
         self.away = {}  # family -> the same, for each sequence
         self.unpublished = set()  # came home since their last commit
         self.prompts = [[]]
+        self.histories = {}  # key -> (salt, tokens)
         self.seen = dict.fromkeys(
             ("hit", "copied", "shared_write", "no_room", "host_full", "evicted", "group"), 0
         )
@@ -109,7 +111,7 @@ class Model:
         draw = self.random
         prompt = draw.choice(self.prompts)
         prompt = prompt[: draw.randrange(len(prompt) + 1)]
-        prompt = prompt + [draw.randrange(3) for _ in range(draw.randrange(1, 9))]
+        prompt = prompt + [draw.randrange(2) for _ in range(draw.randrange(1, 9))]
         salt = draw.choice(SALTS)
         sequence = self.guarded(lambda: self.cache.open(prompt, salt=salt))
         if isinstance(sequence, NoRoom):
@@ -119,8 +121,12 @@ class Model:
         self.seen["hit"] += sequence.hit_tokens > 0
         self.seen["copied"] += sequence.copied_tokens > 0
         self.live[sequence] = salt, prompt[: sequence.length]
-        self.prompts = [*self.prompts[-20:], prompt]
+        self.remember(prompt)
         self.extend(sequence, prompt[sequence.length :])
+
+    def remember(self, tokens):
+        """What was here once is asked for again."""
+        self.prompts = [*self.prompts[-20:], list(tokens)]
 
     def least_hit(self, prompt, salt):
         """Full pages that a live sequence has committed must be found."""
@@ -140,11 +146,11 @@ class Model:
     def append(self):
         if sequence := self.pick():
             count = self.random.randrange(0, 7)
-            self.extend(sequence, [self.random.randrange(3) for _ in range(count)])
+            self.extend(sequence, [self.random.randrange(2) for _ in range(count)])
 
     def append_many(self):
         chosen = self.random.sample(list(self.live), min(4, len(self.live)))
-        tokens = [[self.random.randrange(3)] for _ in chosen]
+        tokens = [[self.random.randrange(2)] for _ in chosen]
         shared = [s.table[-1] for s in chosen if s.length % self.cache.spec.page_size]
         self.seen["shared_write"] += any(self.cache.pool.refs(page) > 1 for page in shared)
         if self.guarded(self.cache.append_all, chosen, tokens) is None:
@@ -162,6 +168,7 @@ class Model:
             self.cache.write(layer, k, -values[:, None, None] - layer, batch.slot_mapping)
         for sequence in chosen:
             if self.random.random() < 0.9:
+                self.learn(self.live[sequence][0], list(self.live[sequence][1]))
                 length = self.random.choice((None, sequence.computed, sequence.length))
                 self.cache.commit(sequence, length)
                 self.unpublished.discard(sequence)
@@ -180,12 +187,14 @@ class Model:
     def truncate(self):
         if sequence := self.pick():
             length = self.random.randrange(sequence.length + 1)
+            self.remember(self.live[sequence][1])
             self.cache.truncate(sequence, length)
             del self.live[sequence][1][length:]
 
     def free(self):
         """Finished, or cancelled with tokens that were never computed."""
         if sequence := self.pick():
+            self.remember(self.live[sequence][1])
             self.cache.free(sequence)
             del self.live[sequence]
 
@@ -254,6 +263,23 @@ class Model:
                 assert torch.equal(k, torch.stack((expected, expected + layer), -1))
                 assert torch.equal(v[:, 0], -expected - layer)
 
+    def check_published(self):
+        """A page always holds what it is published as."""
+        index = self.cache.prefix
+        for page, entry in index._entries.items():
+            salt, before = self.histories[entry.parent]
+            expected = content(salt, [*before, *entry.tokens])[len(before) :]
+            assert torch.equal(self.cache.layer(0)[0][page, : len(expected), 0, 0], expected)
+
+    def learn(self, salt, tokens):
+        """The key of each history of full pages, by the definition."""
+        index, size = self.cache.prefix, self.cache.spec.page_size
+        key = index.root(salt)
+        for start in range(0, len(tokens) + 1, size):
+            self.histories[key] = salt, tokens[:start]
+            page = array("q", tokens[start : start + size])
+            key = sha256(key + array("q", [len(page)]).tobytes() + page.tobytes()).digest()
+
     def finish(self):
         """Everything goes: nothing may stay behind."""
         self.tier.synchronize()
@@ -296,15 +322,16 @@ def blast(steps, seed, **sizes):
     for i, move in enumerate(moves):
         getattr(model, move)()
         model.check()
-        if i % 7 == 0:
+        if i % 3 == 0:
             model.check_bytes()
+            model.check_published()
     model.check_bytes()
     model.finish()
     return model.seen
 
 
-def test_a_thousand_random_steps():
-    seen = blast(1_500, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20)
+def test_two_thousand_random_steps():
+    seen = blast(2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20)
     assert all(seen.values()), f"a case never came up: {seen}"
 
 
