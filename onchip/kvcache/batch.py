@@ -67,12 +67,12 @@ class Members(NamedTuple):
 
 
 class HostTable:
-    """The page tables of all sequences: int32 (max_seqs, max_pages) in host memory, pinned if the
-    cache is on a GPU, changed in place as pages come.
+    """The page tables of all sequences: int32 (max_seqs, max_pages) in host memory, changed in
+    place as pages come. Past a sequence's pages a row holds what was there before.
     """
 
-    def __init__(self, max_seqs: int, max_pages: int, pinned: bool):
-        self.pages = torch.zeros(max_seqs, max_pages, dtype=torch.int32, pin_memory=pinned)
+    def __init__(self, max_seqs: int, max_pages: int):
+        self.pages = torch.zeros(max_seqs, max_pages, dtype=torch.int32)
         self.free_rows = list(range(max_seqs - 1, -1, -1))
         # The same memory as Python sees it: a tensor assignment costs microseconds, this does not.
         words = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())

@@ -89,7 +89,7 @@ class KVCache:
         self.prefix = PrefixIndex(self.pool)
         self.prefix_reuse = prefix_reuse
         width = -(-self.max_seqlen // spec.page_size)
-        self.host_table = HostTable(max_seqs, width, pinned=self.device.type == "cuda")
+        self.host_table = HostTable(max_seqs, width)
 
     @property
     def device(self) -> torch.device:

@@ -131,13 +131,13 @@ class Pool:
         pages = self._held(table)
         length = table._length
         need = self._pages_for(length + num_tokens, num_tokens) - len(pages)
-        cuts = num_tokens and length % self.page_size
-        shared = cuts and self._refs[pages[-1]] > 1
+        offset = length % self.page_size if num_tokens else 0  # in the last page, if it has room
+        shared = 1 if offset and self._refs[pages[-1]] > 1 else 0
         if need + shared > len(self._blank) + self._num_cached:
-            return NoRoom(need + bool(shared), self.num_free)
+            return NoRoom(need + shared, self.num_free)
         copies = self._own(pages, (len(pages) - 1,)) if shared else []
-        if cuts:
-            self._overwrite(pages[-1], cuts)
+        if offset:
+            self._overwrite(pages[-1], offset)
         if need:
             pages += self._take(need)
         table._length = length + num_tokens
