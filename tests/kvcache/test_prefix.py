@@ -210,9 +210,8 @@ def test_what_was_computed_before_a_clear_is_never_found():
     index.publish(table, tokens, 4, chain)
     index.clear()
     index.publish(table, tokens, 8, chain, final=True)
-    assert match(index, list(range(9))).tokens == 0
-    publish(pool, index, tokens)
-    assert match(index, list(range(9))).tokens == 8
+    publish(pool, index, tokens[:4])
+    assert match(index, list(range(9))).tokens == 4, "the page after it is of the old weights"
 
 
 @pytest.mark.parametrize("tokens", [["a", "b"], [1.5, 2], [2**63, 1], [None, 1]])
