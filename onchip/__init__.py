@@ -24,7 +24,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-_LAZY = ("masks", "testing")
+_LAZY = ("kvcache", "masks", "testing")
 
 
 def __getattr__(name: str):

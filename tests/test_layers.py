@@ -26,7 +26,8 @@ LAW = {
     "ops": {"state", "masks", "problem", "kernels.leaf", "dispatch", "library", "paged"},
     "explain": {"problem", "dispatch", "ops"},
     "testing": {"state", "masks", "problem"},
-    "__init__": {"ops", "explain", "problem", "masks", "testing"},
+    "kvcache": {"problem"},
+    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench"}  # the programs on top
 LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
@@ -101,6 +102,6 @@ def test_import_needs_torch_alone_and_wakes_nothing():
 def test_all_is_the_api():
     for name in onchip.__all__:
         assert callable(getattr(onchip, name)), name
-    assert onchip.masks and onchip.testing
+    assert onchip.masks and onchip.testing and onchip.kvcache
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = onchip.flash

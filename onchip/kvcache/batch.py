@@ -1,0 +1,130 @@
+"""What paged_attention takes of a batch of sequences, built with no loop over pages."""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
+
+
+class Shape(NamedTuple):
+    """The room of a batch. A static batch (for CUDA graphs) may be larger than what it shows."""
+
+    num_seqs: int
+    num_tokens: int
+    max_pages: int
+    max_seqlen_q: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Words of page_table, cache_seqlens, slot_mapping and cu_seqlens_q."""
+        return self.num_seqs * self.max_pages, self.num_seqs, self.num_tokens, self.num_seqs + 1
+
+    @property
+    def starts(self) -> list[int]:
+        """Where they start in one buffer, and where it ends."""
+        return list(accumulate((-(-n // _ALIGN) * _ALIGN for n in self.sizes), initial=0))
+
+
+class PagedBatch(NamedTuple):
+    """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. The tensors are
+    int32 and lie in one buffer.
+
+    page_table: (num_seqs, max_pages), meaningless past a sequence's pages; cache_seqlens:
+    (num_seqs,), tokens with the new ones; slot_mapping: (num_tokens,), where the new ones go;
+    cu_seqlens_q: (num_seqs + 1,), the new ones packed; max_seqlen_q: at least the longest.
+    """
+
+    page_table: Tensor
+    cache_seqlens: Tensor
+    slot_mapping: Tensor
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    buffer: Tensor
+
+    @property
+    def shape(self) -> Shape:
+        num_seqs, max_pages = self.page_table.shape
+        return Shape(num_seqs, self.slot_mapping.shape[0], max_pages, self.max_seqlen_q)
+
+
+class Members(NamedTuple):
+    """Per sequence: its row in the host table, its tokens, and how many of them are computed."""
+
+    rows: list[int]
+    lengths: list[int]
+    computed: list[int]
+
+    def tensors(self) -> Tensor:
+        """int64 (3, num_seqs)."""
+        words = array("q", [*self.rows, *self.lengths, *self.computed])  # torch.tensor takes 7x
+        return torch.frombuffer(words, dtype=torch.int64).view(3, -1)
+
+
+class HostTable:
+    """The page tables of all sequences: int32 (max_seqs, max_pages) in host memory, changed in
+    place as pages come. Past a sequence's pages a row holds what was there before.
+    """
+
+    def __init__(self, max_seqs: int, max_pages: int):
+        self.pages = torch.zeros(max_seqs, max_pages, dtype=torch.int32)
+        self.free_rows = list(range(max_seqs - 1, -1, -1))
+        # The same memory as Python sees it: a tensor assignment costs microseconds, this does not.
+        words = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())
+        self._words = memoryview(words).cast("B").cast("i")
+
+    def put(self, row: int, start: int, pages: Sequence[int]) -> None:
+        """Entries of one row from `start` on."""
+        at = row * self.pages.shape[1] + start
+        self._words[at : at + len(pages)] = array("i", pages)
+
+
+def carve(buffer: Tensor, shape: Shape) -> PagedBatch:
+    """The tensors of a batch in one int32 buffer."""
+    parts = (buffer[at : at + n] for at, n in zip(shape.starts, shape.sizes, strict=False))
+    table, seqlens, slots, cu = parts
+    table = table.view(shape.num_seqs, shape.max_pages)
+    return PagedBatch(table, seqlens, slots, cu, shape.max_seqlen_q, buffer)
+
+
+def empty(shape: Shape, device: torch.device | str = "cpu", pinned: bool = False) -> PagedBatch:
+    """A batch that shows no sequence."""
+    words = shape.starts[-1]
+    batch = carve(torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape)
+    batch.slot_mapping.fill_(-1)
+    return batch
+
+
+def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -> None:
+    """Show these sequences in an empty batch in host memory."""
+    rows, lengths, computed = members.tensors()
+    counts = lengths - computed
+    ends = counts.cumsum(0)
+    n, width = len(rows), min(batch.page_table.shape[1], host.pages.shape[1])
+    batch.page_table[:n, :width] = host.pages[:, :width].index_select(0, rows)
+    batch.cache_seqlens[:n] = lengths
+    batch.cu_seqlens_q[1 : n + 1] = ends
+    batch.cu_seqlens_q[n + 1 :] = ends[-1]
+    owner = torch.repeat_interleave(counts)
+    position = torch.arange(len(owner)) + (lengths - ends)[owner]
+    page = batch.page_table[owner, position // page_size].long()
+    batch.slot_mapping[: len(owner)] = page * page_size + position % page_size
+
+
+def shape_of(members: Members, page_size: int) -> Shape:
+    """The smallest batch that shows these sequences."""
+    counts = [n - done for n, done in zip(members.lengths, members.computed, strict=True)]
+    pages = -(-max(members.lengths, default=0) // page_size)
+    return Shape(len(counts), sum(counts), max(1, pages), max(counts, default=0))
+
+
+def check_room(batch: PagedBatch, shape: Shape) -> None:
+    """A static batch must hold what it is asked to show."""
+    for name, has, needs in zip(Shape._fields, batch.shape, shape, strict=True):
+        if needs > has:
+            raise ValueError(f"the batch has {name}={has}, these sequences need {needs}")

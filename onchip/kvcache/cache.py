@@ -1,0 +1,284 @@
+"""A key/value cache for a batch of sequences that come, fork, roll back and go."""
+
+from collections import abc
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onchip.kvcache import batch as batches
+from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
+from onchip.kvcache.pages import Pages, Spec
+from onchip.kvcache.pool import NoRoom, Pool, Table
+from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
+
+DEFAULT_MAX_SEQLEN = 131_072
+_MISS = Hit((), (), None, 0, 0)
+
+
+class Arrival(Protocol):
+    """Pages on their way from the host."""
+
+    def wait(self) -> None:
+        """What is queued on the device from now on sees them."""
+
+
+class Sequence:
+    """A handle: the pages of one sequence, its tokens, and how far they are computed.
+
+    tokens: the ids that were appended; shorter than `length` if some were only reserved. computed:
+    tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how many of them
+    `KVCache.open` found in the cache, copied_tokens of these by copying a page.
+    """
+
+    __slots__ = (
+        "arrival",
+        "cache",
+        "chain",
+        "computed",
+        "copied_tokens",
+        "hit_tokens",
+        "row",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, cache: "KVCache", table: Table, tokens: list[int], chain: Chain, row: int):
+        self.cache = cache
+        self.table = table
+        self.tokens = tokens
+        self.chain = chain
+        self.row: int | None = row  # of the host table; None: freed or swapped out
+        self.computed = table.length
+        self.hit_tokens = self.copied_tokens = 0
+        self.arrival: Arrival | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that have a slot, computed or not."""
+        return self.table.length
+
+    def __repr__(self) -> str:
+        return f"Sequence({self.computed} of {self.length} tokens computed, {self.table})"
+
+
+class KVCache:
+    """num_pages pages as `spec` describes them, shared by up to max_seqs sequences.
+
+    One step: `append` tokens, `view` the batch, `write` keys and values of each layer, attend,
+    `commit`. A call that finds no page, or no room for one more sequence, answers `NoRoom` and
+    changes nothing; a question that can never be served is a ValueError. Calls are in the order of
+    one stream: a page is copied, written and read by what is queued on the current stream.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        num_pages: int,
+        *,
+        max_seqs: int = 256,
+        max_seqlen: int = DEFAULT_MAX_SEQLEN,
+        prefix_reuse: bool = True,
+    ):
+        if max_seqs < 1 or max_seqlen < 1:
+            raise ValueError(f"{max_seqs=} and {max_seqlen=} must be at least 1")
+        self.spec = spec
+        self.pool = Pool(num_pages, spec.page_size)
+        self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
+        self.pages = Pages(spec, self.pool)
+        self.prefix = PrefixIndex(self.pool)
+        self.prefix_reuse = prefix_reuse
+        width = -(-self.max_seqlen // spec.page_size)
+        self.host_table = HostTable(max_seqs, width)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pages.k.device
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages) of one layer, as paged_attention takes them."""
+        return self.pages.layer(layer)
+
+    def open(self, tokens: abc.Sequence[int] = (), *, salt: str = "") -> Sequence | NoRoom:
+        """A sequence that starts with what is cached of the prompt `tokens` under this salt; append
+        the rest, prompt[sequence.length:], at least one token. Nothing cached: an empty one.
+        """
+        tokens = _ids(tokens)
+        self._check_fits(len(tokens))
+        if not self.host_table.free_rows:
+            return NoRoom(1, 0, "sequences")
+        root = self.prefix.root(salt)
+        hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
+        table = self.pool.adopt(hit.pages)
+        copied = 0 if hit.source is None else self._graft(table, hit.source, hit.copied)
+        found = tokens[: table.length]
+        sequence = Sequence(self, table, found, Chain(root, hit.keys), self._seat(table))
+        sequence.hit_tokens, sequence.copied_tokens = len(found), copied
+        return sequence
+
+    def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
+        """Slots for more tokens, to be computed next. None if they are there."""
+        return self.append_all([sequence], [tokens])
+
+    def append_all(
+        self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int]]
+    ) -> NoRoom | None:
+        """`append` for many sequences, all or none, with one batch of page copies."""
+        ids = [_ids(more) for more in tokens]
+        lengths = [s.length for s in sequences]
+        if full := self._extend(sequences, [len(more) for more in ids]):
+            return full
+        for sequence, length, more in zip(sequences, lengths, ids, strict=True):
+            if len(sequence.tokens) == length:
+                sequence.tokens += more
+        return None
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> NoRoom | None:
+        """Slots for tokens whose ids are not told (embeddings, say): they and what follows them
+        are never found by others.
+        """
+        return self._extend([sequence], [num_tokens])
+
+    def fork(self, sequence: Sequence) -> Sequence | NoRoom:
+        """A second sequence with the same past; pages are shared until one of them writes. All its
+        tokens must be computed: those that are not have slots that two would write.
+        """
+        table = self.resident(sequence)
+        if sequence.computed < table.length:
+            raise ValueError(
+                f"{table.length - sequence.computed} tokens are not computed yet: commit or"
+                " truncate them before a fork"
+            )
+        if not self.host_table.free_rows:
+            return NoRoom(1, 0, "sequences")
+        table = self.pool.fork(table)
+        row, chain = self._seat(table), sequence.chain.fork()
+        return Sequence(self, table, sequence.tokens.copy(), chain, row)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.pool.truncate(self.resident(sequence), length)
+        sequence.computed = min(sequence.computed, length)
+        del sequence.tokens[length:]
+        del sequence.chain.keys[length // self.spec.page_size :]
+
+    def commit(self, sequence: Sequence, length: int | None = None) -> None:
+        """Keys and values of the first `length` tokens (all) are written in every layer: from now
+        on others may find them.
+        """
+        length = self.resident(sequence).length if length is None else length
+        if not sequence.computed <= length <= sequence.length:
+            raise ValueError(
+                f"cannot commit {length=}: {sequence.computed} of {sequence.length} are computed"
+            )
+        sequence.computed = length
+        self._publish(sequence, final=False)
+
+    def free(self, sequence: Sequence) -> None:
+        """Give the pages back. What was committed can be found until its pages are needed."""
+        table = self.resident(sequence)
+        self._publish(sequence, final=True)
+        self.unseat(sequence)
+        self.pool.free(table)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) of one layer
+        go to the slots of slot_mapping, int32 (tokens,); -1 writes nothing.
+        """
+        self.pages.write(layer, k, v, slot_mapping)
+
+    def view(self, sequences: abc.Sequence[Sequence], out: PagedBatch | None = None) -> PagedBatch:
+        """The tokens of these sequences that are not computed yet, as one step on the device. out:
+        a batch from `static_batch`, refilled in place (for CUDA graphs).
+        """
+        members = self._members(sequences)
+        shape = batches.shape_of(members, self.spec.page_size)
+        if out is not None:
+            batches.check_room(out, shape)
+            shape = out.shape
+        staged = batches.empty(shape, pinned=self.device.type == "cuda")
+        if members.rows:
+            batches.fill(staged, members, self.host_table, self.spec.page_size)
+        if out is None:
+            return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
+        out.buffer.copy_(staged.buffer, non_blocking=True)
+        return out
+
+    def static_batch(self, shape: Shape) -> PagedBatch:
+        """An empty batch on the device whose addresses stay, for `view(sequences, out=...)`."""
+        return batches.empty(shape, self.device)
+
+    def check(self) -> None:
+        """Raise AssertionError unless pool and prefixes are consistent (for tests and idle moments:
+        it walks every page).
+        """
+        self.pool.check()
+        self.prefix.check()
+
+    def resident(self, sequence: Sequence) -> Table:
+        """The table of a sequence on the device; what is queued from now on sees its pages."""
+        if sequence.cache is not self:
+            raise ValueError("a sequence of another cache")
+        if sequence.row is None:
+            gone = sequence.table not in self.pool.tables
+            raise ValueError(f"the sequence was {'freed already' if gone else 'swapped out'}")
+        if sequence.arrival is not None:
+            sequence.arrival.wait()
+            sequence.arrival = None
+        return sequence.table
+
+    def unseat(self, sequence: Sequence) -> None:
+        """The sequence leaves the host table."""
+        if sequence.row is not None:
+            self.host_table.free_rows.append(sequence.row)
+        sequence.row = None
+
+    def seat(self, sequence: Sequence) -> None:
+        """The sequence takes a row of the host table again."""
+        sequence.row = self._seat(sequence.table)
+
+    def _seat(self, table: Table) -> int:
+        row = self.host_table.free_rows.pop()
+        self.host_table.put(row, 0, table.since(0))
+        return row
+
+    def _graft(self, table: Table, source: int, num_tokens: int) -> int:
+        """Tokens reused by copy: none if there is no page to copy to."""
+        copies = self.pool.graft(table, source, num_tokens)
+        if isinstance(copies, NoRoom):
+            return 0
+        self.pages.copy(copies)
+        return num_tokens
+
+    def _extend(
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
+    ) -> NoRoom | None:
+        tables = [self.resident(s) for s in sequences]
+        places = [t.length // self.spec.page_size for t in tables]
+        for table, count in zip(tables, counts, strict=False):
+            self._check_fits(table.length + count)
+        copies = self.pool.extend_all(tables, counts)
+        if isinstance(copies, NoRoom):
+            return copies
+        self.pages.copy(copies)
+        for sequence, table, place in zip(sequences, tables, places, strict=True):
+            self.host_table.put(sequence.row, place, table.since(place))
+        return None
+
+    def _publish(self, sequence: Sequence, final: bool) -> None:
+        if self.prefix_reuse:
+            length = min(sequence.computed, len(sequence.tokens))
+            self.prefix.publish(sequence.table, sequence.tokens, length, sequence.chain, final)
+
+    def _members(self, sequences: abc.Sequence[Sequence]) -> Members:
+        tables = [self.resident(s) for s in sequences]
+        lengths = [t.length for t in tables]
+        return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
+
+    def _check_fits(self, length: int) -> None:
+        if length > self.max_seqlen:
+            raise ValueError(f"{length} tokens exceed the cache's max_seqlen={self.max_seqlen}")
+
+
+def _ids(tokens: abc.Sequence[int] | Tensor) -> list[int]:
+    return words(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()

@@ -1,0 +1,161 @@
+"""The tensors of the cache: keys and values of every layer, in pages."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from onchip.kvcache.pool import Copy, Pool
+from onchip.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
+
+MAX_PAGE_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one page holds: page_size tokens of num_layers layers, num_kv_heads heads each, keys of
+    head_dim and values of head_dim_v (the same if not given).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int = 0
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        object.__setattr__(self, "device", torch.device(self.device))
+        for name in ("num_layers", "num_kv_heads", "head_dim", "head_dim_v"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if max(self.head_dim, self.head_dim_v) > MAX_HEAD_DIM:
+            raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} exceed {MAX_HEAD_DIM}")
+        if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
+            raise ValueError(f"{self.page_size=} must be a power of two up to {MAX_PAGE_SIZE}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+
+    @property
+    def k_page(self) -> tuple[int, int, int, int]:
+        """The keys of one page: (num_layers, page_size, num_kv_heads, head_dim)."""
+        return (self.num_layers, self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def v_page(self) -> tuple[int, int, int, int]:
+        return (self.num_layers, self.page_size, self.num_kv_heads, self.head_dim_v)
+
+    @property
+    def page_elements(self) -> int:
+        """Keys and values of one page, all layers."""
+        return math.prod(self.k_page) + math.prod(self.v_page)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.page_elements * self.dtype.itemsize
+
+    def pages_in(self, num_bytes: int) -> int:
+        """How many pages fit into num_bytes: the num_pages of a cache of that size."""
+        return num_bytes // self.page_bytes
+
+
+class Pages:
+    """k: (num_layers, num_pages, page_size, num_kv_heads, head_dim); v: the same, head_dim_v.
+
+    The memory is not cleared, when it is allocated or when a page is freed: slots past a sequence's
+    length and pages of nobody hold anything, NaN included, and no reader looks at them.
+    """
+
+    def __init__(self, spec: Spec, pool: Pool):
+        if pool.num_pages * spec.page_size >= 2**31:
+            raise ValueError(f"{pool.num_pages=} of {spec.page_size=}: slots do not fit into int32")
+        self.spec = spec
+        self._pool = pool
+        self.k, self.v = (
+            torch.empty(
+                (shape[0], pool.num_pages, *shape[1:]), dtype=spec.dtype, device=spec.device
+            )
+            for shape in (spec.k_page, spec.v_page)
+        )
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(k_pages, v_pages) of one layer, as paged_attention takes them."""
+        if not 0 <= layer < self.spec.num_layers:
+            raise ValueError(f"{layer=} must lie in [0, num_layers={self.spec.num_layers})")
+        return self.k[layer], self.v[layer]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """k: (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) go to the
+        slots of slot_mapping, int32 (tokens,); slot page * page_size + offset, -1 writes nothing.
+        """
+        k_pages, v_pages = self.layer(layer)
+        self._check_write(k, v, slot_mapping)
+        if slot_mapping.device.type == "cpu" or checks.enabled:
+            self._check_slots(slot_mapping)
+        _scatter(k, v, k_pages, v_pages, slot_mapping)
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Page copies of all layers at once. No page is the target of two, or of one and the source
+        of another: the pool copies to pages it has just taken.
+        """
+        if not copies:
+            return
+        pairs = to_device(torch.tensor(copies), self.k.device)
+        for pages in (self.k, self.v):
+            if kernel := _kernel(pages.device):
+                kernel.copy_pages(pages, pairs)
+            else:
+                source, target = pairs.unbind(1)
+                pages.index_copy_(1, target, pages.index_select(1, source))
+
+    def _check_write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        spec, count = self.spec, slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
+        for name, t, dim in (("k", k, spec.head_dim), ("v", v, spec.head_dim_v)):
+            shape = (count, spec.num_kv_heads, dim)
+            if tuple(t.shape) != shape or t.dtype != spec.dtype or t.device != self.k.device:
+                raise ValueError(
+                    f"{name} must be {shape} {spec.dtype} on {self.k.device} for slot_mapping"
+                    f" {tuple(slot_mapping.shape)}, got {tuple(t.shape)} {t.dtype} on {t.device}"
+                )
+        if slot_mapping.dtype != torch.int32 or slot_mapping.device != self.k.device:
+            got = f"{slot_mapping.dtype} on {slot_mapping.device}"
+            raise ValueError(f"slot_mapping must be torch.int32 on {self.k.device}, got {got}")
+
+    def _check_slots(self, slot_mapping: Tensor) -> None:
+        """Only pages that exactly one table holds are written."""
+        slots = slot_mapping[slot_mapping != -1]
+        for page in (slots // self.spec.page_size).unique().tolist():
+            if not 0 < page < self._pool.num_pages:
+                raise ValueError(
+                    f"slot_mapping points to page {page}, pages are 1 to {self._pool.capacity}"
+                )
+            if (refs := self._pool.refs(page)) != 1:
+                raise ValueError(f"slot_mapping points to page {page}, which {refs} tables hold")
+
+
+def _scatter(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+    if kernel := _kernel(k_pages.device):
+        k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
+        kernel.write(k, v, k_pages, v_pages, slot_mapping)
+        return
+    slots = slot_mapping.long().clamp(min=0)  # -1 goes to the null page, which nobody reads
+    k_pages.flatten(0, 1).index_copy_(0, slots, k)
+    v_pages.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The module that writes and copies in one launch, where Triton runs."""
+    if device.type != "cuda" or not device_info(device).has_triton:
+        return None
+    return import_module("onchip.kernels.triton.kv_write")
+
+
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A small host tensor on the device, without waiting for it there."""
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,414 @@
+"""Pages: which table holds which, and which are free. No tensors here, only page ids.
+
+A free page is blank or cached. Blank pages are a stack: the page freed last is handed out first.
+Cached pages still hold a prefix somebody may ask for; they wait in a list linked both ways through
+two arrays, oldest first, and are taken only when no blank page is left. Page 0 is the null page: it
+is never handed out, pads page tables, and is the head of that list.
+
+Everything is O(1) per page and whole tables move by slices: no object per page, no call per page.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+Copy = tuple[int, int]  # (source page, destination page)
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom:
+    """The answer when something is exhausted for now: how many of `what` the call needed, and how
+    many are free. The call has changed nothing; free or truncate something and ask again.
+    """
+
+    needed: int
+    free: int
+    what: str = "pages"
+
+
+class Table:
+    """The pages of one sequence, in order, and its length in tokens. Only a Pool changes it."""
+
+    __slots__ = ("_away", "_length", "_pages", "_pool")
+
+    def __init__(self, pool: "Pool", pages: list[int], length: int):
+        self._pool: Pool | None = pool
+        self._pages = pages
+        self._length = length
+        self._away = False
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Page ids; a negative entry ~i is the i-th page of those that `Pool.leave` took away."""
+        return tuple(self._pages)
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, place: int) -> int:
+        return self._pages[place]
+
+    def since(self, place: int) -> list[int]:
+        """The page ids from `place` on."""
+        return self._pages[place:]
+
+    @property
+    def length(self) -> int:
+        """Tokens that have a slot: ceil(length / page_size) pages."""
+        return self._length
+
+    def __repr__(self) -> str:
+        state = "" if self._pool else ", freed"
+        return f"Table(length={self._length}, pages={self._pages}{state})"
+
+
+class Pool:
+    """num_pages pages of page_size tokens, page 0 reserved, counted by reference.
+
+    A page is written by one table alone: `extend` and `write` answer with the (source, destination)
+    page copies that the caller performs before it writes, one for each page that others share. The
+    last holder of a page writes in place. Exhaustion is an answer (`NoRoom`), misuse a ValueError;
+    both leave the pool as it was.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 16):
+        if num_pages < 2:
+            raise ValueError(f"{num_pages=} must be at least 2: page 0 is reserved")
+        if page_size < 1:
+            raise ValueError(f"{page_size=} must be at least 1")
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._refs = [0] * num_pages
+        self._filled = [0] * num_pages  # leading slots that a cached prefix relies on
+        self._blank = list(range(num_pages - 1, 0, -1))
+        self._next = [0] * num_pages
+        self._prev = [0] * num_pages
+        self._num_cached = 0  # pages in the linked list
+        self._tables: set[Table] = set()
+        self._on_forget: Callable[[int], None] = lambda page: None
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be handed out: all but the null page."""
+        return self.num_pages - 1
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `extend` can have: blank ones and cached ones that no table holds."""
+        return len(self._blank) + self._num_cached
+
+    @property
+    def num_cached(self) -> int:
+        """Free pages that still hold a prefix."""
+        return self._num_cached
+
+    @property
+    def tables(self) -> frozenset[Table]:
+        """The tables that are not freed yet: what is left here at the end has leaked."""
+        return frozenset(self._tables)
+
+    def refs(self, page: int) -> int:
+        """How many tables hold the page."""
+        return self._refs[self._known(page)]
+
+    def filled(self, page: int) -> int:
+        """Leading slots of the page that a cached prefix relies on; 0 if none does."""
+        return self._filled[self._known(page)]
+
+    def alloc(self, num_tokens: int = 0) -> Table | NoRoom:
+        """A new table with slots for num_tokens."""
+        need = self._pages_for(num_tokens)
+        if need > self.num_free:
+            return NoRoom(need, self.num_free)
+        return self._register(self._take(need), num_tokens)
+
+    def extend(self, table: Table, num_tokens: int) -> list[Copy] | NoRoom:
+        """Slots for num_tokens more, about to be written. If the last page has room and is shared,
+        the table gets a copy of it: the answer holds the page copy to perform first.
+        """
+        need, tail = self._growth(table, num_tokens)
+        pages = need + (self._refs[tail] > 1)
+        if pages > len(self._blank) + self._num_cached:
+            return NoRoom(pages, self.num_free)
+        return self._grow(table, num_tokens, need, tail)
+
+    def extend_all(self, tables: Sequence[Table], num_tokens: Sequence[int]) -> list[Copy] | NoRoom:
+        """`extend` for many tables, all or none."""
+        if len(tables) != len(num_tokens) or len(set(tables)) != len(tables):
+            raise ValueError(
+                f"{len(tables)} tables and {len(num_tokens)} counts must be as many, no table twice"
+            )
+        growth = list(map(self._growth, tables, num_tokens))
+        writers = Counter(tail for _, tail in growth if self._refs[tail] > 1)
+        # Of those who write to one page, its last holder stays where it is.
+        copied = sum(min(count, self._refs[page] - 1) for page, count in writers.items())
+        pages = copied + sum(need for need, _ in growth)
+        if pages > self.num_free:
+            return NoRoom(pages, self.num_free)
+        copies: list[Copy] = []
+        for table, count, (need, tail) in zip(tables, num_tokens, growth, strict=True):
+            copies += self._grow(table, count, need, tail)
+        return copies
+
+    def write(self, table: Table, start: int, stop: int) -> list[Copy] | NoRoom:
+        """Positions start to stop - 1, which have slots already, are about to be written again: the
+        page copies to perform first.
+        """
+        pages = self._held(table)
+        if not 0 <= start <= stop <= table._length:
+            raise ValueError(f"cannot write [{start}, {stop}) of a table of {table._length} tokens")
+        size = self.page_size
+        touched = range(start // size, -(-stop // size)) if start < stop else range(0)
+        shared = [i for i in touched if self._refs[pages[i]] > 1]
+        if len(shared) > self.num_free:
+            return NoRoom(len(shared), self.num_free)
+        copies = self._own(pages, shared)
+        for i in touched:
+            self._overwrite(pages[i], max(0, start - i * size))
+        return copies
+
+    def fork(self, table: Table) -> Table:
+        """A second table over the same pages; whoever writes first to a shared page copies it."""
+        pages = self._held(table)
+        refs = self._refs
+        for page in pages:
+            refs[page] += 1
+        return self._register(pages.copy(), table._length)
+
+    def truncate(self, table: Table, length: int) -> None:
+        """Forget the tokens from `length` on (speculation that was rejected)."""
+        pages = self._held(table)
+        if not 0 <= length <= table._length:
+            raise ValueError(f"{length=} must lie between 0 and the table's {table._length} tokens")
+        keep = self._pages_for(length)
+        gone = pages[keep:]
+        del pages[keep:]
+        table._length = length
+        self._release(gone)
+
+    def free(self, table: Table) -> None:
+        """Give the pages back, last page first, so that a cached sequence loses its tail first."""
+        if table._pool is not self:
+            raise ValueError(self._stranger(table))
+        self._tables.discard(table)
+        table._pool = None
+        pages, table._pages, table._length = table._pages, [], 0
+        self._release([page for page in pages if page > 0] if table._away else pages)
+
+    def watch(self, on_forget: Callable[[int], None]) -> None:
+        """Call on_forget(page) when a cached page is taken or overwritten."""
+        self._on_forget = on_forget
+
+    def keep(self, page: int, filled: int) -> None:
+        """The first `filled` slots of a page in use are a cached prefix: freed, it waits to be
+        asked for. 0: no longer; a free page goes blank.
+        """
+        if filled and not self._refs[self._known(page)]:
+            raise ValueError(f"page {page} is free: a prefix is published while its table lives")
+        if not filled and self._filled[page] and not self._refs[page]:
+            self._unlink(page)
+            self._blank.append(page)
+        self._filled[page] = filled
+
+    def adopt(self, pages: Iterable[int]) -> Table:
+        """A new table over full pages that are cached or in use."""
+        pages = list(pages)
+        for page in pages:
+            if not (self._refs[self._known(page)] or self._filled[page]):
+                raise ValueError(f"page {page} is free and holds nothing")
+        for page in pages:
+            self._pin(page)
+        return self._register(pages, len(pages) * self.page_size)
+
+    def graft(self, table: Table, source: int, num_tokens: int) -> list[Copy] | NoRoom:
+        """Extend a table of full pages by the first num_tokens of page `source`, by copy."""
+        pages = self._held(table)
+        if table._length % self.page_size or not 0 < num_tokens <= self.filled(source):
+            raise ValueError(
+                f"cannot graft {num_tokens=} of page {source}, which caches {self.filled(source)},"
+                f" to a table of {table._length} tokens"
+            )
+        free = self.num_free - (not self._refs[source])  # it must not be taken for its own copy
+        if not free:
+            return NoRoom(1, free)
+        self._pin(source)
+        self._grow(table, num_tokens, 1, 0)
+        self._release([source])
+        return [(source, pages[-1])]
+
+    def exclusive(self, tables: Iterable[Table]) -> list[int]:
+        """The pages that these tables and no others hold, each once."""
+        held = Counter(page for table in tables for page in self._held(table))
+        return [page for page, count in held.items() if self._refs[page] == count]
+
+    def leave(self, tables: Sequence[Table], pages: Sequence[int]) -> None:
+        """Give `pages` of these tables back while the tables live on: entry i becomes ~i."""
+        index = {page: ~i for i, page in enumerate(pages)}
+        for table in tables:
+            held = self._held(table)
+            gone = [page for page in held if page in index]
+            held[:] = [index.get(page, page) for page in held]
+            table._away = True
+            self._release(gone)
+
+    def enter(self, tables: Sequence[Table], num_pages: int) -> list[int] | NoRoom:
+        """New pages for those that left: entry ~i becomes the i-th page of the answer."""
+        if num_pages > self.num_free:
+            return NoRoom(num_pages, self.num_free)
+        fresh = self._take(num_pages)
+        for page in fresh:
+            self._refs[page] = 0
+        for table in tables:
+            held, table._away = table._pages, False
+            for place, page in enumerate(held):
+                if page < 0:
+                    held[place] = fresh[~page]
+                    self._refs[fresh[~page]] += 1
+        return fresh
+
+    def check(self) -> None:
+        """Raise AssertionError unless every page is null, free once or held, reference counts equal
+        the tables that hold a page, and both directions of the list agree.
+        """
+        held = Counter(page for t in self._tables for page in t._pages if page >= 0)
+        cached = self._listed()
+        free = self._blank + cached
+        _law(len(free) == len(set(free)) == self.num_free, "a page is free twice")
+        _law(not held[0] and not self._refs[0] and 0 not in free, "the null page is in use")
+        _law(all(self._refs[p] == held[p] for p in range(self.num_pages)), "reference counts")
+        _law(set(free) == {p for p in range(1, self.num_pages) if not held[p]}, "a page is lost")
+        _law(all(self._filled[p] for p in cached), "a blank page waits among the cached")
+        _law(not any(self._filled[p] for p in self._blank), "a cached page lies among the blank")
+        for table in self._tables:
+            _law(len(table._pages) == self._pages_for(table._length), f"{table} has other pages")
+
+    def _listed(self) -> list[int]:
+        """The cached free pages, oldest first, walked through both arrays."""
+        pages, page = [], self._next[0]
+        while page:
+            _law(self._next[self._prev[page]] == page, f"links around page {page}")
+            _law(len(pages) < self.num_pages, "the list has a loop")
+            pages.append(page)
+            page = self._next[page]
+        _law(self._prev[0] == (pages[-1] if pages else 0), "the end of the list")
+        _law(len(pages) == self._num_cached, "the counter of the list")
+        return pages
+
+    def _pages_for(self, length: int, num_tokens: int = 0) -> int:
+        if length < 0 or num_tokens < 0:
+            raise ValueError(f"a number of tokens cannot be {min(length, num_tokens)}")
+        pages = -(-length // self.page_size)
+        if pages >= self.num_pages:
+            raise ValueError(
+                f"{length} tokens need {pages} pages, the pool has {self.capacity} in all"
+            )
+        return pages
+
+    def _growth(self, table: Table, num_tokens: int) -> tuple[int, int]:
+        """(pages to add, the last page if it has room and so is written, else 0)"""
+        pages = self._held(table)
+        length = table._length
+        need = self._pages_for(length + num_tokens, num_tokens) - len(pages)
+        return need, (pages[-1] if num_tokens and length % self.page_size else 0)
+
+    def _grow(self, table: Table, num_tokens: int, need: int, tail: int) -> list[Copy]:
+        pages, copies = table._pages, []
+        if tail:
+            if self._refs[tail] > 1:
+                copies = self._own(pages, (len(pages) - 1,))
+            self._overwrite(pages[-1], table._length % self.page_size)
+        if need:
+            pages += self._take(need)
+        table._length += num_tokens
+        return copies
+
+    def _register(self, pages: list[int], length: int) -> Table:
+        table = Table(self, pages, length)
+        self._tables.add(table)
+        return table
+
+    def _held(self, table: Table) -> list[int]:
+        if table._pool is not self:
+            raise ValueError(self._stranger(table))
+        if table._away:
+            raise ValueError("pages of this table are away: bring them back before using it")
+        return table._pages
+
+    def _stranger(self, table: Table) -> str:
+        return "the table was freed already" if table._pool is None else "a table of another pool"
+
+    def _known(self, page: int) -> int:
+        if not 0 < page < self.num_pages:
+            raise ValueError(f"page {page} is not one of the pool's pages 1 to {self.capacity}")
+        return page
+
+    def _take(self, count: int) -> list[int]:
+        """count free pages, now held once; the caller knows that there are as many."""
+        blank = self._blank
+        if count == 1 and blank:  # a decoding sequence asks for one page at a time
+            page = blank.pop()
+            self._refs[page] = 1
+            return [page]
+        cut = max(0, len(blank) - count)
+        pages = blank[cut:]
+        del blank[cut:]
+        pages.reverse()
+        while len(pages) < count:
+            page = self._next[0]
+            self._unlink(page)
+            self._forget(page)
+            pages.append(page)
+        refs = self._refs
+        for page in pages:
+            refs[page] = 1
+        return pages
+
+    def _release(self, pages: list[int]) -> None:
+        refs, filled, blank = self._refs, self._filled, self._blank
+        for page in reversed(pages):
+            count = refs[page] - 1
+            refs[page] = count
+            if not count:
+                if filled[page]:
+                    self._append(page)
+                else:
+                    blank.append(page)
+
+    def _own(self, pages: list[int], places: Sequence[int]) -> list[Copy]:
+        """Replace shared pages of a table by fresh ones."""
+        copies = []
+        for place, fresh in zip(places, self._take(len(places)), strict=True):
+            copies.append((pages[place], fresh))
+            self._refs[pages[place]] -= 1
+            pages[place] = fresh
+        return copies
+
+    def _overwrite(self, page: int, offset: int) -> None:
+        """Slots from `offset` on change: a prefix that relied on them is no longer there."""
+        if self._filled[page] > offset:
+            self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        self._filled[page] = 0
+        self._on_forget(page)
+
+    def _pin(self, page: int) -> None:
+        if not self._refs[page]:
+            self._unlink(page)
+        self._refs[page] += 1
+
+    def _append(self, page: int) -> None:
+        last = self._prev[0]
+        self._next[last] = self._prev[0] = page
+        self._prev[page], self._next[page] = last, 0
+        self._num_cached += 1
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._prev[page], self._next[page]
+        self._next[before], self._prev[after] = after, before
+        self._num_cached -= 1
+
+
+def _law(holds: bool, broken: str) -> None:
+    if not holds:
+        raise AssertionError(f"the pool is inconsistent: {broken}")

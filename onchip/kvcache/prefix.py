@@ -1,0 +1,199 @@
+"""Prefixes that were computed before: found again by what they say, never by where they lie.
+
+A history of full pages has a key: SHA-256 over the key of the history before the last page and the
+token ids of that page. The first key is made from the page size and a salt, so tenants with
+different salts share nothing. Pages that follow the same key lie sorted by their token ids, which
+are compared themselves: a page that agrees in full is shared, one that agrees at its start (it may
+not be full) is reused by copying it.
+
+A page enters when its keys and values are written (`publish`), and leaves when the pool takes the
+page for something else or a table overwrites it.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import NamedTuple
+
+from onchip.kvcache.pool import Pool, Table
+
+_ROOT = b"onchip.kvcache.prefix.1"
+_WORD = 8  # bytes of a token id
+
+
+class Chain:
+    """The keys of a sequence: the root, then one for each full page that was published."""
+
+    __slots__ = ("keys", "root")
+
+    def __init__(self, root: bytes, keys: Sequence[bytes] = ()):
+        self.root = root
+        self.keys = list(keys)
+
+    @property
+    def last(self) -> bytes:
+        return self.keys[-1] if self.keys else self.root
+
+    def fork(self) -> "Chain":
+        return Chain(self.root, self.keys)
+
+
+class Hit(NamedTuple):
+    """What a request finds: full pages to share, then `copied` tokens of page `source` to copy."""
+
+    pages: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    source: int | None
+    copied: int
+    tokens: int  # shared and copied, always less than the request
+
+
+class Stats(NamedTuple):
+    """Totals over all matches: tokens asked for, found in shared pages, found by copy."""
+
+    asked_tokens: int = 0
+    shared_tokens: int = 0
+    copied_tokens: int = 0
+
+
+class _Entry(NamedTuple):
+    """What a page says: its token ids, 8 bytes each, after the history of this key."""
+
+    parent: bytes
+    ids: bytes
+
+
+class PrefixIndex:
+    """Which pages of a pool hold which prefixes.
+
+    The shortest hit is one token, whatever the page size; the longest leaves one token of the
+    request to compute. Several pages may hold the same prefix: tables are never re-mapped. Cached
+    pages that no table holds are taken least recently used first, the tail of a sequence before its
+    head.
+    """
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        self._page_size = pool.page_size
+        self._entries: dict[int, _Entry] = {}
+        # key -> (ids, page) of the pages that follow, sorted: what starts most alike is adjacent
+        self._after: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._epoch = 0
+        self.stats = Stats()
+        pool.watch(self._remove)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def root(self, salt: str = "") -> bytes:
+        """The start of every chain under this salt, until the next `clear`."""
+        secret = salt.encode()
+        numbers = array("q", (self._page_size, self._epoch, len(secret))).tobytes()
+        return sha256(_ROOT + numbers + secret).digest()
+
+    def match(self, tokens: Sequence[int], root: bytes) -> Hit:
+        """The longest computed prefix of a request, at most all of its tokens but one."""
+        size, limit = self._page_size, len(tokens) - 1
+        ids = words(tokens).tobytes()
+        pages: list[int] = []
+        chain = Chain(root)
+        while True:
+            start = len(pages) * size
+            wanted = ids[start * _WORD : min(start + size, limit) * _WORD]
+            page, agreed = self._nearest(chain.last, wanted)
+            if agreed < size:
+                break
+            pages.append(page)
+            chain.keys.append(_key(chain.last, wanted))
+        self._count(len(tokens), start, agreed)
+        source = page if agreed else None
+        return Hit(tuple(pages), tuple(chain.keys), source, agreed, start + agreed)
+
+    def publish(
+        self, table: Table, tokens: Sequence[int], length: int, chain: Chain, final: bool = False
+    ) -> None:
+        """Keys and values of tokens[:length] are written to the table's pages; chain knows the full
+        pages that were published before and learns the new ones. A last page that is not full
+        enters when it is first seen, and with all its tokens when it is `final`.
+        """
+        size = self._page_size
+        done, full = len(chain.keys), length // size
+        ids = words(tokens[done * size : length]).tobytes()
+        for i in range(done, full):
+            page_ids = ids[(i - done) * size * _WORD : (i - done + 1) * size * _WORD]
+            self._insert(table[i], _Entry(chain.last, page_ids))
+            chain.keys.append(_key(chain.last, page_ids))
+        tail = length - full * size
+        if tail and self._pool.filled(table[full]) < (tail if final else 1):
+            self._insert(table[full], _Entry(chain.last, ids[-tail * _WORD :]))
+
+    def clear(self) -> None:
+        """Forget everything (new weights, say); cached free pages go blank. What sequences publish
+        that were there before is never found.
+        """
+        self._epoch += 1
+        for page in list(self._entries):
+            self._remove(page)
+            self._pool.keep(page, 0)
+
+    def check(self) -> None:
+        """Raise AssertionError unless each page is listed once, in order, and the pool keeps
+        exactly these pages with as many slots.
+        """
+        pool = self._pool
+        kept = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
+        listed = [(key, *one) for key, many in self._after.items() for one in many]
+        entries = [(e.parent, e.ids, page) for page, e in self._entries.items()]
+        if kept != {page: len(e.ids) // _WORD for page, e in self._entries.items()}:
+            raise AssertionError("the pool keeps other pages than the prefix index")
+        if sorted(listed) != sorted(entries) or any(m != sorted(m) for m in self._after.values()):
+            raise AssertionError("the prefix index lists other pages than it holds")
+
+    def _nearest(self, key: bytes, wanted: bytes) -> tuple[int, int]:
+        """The page after `key` that starts most like `wanted`, and by how many tokens (0: none)."""
+        many = self._after.get(key, ())
+        at = bisect_left(many, (wanted,))
+        best = (0, 0)
+        for ids, page in many[max(0, at - 1) : at + 1]:
+            best = max(best, (_agreed(ids, wanted), page))
+        return best[1], best[0]
+
+    def _insert(self, page: int, entry: _Entry) -> None:
+        if page in self._entries:
+            self._remove(page)
+        insort(self._after.setdefault(entry.parent, []), (entry.ids, page))
+        self._entries[page] = entry
+        self._pool.keep(page, len(entry.ids) // _WORD)
+
+    def _remove(self, page: int) -> None:
+        entry = self._entries.pop(page)
+        many = self._after[entry.parent]
+        del many[bisect_left(many, (entry.ids, page))]
+        if not many:
+            del self._after[entry.parent]
+
+    def _count(self, asked: int, shared: int, copied: int) -> None:
+        a, s, c = self.stats
+        self.stats = Stats(a + asked, s + shared, c + copied)
+
+
+def words(tokens: Sequence[int]) -> array:
+    """Token ids as 64-bit words, refused in a sentence if they are something else."""
+    try:
+        return array("q", tokens)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"token ids must be integers of 64 bits: {error}") from None
+
+
+def _key(parent: bytes, ids: bytes) -> bytes:
+    """Length-prefixed, so that no two histories are the same bytes."""
+    return sha256(parent + len(ids).to_bytes(8, "little") + ids).digest()
+
+
+def _agreed(a: bytes, b: bytes) -> int:
+    """How many token ids agree before the first that differs."""
+    if a == b:
+        return len(a) // _WORD
+    ends = range(_WORD, min(len(a), len(b)) + 1, _WORD)
+    return bisect_left(ends, True, key=lambda end: a[:end] != b[:end])
