@@ -123,7 +123,7 @@ def _check(q: Tensor, source: Offloaded, window_size: Window, options: dict) -> 
     if q.dim() != 4:
         raise ValueError(f"q must be (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
     check_window(window_size)
-    if torch.is_grad_enabled() and (q.requires_grad or source.k.requires_grad):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, source.k, source.v)):
         raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
 
 

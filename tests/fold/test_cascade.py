@@ -353,3 +353,45 @@ class TestRun:
 def test_bad_tables_are_refused(match, args):
     with pytest.raises(ValueError, match=match):
         cascade.plan(*args, PAGE, FREE)
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    """The same calls on a device: nothing waits for it, and a graph replays while sequences grow."""
+
+    def setup_method(self):
+        torch.manual_seed(0)
+        self.tables = three_levels()
+        self.lengths = [len(t) * PAGE - 6 for t in self.tables]
+        pages, table, seqlens = cache(self.tables, self.lengths, torch.float16)
+        self.pages = tuple(torch.randn_like(p).cuda() for p in pages)
+        self.table, self.seqlens = table.cuda(), seqlens.cuda()
+        self.q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float16, device="cuda")
+        self.plan = cascade.plan(table, seqlens, PAGE, FREE).to("cuda")
+
+    def both(self):
+        args = self.q, self.pages, self.table, self.seqlens, self.plan
+        got = cascaded(*args)
+        want = onchip.paged_attention(
+            self.q, *self.pages, self.table, self.seqlens, return_lse=True
+        )
+        return got, want
+
+    def test_equals_the_plain_call_without_waiting(self):
+        self.both()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got, want = self.both()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+    def test_a_graph_follows_the_lengths(self):
+        self.both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got, want = self.both()
+        for _ in range(5):
+            graph.replay()
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+            self.seqlens += 1

@@ -1,4 +1,4 @@
-"""Offload: keys that come in segments give what keys at hand give, and only what is seen is read."""
+"""Offload: keys that come in segments give what keys at hand give; only what is seen is read."""
 
 import subprocess
 import sys
