@@ -357,7 +357,7 @@ def test_bad_tables_are_refused(match, args):
 
 @pytest.mark.gpu
 class TestOnTheGpu:
-    """The same calls on a device: nothing waits for it, and a graph replays while sequences grow."""
+    """The same calls on a device: nothing waits for it, and a graph follows growing sequences."""
 
     def setup_method(self):
         torch.manual_seed(0)
