@@ -38,6 +38,9 @@ MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deepe
 
 def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
     """The model's constants for tensors like these; only shapes, dtype and device type are read."""
+    if q.dim() < 3 or k_pages.dim() != 4 or v_pages.dim() != 4:
+        shapes = [tuple(t.shape) for t in (q, k_pages, v_pages)]
+        raise ValueError(f"q must end in (heads, head_dim) and pages have rank 4, got {shapes}")
     num_heads, head_dim = q.shape[-2:]
     page_size, num_kv_heads = k_pages.shape[1:3]
     head_dim_v, item = v_pages.shape[-1], k_pages.element_size()

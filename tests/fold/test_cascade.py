@@ -395,3 +395,51 @@ class TestOnTheGpu:
             graph.replay()
             torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
             self.seqlens += 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "batch, shared, own, times", [(64, 8192, 256, 5.0), (8, 2048, 64, 1.0)]
+    )
+    def test_reading_once_pays(self, batch, shared, own, times):
+        plain, once = microseconds(batch, shared, own)
+        print(f"{batch} x ({shared} shared + {own}): {plain:.0f} us, cascade {once:.0f} us")
+        assert plain / once >= times
+
+
+def microseconds(batch, shared, own, page_size=16):
+    """Time of a decode step (GQA 32/8, head_dim 128, bf16) as one paged call and as a cascade, both
+    replayed from a graph.
+    """
+    first, width = shared // page_size, (shared + own) // page_size
+    table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+    table[:, :first] = table[0, :first]
+    seqlens = torch.full((batch,), shared + own, dtype=torch.int32)
+    shape = (2, batch * width, page_size, 8, 128)
+    pages = tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
+    q = torch.randn(batch, 1, 32, 128, dtype=torch.bfloat16, device="cuda")
+    model = cascade.traffic(q, *pages)
+    plan = cascade.plan(table, seqlens, page_size, model).to("cuda")
+    assert plan.shared == (first,) * batch
+    tables = table.cuda(), seqlens.cuda()
+    own_tables = plan.own(*tables)
+    plain = lambda: onchip.paged_attention(q, *pages, *tables, return_lse=True)
+    once = lambda: cascade.run(plan, onchip.paged_attention, q, pages, own_tables)
+    torch.testing.assert_close(once(), plain(), rtol=1e-2, atol=1e-2)
+    return replayed(plain), replayed(once)
+
+
+def replayed(work, rounds=30):
+    """Median time of one of ten replays in a row, in microseconds."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 100)
+    return sorted(times)[rounds // 2]
