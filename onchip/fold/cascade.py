@@ -100,7 +100,12 @@ class Plan(NamedTuple):
         """(page_table, cache_seqlens) of what each sequence does not share, from the tables as they
         are now: once per step, on their device, without synchronising.
         """
-        if page_table.device.type == "cpu" and cache_seqlens.device.type == "cpu":
+        if page_table.device != self.shared_pages.device:
+            here, there = page_table.device, self.shared_pages.device
+            raise ValueError(
+                f"the plan is on {there}, page_table on {here}: plan.to({str(here)!r})"
+            )
+        if page_table.device.type == "cpu":
             self._check_tables(page_table, cache_seqlens)
         seqlens = cache_seqlens - self.shared_tokens
         least, width = min(self.shared, default=0), page_table.shape[1]
@@ -125,8 +130,8 @@ class Plan(NamedTuple):
             raise ValueError(
                 f"the plan is not for these tables: sequence {b} must begin with the"
                 f" {self.shared[b]} pages it was planned with and hold its {self.lengths_q[b]}"
-                " queries after them, but"
-                f" cache_seqlens[{b}]={cache_seqlens[b]}; plan again when the batch changes"
+                f" queries after them, cache_seqlens[{b}]={cache_seqlens[b]}; plan again when the"
+                " batch changes"
             )
 
 
@@ -279,7 +284,7 @@ def _host(name: str, x: object, rank: int) -> Tensor:
             f"{name} is on {x.device}: plan from the host's copy, reading the device's would"
             " synchronise with it"
         )
-    t = torch.as_tensor(x, dtype=torch.int32)
+    t = torch.as_tensor(x, dtype=torch.int32).clone()  # the caller's may change while we hold it
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, got shape {tuple(t.shape)}")
     return t

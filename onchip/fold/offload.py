@@ -89,7 +89,7 @@ def run(
     the whole source, segments that no query sees are never read, a sink counts once. Other options
     (softmax_scale, softcap, kernel) go to every call. No gradient.
     """
-    _check(q, source, window_size, options)
+    _check(q, source, window_size, sinks, options)
     room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
     room = room if segment_bytes is None else segment_bytes
     if room < 1:
@@ -116,13 +116,17 @@ REFUSED = {
 }
 
 
-def _check(q: Tensor, source: Offloaded, window_size: Window, options: dict) -> None:
+def _check(
+    q: Tensor, source: Offloaded, window_size: Window, sinks: Tensor | None, options: dict
+) -> None:
     for name in sorted(set(options) - OPTIONS):
         why = REFUSED.get(name, "it is not an option of attention")
         raise UnsupportedError(f"offload does not take {name}: {why}")
     if q.dim() != 4:
         raise ValueError(f"q must be (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
     check_window(window_size)
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
+        raise ValueError(f"sinks must be (heads,) = ({q.shape[2]},), got {tuple(sinks.shape)}")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, source.k, source.v)):
         raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
 
@@ -254,26 +258,26 @@ def _copies(source: Offloaded, spans: list[Span], device: torch.device) -> Itera
     tokens = max(hi - lo for lo, hi in spans)
     slots = [Slot(source, tokens, device) for _ in spans[:2]]
     copier.wait_stream(compute)  # the rooms may have been somebody else's a moment ago
-    with ThreadPoolExecutor(1) as worker:
+    worker = ThreadPoolExecutor(1)
 
-        def fetch(i: int) -> None:
-            slots[i % 2].fetch(source, spans[i], copier)
+    def fetch(i: int) -> None:
+        slots[i % 2].fetch(source, spans[i], copier)
 
-        def start(i: int) -> Future | None:
-            for following in spans[i + 1 : i + 2]:
-                source.prefetch(*following)
-            return fetch(i) if source.pinned else worker.submit(fetch, i)
+    def start(i: int) -> Future | None:
+        for following in spans[i + 1 : i + 2]:
+            source.prefetch(*following)
+        return fetch(i) if source.pinned else worker.submit(fetch, i)
 
-        try:
-            fetched = start(0)
-            for i, span in enumerate(spans):
-                following = start(i + 1) if i + 1 < len(spans) else None
-                if fetched is not None:
-                    fetched.result()
-                compute.wait_event(slots[i % 2].copied)
-                yield slots[i % 2].segment(span)
-                slots[i % 2].used.record(compute)
-                fetched = following
-        finally:
-            worker.shutdown()
-            compute.wait_stream(copier)  # whatever happened, no copy outlives its room
+    try:
+        fetched = start(0)
+        for i, span in enumerate(spans):
+            following = start(i + 1) if i + 1 < len(spans) else None
+            if fetched is not None:
+                fetched.result()
+            compute.wait_event(slots[i % 2].copied)
+            yield slots[i % 2].segment(span)
+            slots[i % 2].used.record(compute)
+            fetched = following
+    finally:
+        worker.shutdown()
+        compute.wait_stream(copier)  # whatever happened, no copy outlives its room

@@ -328,6 +328,11 @@ class TestRun:
         for tables in ((moved, self.seqlens), (self.table, short)):
             with pytest.raises(ValueError, match="plan again when the batch changes"):
                 self.plan.own(*tables)
+        self.table[0, 0] += 1  # the very tensor that was planned
+        with pytest.raises(ValueError, match="sequence 0 must begin with the 6 pages"):
+            self.plan.own(self.table, self.seqlens)
+        with pytest.raises(ValueError, match="plan is on cpu, page_table on meta: plan.to"):
+            self.plan.own(self.table.to("meta"), self.seqlens.to("meta"))
         with pytest.raises(ValueError, match="plan is for page_table"):
             self.plan.own(self.table[:4], self.seqlens[:4])
 

@@ -162,6 +162,8 @@ class TestErrors:
             streamed(q[0], k, v, 2)
         with pytest.raises(ValueError, match="window_size left=-1"):
             streamed(q, k, v, 2, window_size=(-1, None))
+        with pytest.raises(ValueError, match=r"sinks must be \(heads,\) = \(6,\), got \(1,\)"):
+            streamed(q, k, v, 2, sinks=torch.zeros(1))
         with pytest.raises(onchip.UnsupportedError, match="no gradient"):
             streamed(q.requires_grad_(), k, v, 2)
 
