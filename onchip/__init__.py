@@ -6,7 +6,9 @@ from onchip.explain import explain
 from onchip.ops import (
     attention,
     attention_weights,
+    cascade_attention,
     merge_states,
+    offload_attention,
     paged_attention,
     varlen_attention,
 )
@@ -17,9 +19,11 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "attention_weights",
+    "cascade_attention",
     "checks",
     "explain",
     "merge_states",
+    "offload_attention",
     "paged_attention",
     "varlen_attention",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from onchip import library, masks, paged
 from onchip.dispatch import kernel_module
+from onchip.fold import cascade, offload
 from onchip.kernels.protocol import Result, Stats
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import Options, Problem, Tensors, Window, describe
@@ -164,6 +165,71 @@ def paged_attention(
         stats = None if stats is None else Stats(*(_rows(t, q) for t in stats))
         result = Result(out.unflatten(0, q.shape[:2]), _rows(lse, q), stats)
     return _answer(result, return_lse)
+
+
+def cascade_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    plan: cascade.Plan | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """paged_attention() in which pages that several sequences begin with are read once for all of
+    them, where a model of bytes says that this wins.
+
+    plan: what `onchip.fold.cascade.plan` made of the host's copy of the tables, moved to q's
+    device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,
+    for queries that are packed with cu_seqlens_q.
+    """
+    if plan is not None and cu_seqlens_q is not None:
+        raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    if plan is None:
+        model = cascade.traffic(q, k_pages, v_pages)
+        queries = {"seqlen_q": q.shape[1]} if q.dim() == 4 else {"cu_seqlens_q": cu_seqlens_q}
+        plan = cascade.plan(page_table, cache_seqlens, k_pages.shape[1], model, **queries)
+    own = plan.own(page_table, cache_seqlens)
+    options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
+    options |= {"sinks": sinks, "out_dtype": out_dtype, "kernel": kernel}
+    out, lse = cascade.run(plan, paged_attention, q, (k_pages, v_pages), own, **options)
+    return (out, lse) if return_lse else out
+
+
+def offload_attention(
+    q: Tensor,
+    source: offload.Offloaded | tuple[Tensor, Tensor],
+    *,
+    causal: bool = False,
+    window_size: Window = UNBOUNDED,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    segment_bytes: int | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() over keys and values that stay in host memory or on disk, streamed to q's device
+    in segments of at most segment_bytes; two of them are there at a time.
+
+    source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
+    of `onchip.fold`. No gradient.
+    """
+    source = source if isinstance(source, offload.Offloaded) else offload.Offloaded(*source)
+    options = {"causal": causal, "window_size": window_size, "sinks": sinks}
+    options |= {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
+    options |= {"out_dtype": out_dtype, "segment_bytes": segment_bytes}
+    out, lse = offload.run(attention, q, source, **options)
+    return (out, lse) if return_lse else out
 
 
 def _rows(t: Tensor, q: Tensor) -> Tensor:

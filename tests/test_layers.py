@@ -23,7 +23,7 @@ LAW = {
     "dispatch": {"problem", "masks"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf"},
     "paged": {"problem"},
-    "ops": {"state", "masks", "problem", "kernels.leaf", "dispatch", "library", "paged"},
+    "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
     "explain": {"problem", "dispatch", "ops"},
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import masks
+from onchip import fold, masks
 from onchip.testing import make_qkv, oracle
 
 
@@ -61,6 +61,36 @@ def test_a_mask_is_rebuilt_only_when_the_shape_changes():
     mask = masks.causal() & masks.document(torch.tensor([0, 100, 300], dtype=torch.int32))
     first = mask.build(1, 2, 300, 300)
     assert mask.build(1, 2, 300, 300) is first
+
+
+class TestFolds:
+    """The public doors of `onchip.fold`; its laws are in tests/fold."""
+
+    def test_cascade(self):
+        """Sequences that share long pages take the cascade by themselves, short ones do not."""
+        k_pages, v_pages = torch.randn(2, 12, 4096, 1, 32, dtype=torch.float64)
+        table = torch.tensor([[3, 7, 1], [3, 7, 2], [3, 7, 4]], dtype=torch.int32)
+        seqlens = torch.tensor([8193, 9001, 12288], dtype=torch.int32)
+        q = torch.randn(3, 1, 2, 32, dtype=torch.float64)
+        plan = fold.cascade.plan(table, seqlens, 4096, fold.cascade.traffic(q, k_pages, v_pages))
+        assert plan.shared == (2, 2, 2)
+        want = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, return_lse=True)
+        for given in ({}, {"plan": plan}):
+            args = (q, k_pages, v_pages, table, seqlens)
+            got = onchip.cascade_attention(*args, return_lse=True, **given)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        packed = onchip.cascade_attention(q[:, 0], *args[1:], cu_seqlens_q=torch.arange(4).int())
+        torch.testing.assert_close(packed[:, None], want[0])
+        with pytest.raises(ValueError, match="give plan or cu_seqlens_q"):
+            onchip.cascade_attention(*args, plan=plan, cu_seqlens_q=torch.arange(4).int())
+
+    def test_offload(self):
+        q, k, v = make_qkv(2, 7, 41, dtype=torch.float64)
+        options = {"causal": True, "window_size": (20, None), "return_lse": True}
+        want = onchip.attention(q, k, v, **options)
+        for source in ((k, v), fold.Offloaded(k, v)):
+            got = onchip.offload_attention(q, source, segment_bytes=50_000, **options)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 PEAK = """

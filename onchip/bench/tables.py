@@ -49,7 +49,14 @@ PRECISIONS = {
     "fp32": (torch.float32,),
     "bf16, fp16": (torch.bfloat16, torch.float16),
 }
-FUNCTIONS = ("attention", "varlen_attention", "paged_attention", "attention_weights")
+FUNCTIONS = (
+    "attention",
+    "varlen_attention",
+    "paged_attention",
+    "cascade_attention",
+    "offload_attention",
+    "attention_weights",
+)
 MEASURED = {
     "memory": "peak memory beyond the inputs, one head",
     "mask build": "building a mask",

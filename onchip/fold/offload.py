@@ -1,0 +1,283 @@
+"""Attention over keys and values that live in host memory or in a file: segments stream to where
+the queries are and are folded one after another, so that the context is limited by the disk.
+
+On a CUDA device two buffers take turns: while attend computes over one, a side stream fills the
+other. Pinned memory is copied directly; anything else passes through pinned staging, filled by a
+worker thread. On the CPU segments are views, and nothing is copied.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.fold.fold import fold
+from onchip.problem import UnsupportedError, Window, check_window
+from onchip.state import add_sink, finalize, resume
+
+Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
+Span = tuple[int, int]  # keys [lo, hi)
+
+# Two buffers of this size are all the K/V a device holds. Copies of 128 MB reach the full bandwidth
+# of the bus; on the host a segment only bounds what a kernel may convert or copy of it.
+SEGMENT_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+
+
+class Offloaded:
+    """Keys (batch, seqlen, kv_heads, head_dim) and values (batch, seqlen, kv_heads, head_dim_v) in
+    host memory: pinned (fastest to a GPU), pageable, or mapped from a file (torch.from_file,
+    torch.from_numpy of a memmap). Read only; until the device has passed the call they must not
+    change.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor):
+        for name, t in (("k", k), ("v", v)):
+            if not isinstance(t, Tensor) or t.device.type != "cpu" or t.dim() != 4:
+                got = f"{tuple(t.shape)} on {t.device}" if isinstance(t, Tensor) else type(t)
+                layout = "(batch, seqlen, kv_heads, dim)"
+                raise ValueError(f"{name} must be a CPU tensor {layout}, got {got}")
+        if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype:
+            got = f"k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}"
+            raise ValueError(f"k and v must agree in all but head_dim, got {got}")
+        self.k, self.v = k, v
+
+    @property
+    def seqlen(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def pinned(self) -> bool:
+        """Whether a device can copy from here while the host does something else."""
+        return self.k.is_pinned() and self.v.is_pinned()
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one position, over the batch."""
+        batch, _, num_kv_heads, head_dim = self.k.shape
+        return batch * num_kv_heads * (head_dim + self.v.shape[-1]) * self.k.element_size()
+
+    def segment(self, lo: int, hi: int) -> Pair:
+        """Keys and values [lo, hi), as views."""
+        return self.k[:, lo:hi], self.v[:, lo:hi]
+
+    def prefetch(self, lo: int, hi: int) -> None:
+        """Called when [lo, hi) will be read next: a source may start to bring it in."""
+
+    def release(self, lo: int, hi: int) -> None:
+        """Called when [lo, hi) has been read: a source may let go of it."""
+
+
+def run(
+    attend: Callable[..., Pair],
+    q: Tensor,
+    source: Offloaded,
+    *,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    segment_bytes: int | None = None,
+    **options: object,
+) -> Pair:
+    """(out, lse) of q (batch, seqlen_q, heads, head_dim) over the whole source.
+
+    attend is called like onchip.attention, once per segment of at most segment_bytes of keys and
+    values (twice that is on a device at a time). causal and window are aligned bottom-right over
+    the whole source, segments that no query sees are never read, a sink counts once. Other options
+    (softmax_scale, softcap, kernel) go to every call. No gradient.
+    """
+    _check(q, source, window_size, sinks, options)
+    room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
+    room = room if segment_bytes is None else segment_bytes
+    if room < 1:
+        raise ValueError(f"{segment_bytes=} must be at least 1")
+    cut = Cut(q.shape[1], source.seqlen, max(1, room // source.token_bytes), causal, window_size)
+    options["out_dtype"] = wide = torch.promote_types(q.dtype, torch.float32)
+    parts = [_fold_rows(attend, q, source, cut, rows, options) for rows in cut.chunks()]
+    outs, lses = zip(*parts, strict=True)
+    out, lse = torch.cat(outs, 1), torch.cat(lses, 2)
+    if sinks is not None:
+        state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(wide)[:, None])
+        out, lse = finalize(state)
+        out = out.transpose(1, 2)
+    return out.to(out_dtype or q.dtype), lse
+
+
+OPTIONS = {"softmax_scale", "softcap", "kernel", "deterministic"}
+REFUSED = {
+    "alibi_slopes": "a segment does not know how far its keys are from the queries",
+    "bias": "a bias over all keys would be larger than the keys",
+    "mask": "a block mask is not cut into segments",
+    "dropout_p": "there is no gradient to train with",
+    "return_stats": "row statistics are not merged",
+}
+
+
+def _check(
+    q: Tensor, source: Offloaded, window_size: Window, sinks: Tensor | None, options: dict
+) -> None:
+    for name in sorted(set(options) - OPTIONS):
+        why = REFUSED.get(name, "it is not an option of attention")
+        raise UnsupportedError(f"offload does not take {name}: {why}")
+    if q.dim() != 4:
+        raise ValueError(f"q must be (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_window(window_size)
+    if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
+        raise ValueError(f"sinks must be (heads,) = ({q.shape[2]},), got {tuple(sinks.shape)}")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, source.k, source.v)):
+        raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
+
+
+class Cut(NamedTuple):
+    """Which keys meet which queries, in which pieces. Query i stands at position i + offset."""
+
+    seqlen_q: int
+    seqlen_k: int
+    tokens: int  # of a segment
+    causal: bool
+    window_size: Window
+
+    @property
+    def offset(self) -> int:
+        return self.seqlen_k - self.seqlen_q
+
+    @property
+    def right(self) -> int | None:
+        return 0 if self.causal else self.window_size[1]
+
+    def chunks(self) -> list[Span]:
+        """Queries that stream together: all, unless a window ends on the left. Then no more than a
+        segment has keys, so that the first segment reaches the last query's first key and no
+        call needs a window that begins after its query.
+        """
+        step = self.seqlen_q if self.window_size[0] is None else self.tokens
+        starts = range(0, self.seqlen_q, max(step, 1))
+        return [(a, min(a + step, self.seqlen_q)) for a in starts] or [(0, 0)]
+
+    def spans(self, rows: Span) -> list[Span]:
+        """The segments that a chunk of queries sees, at least one (which may be empty).
+
+        Cut from the end, unless a window asks for a full first segment: the queries are the last
+        positions, so that one segment holds the diagonal and all others need no mask.
+        """
+        left = self.window_size[0]
+        lo = 0 if left is None else min(max(rows[0] + self.offset - left, 0), self.seqlen_k)
+        hi = self.seqlen_k if self.right is None else rows[1] + self.offset + self.right
+        hi = max(min(hi, self.seqlen_k), lo)
+        odd = (hi - lo) % self.tokens if left is None else 0
+        edges = sorted({lo, hi, *range(lo + odd, hi, self.tokens)})
+        return list(pairwise(edges)) or [(lo, hi)]
+
+    def options(self, rows: Span, span: Span) -> dict[str, object]:
+        """causal and window_size of one call, which aligns the last query of the chunk with the
+        last key of the segment: `ahead` keys before the place where it stands.
+        """
+        lo, hi = span
+        left, right, ahead = self.window_size[0], self.right, rows[1] + self.offset - hi
+        if left is not None:
+            left = None if lo >= rows[1] - 1 + self.offset - left else left - ahead
+        if right is not None:
+            right = None if hi - 1 <= rows[0] + self.offset + right else right + ahead
+        if lo == hi:
+            return {}
+        if right == 0:
+            return {"causal": True, "window_size": (left, None)}
+        return {"causal": False, "window_size": (left, right)}
+
+
+def _fold_rows(
+    attend: Callable[..., Pair], q: Tensor, source: Offloaded, cut: Cut, rows: Span, options: dict
+) -> Pair:
+    """(out, lse) of some queries, unrounded."""
+    spans = cut.spans(rows)
+    bring = _views if q.device.type == "cpu" else _copies
+    segments = zip(spans, bring(source, spans, q.device), strict=True)
+
+    def attend_segment(q: Tensor, segment: tuple[Span, Pair]) -> Pair:
+        span, (k, v) = segment
+        return attend(q, k, v, return_lse=True, **options, **cut.options(rows, span))
+
+    return fold(q[:, slice(*rows)], segments, attend_segment)
+
+
+def _views(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+    """Segments where they are, for queries on the CPU."""
+    del device
+    for i, span in enumerate(spans):
+        for following in spans[i + 1 : i + 2]:
+            source.prefetch(*following)
+        yield source.segment(*span)
+        source.release(*span)
+
+
+class Slot:
+    """Room for one segment on the device, and beside it the pinned room through which memory that
+    is not pinned must pass.
+    """
+
+    def __init__(self, source: Offloaded, tokens: int, device: torch.device):
+        shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in (source.k, source.v)]
+        room = lambda **where: [torch.empty(s, dtype=source.k.dtype, **where) for s in shapes]
+        self.here = room(device=device)
+        self.staging = None if source.pinned else room(pin_memory=True)
+        self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
+
+    def fetch(self, source: Offloaded, span: Span, stream: torch.cuda.Stream) -> None:
+        """Enqueue the copy of a segment; without staging the host does not wait for anything."""
+        segment = source.segment(*span)
+        if self.staging is not None:
+            self.copied.synchronize()  # the last segment has left the staging room
+            for room, t in zip(self.staging, segment, strict=True):
+                room[:, : t.shape[1]].copy_(t)
+            source.release(*span)
+            segment = self._first(self.staging, span)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self.used)  # attend has read what lies here
+            for room, t in zip(self._first(self.here, span), segment, strict=True):
+                for to, come in zip(room, t, strict=True):  # one sequence is one contiguous copy
+                    to.copy_(come, non_blocking=True)
+            self.copied.record(stream)
+
+    @staticmethod
+    def _first(rooms: list[Tensor], span: Span) -> list[Tensor]:
+        return [room[:, : span[1] - span[0]] for room in rooms]
+
+    def segment(self, span: Span) -> Pair:
+        k, v = self._first(self.here, span)
+        return k, v
+
+
+def _copies(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+    """Segments on the device, the next one under way while one is in use. The current stream waits
+    for copies, the host only for staging.
+    """
+    compute, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    tokens = max(hi - lo for lo, hi in spans)
+    slots = [Slot(source, tokens, device) for _ in spans[:2]]
+    copier.wait_stream(compute)  # the rooms may have been somebody else's a moment ago
+    worker = ThreadPoolExecutor(1)
+
+    def fetch(i: int) -> None:
+        slots[i % 2].fetch(source, spans[i], copier)
+
+    def start(i: int) -> Future | None:
+        for following in spans[i + 1 : i + 2]:
+            source.prefetch(*following)
+        return fetch(i) if source.pinned else worker.submit(fetch, i)
+
+    try:
+        fetched = start(0)
+        for i, span in enumerate(spans):
+            following = start(i + 1) if i + 1 < len(spans) else None
+            if fetched is not None:
+                fetched.result()
+            compute.wait_event(slots[i % 2].copied)
+            yield slots[i % 2].segment(span)
+            slots[i % 2].used.record(compute)
+            fetched = following
+    finally:
+        worker.shutdown()
+        compute.wait_stream(copier)  # whatever happened, no copy outlives its room

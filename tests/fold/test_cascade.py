@@ -1,0 +1,451 @@
+"""Cascade: reading shared pages once changes what is read, never what comes out."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import onchip
+from onchip.fold import cascade
+from onchip.testing import assert_accurate
+
+HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
+FREE = cascade.Traffic(page_bytes=100, query_bytes=1, partial_bytes=1, level_bytes=0)
+
+
+@st.composite
+def tries(draw):
+    """Page tables (as lists) of sequences that fork from one another, in any order, and their
+    lengths: 1 to 3 levels, runs of 0 to 3 pages, partial last pages.
+    """
+    fresh = iter(range(10_000))
+    run = lambda low=0: [next(fresh) for _ in range(draw(st.integers(low, 3)))]
+    tables = [
+        run()
+    ]  # every sequence of a level goes on as one to three, each with a run of its own
+    for _ in range(draw(st.integers(1, 3))):
+        tables = [t + run() for t in tables for _ in range(draw(st.integers(1, 3)))]
+    tables = draw(st.permutations([t + run(low=1) for t in tables]))
+    short = st.integers(0, PAGE - 1)
+    return tables, [len(t) * PAGE - draw(short) for t in tables]
+
+
+def cache(tables, lengths, dtype=torch.float64):
+    """Pages in a random order, NaN wherever no sequence has a token; the padded tables."""
+    used = max(max(t) for t in tables) + 1
+    place = torch.randperm(used + 2)
+    pages = torch.full((2, used + 2, PAGE, KV_HEADS, DIM), float("nan"), dtype=dtype)
+    table = torch.full((len(tables), max(map(len, tables)) + 1), -1, dtype=torch.int32)
+    for b, (t, n) in enumerate(zip(tables, lengths, strict=True)):
+        table[b, : len(t)] = place[torch.tensor(t)].int()
+        for i in range(len(t)):
+            slots = pages[:, table[b, i], : min(PAGE, n - i * PAGE)]
+            slots.copy_(torch.where(slots.isnan(), torch.randn(slots.shape, dtype=dtype), slots))
+    return tuple(pages), table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def counted(attend):
+    """attend, and the list of its calls' q."""
+    calls = []
+
+    def call(q, *args, **options):
+        calls.append(q)
+        return attend(q, *args, **options)
+
+    return call, calls
+
+
+def cascaded(q, pages, table, seqlens, plan, **options):
+    return cascade.run(plan, onchip.paged_attention, q, pages, plan.own(table, seqlens), **options)
+
+
+@settings(max_examples=100)
+@given(tries(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**20))
+def test_equals_the_plain_call_for_any_trie(trie, seqlen_q, levels, seed):
+    torch.manual_seed(seed)
+    tables, lengths = trie
+    lengths = [max(n, seqlen_q) for n in lengths]
+    pages, table, seqlens = cache(tables, lengths)
+    q = torch.randn(len(tables), seqlen_q, HEADS, DIM, dtype=torch.float64)
+    plan = cascade.plan(table, seqlens, PAGE, FREE, seqlen_q=seqlen_q, max_levels=levels)
+    attend, calls = counted(onchip.paged_attention)
+    options = {"sinks": torch.randn(HEADS, dtype=torch.float64), "softcap": 3.0}
+    got = cascade.run(plan, attend, q, pages, plan.own(table, seqlens), **options)
+    want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True, **options)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert len(calls) == len(plan.levels) + 1 <= levels + 1
+
+
+@settings(max_examples=100)
+@given(tries(), st.integers(0, 2**20))
+def test_packed_queries_of_unequal_number(trie, seed):
+    torch.manual_seed(seed)
+    tables, lengths = trie
+    pages, table, seqlens = cache(tables, lengths)
+    lengths_q = torch.minimum(torch.randint(0, 4, (len(tables),)), seqlens)
+    cu = torch.cat([torch.zeros(1), lengths_q.cumsum(0)]).int()
+    packing = {"cu_seqlens_q": cu, "max_seqlen_q": int(lengths_q.max())}
+    q = torch.randn(int(cu[-1]), HEADS, DIM, dtype=torch.float64)
+    plan = cascade.plan(table, seqlens, PAGE, FREE, cu_seqlens_q=cu)
+    got = cascaded(q, pages, table, seqlens, plan)
+    want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True, **packing)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=200)
+@given(tries(), st.integers(0, 400), st.integers(0, 40))
+def test_no_choice_of_groups_saves_more(trie, level_bytes, query_bytes):
+    """The plan's saving is the sum of its levels' and beats every other set of groups (by brute
+    force over all subsets of the trie); every level pays for itself.
+    """
+    tables, lengths = trie
+    _, table, seqlens = cache(tables, lengths, torch.float32)
+    model = cascade.Traffic(100, query_bytes, 7, level_bytes)
+    plan = cascade.plan(table, seqlens, PAGE, model)
+    once = 7 * len(tables) if plan.levels else 0
+    assert plan.saved_bytes == sum(level.saved_bytes for level in plan.levels) - once
+    assert all(level.saved_bytes >= 0 for level in plan.levels)
+    assert plan.saved_bytes == brute_force(tables, lengths, model)
+
+
+def brute_force(tables, lengths, model):
+    prefixes = {}
+    for b, (t, n) in enumerate(zip(tables, lengths, strict=True)):
+        for i in range(1, (n - 1) // PAGE + 1):
+            prefixes.setdefault(tuple(t[:i]), set()).add(b)
+    longest = {}
+    for prefix, members in sorted(prefixes.items(), key=lambda x: len(x[0])):
+        if len(members) > 1:
+            longest[frozenset(members)] = len(prefix)
+    nodes = list(longest.items())
+    assume(len(nodes) <= 10)
+    return max(saving(nodes, bits, len(tables), model) for bits in range(1 << len(nodes)))
+
+
+def saving(nodes, bits, batch, model):
+    chosen = [node for i, node in enumerate(nodes) if bits >> i & 1]
+    depth = lambda node: sum(node[0] < other[0] for other in chosen)
+    start = lambda node: max((n for other, n in chosen if node[0] < other), default=0)
+    total = sum((len(m) - 1) * (n - start((m, n))) * model.page_bytes for m, n in chosen)
+    total -= sum(len(m) for m, _ in chosen) * model.query_bytes
+    levels = max((depth(node) + 1 for node in chosen), default=0)
+    if levels > cascade.MAX_LEVELS:
+        return 0
+    return total - levels * model.level_bytes - (batch * model.partial_bytes if chosen else 0)
+
+
+def three_levels():
+    """Six sequences: all share 2 pages, the even ones 3 more, two of those 1 more; interleaved."""
+    system, even, twins = [90, 91], [80, 81, 82], [70]
+    own = [[10 * b + i for i in range(3)] for b in range(6)]
+    middle = [even + twins, [], even, [], even + twins, []]
+    return [system + m + o for m, o in zip(middle, own, strict=True)]
+
+
+def found(plan):
+    return [[tuple(group) for group in level.groups] for level in plan.levels]
+
+
+class TestPlan:
+    tables = three_levels()
+    lengths = tuple(len(t) * PAGE - 1 for t in tables)
+    padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in tables], True, -1).tolist()
+
+    def test_finds_known_groups(self):
+        plan = cascade.plan(self.padded, self.lengths, PAGE, FREE)
+        everyone, evens, twins = (0, 1, 2, 3, 4, 5), (0, 2, 4), (0, 4)
+        assert found(plan) == [[(everyone, 0, 2)], [(evens, 2, 5)], [(twins, 5, 6)]]
+        assert plan.shared == (6, 2, 5, 2, 6, 2)
+        assert plan.levels[1].page_table.tolist() == [[80, 81, 82]]
+        assert plan.levels[1].seqlens.tolist() == [3 * PAGE]
+        assert plan.levels[0].rows == slice(0, 6)  # in order already: no copy of the queries
+        assert plan.levels[1].rows.tolist() == [0, 2, 4]
+
+    def test_a_level_left_out_is_read_by_the_next(self):
+        """With one level to give, the evens take the pages of everyone along."""
+        plan = cascade.plan(self.padded, self.lengths, PAGE, FREE, max_levels=1)
+        assert found(plan) == [[((0, 2, 4), 0, 5)]]
+        assert (
+            plan.saved_bytes == 2 * 5 * 100 - 3 - 6
+        )  # three queries in the level, six of partials
+
+    def test_pages_must_be_full_and_before_the_queries(self):
+        table = [[1, 2, 3], [1, 2, 4]]
+        pages = lambda seqlens, n=1: cascade.plan(table, seqlens, PAGE, FREE, seqlen_q=n).shared
+        assert pages([9, 9]) == (2, 2)
+        assert pages([8, 9]) == (1, 1)  # the last token of page 2 is a query of the first
+        assert pages([12, 9], 5) == (1, 1)
+        assert pages([4, 9]) == (0, 0)
+
+    def test_the_same_page_after_other_pages_is_not_shared(self):
+        plan = cascade.plan([[1, 7, 8], [2, 7, 9]], [12, 12], PAGE, FREE)
+        assert plan.levels == ()
+
+    def test_groups_of_one_level_are_one_call(self):
+        """Four pairs with nothing in common: one level of four groups."""
+        table = [[b // 2, 10 + b] for b in range(8)]
+        plan = cascade.plan(table, [7] * 8, PAGE, FREE)
+        assert len(plan.levels) == 1 and len(plan.levels[0].groups) == 4
+        assert plan.levels[0].rows == slice(0, 8)
+
+    @pytest.mark.parametrize("batch", [0, 1])
+    def test_nobody_to_share_with(self, batch):
+        table = torch.zeros(batch, 3, dtype=torch.int32)
+        assert cascade.plan(table, [5] * batch, PAGE, FREE).levels == ()
+
+    def test_a_thousand_forks_one_after_another(self):
+        """The deepest trie: each sequence leaves the common path one page later."""
+        path = torch.arange(1001, dtype=torch.int32).expand(1000, -1)
+        leaves = torch.arange(1001) > torch.arange(1000)[:, None]
+        table = torch.where(leaves, path + 1000 * (1 + torch.arange(1000)[:, None]), path).int()
+        plan = cascade.plan(table, [4004] * 1000, PAGE, FREE)
+        assert 0 < len(plan.levels) <= cascade.MAX_LEVELS
+
+
+class TestModel:
+    """Decode of a GQA 32/8 model on a GPU, 16 tokens a page."""
+
+    @staticmethod
+    def plan(batch, shared_tokens, own_tokens=256, device="meta"):
+        q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device=device)
+        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device=device)
+        width, shared = (shared_tokens + own_tokens) // 16, shared_tokens // 16
+        table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+        table[:, :shared] = table[0, :shared]
+        lengths = [shared_tokens + own_tokens] * batch
+        return cascade.plan(table, lengths, 16, cascade.traffic(q, pages, pages))
+
+    def test_bytes_of_a_page_and_a_query(self):
+        q, k, v = torch.empty(3, 1, 6, 24), torch.empty(2, 4, 2, 24), torch.empty(2, 4, 2, 40)
+        page, query, partial, _ = cascade.traffic(q, k, v)
+        assert page == (k[0].numel() + v[0].numel()) * 4
+        assert partial == 2 * 4 * (6 * 40 + 6)  # out and lse, written and read
+        assert query == partial + 3 * 4 * 6 * 24  # q gathered (read, written) and read
+
+    @pytest.mark.parametrize("batch, tokens", [(64, 8192), (8, 2048), (256, 512)])
+    def test_long_prefixes_are_worth_it(self, batch, tokens):
+        plan = self.plan(batch, tokens)
+        assert len(plan.levels) == 1 and plan.saved_bytes > 0
+
+    @pytest.mark.parametrize("batch, tokens", [(64, 32), (2, 2048), (8, 256)])
+    def test_tiny_prefixes_are_not(self, batch, tokens):
+        assert self.plan(batch, tokens).levels == ()
+
+    def test_one_stranger_does_not_add_a_level(self):
+        """63 sequences share 8k tokens, another only the first page: it is not worth a call."""
+        table = torch.arange(64 * 528, dtype=torch.int32).view(64, 528)
+        table[:63, :512] = table[0, :512]
+        table[63, 0] = table[0, 0]
+        q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+        plan = cascade.plan(table, [8448] * 64, 16, cascade.traffic(q, pages, pages))
+        assert found(plan) == [[(tuple(range(63)), 0, 512)]]
+
+
+class TestRun:
+    def setup_method(self):
+        torch.manual_seed(0)
+        self.tables = three_levels()
+        lengths = [len(t) * PAGE - 6 for t in self.tables]
+        self.pages, self.table, self.seqlens = cache(self.tables, lengths)
+        self.q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
+        self.plan = cascade.plan(self.table, self.seqlens, PAGE, FREE)
+
+    def test_a_plan_stays_valid_while_sequences_grow(self):
+        pages = tuple(torch.randn_like(p) for p in self.pages)
+        for grown in range(6):
+            seqlens = self.seqlens + torch.tensor([1, 0, 1, 1, 0, 1]).int() * grown
+            got = cascaded(self.q, pages, self.table, seqlens, self.plan)
+            want = onchip.paged_attention(self.q, *pages, self.table, seqlens, return_lse=True)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_queries_in_order_are_not_copied(self):
+        attend, calls = counted(onchip.paged_attention)
+        own = self.plan.own(self.table, self.seqlens)
+        cascade.run(self.plan, attend, self.q, self.pages, own)
+        addresses = [q.data_ptr() == self.q.data_ptr() for q in calls]
+        assert addresses == [True, True, False, False]  # own, all six, evens, twins
+
+    def test_a_common_prefix_leaves_a_view_of_the_table(self):
+        table = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]], dtype=torch.int32)
+        plan = cascade.plan(table, [13, 15], PAGE, FREE)
+        own, seqlens = plan.own(table, torch.tensor([13, 15], dtype=torch.int32))
+        assert own.tolist() == [[3, 4], [5, 6]] and seqlens.tolist() == [5, 7]
+        assert own.data_ptr() == table[:, 2:].data_ptr()
+
+    def test_a_merge_of_the_caller_is_used(self):
+        used = []
+
+        def merge(outs, lses):
+            used.append([tuple(out.shape) for out in outs])
+            return onchip.merge_states(outs, lses)
+
+        got = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan, merge=merge)
+        want = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan)
+        torch.testing.assert_close(got, want)
+        assert used == [[(6, HEADS, DIM)] * 4]
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_accuracy_contract(self, dtype):
+        """64 rows of one chunk over a shared prefix, judged by fp64: partials are not rounded."""
+        k, v = torch.randn(2, 1, 512, KV_HEADS, 64).to(dtype)
+        q = torch.randn(1, 64, HEADS, 64).to(dtype)
+        pages = tuple(x[0].unflatten(0, (-1, 16)) for x in (k, v))
+        table = torch.arange(32, dtype=torch.int32)[None].repeat(2, 1)
+        seqlens = torch.tensor([512, 512], dtype=torch.int32)
+        plan = cascade.plan(table, seqlens, 16, FREE._replace(query_bytes=0), seqlen_q=64)
+        assert plan.shared == (28, 28)
+
+        def attention(q, k, v, **options):
+            del k, v, options
+            out, lse = cascaded(q.repeat(2, 1, 1, 1), pages, table, seqlens, plan)
+            assert out[0].equal(out[1])
+            return out[:1], lse[:1]
+
+        assert_accurate(attention, q, k, v, causal=True, grad=False)
+
+    def test_without_levels_it_is_the_plain_call(self):
+        plan = cascade.plan(self.table, self.seqlens, PAGE, FREE, max_levels=0)
+        attend, calls = counted(onchip.paged_attention)
+        own = plan.own(self.table, self.seqlens)
+        got = cascade.run(plan, attend, self.q, self.pages, own, causal=True)
+        args = (*self.pages, self.table, self.seqlens)
+        want = onchip.paged_attention(self.q, *args, return_lse=True)
+        assert len(calls) == 1 and all(a.equal(b) for a, b in zip(got, want, strict=True))
+
+    @pytest.mark.parametrize("option", ["window_size", "alibi_slopes", "return_stats", "scale"])
+    def test_refuses_what_depends_on_the_distance_to_the_prefix(self, option):
+        with pytest.raises(onchip.UnsupportedError, match=f"does not take {option}: "):
+            cascaded(self.q, self.pages, self.table, self.seqlens, self.plan, **{option: None})
+
+    def test_a_plan_for_other_tables_is_refused(self):
+        moved = self.table.clone()
+        moved[2, 1] = 5
+        short = self.seqlens.clone()
+        short[4] = 6 * PAGE
+        for tables in ((moved, self.seqlens), (self.table, short)):
+            with pytest.raises(ValueError, match="plan again when the batch changes"):
+                self.plan.own(*tables)
+        self.table[0, 0] += 1  # the very tensor that was planned
+        with pytest.raises(ValueError, match="sequence 0 must begin with the 6 pages"):
+            self.plan.own(self.table, self.seqlens)
+        with pytest.raises(ValueError, match="plan is on cpu, page_table on meta: plan.to"):
+            self.plan.own(self.table.to("meta"), self.seqlens.to("meta"))
+        with pytest.raises(ValueError, match="plan is for page_table"):
+            self.plan.own(self.table[:4], self.seqlens[:4])
+
+    def test_other_queries_are_refused(self):
+        own = self.plan.own(self.table, self.seqlens)
+        run = partial(cascade.run, self.plan, onchip.paged_attention)
+        with pytest.raises(ValueError, match="must hold the 6 queries of the plan"):
+            run(self.q[:5], self.pages, own)
+        with pytest.raises(ValueError, match="page_size=4 slots a page"):
+            run(self.q, tuple(p[:, :2] for p in self.pages), own)
+
+
+@pytest.mark.parametrize(
+    "match, args",
+    [
+        ("rank 2", ([1, 2], [4])),
+        ("2 sequences, cache_seqlens 1", ([[1], [2]], [4])),
+        (r"cache_seqlens\[1\]=9 .* fit into 2 pages of 4", ([[1, 2], [1, 3]], [8, 9])),
+        (r"cache_seqlens\[0\]=0 must hold the 1 queries", ([[1, 2], [1, 3]], [0, 8])),
+        ("negative page id", ([[1, -1, 2], [1, 3, 4]], [12, 9])),
+        ("page_table is on meta", (torch.empty(2, 3, device="meta"), [4, 4])),
+    ],
+)
+def test_bad_tables_are_refused(match, args):
+    with pytest.raises(ValueError, match=match):
+        cascade.plan(*args, PAGE, FREE)
+
+
+@pytest.mark.gpu
+class TestOnTheGpu:
+    """The same calls on a device: nothing waits for it, and a graph follows growing sequences."""
+
+    def setup_method(self):
+        torch.manual_seed(0)
+        self.tables = three_levels()
+        self.lengths = [len(t) * PAGE - 6 for t in self.tables]
+        pages, table, seqlens = cache(self.tables, self.lengths, torch.float16)
+        self.pages = tuple(torch.randn_like(p).cuda() for p in pages)
+        self.table, self.seqlens = table.cuda(), seqlens.cuda()
+        self.q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float16, device="cuda")
+        self.plan = cascade.plan(table, seqlens, PAGE, FREE).to("cuda")
+
+    def both(self):
+        args = self.q, self.pages, self.table, self.seqlens, self.plan
+        got = cascaded(*args)
+        want = onchip.paged_attention(
+            self.q, *self.pages, self.table, self.seqlens, return_lse=True
+        )
+        return got, want
+
+    def test_equals_the_plain_call_without_waiting(self):
+        self.both()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got, want = self.both()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+    def test_a_graph_follows_the_lengths(self):
+        self.both()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got, want = self.both()
+        for _ in range(5):
+            graph.replay()
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+            self.seqlens += 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "batch, shared, own, times", [(64, 8192, 256, 5.0), (8, 2048, 64, 1.0)]
+    )
+    def test_reading_once_pays(self, batch, shared, own, times):
+        plain, once = microseconds(batch, shared, own)
+        print(f"{batch} x ({shared} shared + {own}): {plain:.0f} us, cascade {once:.0f} us")
+        assert plain / once >= times
+
+
+def microseconds(batch, shared, own, page_size=16):
+    """Time of a decode step (GQA 32/8, head_dim 128, bf16) as one paged call and as a cascade, both
+    replayed from a graph.
+    """
+    first, width = shared // page_size, (shared + own) // page_size
+    table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+    table[:, :first] = table[0, :first]
+    seqlens = torch.full((batch,), shared + own, dtype=torch.int32)
+    shape = (2, batch * width, page_size, 8, 128)
+    pages = tuple(torch.randn(shape, dtype=torch.bfloat16, device="cuda"))
+    q = torch.randn(batch, 1, 32, 128, dtype=torch.bfloat16, device="cuda")
+    model = cascade.traffic(q, *pages)
+    plan = cascade.plan(table, seqlens, page_size, model).to("cuda")
+    assert plan.shared == (first,) * batch
+    tables = table.cuda(), seqlens.cuda()
+    own_tables = plan.own(*tables)
+    plain = lambda: onchip.paged_attention(q, *pages, *tables, return_lse=True)
+    once = lambda: cascade.run(plan, onchip.paged_attention, q, pages, own_tables)
+    torch.testing.assert_close(once(), plain(), rtol=1e-2, atol=1e-2)
+    return replayed(plain), replayed(once)
+
+
+def replayed(work, rounds=30):
+    """Median time of one of ten replays in a row, in microseconds."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(rounds):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 100)
+    return sorted(times)[rounds // 2]
