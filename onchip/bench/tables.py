@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import onchip
+from onchip import bench
 from onchip.bench import BENCHES
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.dispatch import KERNELS, kernel_module
@@ -135,11 +136,12 @@ def keyword_options(function: str) -> dict[str, object]:
 
 
 def _bench(path: Path, form: str) -> str:
-    forms = {"": _summary, "rows": _every_row, "grid": _grid}
-    if form not in forms:
-        raise ValueError(f"there is no form {form!r} of a benchmark; choose from: rows, grid")
     source = f"bench/results/{path.name}"
     name = path.stem.rpartition("-")[2]  # h200-forward is what `onchip bench forward` wrote there
+    forms = {"": _summary, "rows": _every_row, "grid": _grid} | _sheets(name)
+    if form not in forms:
+        choices = ", ".join(filter(None, forms))
+        raise ValueError(f"there is no form {form!r} of {name}; choose from: {choices}")
     command = f"`onchip bench {name} --json {source}`" if name in BENCHES else f"`{source}`"
     if not path.exists():
         return f"Not measured yet: {command} writes the numbers."
@@ -151,6 +153,13 @@ def _bench(path: Path, form: str) -> str:
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
     caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
     return f"{forms[form](rows)}\n\n{caption}"
+
+
+def _sheets(name: str) -> dict[str, Callable[[list[Row]], str]]:
+    """The tables that a benchmark makes of its rows itself."""
+    report = bench.report(name)
+    made = report.SHEETS if report else {}
+    return {form: lambda rows, sheet=sheet: _markdown(*sheet(rows)) for form, sheet in made.items()}
 
 
 def _summary(rows: list[Row]) -> str:
