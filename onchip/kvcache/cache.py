@@ -126,7 +126,7 @@ class KVCache:
         self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int] | int]
     ) -> NoRoom | None:
         """`append` for many sequences, all or none, with one batch of page copies."""
-        tables = [self._here(s) for s in sequences]
+        tables = [self.resident(s) for s in sequences]
         ids = [t if isinstance(t, int) else _ids(t) for t in tokens]
         counts = [t if isinstance(t, int) else len(t) for t in ids]
         lengths = [t.length for t in tables]
@@ -141,19 +141,24 @@ class KVCache:
         return None
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
-        """A second sequence with the same past; pages are shared until one of them writes."""
-        table = self._here(sequence)
+        """A second sequence with the same past; pages are shared until one of them writes. All its
+        tokens must be computed: those that are not have slots that two would write.
+        """
+        table = self.resident(sequence)
+        if sequence.computed < table.length:
+            raise ValueError(
+                f"{table.length - sequence.computed} tokens are not computed yet: commit or"
+                " truncate them before a fork"
+            )
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
         table = self.pool.fork(table)
         row, chain = self._seat(table), sequence.chain.fork()
-        child = Sequence(self, table, sequence.tokens.copy(), chain, row)
-        child.computed = sequence.computed
-        return child
+        return Sequence(self, table, sequence.tokens.copy(), chain, row)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on."""
-        self.pool.truncate(self._here(sequence), length)
+        self.pool.truncate(self.resident(sequence), length)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
         del sequence.chain.keys[length // self.spec.page_size :]
@@ -162,7 +167,7 @@ class KVCache:
         """Keys and values of the first `length` tokens (all) are written in every layer: from now
         on others may find them.
         """
-        length = self._here(sequence).length if length is None else length
+        length = self.resident(sequence).length if length is None else length
         if not sequence.computed <= length <= sequence.length:
             raise ValueError(
                 f"cannot commit {length=}: {sequence.computed} of {sequence.length} are computed"
@@ -172,7 +177,7 @@ class KVCache:
 
     def free(self, sequence: Sequence) -> None:
         """Give the pages back. What was committed can be found until its pages are needed."""
-        table = self._here(sequence)
+        table = self.resident(sequence)
         self._publish(sequence, final=True)
         self.unseat(sequence)
         self.pool.free(table)
@@ -205,8 +210,8 @@ class KVCache:
         return batches.empty(shape, self.device)
 
     def check(self) -> None:
-        """Raise AssertionError unless pool, prefixes and host table agree (for tests and idle
-        moments: it walks every page).
+        """Raise AssertionError unless pool and prefixes are consistent (for tests and idle moments:
+        it walks every page).
         """
         self.pool.check()
         self.prefix.check()
@@ -247,11 +252,11 @@ class KVCache:
             self.prefix.publish(sequence.table, sequence.tokens, length, sequence.chain, final)
 
     def _members(self, sequences: abc.Sequence[Sequence]) -> Members:
-        tables = [self._here(s) for s in sequences]
+        tables = [self.resident(s) for s in sequences]
         lengths = [t.length for t in tables]
         return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
 
-    def _here(self, sequence: Sequence) -> Table:
+    def resident(self, sequence: Sequence) -> Table:
         """The table of a sequence that can be used now."""
         if sequence.cache is not self:
             raise ValueError("a sequence of another cache")

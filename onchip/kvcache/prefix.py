@@ -1,10 +1,10 @@
 """Prefixes that were computed before: found again by what they say, never by where they lie.
 
-The key of a full page is SHA-256 over the key of the page before it and its token ids; the first
-key is made from the page size and a salt, so tenants with different salts share nothing, and equal
-keys mean equal histories. All 256 bits are compared. A page that is filled in part, or that agrees
-with a request in part, is found by comparing token ids among the pages that follow the same key,
-and is reused by copying it.
+A history of full pages has a key: SHA-256 over the key of the history before the last page and the
+token ids of that page. The first key is made from the page size and a salt, so tenants with
+different salts share nothing. Pages that follow the same key lie sorted by their token ids, which
+are compared themselves: a page that agrees in full is shared, one that agrees at its start (it may
+not be full) is reused by copying it.
 
 A page enters when its keys and values are written (`publish`), and leaves when the pool takes the
 page for something else or a table overwrites it.
@@ -14,7 +14,6 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from hashlib import sha256
-from itertools import takewhile
 from typing import NamedTuple
 
 from onchip.kvcache.pool import Pool, Table
@@ -58,27 +57,27 @@ class Stats(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    """What a page says: its tokens, after the history of this key."""
+
     parent: bytes
     tokens: tuple[int, ...]
-    key: bytes | None  # None: the page is not full
 
 
 class PrefixIndex:
     """Which pages of a pool hold which prefixes.
 
     The shortest hit is one token, whatever the page size; the longest leaves one token of the
-    request to compute. If two pages hold the same prefix the first stays in the index: tables are
-    never re-mapped. Cached pages that no table holds are taken least recently used first, the tail
-    of a sequence before its head.
+    request to compute. Several pages may hold the same prefix: tables are never re-mapped. Cached
+    pages that no table holds are taken least recently used first, the tail of a sequence before its
+    head.
     """
 
     def __init__(self, pool: Pool):
         self._pool = pool
         self._page_size = pool.page_size
-        self._page_of: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        # parent key -> its (tokens, page) in order: the longest common start is a neighbour
-        self._children: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        # key -> (tokens, page) of the pages that follow, sorted: what starts most alike is adjacent
+        self._after: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
         self.stats = Stats()
         pool.watch(self._remove)
 
@@ -97,17 +96,17 @@ class PrefixIndex:
         words = _words(tokens)
         pages: list[int] = []
         chain = Chain(root)
-        for start in range(0, limit - size + 1, size):
-            key = _key(chain.last, words[start : start + size])
-            if (page := self._page_of.get(key)) is None:
+        while True:
+            start = len(pages) * size
+            wanted = tuple(words[start : max(start, min(start + size, limit))])
+            page, agreed = self._nearest(chain.last, wanted)
+            if agreed < size:
                 break
             pages.append(page)
-            chain.keys.append(key)
-        start = len(pages) * size
-        rest = tuple(tokens[start : max(start, min(start + size, limit))])
-        source, copied = self._nearest(chain.last, rest)
-        self._count(len(tokens), start, copied)
-        return Hit(tuple(pages), tuple(chain.keys), source, copied, start + copied)
+            chain.keys.append(_key(chain.last, words[start : start + size]))
+        self._count(len(tokens), start, agreed)
+        source = page if agreed else None
+        return Hit(tuple(pages), tuple(chain.keys), source, agreed, start + agreed)
 
     def publish(
         self, table: Table, tokens: Sequence[int], length: int, chain: Chain, final: bool = False
@@ -121,68 +120,54 @@ class PrefixIndex:
         words = _words(tokens[done * size : full * size])
         for i in range(done, full):
             at = (i - done) * size
-            key = _key(chain.last, words[at : at + size])
-            self._insert(table[i], _Entry(chain.last, tuple(words[at : at + size]), key))
-            chain.keys.append(key)
+            page_words = words[at : at + size]
+            self._insert(table[i], _Entry(chain.last, tuple(page_words)))
+            chain.keys.append(_key(chain.last, page_words))
         tail = length - full * size
         if tail and self._pool.filled(table[full]) < (tail if final else 1):
-            self._insert(table[full], _Entry(chain.last, tuple(tokens[full * size : length]), None))
+            self._insert(table[full], _Entry(chain.last, tuple(tokens[full * size : length])))
 
     def clear(self) -> None:
         """Forget everything (new weights, say); cached free pages go blank."""
         for page in list(self._entries):
-            self._drop(page)
+            self._remove(page)
+            self._pool.keep(page, 0)
 
     def check(self) -> None:
-        """Raise AssertionError unless pages, keys and children tell the same story and the pool
-        keeps exactly these pages.
+        """Raise AssertionError unless each page is listed once, in order, and the pool keeps
+        exactly these pages with as many slots.
         """
         pool = self._pool
-        kept = {page for page in range(1, pool.num_pages) if pool.filled(page)}
-        keys = {e.key: page for page, e in self._entries.items() if e.key}
-        children = sorted((e.parent, e.tokens, page) for page, e in self._entries.items())
-        listed = [(parent, *c) for parent, many in self._children.items() for c in many]
-        if kept != set(self._entries) or keys != self._page_of or children != sorted(listed):
-            raise AssertionError("the prefix index is inconsistent with itself or its pool")
-        for page, entry in self._entries.items():
-            exact = entry.key in (None, _key(entry.parent, array("q", entry.tokens)))
-            if not exact or pool.filled(page) != len(entry.tokens):
-                raise AssertionError(f"page {page} is published as something else")
+        kept = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
+        listed = [(key, *one) for key, many in self._after.items() for one in many]
+        entries = [(e.parent, e.tokens, page) for page, e in self._entries.items()]
+        if kept != {page: len(e.tokens) for page, e in self._entries.items()}:
+            raise AssertionError("the pool keeps other pages than the prefix index")
+        if sorted(listed) != sorted(entries) or any(m != sorted(m) for m in self._after.values()):
+            raise AssertionError("the prefix index lists other pages than it holds")
 
-    def _nearest(self, parent: bytes, wanted: tuple[int, ...]) -> tuple[int | None, int]:
-        """The page after `parent` that starts most like `wanted`, and by how many tokens."""
-        many = self._children.get(parent, [])
+    def _nearest(self, key: bytes, wanted: tuple[int, ...]) -> tuple[int, int]:
+        """The page after `key` that starts most like `wanted`, and by how many tokens (0: none)."""
+        many = self._after.get(key, ())
         at = bisect_left(many, (wanted,))
-        near = many[max(0, at - 1) : at + 1]
-        copied, page = max(((_common(start, wanted), page) for start, page in near), default=(0, 0))
-        return (page, copied) if copied else (None, 0)
+        best = (0, 0)
+        for tokens, page in many[max(0, at - 1) : at + 1]:
+            best = max(best, (_common(tokens, wanted), page))
+        return best[1], best[0]
 
     def _insert(self, page: int, entry: _Entry) -> None:
         if page in self._entries:
-            self._drop(page)
-        many = self._children.get(entry.parent, [])
-        at = bisect_left(many, (entry.tokens,))
-        if at < len(many) and many[at][0] == entry.tokens:
-            return  # another page says the same
-        insort(self._children.setdefault(entry.parent, []), (entry.tokens, page))
+            self._remove(page)
+        insort(self._after.setdefault(entry.parent, []), (entry.tokens, page))
         self._entries[page] = entry
-        if entry.key:
-            self._page_of[entry.key] = page
         self._pool.keep(page, len(entry.tokens))
 
-    def _drop(self, page: int) -> None:
-        self._remove(page)
-        self._pool.keep(page, 0)
-
     def _remove(self, page: int) -> None:
-        """The pool has given the page to something else."""
         entry = self._entries.pop(page)
-        many = self._children[entry.parent]
+        many = self._after[entry.parent]
         del many[bisect_left(many, (entry.tokens, page))]
         if not many:
-            del self._children[entry.parent]
-        if entry.key:
-            del self._page_of[entry.key]
+            del self._after[entry.parent]
 
     def _count(self, asked: int, shared: int, copied: int) -> None:
         a, s, c = self.stats
@@ -203,4 +188,9 @@ def _key(parent: bytes, words: array) -> bytes:
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    """How many tokens agree before the first that differs."""
+    if a == b:
+        return len(a)
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
