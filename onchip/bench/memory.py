@@ -136,9 +136,9 @@ def run(session: Session) -> None:
     session.where = {"device": f"a simulation, seed {SEED}", "triton": None, "clocks": {}}
     session.run(
         [
-            *allocation_steps({40: 2 * WARMUP} if session.quick else LIFETIMES),
-            *sensitivity_steps(2 * WARMUP if session.quick else LIFETIMES[40]),
-            *page_size_steps(PAGE_SIZES[::4] if session.quick else PAGE_SIZES),
+            *allocation_steps({40: WARMUP + 5} if session.quick else LIFETIMES),
+            *sensitivity_steps(WARMUP + 5 if session.quick else LIFETIMES[40]),
+            *page_size_steps(PAGE_SIZES[3::2] if session.quick else PAGE_SIZES),
             *sharing_steps(8 if session.quick else 60),
             ("the clock", lambda: _case("simulation", "none").row("", _since(start), "s")),
         ]
@@ -198,12 +198,14 @@ def sharing_steps(requests: int) -> Iterator[Step]:
             yield f"{width} beams", partial(sharing_row, name, workload, width, search)
 
 
-def simulate(allocator: Allocator, workload: Workload, lifetimes: int) -> Usage:
+def simulate(
+    allocator: Allocator, workload: Workload, lifetimes: int, sample_every: int = 1000
+) -> Usage:
     """The allocator under LOAD for as many times the workload's mean output."""
     mean_output = sum(o for _, o in islice(workload.lengths(SEED), 4096)) / 4096
     steps = round(lifetimes * mean_output)
     coming = arrivals(workload, rate_of(workload, allocator.slots, LOAD, SEED), steps, SEED)
-    return Server(allocator, warmup=round(WARMUP * mean_output)).run(coming, steps)
+    return Server(allocator, round(WARMUP * mean_output), sample_every).run(coming, steps)
 
 
 def allocation(
@@ -216,7 +218,8 @@ def allocation(
     rows = [
         usage_row(bench, n, workload, slots, usage) | {"gib": gib} for n, usage in usages.items()
     ]
-    return [row | _against(peers, row["value"]) if row["kernel"] == PAGED else row for row in rows]
+    contest = lambda row: _against(peers, row["value"]) if row["kernel"] not in RESERVED else {}
+    return [row | contest(row) for row in rows] if peers else rows
 
 
 def _against(peers: dict[str, float], value: float) -> Row:

@@ -301,11 +301,11 @@ def plot(path: Path) -> None:
 
 
 def _panel(axes: Any, name: str) -> None:
-    usage = simulate(ALLOCATORS[name](MODEL.slots(40)), CHAT, LIFETIMES[40])
+    usage = simulate(ALLOCATORS[name](MODEL.slots(40)), CHAT, LIFETIMES[40], sample_every=50)
     steps, samples = zip(*(x for x in usage.timeline if x[0] <= DRAWN_STEPS), strict=True)
     gib = lambda part: [getattr(s, part) * MODEL.token_bytes / GIB for s in samples]
     layers = [gib(part) for part in PARTS]
-    axes.stackplot(steps, layers, labels=PARTS, colors=COLOURS.values(), step="post", linewidth=0)
+    axes.stackplot(steps, layers, labels=PARTS, colors=COLOURS.values(), linewidth=0)
     sequences = f"{usage.mean.sequences:.0f} sequences, {usage.mean.waste:.0%} waste"
     axes.set_title(f"{DRAWN[name]}: {sequences}", fontsize=10, loc="left")
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)

@@ -187,7 +187,7 @@ LENGTHS = list(islice(SHORT.lengths(2), 12))
 @pytest.mark.parametrize("page_size", [1, 7, 16])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_samples_share_the_full_pages_of_their_prompt(n, page_size):
-    """Right after a write, every sample has its own last page; only full prompt pages are shared."""
+    """After a write every sample has its own last page: full pages of the prompt are shared."""
     found = parallel_sampling(LENGTHS, n, page_size)
     held = alone = 0
     for prompt, output in LENGTHS:
