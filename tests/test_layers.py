@@ -26,7 +26,7 @@ LAW = {
     "ops": {"state", "masks", "problem", "kernels.leaf", "dispatch", "library", "paged"},
     "explain": {"problem", "dispatch", "ops"},
     "testing": {"state", "masks", "problem"},
-    "kvcache": {"problem", "kernels"},
+    "kvcache": {"problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench"}  # the programs on top

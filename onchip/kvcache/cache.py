@@ -10,7 +10,7 @@ from onchip.kvcache import batch as batches
 from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
 from onchip.kvcache.pages import Pages, Spec
 from onchip.kvcache.pool import NoRoom, Pool, Table
-from onchip.kvcache.prefix import Chain, Hit, PrefixIndex
+from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
 
 DEFAULT_MAX_SEQLEN = 131_072
 _MISS = Hit((), (), None, 0, 0)
@@ -26,9 +26,9 @@ class Arrival(Protocol):
 class Sequence:
     """A handle: the pages of one sequence, its tokens, and how far they are computed.
 
-    tokens: the ids that were appended; shorter than `length` if some were appended as a bare
-    number. computed: tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how
-    many of them `KVCache.open` found in the cache, copied_tokens of these by copying a page.
+    tokens: the ids that were appended; shorter than `length` if some were only reserved. computed:
+    tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how many of them
+    `KVCache.open` found in the cache, copied_tokens of these by copying a page.
     """
 
     __slots__ = (
@@ -116,29 +116,28 @@ class KVCache:
         sequence.hit_tokens, sequence.copied_tokens = len(found), copied
         return sequence
 
-    def append(self, sequence: Sequence, tokens: abc.Sequence[int] | int) -> NoRoom | None:
-        """Slots for more tokens, given as ids or, where nothing will be reused, as a number. None
-        if they are there.
-        """
+    def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
+        """Slots for more tokens. None if they are there."""
         return self.append_all([sequence], [tokens])
 
     def append_all(
-        self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int] | int]
+        self, sequences: abc.Sequence[Sequence], tokens: abc.Sequence[abc.Sequence[int]]
     ) -> NoRoom | None:
         """`append` for many sequences, all or none, with one batch of page copies."""
-        tables = [self.resident(s) for s in sequences]
-        ids = [t if isinstance(t, int) else _ids(t) for t in tokens]
-        counts = [t if isinstance(t, int) else len(t) for t in ids]
-        lengths = [t.length for t in tables]
-        for length, count in zip(lengths, counts, strict=False):
-            self._check_fits(length + count)
-        copies = self.pool.extend_all(tables, counts)
-        if isinstance(copies, NoRoom):
-            return copies
-        self.pages.copy(copies)
+        ids = [_ids(more) for more in tokens]
+        lengths = [s.length for s in sequences]
+        if full := self._extend(sequences, [len(more) for more in ids]):
+            return full
         for sequence, length, more in zip(sequences, lengths, ids, strict=True):
-            self._grew(sequence, length, more)
+            if len(sequence.tokens) == length:
+                sequence.tokens += more
         return None
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> NoRoom | None:
+        """Slots for tokens whose ids are not told (embeddings, say): they and what follows them
+        are never found by others.
+        """
+        return self._extend([sequence], [num_tokens])
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
         """A second sequence with the same past; pages are shared until one of them writes. All its
@@ -239,12 +238,20 @@ class KVCache:
         self.pages.copy(copies)
         return num_tokens
 
-    def _grew(self, sequence: Sequence, length: int, more: list[int] | int) -> None:
-        """Book what the pool gave to a sequence that had `length` tokens."""
-        if not isinstance(more, int) and len(sequence.tokens) == length:
-            sequence.tokens += more
-        place = length // self.spec.page_size
-        self.host_table.put(sequence.row, place, sequence.table.since(place))
+    def _extend(
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
+    ) -> NoRoom | None:
+        tables = [self.resident(s) for s in sequences]
+        places = [t.length // self.spec.page_size for t in tables]
+        for table, count in zip(tables, counts, strict=False):
+            self._check_fits(table.length + count)
+        copies = self.pool.extend_all(tables, counts)
+        if isinstance(copies, NoRoom):
+            return copies
+        self.pages.copy(copies)
+        for sequence, table, place in zip(sequences, tables, places, strict=True):
+            self.host_table.put(sequence.row, place, table.since(place))
+        return None
 
     def _publish(self, sequence: Sequence, final: bool) -> None:
         if self.prefix_reuse:
@@ -274,4 +281,4 @@ class KVCache:
 
 
 def _ids(tokens: abc.Sequence[int] | Tensor) -> list[int]:
-    return tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+    return words(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from onchip.kvcache.pool import Copy, Pool
-from onchip.problem import DTYPES, MAX_HEAD_DIM, checks
+from onchip.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 
 MAX_PAGE_SIZE = 256
 
@@ -96,15 +97,7 @@ class Pages:
         self._check_write(k, v, slot_mapping)
         if slot_mapping.device.type == "cpu" or checks.enabled:
             self._check_slots(slot_mapping)
-        if k_pages.is_cuda:
-            from onchip.kernels.triton import kv_write
-
-            kv_write.write(k, v, k_pages, v_pages, slot_mapping)
-            return
-        seen = slot_mapping >= 0
-        slots = slot_mapping[seen].long()
-        k_pages.flatten(0, 1).index_copy_(0, slots, k[seen])
-        v_pages.flatten(0, 1).index_copy_(0, slots, v[seen])
+        _scatter(k, v, k_pages, v_pages, slot_mapping)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Page copies of all layers at once; every source is read before any page is written."""
@@ -138,6 +131,17 @@ class Pages:
                 )
             if (refs := self._pool.refs(page)) != 1:
                 raise ValueError(f"slot_mapping points to page {page}, which {refs} tables hold")
+
+
+def _scatter(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+    """One kernel for both where Triton runs."""
+    if k_pages.is_cuda and device_info(k_pages.device).has_triton:
+        kernel = import_module("onchip.kernels.triton.kv_write")
+        kernel.write(k, v, k_pages, v_pages, slot_mapping)
+        return
+    slots = slot_mapping.long().clamp(min=0)  # -1 goes to the null page, which nobody reads
+    k_pages.flatten(0, 1).index_copy_(0, slots, k)
+    v_pages.flatten(0, 1).index_copy_(0, slots, v)
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

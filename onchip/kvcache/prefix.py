@@ -93,17 +93,17 @@ class PrefixIndex:
     def match(self, tokens: Sequence[int], root: bytes) -> Hit:
         """The longest computed prefix of a request, at most all of its tokens but one."""
         size, limit = self._page_size, len(tokens) - 1
-        words = _words(tokens)
+        ids = words(tokens)
         pages: list[int] = []
         chain = Chain(root)
         while True:
             start = len(pages) * size
-            wanted = tuple(words[start : max(start, min(start + size, limit))])
+            wanted = tuple(ids[start : max(start, min(start + size, limit))])
             page, agreed = self._nearest(chain.last, wanted)
             if agreed < size:
                 break
             pages.append(page)
-            chain.keys.append(_key(chain.last, words[start : start + size]))
+            chain.keys.append(_key(chain.last, ids[start : start + size]))
         self._count(len(tokens), start, agreed)
         source = page if agreed else None
         return Hit(tuple(pages), tuple(chain.keys), source, agreed, start + agreed)
@@ -117,12 +117,12 @@ class PrefixIndex:
         """
         size = self._page_size
         done, full = len(chain.keys), length // size
-        words = _words(tokens[done * size : full * size])
+        ids = words(tokens[done * size : full * size])
         for i in range(done, full):
             at = (i - done) * size
-            page_words = words[at : at + size]
-            self._insert(table[i], _Entry(chain.last, tuple(page_words)))
-            chain.keys.append(_key(chain.last, page_words))
+            page_ids = ids[at : at + size]
+            self._insert(table[i], _Entry(chain.last, tuple(page_ids)))
+            chain.keys.append(_key(chain.last, page_ids))
         tail = length - full * size
         if tail and self._pool.filled(table[full]) < (tail if final else 1):
             self._insert(table[full], _Entry(chain.last, tuple(tokens[full * size : length])))
@@ -174,7 +174,7 @@ class PrefixIndex:
         self.stats = Stats(a + asked, s + shared, c + copied)
 
 
-def _words(tokens: Sequence[int]) -> array:
+def words(tokens: Sequence[int]) -> array:
     """Token ids as 64-bit words, refused in a sentence if they are something else."""
     try:
         return array("q", tokens)
@@ -182,9 +182,9 @@ def _words(tokens: Sequence[int]) -> array:
         raise ValueError(f"token ids must be integers of 64 bits: {error}") from None
 
 
-def _key(parent: bytes, words: array) -> bytes:
+def _key(parent: bytes, ids: array) -> bytes:
     """Length-prefixed, so that no two histories are the same bytes."""
-    return sha256(parent + len(words).to_bytes(8, "little") + words.tobytes()).digest()
+    return sha256(parent + len(ids).to_bytes(8, "little") + ids.tobytes()).digest()
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

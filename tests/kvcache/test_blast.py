@@ -15,46 +15,6 @@ LAYERS = 2
 SALTS = ("blue", "gold")
 
 
-class LateMover:
-    """Copies that happen as late as a stream may delay them: at `run`, or when somebody waits."""
-
-    def __init__(self, plain):
-        self.plain = plain
-        self.queue = []
-
-    def move_out(self, pages, chunks):
-        return self._later(self.plain.move_out, list(pages), list(chunks))
-
-    def move_in(self, pages, chunks):
-        return self._later(self.plain.move_in, list(pages), list(chunks))
-
-    def _later(self, *copy):
-        self.queue.append(LateTransfer(self, copy))
-        return self.queue[-1]
-
-    def run(self, last=None):
-        while self.queue:
-            transfer = self.queue.pop(0)
-            transfer.copy[0](*transfer.copy[1:])
-            transfer.finished = True
-            if transfer is last:
-                return
-
-
-class LateTransfer:
-    def __init__(self, mover, copy):
-        self.mover, self.copy, self.finished = mover, copy, False
-
-    def done(self):
-        return self.finished
-
-    def wait(self):
-        if not self.finished:
-            self.mover.run(self)
-
-    synchronize = wait
-
-
 def content(salt, tokens):
     """The number that stands for keys and values at each position: it depends on all that came
     before, and on the tenant.
@@ -69,14 +29,14 @@ def content(salt, tokens):
 class Model:
     """The cache under test, and what a naive list of lists says it holds."""
 
-    def __init__(self, seed, num_pages, page_size, max_seqs, host_pages):
+    def __init__(self, late, seed, num_pages, page_size, max_seqs, host_pages):
         self.random = random.Random(seed)
         spec = Spec(LAYERS, 1, 2, 1, page_size, torch.float64)
         self.cache = KVCache(spec, num_pages, max_seqs=max_seqs)
         self.cache.pages.k.fill_(float("nan"))
         self.cache.pages.v.fill_(float("nan"))
         self.tier = HostTier(self.cache, host_pages, chunk_pages=3)
-        self.tier._mover = LateMover(self.tier._mover)
+        late(self.tier)
         self.live = {}  # sequence -> (salt, tokens)
         self.away = {}  # family -> the same, for each sequence
         self.unpublished = set()  # came home since their last commit
@@ -309,8 +269,8 @@ MOVES = {
 }
 
 
-def blast(steps, seed, **sizes):
-    model = Model(seed, **sizes)
+def blast(late, steps, seed, **sizes):
+    model = Model(late, seed, **sizes)
     evicted = model.cache.prefix._remove
 
     def forget(page):
@@ -330,8 +290,8 @@ def blast(steps, seed, **sizes):
     return model.seen
 
 
-def test_two_thousand_random_steps():
-    seen = blast(2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20)
+def test_two_thousand_random_steps(late):
+    seen = blast(late, 2_000, seed=1, num_pages=24, page_size=4, max_seqs=8, host_pages=20)
     assert all(seen.values()), f"a case never came up: {seen}"
 
 
@@ -344,8 +304,8 @@ def test_two_thousand_random_steps():
         (4, {"num_pages": 80, "page_size": 1, "max_seqs": 10, "host_pages": 60}),
     ],
 )
-def test_twenty_thousand_random_steps(seed, sizes):
+def test_twenty_thousand_random_steps(late, seed, sizes):
     """Three profiles of 8,000: page size 1 has no page that is filled in part."""
-    seen = blast(8_000, seed, **sizes)
+    seen = blast(late, 8_000, seed, **sizes)
     never = {"copied", "shared_write"} if sizes["page_size"] == 1 else set()
     assert {name for name, count in seen.items() if not count} == never, seen

@@ -1,0 +1,353 @@
+"""KVCache: attention through it is attention over the tokens, whatever is shared or copied."""
+
+import pytest
+import torch
+
+import onchip
+from onchip.kvcache import KVCache, NoRoom, Shape, Spec
+
+HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
+
+
+def make(num_pages=40, page_size=4, **options):
+    spec = Spec(LAYERS, KV_HEADS, DIM, DIM_V, page_size, torch.float64)
+    cache = KVCache(spec, num_pages, **options)
+    cache.pages.k.fill_(float("nan"))  # a slot that nobody wrote must not be read
+    cache.pages.v.fill_(float("nan"))
+    return cache
+
+
+class Toy:
+    """Attention layers over embeddings of (token, position, layer): a prefix decides its keys."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.embed = torch.randn(LAYERS, 3, VOCAB, HEADS, 8, dtype=torch.float64)
+
+    def project(self, layer, tokens, start):
+        position = torch.arange(start, start + len(tokens), dtype=torch.float64)[:, None, None]
+        q, k, v = (
+            self.embed[layer][:, torch.tensor(tokens, dtype=torch.long)] * (position + 1).cos()
+        )
+        return q, k[:, :KV_HEADS], v[:, :KV_HEADS, :DIM_V].contiguous()
+
+    def step(self, sequences):
+        """The outputs of the tokens not computed yet, layer by layer, through the cache."""
+        batch = self.cache.view(sequences)
+        outs = []
+        for layer in range(LAYERS):
+            parts = [self.project(layer, s.tokens[s.computed :], s.computed) for s in sequences]
+            q, k, v = (torch.cat(p) for p in zip(*parts, strict=True))
+            self.cache.write(layer, k, v, batch.slot_mapping)
+            out = onchip.paged_attention(
+                q,
+                *self.cache.layer(layer),
+                batch.page_table,
+                batch.cache_seqlens,
+                cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q,
+            )
+            outs.append(out)
+        for sequence in sequences:
+            self.cache.commit(sequence)
+        return torch.stack(outs).split(batch.cu_seqlens_q.diff().tolist(), dim=1)
+
+    def dense(self, tokens, count):
+        """The outputs of the last `count` tokens, from scratch."""
+        outs = []
+        for layer in range(LAYERS):
+            q, k, v = self.project(layer, tokens, 0)
+            out = onchip.attention(q[None, -count:], k[None], v[None], causal=True)
+            outs.append(out[0])
+        return torch.stack(outs)
+
+    def check(self, sequences):
+        counts = [s.length - s.computed for s in sequences]
+        for sequence, count, out in zip(sequences, counts, self.step(sequences), strict=True):
+            torch.testing.assert_close(out, self.dense(sequence.tokens, count), rtol=0, atol=1e-12)
+
+
+def start(cache, prompt, **options):
+    sequence = cache.open(prompt, **options)
+    assert cache.append(sequence, prompt[sequence.length :]) is None
+    return sequence
+
+
+def tokens(count, seed=0):
+    return torch.randint(0, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_prefill_forks_decode_and_rollback_equal_dense_attention(page_size):
+    cache = make(200, page_size)
+    toy = Toy(cache)
+    a, b = start(cache, tokens(13)), start(cache, tokens(7, seed=1))
+    toy.check([a, b])
+    forks = [cache.fork(a) for _ in range(3)]
+    everyone = [a, b, *forks]
+    for i in range(6):
+        assert cache.append_all(everyone, [[i + j] for j in range(len(everyone))]) is None
+        toy.check(everyone)
+    cache.truncate(forks[0], 14)
+    assert cache.append_all([forks[0], b], [tokens(5, seed=2), [3]]) is None
+    toy.check([b, forks[0]])  # a chunk and a decode step in one call, in any order
+    cache.check()
+    for sequence in everyone:
+        cache.free(sequence)
+    cache.check()
+    assert cache.pool.num_free == cache.pool.capacity
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 8, 15])
+def test_a_hit_is_attended_to(length):
+    """MinivLLM #98: a hit was accepted, then prefill ignored the cached keys. nano-vllm #144: a
+    prompt of whole pages.
+    """
+    cache = make()
+    toy = Toy(cache)
+    first = start(cache, tokens(length))
+    toy.check([first])
+    second = start(cache, tokens(length))
+    assert second.hit_tokens == length - 1
+    toy.check([second])
+    third = start(cache, tokens(length) + [1, 2, 3])
+    assert third.hit_tokens == length
+    toy.check([third])
+    cache.check()
+
+
+def test_a_copied_start_of_a_page_belongs_to_the_copier():
+    cache = make()
+    toy = Toy(cache)
+    first = start(cache, tokens(10))
+    toy.check([first])
+    second = start(cache, tokens(10)[:6] + [1, 2])
+    assert (second.hit_tokens, second.copied_tokens) == (6, 2)
+    assert second.table[0] == first.table[0] and second.table[1] != first.table[1]
+    toy.check([second])
+    cache.append_all([first, second], [[1], [2]])
+    toy.check([first, second])
+
+
+def test_preempted_and_found_again():
+    """nano-vllm #211, #233: lengths taken before the hit gave slots that were not there."""
+    cache = make(12)
+    toy = Toy(cache)
+    prompt = tokens(14)
+    sequence = start(cache, prompt)
+    toy.check([sequence])
+    cache.append(sequence, [1, 2, 3])
+    toy.check([sequence])
+    cache.free(sequence)
+    again = start(cache, [*prompt, 1, 2, 3, 4])
+    assert again.hit_tokens == 17
+    assert cache.view([again]).slot_mapping.tolist() == [again.table[4] * 4 + 1]
+    toy.check([again])
+
+
+def test_cancelled_before_it_was_computed_leaves_nothing_to_find():
+    """ROCm/ATOM #902: what was reserved is not what was written."""
+    cache = make()
+    sequence = start(cache, tokens(11))
+    cache.free(sequence)
+    assert cache.open(tokens(11)).hit_tokens == 0
+    assert cache.pool.num_cached == 0
+
+
+def test_salts_share_nothing_and_one_salt_does():
+    cache = make()
+    first = start(cache, tokens(9), salt="alice")
+    Toy(cache).check([first])
+    assert cache.open(tokens(9), salt="alice").hit_tokens == 8
+    assert cache.open(tokens(9), salt="bob").hit_tokens == 0
+    assert cache.open(tokens(9)).hit_tokens == 0
+
+
+def test_reuse_can_be_off():
+    cache = make(prefix_reuse=False)
+    first = start(cache, tokens(9))
+    Toy(cache).check([first])
+    cache.free(first)
+    assert cache.open(tokens(9)).hit_tokens == 0 and cache.pool.num_cached == 0
+
+
+def test_cached_pages_count_as_free_until_they_are_hit():
+    """vllm's test_prefill_not_enough_free_blocks_with_computed_blocks: a hit uses free pages up."""
+    cache = make(6)
+    first = start(cache, tokens(12))
+    Toy(cache).check([first])
+    cache.free(first)
+    assert cache.pool.num_free == 5
+    second = cache.open(tokens(12) + [1] * 8)
+    assert second.hit_tokens == 12 and cache.pool.num_free == 2
+    third = cache.open()
+    assert cache.reserve(third, 5) is None
+    assert cache.append(second, [1] * 8) == NoRoom(2, 0)
+    cache.free(third)
+    assert cache.append(second, [1] * 8) is None
+    cache.check()
+
+
+def test_a_copy_that_finds_no_page_is_not_made():
+    cache = make(4)
+    first = start(cache, tokens(12))
+    Toy(cache).check([first])
+    second = cache.open(tokens(12)[:6] + [1, 2])
+    assert (second.hit_tokens, second.copied_tokens) == (4, 0)
+    cache.check()
+
+
+def test_tokens_without_ids_are_never_published():
+    cache = make()
+    sequence = start(cache, tokens(6))
+    Toy(cache).check([sequence])
+    assert cache.reserve(sequence, 3) is None
+    assert cache.append(sequence, [1, 2]) is None
+    cache.commit(sequence)
+    assert sequence.length == 11 and len(sequence.tokens) == 6
+    cache.free(sequence)
+    assert cache.open(tokens(6) + [1, 2]).hit_tokens == 6
+
+
+def test_empty_prompts_and_batches_are_served():
+    """vllm #7632: an empty prompt stopped the engine."""
+    cache = make()
+    empty = cache.open([])
+    batch = cache.view([empty])
+    assert batch.cache_seqlens.tolist() == [0] and batch.slot_mapping.numel() == 0
+    assert batch.cu_seqlens_q.tolist() == [0, 0] and batch.max_seqlen_q == 0
+    assert cache.view([]).page_table.shape == (0, 1)
+    assert cache.append(empty, [1]) is None
+    Toy(cache).check([empty])
+
+
+def test_rows_run_out_as_an_answer():
+    cache = make(max_seqs=2)
+    a, _ = start(cache, tokens(3)), cache.open()
+    Toy(cache).check([a])
+    assert cache.open() == NoRoom(1, 0, "sequences")
+    assert cache.fork(a) == NoRoom(1, 0, "sequences")
+    cache.free(a)
+    assert not isinstance(cache.open(), NoRoom)
+
+
+def test_the_view_is_int32_aligned_and_never_looks_past_the_pages():
+    cache = make(40, 4, max_seqlen=100)
+    a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
+    batch = cache.view([b, a])
+    assert {t.dtype for t in batch[:4]} == {torch.int32}
+    assert all(t.data_ptr() % 128 == batch.buffer.data_ptr() % 128 for t in batch[:4])
+    assert batch.page_table.shape == (2, 3) and batch.page_table[1].tolist() == list(a.table.pages)
+    assert batch.slot_mapping.tolist()[:2] == [b.table[0] * 4, b.table[0] * 4 + 1]
+    assert batch.cu_seqlens_q.tolist() == [0, 2, 11] and batch.max_seqlen_q == 9
+
+
+def test_a_static_batch_is_refilled_in_place():
+    cache = make()
+    toy = Toy(cache)
+    a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
+    static = cache.static_batch(Shape(num_seqs=3, num_tokens=12, max_pages=5, max_seqlen_q=9))
+    where = static.buffer.data_ptr()
+    assert cache.view([a, b], out=static) is static and static.buffer.data_ptr() == where
+    exact = cache.view([a, b])
+    assert static.cache_seqlens.tolist() == [9, 2, 0]
+    assert static.cu_seqlens_q.tolist() == [0, 9, 11, 11]
+    assert static.slot_mapping.tolist() == [*exact.slot_mapping.tolist(), -1]
+    toy.check([a, b])
+    cache.append(b, [5])
+    cache.view([b], out=static)
+    assert static.cache_seqlens.tolist() == [3, 0, 0] and static.max_seqlen_q == 9
+    assert static.slot_mapping.tolist() == [b.table[0] * 4 + 2] + [-1] * 11
+    cache.append(a, tokens(12))
+    with pytest.raises(ValueError, match="the batch has num_tokens=12, these sequences need 13"):
+        cache.view([a, b], out=static)
+
+
+def test_slots_of_minus_one_write_nothing():
+    cache = make()
+    sequence = start(cache, tokens(2))
+    k, v = torch.ones(3, KV_HEADS, DIM).double(), torch.ones(3, KV_HEADS, DIM_V).double()
+    slots = torch.tensor([sequence.table[0] * 4, -1, sequence.table[0] * 4 + 1], dtype=torch.int32)
+    cache.write(1, k, v, slots)
+    written = ~cache.pages.k.isnan().all(-1).all(-1)
+    assert written[:, 1:].nonzero().tolist() == [[1, 0, 0], [1, 0, 1]], "of all pages but the null"
+
+
+def refused(cache, match, call, *args, **options):
+    """One clear error, and nothing has changed."""
+    pool = cache.pool
+    before = [list(a) for a in (pool._refs, pool._blank, cache.host_table.free_rows)]
+    with pytest.raises(ValueError, match=match):
+        call(*args, **options)
+    assert before == [list(a) for a in (pool._refs, pool._blank, cache.host_table.free_rows)]
+    cache.check()
+
+
+def test_misuse_is_refused_and_changes_nothing():
+    cache, other = make(max_seqlen=20), make()
+    sequence, foreign = start(cache, tokens(6)), start(other, tokens(3))
+    freed = cache.open()
+    cache.free(freed)
+    refused(cache, "freed already", cache.free, freed)
+    refused(cache, "freed already", cache.append, freed, [1])
+    refused(cache, "freed already", cache.view, [sequence, freed])
+    refused(cache, "another cache", cache.view, [foreign])
+    refused(cache, "6 tokens are not computed yet", cache.fork, sequence)
+    refused(cache, "cannot commit length=7", cache.commit, sequence, 7)
+    refused(cache, "between 0 and the table's 6", cache.truncate, sequence, 7)
+    refused(cache, "no table twice", cache.append_all, [sequence, sequence], [[1], [1]])
+    refused(cache, "must be as many", cache.append_all, [sequence], [[1], [1]])
+    refused(cache, "cannot be -2", cache.reserve, sequence, -2)
+    refused(cache, "token ids must be integers", cache.open, ["a"])
+    refused(cache, "token ids must be integers", cache.append, sequence, ["a"])
+
+
+def test_what_can_never_fit_is_refused_at_the_door():
+    """vllm #39734, #40302: admitted, it waits for ever or stops the engine."""
+    cache = make(max_seqlen=20)
+    sequence = start(cache, tokens(6))
+    refused(cache, "21 tokens exceed the cache's max_seqlen=20", cache.open, tokens(21))
+    refused(cache, "21 tokens exceed", cache.append, sequence, tokens(15))
+    assert make(num_pages=3).max_seqlen == 8
+
+
+def test_writes_are_checked():
+    cache = make()
+    a = start(cache, tokens(6))
+    slots = cache.view([a]).slot_mapping
+    k, v = torch.zeros(6, KV_HEADS, DIM).double(), torch.zeros(6, KV_HEADS, DIM_V).double()
+    refused(cache, "layer=2 must lie in", cache.write, 2, k, v, slots)
+    refused(cache, r"k must be \(6, 2, 8\)", cache.write, 0, k[:5], v, slots)
+    refused(cache, "v must be .* torch.float64", cache.write, 0, k, v.float(), slots)
+    refused(cache, "slot_mapping must be torch.int32", cache.write, 0, k, v, slots.long())
+    refused(cache, "on meta", cache.write, 0, k, v.to("meta"), slots)
+    refused(cache, "points to page 0", cache.write, 0, k, v, slots * 0)
+    refused(cache, "points to page 40", cache.write, 0, k, v, slots * 0 + 160)
+    refused(cache, "points to page -1", cache.write, 0, k, v, slots * 0 - 2)
+    refused(cache, "which 0 tables hold", cache.write, 0, k, v, slots + 40)
+    cache.commit(a)
+    cache.fork(a)
+    refused(cache, "which 2 tables hold", cache.write, 0, k, v, slots)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"head_dim": 257}, "exceed 256"),
+        ({"page_size": 12}, "power of two"),
+        ({"page_size": 512}, "power of two"),
+        ({"dtype": torch.int8}, "torch.int8 is not one of"),
+    ],
+)
+def test_specs_are_checked(change, match):
+    with pytest.raises(ValueError, match=match):
+        Spec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8} | change)
+
+
+def test_bytes_of_a_page():
+    """GQA 8 heads, D 128, bf16, 32 layers, page 16: 2 MiB."""
+    spec = Spec(32, 8, 128)
+    assert spec.page_bytes == 2 * 2**20 and spec.pages_in(2**30) == 512
+    with pytest.raises(ValueError, match="do not fit into int32"):
+        KVCache(Spec(1, 1, 1, page_size=256), 2**23)
