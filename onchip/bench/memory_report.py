@@ -292,6 +292,7 @@ def plot(path: Path) -> None:
         for axes, name in zip(panels, DRAWN, strict=True):
             _panel(axes, name)
             axes.set_xlim(0, DRAWN_STEPS)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
         figure.supxlabel("steps", fontsize=10, color=GREY)
         figure.supylabel("GiB of cache", fontsize=10, color=GREY)
         handles, labels = next(iter(figure.axes)).get_legend_handles_labels()
@@ -302,7 +303,8 @@ def plot(path: Path) -> None:
 
 def _panel(axes: Any, name: str) -> None:
     usage = simulate(ALLOCATORS[name](MODEL.slots(40)), CHAT, LIFETIMES[40], sample_every=50)
-    steps, samples = zip(*(x for x in usage.timeline if x[0] <= DRAWN_STEPS), strict=True)
+    drawn = [x for x in usage.timeline if x[0] <= 1.1 * DRAWN_STEPS]  # past the edge
+    steps, samples = zip(*drawn, strict=True)
     gib = lambda part: [getattr(s, part) * MODEL.token_bytes / GIB for s in samples]
     layers = [gib(part) for part in PARTS]
     axes.stackplot(steps, layers, labels=PARTS, colors=COLOURS.values(), linewidth=0)
