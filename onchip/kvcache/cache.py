@@ -32,6 +32,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival",
         "cache",
         "chain",
         "computed",
@@ -40,7 +41,6 @@ class Sequence:
         "row",
         "table",
         "tokens",
-        "arrival",
     )
 
     def __init__(self, cache: "KVCache", table: Table, tokens: list[int], chain: Chain, row: int):
@@ -89,7 +89,7 @@ class KVCache:
         self.prefix = PrefixIndex(self.pool)
         self.prefix_reuse = prefix_reuse
         width = -(-self.max_seqlen // spec.page_size)
-        self.host_table = HostTable(max_seqs, width, pinned=self.device.type == "cuda")
+        self.host_table = HostTable(max_seqs, width)
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +117,7 @@ class KVCache:
         return sequence
 
     def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:
-        """Slots for more tokens. None if they are there."""
+        """Slots for more tokens, to be computed next. None if they are there."""
         return self.append_all([sequence], [tokens])
 
     def append_all(
@@ -215,6 +215,18 @@ class KVCache:
         self.pool.check()
         self.prefix.check()
 
+    def resident(self, sequence: Sequence) -> Table:
+        """The table of a sequence on the device; what is queued from now on sees its pages."""
+        if sequence.cache is not self:
+            raise ValueError("a sequence of another cache")
+        if sequence.row is None:
+            gone = sequence.table not in self.pool.tables
+            raise ValueError(f"the sequence was {'freed already' if gone else 'swapped out'}")
+        if sequence.arrival is not None:
+            sequence.arrival.wait()
+            sequence.arrival = None
+        return sequence.table
+
     def unseat(self, sequence: Sequence) -> None:
         """The sequence leaves the host table."""
         if sequence.row is not None:
@@ -262,18 +274,6 @@ class KVCache:
         tables = [self.resident(s) for s in sequences]
         lengths = [t.length for t in tables]
         return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
-
-    def resident(self, sequence: Sequence) -> Table:
-        """The table of a sequence that can be used now."""
-        if sequence.cache is not self:
-            raise ValueError("a sequence of another cache")
-        if sequence.row is None:
-            gone = sequence.table not in self.pool.tables
-            raise ValueError(f"the sequence was {'freed already' if gone else 'swapped out'}")
-        if sequence.arrival is not None:
-            sequence.arrival.wait()
-            sequence.arrival = None
-        return sequence.table
 
     def _check_fits(self, length: int) -> None:
         if length > self.max_seqlen:

@@ -193,8 +193,8 @@ class _Chunks:
 
     def __init__(self, pages: Pages, chunk_pages: int, num_chunks: int):
         rows = _wide([pages.k.flatten(2), pages.v.flatten(2)])
-        self._rows = [t.transpose(0, 1) for t in rows]  # (num_pages, num_layers, row)
-        self._page_shapes = [t.shape[1:] for t in self._rows]
+        self.rows = [t.transpose(0, 1) for t in rows]  # (num_pages, num_layers, row)
+        self._page_shapes = [t.shape[1:] for t in self.rows]
         self._chunk_pages = chunk_pages
         self._page_size = sum(map(math.prod, self._page_shapes))
         self.host = torch.empty(
@@ -211,12 +211,12 @@ class _Chunks:
 
     def gather(self, ids: Tensor, packed: Tensor) -> None:
         """Pages into one piece of memory on their device."""
-        for rows, part in zip(self._rows, self._split(packed, len(ids)), strict=True):
+        for rows, part in zip(self.rows, self._split(packed, len(ids)), strict=True):
             torch.index_select(rows, 0, ids, out=part)
 
     def scatter(self, ids: Tensor, packed: Tensor) -> None:
         """And back."""
-        for rows, part in zip(self._rows, self._split(packed, len(ids)), strict=True):
+        for rows, part in zip(self.rows, self._split(packed, len(ids)), strict=True):
             rows.index_copy_(0, ids, part)
 
     def _split(self, packed: Tensor, count: int) -> list[Tensor]:
@@ -290,6 +290,9 @@ class _Lanes:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         host = chunks.host
         self._staging = torch.empty((2, host.shape[1]), dtype=host.dtype, device=device)
+        for stream in self._streams:  # memory that outlives its last use on these streams
+            for used in (self._staging, *chunks.rows):
+                used.record_stream(stream)
 
     def move_out(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
         for ids, host, staged, stream in self._lanes(pages, chunks):

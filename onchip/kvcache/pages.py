@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -100,13 +101,18 @@ class Pages:
         _scatter(k, v, k_pages, v_pages, slot_mapping)
 
     def copy(self, copies: Sequence[Copy]) -> None:
-        """Page copies of all layers at once; every source is read before any page is written."""
+        """Page copies of all layers at once. No page is the target of two, or of one and the source
+        of another: the pool copies to pages it has just taken.
+        """
         if not copies:
             return
         pairs = to_device(torch.tensor(copies), self.k.device)
-        source, target = pairs.unbind(1)
         for pages in (self.k, self.v):
-            pages.index_copy_(1, target, pages.index_select(1, source))
+            if kernel := _kernel(pages.device):
+                kernel.copy_pages(pages, pairs)
+            else:
+                source, target = pairs.unbind(1)
+                pages.index_copy_(1, target, pages.index_select(1, source))
 
     def _check_write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         spec, count = self.spec, slot_mapping.shape[0] if slot_mapping.dim() == 1 else -1
@@ -134,14 +140,20 @@ class Pages:
 
 
 def _scatter(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
-    """One kernel for both where Triton runs."""
-    if k_pages.is_cuda and device_info(k_pages.device).has_triton:
-        kernel = import_module("onchip.kernels.triton.kv_write")
+    if kernel := _kernel(k_pages.device):
+        k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
         kernel.write(k, v, k_pages, v_pages, slot_mapping)
         return
     slots = slot_mapping.long().clamp(min=0)  # -1 goes to the null page, which nobody reads
     k_pages.flatten(0, 1).index_copy_(0, slots, k)
     v_pages.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def _kernel(device: torch.device) -> ModuleType | None:
+    """The module that writes and copies in one launch, where Triton runs."""
+    if device.type != "cuda" or not device_info(device).has_triton:
+        return None
+    return import_module("onchip.kernels.triton.kv_write")
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

@@ -115,8 +115,6 @@ class Pool:
         """Leading slots of the page that a cached prefix relies on; 0 if none does."""
         return self._filled[self._known(page)]
 
-    # -- tables
-
     def alloc(self, num_tokens: int = 0) -> Table | NoRoom:
         """A new table with slots for num_tokens."""
         need = self._pages_for(num_tokens)
@@ -128,20 +126,11 @@ class Pool:
         """Slots for num_tokens more, about to be written. If the last page has room and is shared,
         the table gets a copy of it: the answer holds the page copy to perform first.
         """
-        pages = self._held(table)
-        length = table._length
-        need = self._pages_for(length + num_tokens, num_tokens) - len(pages)
-        cuts = num_tokens and length % self.page_size
-        shared = cuts and self._refs[pages[-1]] > 1
-        if need + shared > len(self._blank) + self._num_cached:
-            return NoRoom(need + bool(shared), self.num_free)
-        copies = self._own(pages, (len(pages) - 1,)) if shared else []
-        if cuts:
-            self._overwrite(pages[-1], cuts)
-        if need:
-            pages += self._take(need)
-        table._length = length + num_tokens
-        return copies
+        need, tail = self._growth(table, num_tokens)
+        pages = need + (self._refs[tail] > 1)
+        if pages > len(self._blank) + self._num_cached:
+            return NoRoom(pages, self.num_free)
+        return self._grow(table, num_tokens, need, tail)
 
     def extend_all(self, tables: Sequence[Table], num_tokens: Sequence[int]) -> list[Copy] | NoRoom:
         """`extend` for many tables, all or none."""
@@ -149,20 +138,16 @@ class Pool:
             raise ValueError(
                 f"{len(tables)} tables and {len(num_tokens)} counts must be as many, no table twice"
             )
-        need = 0
-        tails: Counter[int] = Counter()
-        for table, count in zip(tables, num_tokens, strict=True):
-            pages = self._held(table)
-            need += self._pages_for(table._length + count, count) - len(pages)
-            if count and table._length % self.page_size:
-                tails[pages[-1]] += 1
-        # Of k writers to one page, the last holder stays where it is.
-        need += sum(min(k, self._refs[page] - 1) for page, k in tails.items())
-        if need > self.num_free:
-            return NoRoom(need, self.num_free)
+        growth = list(map(self._growth, tables, num_tokens))
+        writers = Counter(tail for _, tail in growth if self._refs[tail] > 1)
+        # Of those who write to one page, its last holder stays where it is.
+        copied = sum(min(count, self._refs[page] - 1) for page, count in writers.items())
+        pages = copied + sum(need for need, _ in growth)
+        if pages > self.num_free:
+            return NoRoom(pages, self.num_free)
         copies: list[Copy] = []
-        for table, count in zip(tables, num_tokens, strict=True):
-            copies += self.extend(table, count)  # pyright: ignore[reportOperatorIssue]
+        for table, count, (need, tail) in zip(tables, num_tokens, growth, strict=True):
+            copies += self._grow(table, count, need, tail)
         return copies
 
     def write(self, table: Table, start: int, stop: int) -> list[Copy] | NoRoom:
@@ -210,8 +195,6 @@ class Pool:
         pages, table._pages, table._length = table._pages, [], 0
         self._release([page for page in pages if page > 0] if table._away else pages)
 
-    # -- cached prefixes
-
     def watch(self, on_forget: Callable[[int], None]) -> None:
         """Call on_forget(page) when a cached page is taken or overwritten."""
         self._on_forget = on_forget
@@ -245,12 +228,13 @@ class Pool:
                 f"cannot graft {num_tokens=} of page {source}, which caches {self.filled(source)},"
                 f" to a table of {table._length} tokens"
             )
-        self._pin(source)  # or it might itself be taken for the copy
-        grown = self.extend(table, num_tokens)
+        free = self.num_free - (not self._refs[source])  # it must not be taken for its own copy
+        if not free:
+            return NoRoom(1, free)
+        self._pin(source)
+        self._grow(table, num_tokens, 1, 0)
         self._release([source])
-        return grown if isinstance(grown, NoRoom) else [(source, pages[-1])]
-
-    # -- pages that go elsewhere and come back
+        return [(source, pages[-1])]
 
     def exclusive(self, tables: Iterable[Table]) -> list[int]:
         """The pages that these tables and no others hold, each once."""
@@ -282,8 +266,6 @@ class Pool:
                     self._refs[fresh[~page]] += 1
         return fresh
 
-    # -- the laws
-
     def check(self) -> None:
         """Raise AssertionError unless every page is null, free once or held, reference counts equal
         the tables that hold a page, and both directions of the list agree.
@@ -312,8 +294,6 @@ class Pool:
         _law(len(pages) == self._num_cached, "the counter of the list")
         return pages
 
-    # -- inside
-
     def _pages_for(self, length: int, num_tokens: int = 0) -> int:
         if length < 0 or num_tokens < 0:
             raise ValueError(f"a number of tokens cannot be {min(length, num_tokens)}")
@@ -323,6 +303,24 @@ class Pool:
                 f"{length} tokens need {pages} pages, the pool has {self.capacity} in all"
             )
         return pages
+
+    def _growth(self, table: Table, num_tokens: int) -> tuple[int, int]:
+        """(pages to add, the last page if it has room and so is written, else 0)"""
+        pages = self._held(table)
+        length = table._length
+        need = self._pages_for(length + num_tokens, num_tokens) - len(pages)
+        return need, (pages[-1] if num_tokens and length % self.page_size else 0)
+
+    def _grow(self, table: Table, num_tokens: int, need: int, tail: int) -> list[Copy]:
+        pages, copies = table._pages, []
+        if tail:
+            if self._refs[tail] > 1:
+                copies = self._own(pages, (len(pages) - 1,))
+            self._overwrite(pages[-1], table._length % self.page_size)
+        if need:
+            pages += self._take(need)
+        table._length += num_tokens
+        return copies
 
     def _register(self, pages: list[int], length: int) -> Table:
         table = Table(self, pages, length)
@@ -351,9 +349,9 @@ class Pool:
             page = blank.pop()
             self._refs[page] = 1
             return [page]
-        cut = len(blank) - count
-        pages = blank[cut:] if cut >= 0 else blank[:]
-        del blank[max(cut, 0) :]
+        cut = max(0, len(blank) - count)
+        pages = blank[cut:]
+        del blank[cut:]
         pages.reverse()
         while len(pages) < count:
             page = self._next[0]

@@ -78,6 +78,7 @@ class PrefixIndex:
         self._entries: dict[int, _Entry] = {}
         # key -> (tokens, page) of the pages that follow, sorted: what starts most alike is adjacent
         self._after: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        self._epoch = 0
         self.stats = Stats()
         pool.watch(self._remove)
 
@@ -85,10 +86,10 @@ class PrefixIndex:
         return len(self._entries)
 
     def root(self, salt: str = "") -> bytes:
-        """The start of every chain under this salt."""
+        """The start of every chain under this salt, until the next `clear`."""
         secret = salt.encode()
-        sizes = array("q", (self._page_size, len(secret))).tobytes()
-        return sha256(_ROOT + sizes + secret).digest()
+        numbers = array("q", (self._page_size, self._epoch, len(secret))).tobytes()
+        return sha256(_ROOT + numbers + secret).digest()
 
     def match(self, tokens: Sequence[int], root: bytes) -> Hit:
         """The longest computed prefix of a request, at most all of its tokens but one."""
@@ -128,7 +129,10 @@ class PrefixIndex:
             self._insert(table[full], _Entry(chain.last, tuple(tokens[full * size : length])))
 
     def clear(self) -> None:
-        """Forget everything (new weights, say); cached free pages go blank."""
+        """Forget everything (new weights, say); cached free pages go blank. What sequences publish
+        that were there before is never found.
+        """
+        self._epoch += 1
         for page in list(self._entries):
             self._remove(page)
             self._pool.keep(page, 0)

@@ -91,8 +91,9 @@ class Model:
     def least_hit(self, prompt, salt):
         """Full pages that a live sequence has committed must be found."""
         best, size = 0, self.cache.spec.page_size
-        for sequence, (other_salt, tokens) in self.live.items():
-            if salt == other_salt and sequence not in self.unpublished:
+        for sequence, (_, tokens) in self.live.items():
+            findable = sequence.chain.root == self.cache.prefix.root(salt)
+            if findable and sequence not in self.unpublished:
                 pairs = zip(prompt[:-1], tokens[: sequence.computed], strict=False)
                 common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
                 common = min(len(prompt) - 1, sequence.computed) if common is None else common
@@ -128,7 +129,7 @@ class Model:
             self.cache.write(layer, k, -values[:, None, None] - layer, batch.slot_mapping)
         for sequence in chosen:
             if self.random.random() < 0.9:
-                self.learn(self.live[sequence][0], list(self.live[sequence][1]))
+                self.learn(sequence)
                 length = self.random.choice((None, sequence.computed, sequence.length))
                 self.cache.commit(sequence, length)
                 self.unpublished.discard(sequence)
@@ -161,9 +162,6 @@ class Model:
     def clear(self):
         if self.random.random() < 0.05:
             self.cache.prefix.clear()
-            self.unpublished.update(self.live)
-            for sequence in self.live:
-                sequence.chain.keys.clear()
 
     def swap_out(self):
         if not self.live:
@@ -231,12 +229,12 @@ class Model:
             expected = content(salt, [*before, *entry.tokens])[len(before) :]
             assert torch.equal(self.cache.layer(0)[0][page, : len(expected), 0, 0], expected)
 
-    def learn(self, salt, tokens):
+    def learn(self, sequence):
         """The key of each history of full pages, by the definition."""
-        index, size = self.cache.prefix, self.cache.spec.page_size
-        key = index.root(salt)
+        salt, tokens = self.live[sequence]
+        size, key = self.cache.spec.page_size, sequence.chain.root
         for start in range(0, len(tokens) + 1, size):
-            self.histories[key] = salt, tokens[:start]
+            self.histories[key] = salt, tokens[:start].copy()
             page = array("q", tokens[start : start + size])
             key = sha256(key + array("q", [len(page)]).tobytes() + page.tobytes()).digest()
 

@@ -263,6 +263,16 @@ def test_a_static_batch_is_refilled_in_place():
         cache.view([a, b], out=static)
 
 
+def test_a_transposed_key_is_written_as_it_reads():
+    cache = make()
+    sequence = start(cache, tokens(5))
+    k, v = torch.randn(KV_HEADS, DIM, 5).double(), torch.randn(KV_HEADS, DIM_V, 5).double()
+    k, v = k.permute(2, 0, 1), v.permute(2, 0, 1)
+    cache.write(0, k, v, cache.view([sequence]).slot_mapping)
+    slots = cache.view([sequence]).slot_mapping.long()
+    assert torch.equal(cache.layer(0)[0].flatten(0, 1)[slots], k)
+
+
 def test_slots_of_minus_one_write_nothing():
     cache = make()
     sequence = start(cache, tokens(2))

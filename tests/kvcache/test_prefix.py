@@ -202,6 +202,19 @@ def test_clear_forgets_and_frees():
     index.check()
 
 
+def test_what_was_computed_before_a_clear_is_never_found():
+    """New weights: a sequence that lives on must not hand its old keys and values to others."""
+    pool, index = setup()
+    tokens, chain = list(range(8)), Chain(index.root())
+    table = pool.alloc(8)
+    index.publish(table, tokens, 4, chain)
+    index.clear()
+    index.publish(table, tokens, 8, chain, final=True)
+    assert match(index, list(range(9))).tokens == 0
+    publish(pool, index, tokens)
+    assert match(index, list(range(9))).tokens == 8
+
+
 @pytest.mark.parametrize("tokens", [["a", "b"], [1.5, 2], [2**63, 1], [None, 1]])
 def test_tokens_are_integers(tokens):
     _, index = setup()

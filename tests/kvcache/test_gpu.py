@@ -1,0 +1,225 @@
+"""On a GPU: bytes come back, copies run beside the computation and at the speed of the link."""
+
+from itertools import pairwise
+from time import perf_counter
+
+import pytest
+import torch
+
+import onchip
+from onchip.kvcache import HostTier, KVCache, NoRoom, Shape, Spec
+from onchip.kvcache.host import Place
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+
+
+def make(num_pages=64, page_size=16, num_layers=3, **options):
+    spec = Spec(num_layers, KV_HEADS, DIM, page_size=page_size, device="cuda")
+    cache = KVCache(spec, num_pages, **options)
+    cache.pages.k.fill_(float("nan"))
+    cache.pages.v.fill_(float("nan"))
+    return cache
+
+
+def step(cache, sequences):
+    """Random keys and values for what is not computed: (k, v) per sequence, (layers, new, ...)."""
+    batch, spec = cache.view(sequences), cache.spec
+    shape = (spec.num_layers, len(batch.slot_mapping), KV_HEADS, DIM)
+    k, v = (torch.randn(shape, dtype=spec.dtype, device="cuda") for _ in range(2))
+    for layer in range(spec.num_layers):
+        cache.write(layer, k[layer], v[layer], batch.slot_mapping)
+    for sequence in sequences:
+        cache.commit(sequence)
+    cuts = batch.cu_seqlens_q.tolist()
+    return [(k[:, a:b], v[:, a:b]) for a, b in pairwise(cuts)]
+
+
+def start(cache, count, first=0):
+    sequence = cache.open(list(range(first, first + count)))
+    assert cache.append(sequence, list(range(first + sequence.length, first + count))) is None
+    return sequence
+
+
+def read(cache, sequence):
+    pages = torch.tensor(sequence.table.pages, device="cuda")
+    return [t[:, pages].flatten(1, 2)[:, : sequence.length] for t in (cache.pages.k, cache.pages.v)]
+
+
+def same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_bytes_written_are_bytes_read_through_forks_and_copies(page_size):
+    cache = make(400 if page_size == 1 else 64, page_size)
+    parent = start(cache, 37)
+    (wrote,) = step(cache, [parent])
+    same(read(cache, parent), wrote)
+    child = cache.fork(parent)
+    assert cache.append_all([parent, child], [[1], [2]]) is None
+    for sequence, new in zip((parent, child), step(cache, [parent, child]), strict=True):
+        same(read(cache, sequence), [torch.cat(x, 1) for x in zip(wrote, new, strict=True)])
+    again = start(cache, 37)
+    assert again.hit_tokens == 36
+    same([t[:, :36] for t in read(cache, again)], [t[:, :36] for t in wrote])
+    cache.check()
+
+
+def test_padding_writes_nothing():
+    cache = make()
+    sequence = start(cache, 3)
+    (wrote,) = step(cache, [sequence])
+    slots = torch.full((5,), -1, dtype=torch.int32, device="cuda")
+    cache.write(0, *torch.ones(2, 5, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda"), slots)
+    same(read(cache, sequence), wrote)
+    assert cache.pages.k[:, 2:].isnan().all()
+
+
+def test_values_are_checked_where_asked():
+    cache = make()
+    start(cache, 3)
+    slots = torch.full((1,), 999_999, dtype=torch.int32, device="cuda")
+    k = torch.ones(1, KV_HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    with onchip.checks(True), pytest.raises(ValueError, match="points to page"):
+        cache.write(0, k, k, slots)
+
+
+def test_a_graph_is_replayed_over_a_static_batch():
+    """Two steps of different sequences and lengths through one captured graph."""
+    cache = make()
+    sequences = [start(cache, n, first) for n, first in ((37, 0), (5, 100), (64, 200))]
+    step(cache, sequences)
+    static = cache.static_batch(Shape(num_seqs=4, num_tokens=4, max_pages=8, max_seqlen_q=1))
+    q, k, v = (
+        torch.randn(4, heads, DIM, dtype=torch.bfloat16, device="cuda")
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+
+    def layer():
+        cache.write(0, k, v, static.slot_mapping)
+        return onchip.paged_attention(
+            q,
+            *cache.layer(0),
+            static.page_table,
+            static.cache_seqlens,
+            cu_seqlens_q=static.cu_seqlens_q,
+            max_seqlen_q=1,
+        )
+
+    def prepare(chosen):
+        assert cache.append_all(chosen, [[7]] * len(chosen)) is None
+        cache.view(chosen, out=static)
+
+    prepare(sequences)
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+    for chosen in (sequences, sequences[:1], sequences[1:]):
+        for sequence in sequences:
+            cache.truncate(sequence, sequence.computed)
+        prepare(chosen)
+        graph.replay()
+        for row, sequence in enumerate(chosen):
+            rows = slice(row, row + 1)
+            keys, values = (t[0][None] for t in read(cache, sequence))
+            onchip.testing.assert_accurate(out[None, rows].clone(), q[None, rows], keys, values)
+
+
+def test_a_family_comes_back_while_the_device_computes():
+    cache = make(num_pages=40)
+    tier = HostTier(cache, 30, chunk_pages=4)
+    a = start(cache, 150)
+    step(cache, [a])
+    b = cache.fork(a)
+    assert cache.append_all([a, b], [[1], [2]]) is None
+    step(cache, [a, b])
+    cache.prefix.clear()
+    expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
+    busy(20)
+    family = tier.swap_out([a, b])
+    assert family.place is Place.LEAVING, "the copy waits for what is queued, the host does not"
+    tier.synchronize()
+    assert family.place is Place.AWAY and cache.pool.num_free == cache.pool.capacity
+    cache.pages.k.fill_(float("nan"))
+    cache.pages.v.fill_(float("nan"))
+    busy(20)
+    assert tier.swap_in(family) is None
+    for sequence, data in zip((a, b), expected, strict=True):
+        cache.resident(sequence)
+        same(read(cache, sequence), data)
+    tier.synchronize()
+    assert tier.num_free == tier.capacity
+    cache.check()
+
+
+def busy(milliseconds):
+    """Work on the current stream, about 1 ms each."""
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    for _ in range(milliseconds * 4):
+        x @ x
+
+
+def seconds(work, times=5):
+    """The least of several runs, with the device idle before and after."""
+    best = float("inf")
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start_s = perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, perf_counter() - start_s)
+    return best
+
+
+def swap_rates(num_tokens=16_384, num_layers=32):
+    """GB/s of a swap and of a plain copy of 256 MiB from and to pinned memory, out and in, for one
+    sequence of 8 heads, D 128, bf16; and the time of a swap out beside computation over the longer
+    of the two alone.
+    """
+    spec = Spec(num_layers, 8, 128, device="cuda")
+    num_pages = -(-num_tokens // spec.page_size)
+    cache = KVCache(spec, num_pages + 1)
+    tier = HostTier(cache, num_pages)
+    sequence = cache.open()
+    assert not isinstance(cache.reserve(sequence, num_tokens), NoRoom)
+    device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    link = [seconds(lambda: host.copy_(device, non_blocking=True))]
+    link.append(seconds(lambda: device.copy_(host, non_blocking=True)))
+    swap, beside = [float("inf")] * 2, float("inf")
+    compute = seconds(lambda: busy(40))
+    for _ in range(4):
+        swap = list(map(min, swap, _round_trip(tier, sequence, lambda: None)))
+        beside = min(beside, _round_trip(tier, sequence, lambda: busy(40))[0])
+    rates = [num_pages * spec.page_bytes / s / 1e9 for s in swap]
+    names = ("link_out", "link_in", "swap_out", "swap_in")
+    speeds = dict(zip(names, [2**28 / s / 1e9 for s in link] + rates, strict=True))
+    return speeds | {"beside": beside / max(swap[0], compute)}
+
+
+def _round_trip(tier, sequence, meanwhile):
+    """(seconds out, seconds in)"""
+    torch.cuda.synchronize()
+    marks = [perf_counter()]
+    family = tier.swap_out([sequence])
+    meanwhile()
+    tier.synchronize()
+    torch.cuda.synchronize()
+    marks.append(perf_counter())
+    assert tier.swap_in(family) is None
+    tier.synchronize()
+    marks.append(perf_counter())
+    return marks[1] - marks[0], marks[2] - marks[1]
+
+
+@pytest.mark.slow
+def test_a_swap_runs_at_the_speed_of_the_link_beside_computation():
+    rates = swap_rates()
+    print({name: round(value, 2) for name, value in rates.items()})
+    assert rates["swap_out"] >= 0.8 * rates["link_out"]
+    assert rates["swap_in"] >= 0.8 * rates["link_in"]
+    assert rates["beside"] <= 1.25
