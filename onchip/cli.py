@@ -151,9 +151,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json:
         harness.write_results(session.rows, args.json, session.where)
     if report is not None:
-        report.print_report(console, session.rows)
-    if report is not None and args.plot:
-        report.plot(args.plot)
+        report.print_report(console, session.rows, args.plot)
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1

@@ -2,8 +2,8 @@
 
 A benchmark is a module with `run(session: harness.Session)`, which fills the session with rows,
 and `BARS`, what those rows have to reach. To add one, add its file, then a line here. A benchmark
-whose rows need their own tables has a NAME_report beside it, with `print_report(console, rows)`,
-`plot(path)` and `SHEETS`, the tables that the documents may ask for.
+whose rows need their own tables has a NAME_report beside it: `print_report(console, rows, picture)`
+and `SHEETS`, the tables that the documents may ask for.
 """
 
 from importlib import import_module

@@ -97,9 +97,9 @@ class Claim(NamedTuple):
 
 def claims(rows: list[Row]) -> list[Claim]:
     """Every published figure that the rows speak to."""
-    makers = (_max_claim, _paged_claim, _used_claim, _more_claim, _tutorial_claim)
-    sharing = (_samples_claim, _beams_claim)
-    return [*(make(rows) for make in (*makers, *sharing)), _bytes_claim()]
+    waste = (_max_claim(rows), _paged_claim(rows), _used_claim(rows))
+    sequences = (_more_claim(rows), _tutorial_claim(rows), _bytes_claim())
+    return [*waste, *sequences, _samples_claim(rows), _beams_claim(rows)]
 
 
 def claims_sheet(rows: list[Row]) -> Sheet:
@@ -242,8 +242,8 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
 }
 
 
-def print_report(console: Any, rows: list[Row]) -> None:
-    """The arithmetic, the tables, and what was assumed."""
+def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
+    """The arithmetic, the tables, and what was assumed; memory over time, drawn if asked."""
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
     for line in (*arithmetic(rows), ""):
         say(line)
@@ -252,6 +252,8 @@ def print_report(console: Any, rows: list[Row]) -> None:
             console.print(_rich(*sheet(rows)), "")
     for sentence in ASSUMED:
         say(sentence)
+    if picture:
+        plot(picture)
 
 
 def _rich(heads: list[str], body: list[list[str]]) -> Any:

@@ -2,8 +2,8 @@
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
 NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
-of bench/results/FILE.json), `bench:FILE:rows` (every row of it) or `bench:FILE:grid` (its first
-benchmark with lengths across). Rows that do not count are shown where every row is, and in no mean.
+of bench/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
+benchmark with lengths across) or `bench:FILE:SHEET` (a table that it makes itself). Rows that do not count are shown where every row is, and in no mean.
 """
 
 import inspect
@@ -20,7 +20,6 @@ import torch
 
 import onchip
 from onchip import bench
-from onchip.bench import BENCHES
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.dispatch import KERNELS, kernel_module
 from onchip.doctor import DEVICES, ordinary
@@ -142,7 +141,7 @@ def _bench(path: Path, form: str) -> str:
     if form not in forms:
         choices = ", ".join(filter(None, forms))
         raise ValueError(f"there is no form {form!r} of {name}; choose from: {choices}")
-    command = f"`onchip bench {name} --json {source}`" if name in BENCHES else f"`{source}`"
+    command = f"`onchip bench {name} --json {source}`" if name in bench.BENCHES else f"`{source}`"
     if not path.exists():
         return f"Not measured yet: {command} writes the numbers."
     document = json.loads(path.read_text(encoding="utf-8"))
