@@ -46,8 +46,8 @@ from onchip.bench.simulation import (
 SEED = 0
 GIB = 2**30
 LOAD = 1.5
-# A run lasts as many mean outputs, of which the first are not averaged. Four times the slots serve as
-# many requests in less time; page sizes are compared with one another, on the same requests.
+# A run lasts as many mean outputs, of which the first are not averaged. Four times the slots serve
+# as many requests in less time; page sizes are compared with one another, on the same requests.
 LIFETIMES, WARMUP, SWEPT = {40: 90, 80: 30}, 10, 20
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDTHS = (2, 4, 6)

@@ -270,6 +270,8 @@ class Server:
 
     def __init__(self, allocator: Allocator, warmup: int = 0, sample_every: int = 16):
         self.allocator, self.warmup, self.sample_every = allocator, warmup, sample_every
+        self.coming: Iterator[Request] = iter(())
+        self.arriving: Request | None = None
         self.queue: deque[Request] = deque()
         self.running: dict[int, Running] = {}  # by age: the newest is the last
         self.events: list[tuple[int, int, int]] = []  # (step, kind, key in running)
@@ -280,14 +282,13 @@ class Server:
 
     def run(self, requests: Iterable[Request], steps: int) -> Usage:
         """Serve until `steps`; what still runs or waits then is left as it is."""
-        coming = deque(requests)
-        while (step := self._next(coming)) < steps:
+        self.coming = iter(requests)
+        self.arriving = next(self.coming, None)
+        while (step := self._next()) < steps:
             self._advance(int(step))
             while self.events and self.events[0][0] == step:
                 self._happen(*heapq.heappop(self.events)[1:])
-            while coming and coming[0].arrival <= step:
-                self.queue.append(coming.popleft())
-            while self.queue and self._admit(self.queue[0]):
+            while self._somebody_waits() and self._admit(self.queue[0]):
                 self.queue.popleft()
             self._sample()
         self._advance(steps)
@@ -295,10 +296,17 @@ class Server:
         self.usage.generated = int(self.sums[-1])
         return self.usage
 
-    def _next(self, coming: deque[Request]) -> float:
+    def _next(self) -> float:
         """The next event; an arrival is one only if nobody waits before it."""
         event = self.events[0][0] if self.events else math.inf
-        return min(event, coming[0].arrival) if coming and not self.queue else event
+        return min(event, self.arriving.arrival) if self.arriving and not self.queue else event
+
+    def _somebody_waits(self) -> bool:
+        """Who has arrived joins the queue when it is empty: under load most requests never do."""
+        if not self.queue and self.arriving and self.arriving.arrival <= self.now:
+            self.queue.append(self.arriving)
+            self.arriving = next(self.coming, None)
+        return bool(self.queue)
 
     def _advance(self, step: int) -> None:
         """Every sequence gains a token a step; nothing else changes until `step`."""

@@ -3,7 +3,8 @@
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
 NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
 of bench/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
-benchmark with lengths across) or `bench:FILE:SHEET` (a table that it makes itself). Rows that do not count are shown where every row is, and in no mean.
+benchmark with lengths across) or `bench:FILE:SHEET` (a table that a benchmark makes itself). Rows
+that do not count are shown where every row is, and in no mean.
 """
 
 import inspect
