@@ -19,6 +19,7 @@ from typing import NamedTuple
 from onchip.kvcache.pool import Pool, Table
 
 _ROOT = b"onchip.kvcache.prefix.1"
+_WORD = 8  # bytes of a token id
 
 
 class Chain:
@@ -57,10 +58,10 @@ class Stats(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a page says: its tokens, after the history of this key."""
+    """What a page says: its token ids, 8 bytes each, after the history of this key."""
 
     parent: bytes
-    tokens: tuple[int, ...]
+    ids: bytes
 
 
 class PrefixIndex:
@@ -76,8 +77,8 @@ class PrefixIndex:
         self._pool = pool
         self._page_size = pool.page_size
         self._entries: dict[int, _Entry] = {}
-        # key -> (tokens, page) of the pages that follow, sorted: what starts most alike is adjacent
-        self._after: dict[bytes, list[tuple[tuple[int, ...], int]]] = {}
+        # key -> (ids, page) of the pages that follow, sorted: what starts most alike is adjacent
+        self._after: dict[bytes, list[tuple[bytes, int]]] = {}
         self._epoch = 0
         self.stats = Stats()
         pool.watch(self._remove)
@@ -94,17 +95,17 @@ class PrefixIndex:
     def match(self, tokens: Sequence[int], root: bytes) -> Hit:
         """The longest computed prefix of a request, at most all of its tokens but one."""
         size, limit = self._page_size, len(tokens) - 1
-        ids = words(tokens)
+        ids = words(tokens).tobytes()
         pages: list[int] = []
         chain = Chain(root)
         while True:
             start = len(pages) * size
-            wanted = tuple(ids[start : max(start, min(start + size, limit))])
+            wanted = ids[start * _WORD : min(start + size, limit) * _WORD]
             page, agreed = self._nearest(chain.last, wanted)
             if agreed < size:
                 break
             pages.append(page)
-            chain.keys.append(_key(chain.last, ids[start : start + size]))
+            chain.keys.append(_key(chain.last, wanted))
         self._count(len(tokens), start, agreed)
         source = page if agreed else None
         return Hit(tuple(pages), tuple(chain.keys), source, agreed, start + agreed)
@@ -118,15 +119,14 @@ class PrefixIndex:
         """
         size = self._page_size
         done, full = len(chain.keys), length // size
-        ids = words(tokens[done * size : full * size])
+        ids = words(tokens[done * size : length]).tobytes()
         for i in range(done, full):
-            at = (i - done) * size
-            page_ids = ids[at : at + size]
-            self._insert(table[i], _Entry(chain.last, tuple(page_ids)))
+            page_ids = ids[(i - done) * size * _WORD : (i - done + 1) * size * _WORD]
+            self._insert(table[i], _Entry(chain.last, page_ids))
             chain.keys.append(_key(chain.last, page_ids))
         tail = length - full * size
         if tail and self._pool.filled(table[full]) < (tail if final else 1):
-            self._insert(table[full], _Entry(chain.last, tuple(tokens[full * size : length])))
+            self._insert(table[full], _Entry(chain.last, ids[-tail * _WORD :]))
 
     def clear(self) -> None:
         """Forget everything (new weights, say); cached free pages go blank. What sequences publish
@@ -144,32 +144,32 @@ class PrefixIndex:
         pool = self._pool
         kept = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
         listed = [(key, *one) for key, many in self._after.items() for one in many]
-        entries = [(e.parent, e.tokens, page) for page, e in self._entries.items()]
-        if kept != {page: len(e.tokens) for page, e in self._entries.items()}:
+        entries = [(e.parent, e.ids, page) for page, e in self._entries.items()]
+        if kept != {page: len(e.ids) // _WORD for page, e in self._entries.items()}:
             raise AssertionError("the pool keeps other pages than the prefix index")
         if sorted(listed) != sorted(entries) or any(m != sorted(m) for m in self._after.values()):
             raise AssertionError("the prefix index lists other pages than it holds")
 
-    def _nearest(self, key: bytes, wanted: tuple[int, ...]) -> tuple[int, int]:
+    def _nearest(self, key: bytes, wanted: bytes) -> tuple[int, int]:
         """The page after `key` that starts most like `wanted`, and by how many tokens (0: none)."""
         many = self._after.get(key, ())
         at = bisect_left(many, (wanted,))
         best = (0, 0)
-        for tokens, page in many[max(0, at - 1) : at + 1]:
-            best = max(best, (_common(tokens, wanted), page))
+        for ids, page in many[max(0, at - 1) : at + 1]:
+            best = max(best, (_agreed(ids, wanted), page))
         return best[1], best[0]
 
     def _insert(self, page: int, entry: _Entry) -> None:
         if page in self._entries:
             self._remove(page)
-        insort(self._after.setdefault(entry.parent, []), (entry.tokens, page))
+        insort(self._after.setdefault(entry.parent, []), (entry.ids, page))
         self._entries[page] = entry
-        self._pool.keep(page, len(entry.tokens))
+        self._pool.keep(page, len(entry.ids) // _WORD)
 
     def _remove(self, page: int) -> None:
         entry = self._entries.pop(page)
         many = self._after[entry.parent]
-        del many[bisect_left(many, (entry.tokens, page))]
+        del many[bisect_left(many, (entry.ids, page))]
         if not many:
             del self._after[entry.parent]
 
@@ -186,15 +186,14 @@ def words(tokens: Sequence[int]) -> array:
         raise ValueError(f"token ids must be integers of 64 bits: {error}") from None
 
 
-def _key(parent: bytes, ids: array) -> bytes:
+def _key(parent: bytes, ids: bytes) -> bytes:
     """Length-prefixed, so that no two histories are the same bytes."""
-    return sha256(parent + len(ids).to_bytes(8, "little") + ids.tobytes()).digest()
+    return sha256(parent + len(ids).to_bytes(8, "little") + ids).digest()
 
 
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens agree before the first that differs."""
+def _agreed(a: bytes, b: bytes) -> int:
+    """How many token ids agree before the first that differs."""
     if a == b:
-        return len(a)
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+        return len(a) // _WORD
+    ends = range(_WORD, min(len(a), len(b)) + 1, _WORD)
+    return bisect_left(ends, True, key=lambda end: a[:end] != b[:end])

@@ -226,7 +226,7 @@ class Model:
         index = self.cache.prefix
         for page, entry in index._entries.items():
             salt, before = self.histories[entry.parent]
-            expected = content(salt, [*before, *entry.tokens])[len(before) :]
+            expected = content(salt, [*before, *array("q", entry.ids)])[len(before) :]
             assert torch.equal(self.cache.layer(0)[0][page, : len(expected), 0, 0], expected)
 
     def learn(self, sequence):
@@ -236,7 +236,7 @@ class Model:
         for start in range(0, len(tokens) + 1, size):
             self.histories[key] = salt, tokens[:start].copy()
             page = array("q", tokens[start : start + size])
-            key = sha256(key + array("q", [len(page)]).tobytes() + page.tobytes()).digest()
+            key = sha256(key + array("q", [8 * len(page)]).tobytes() + page.tobytes()).digest()
 
     def finish(self):
         """Everything goes: nothing may stay behind."""
