@@ -65,6 +65,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="memory: draw it over time (SVG, PNG)")
     p.set_defaults(run=_bench)
 
 
@@ -127,13 +128,16 @@ def _bench(args: argparse.Namespace) -> int:
         for name, what in bench.BENCHES.items():
             print(f"{name:<10} {what}")
         return 0
-    module = bench.load(args.name)
-    if args.json:
-        _check_writable(args.json)
+    module, report = bench.load(args.name), bench.report(args.name)
+    for path in filter(None, (args.json, args.plot)):
+        _check_writable(path)
+    if args.plot and report is None:
+        raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(bench.REPORTS)}")
     console = Console()
 
     def keep(row: harness.Row) -> None:
-        harness.print_row(console, row)
+        if report is None:
+            harness.print_row(console, row)
         if args.json:
             harness.write_results(session.rows, args.json, session.where)
 
@@ -146,6 +150,8 @@ def _bench(args: argparse.Namespace) -> int:
         module.run(session)
     if args.json:
         harness.write_results(session.rows, args.json, session.where)
+    if report is not None:
+        report.print_report(console, session.rows, args.plot)
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1

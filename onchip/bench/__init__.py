@@ -1,7 +1,9 @@
 """Benchmarks: one file each, and the harness that they share. `onchip bench NAME` runs one.
 
 A benchmark is a module with `run(session: harness.Session)`, which fills the session with rows,
-and `BARS`, what those rows have to reach. To add one, add its file, then a line here.
+and `BARS`, what those rows have to reach. To add one, add its file, then a line here. A benchmark
+whose rows need their own tables has a NAME_report beside it: `print_report(console, rows, picture)`
+and `SHEETS`, the tables that the documents may ask for.
 """
 
 from importlib import import_module
@@ -13,7 +15,9 @@ BENCHES = {
     "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
     "short": "GPU: sequences of at most 512 tokens, and what a call costs the host",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
+    "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }
+REPORTS = ("memory",)
 
 
 def load(name: str) -> ModuleType:
@@ -21,3 +25,8 @@ def load(name: str) -> ModuleType:
     if name not in BENCHES:
         raise ValueError(f"there is no benchmark {name!r}; choose from: {', '.join(BENCHES)}")
     return import_module(f"onchip.bench.{name}")
+
+
+def report(name: str) -> ModuleType | None:
+    """The module that shows the rows of a benchmark in tables of its own, where there is one."""
+    return import_module(f"onchip.bench.{name}_report") if name in REPORTS else None

@@ -2,8 +2,9 @@
 
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
 NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
-of bench/results/FILE.json), `bench:FILE:rows` (every row of it) or `bench:FILE:grid` (its first
-benchmark with lengths across). Rows that do not count are shown where every row is, and in no mean.
+of bench/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
+benchmark with lengths across) or `bench:FILE:SHEET` (a table that a benchmark makes itself). Rows
+that do not count are shown where every row is, and in no mean.
 """
 
 import inspect
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 import onchip
-from onchip.bench import BENCHES
+from onchip import bench
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.dispatch import KERNELS, kernel_module
 from onchip.doctor import DEVICES, ordinary
@@ -142,12 +143,13 @@ def keyword_options(function: str) -> dict[str, object]:
 
 
 def _bench(path: Path, form: str) -> str:
-    forms = {"": _summary, "rows": _every_row, "grid": _grid}
-    if form not in forms:
-        raise ValueError(f"there is no form {form!r} of a benchmark; choose from: rows, grid")
     source = f"bench/results/{path.name}"
     name = path.stem.rpartition("-")[2]  # h200-forward is what `onchip bench forward` wrote there
-    command = f"`onchip bench {name} --json {source}`" if name in BENCHES else f"`{source}`"
+    forms = {"": _summary, "rows": _every_row, "grid": _grid} | _sheets(name)
+    if form not in forms:
+        choices = ", ".join(filter(None, forms))
+        raise ValueError(f"there is no form {form!r} of {name}; choose from: {choices}")
+    command = f"`onchip bench {name} --json {source}`" if name in bench.BENCHES else f"`{source}`"
     if not path.exists():
         return f"Not measured yet: {command} writes the numbers."
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -158,6 +160,13 @@ def _bench(path: Path, form: str) -> str:
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
     caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
     return f"{forms[form](rows)}\n\n{caption}"
+
+
+def _sheets(name: str) -> dict[str, Callable[[list[Row]], str]]:
+    """The tables that a benchmark makes of its rows itself."""
+    report = bench.report(name)
+    made = report.SHEETS if report else {}
+    return {form: lambda rows, sheet=sheet: _markdown(*sheet(rows)) for form, sheet in made.items()}
 
 
 def _summary(rows: list[Row]) -> str:
