@@ -9,11 +9,19 @@ the round, i div the number of slots.
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed after 3.6
+# the names of Triton 3.9, then those of 3.6
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+store_wait = tma.store_wait
 
 
 @gluon.jit
@@ -37,6 +45,17 @@ def arrive(bars, i):
 
 
 @gluon.jit
+def tiles_of(desc, n: gl.constexpr):
+    """Room for n tiles of the tensor behind desc."""
+    return gl.allocate_shared_memory(desc.dtype, [n] + desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def make_ring(desc, n: gl.constexpr, readers: gl.constexpr):
+    return tiles_of(desc, n), barriers(n, 1), barriers(n, readers)
+
+
+@gluon.jit
 def fill(desc, at, ring, i):
     """Ask TMA for filling i of a ring; what lies outside of the tensor arrives as 0."""
     slots, full, empty = ring
@@ -54,13 +73,71 @@ def matrix(slots, i):
 
 
 @gluon.jit
+def start_scores(q, slots, i, S: gl.constexpr):
+    """Order q k^T with the keys of filling i. What is returned may be read after finish()."""
+    k = matrix(slots, i).permute((1, 0))
+    M: gl.constexpr = q.shape[0]
+    N: gl.constexpr = k.shape[1]
+    zero = gl.zeros([M, N], gl.float32, S)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start_values(p, slots, i, acc):
+    """Order acc + p v with the values of filling i."""
+    return warpgroup_mma(p, matrix(slots, i), acc, is_async=True)
+
+
+@gluon.jit
+def finish(product, later: gl.constexpr):
+    """The product, when all but `later` of the orders given since then are done."""
+    return warpgroup_mma_wait(num_outstanding=later, deps=(product,))
+
+
+@gluon.jit
+def store_tile(desc, at, slots, c: gl.constexpr, value):
+    """Registers -> slot c -> the tensor behind desc; rows outside of it are dropped."""
+    matrix(slots, c).store(value)
+    fence_async_shared()
+    store(desc, at, slots.index(c))
+
+
+@gluon.jit
 def visible(s, row, col, seqlen, CAUSAL: gl.constexpr, S: gl.constexpr):
     """s with -inf at keys past the end or after the query; row, col: the place of its corner."""
-    cols = gl.expand_dims(col + gl.arange(0, s.shape[1], gl.SliceLayout(0, S)), 0)
+    cols = (col + gl.arange(0, s.shape[1], gl.SliceLayout(0, S)))[None, :]
     if CAUSAL:
-        rows = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, S)), 1)
+        rows = (row + gl.arange(0, s.shape[0], gl.SliceLayout(1, S)))[:, None]
         s = gl.where(cols <= rows, s, float("-inf"))
     return gl.where(cols < seqlen, s, float("-inf"))
+
+
+@gluon.jit
+def make_tickets():
+    """A ring of two numbers, read by two consumers."""
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return slots, barriers(2, 1), barriers(2, 2)
+
+
+@gluon.jit
+def give(tickets, i, ticket):
+    """Producer: write the i-th ticket."""
+    slots, full, empty = tickets
+    wait(empty, i + 2)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slots.index(i % 2).store(gl.full([1], ticket, gl.int32, one))
+    arrive(full, i)
+
+
+@gluon.jit
+def take(tickets, i):
+    """Consumer: read the i-th ticket."""
+    slots, full, empty = tickets
+    wait(full, i)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ticket = gl.max(slots.index(i % 2).load(one), 0)
+    arrive(empty, i)
+    return ticket
 
 
 def descriptor(x, rows):

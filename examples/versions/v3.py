@@ -23,18 +23,11 @@ keys cut the last tile alone: it is masked before the loop, and the loop knows n
 
 import math
 
+import hopper as hw
 import torch
 import triton
-from hopper import arrive, barriers, descriptor, fill, load, matrix, store, visible, wait
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
 TILE = gl.constexpr(128)  # queries of a program, 64 for each consumer; and keys of a tile
 SLOTS = gl.constexpr(4)  # key tile j is filling 2 j of the ring, value tile j is filling 2 j + 1
@@ -43,15 +36,14 @@ LN2 = gl.constexpr(math.log(2))
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, pipe, place):
-    q, q_full, ring, turn = pipe
+    q_ring, ring, turn = pipe
     batch, head, row, tiles = place
-    mbarrier.expect(q_full.index(0), 2 * q_desc.block_type.nbytes)
     for c in gl.static_range(2):
-        load(q_desc, [batch, head, row + 64 * c, 0], q_full.index(0), q.index(c))
+        hw.fill(q_desc, [batch, head, row + 64 * c, 0], q_ring, c)
     for j in range(tiles):
         at = [batch, head, (tiles - 1 - j) * TILE, 0]
-        fill(k_desc, at, ring, 2 * j)
-        fill(v_desc, at, ring, 2 * j + 1)
+        hw.fill(k_desc, at, ring, 2 * j)
+        hw.fill(v_desc, at, ring, 2 * j + 1)
 
 
 @gluon.jit
@@ -66,65 +58,58 @@ def softmax(s, m, l, scale_log2):
 @gluon.jit
 def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
             CAUSAL: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
-    q_slots, q_full, ring, turn = pipe
+    q_ring, ring, turn = pipe
+    q_slots, q_full, _ = q_ring
     slots, full, empty = ring
     batch, head, row, tiles = place
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     HEAD_DIM: gl.constexpr = q_slots.shape[-1]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     row = row + 64 * C
-    q = matrix(q_slots, C)
-    zero = gl.zeros([64, TILE], gl.float32, S)
-    acc = gl.zeros([64, HEAD_DIM], gl.float32, O)
+    q = hw.matrix(q_slots, C)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
     l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
-    wait(q_full, 0)
-    wait(full, 0)
-    s_next = warpgroup_mma(q, matrix(slots, 0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-    arrive(empty, 0)
-    s = visible(s, row, (tiles - 1) * TILE, seqlen, CAUSAL, S)
+    acc = gl.zeros([64, HEAD_DIM], gl.float32, O)
+    hw.wait(q_full, C)
+    hw.wait(full, 0)
+    s = hw.finish(hw.start_scores(q, slots, 0, S), 0)
+    hw.arrive(empty, 0)
+    s = hw.visible(s, row, (tiles - 1) * TILE, seqlen, CAUSAL, S)
     p_wide, m, l, alpha = softmax(s, m, l, scale_log2)
     p = gl.convert_layout(p_wide.to(q.dtype), P)
     for j in range(1, tiles):
-        wait(full, 2 * j)
+        hw.wait(full, 2 * j)
         if PINGPONG:
-            mbarrier.wait(turn.index(C), (j - 1) & 1)
-        k = matrix(slots, 2 * j).permute((1, 0))
-        s_next = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-        wait(full, 2 * j - 1)
-        acc_next = warpgroup_mma(p, matrix(slots, 2 * j - 1), acc, is_async=True)
+            hw.wait(turn, 2 * (j - 1) + C)
+        s_next = hw.start_scores(q, slots, 2 * j, S)
+        hw.wait(full, 2 * j - 1)
+        acc_next = hw.start_values(p, slots, 2 * j - 1, acc)
         if PINGPONG:
-            arrive(turn, 1 - C)
-        s = warpgroup_mma_wait(num_outstanding=1 if OVERLAP else 0, deps=(s_next,))
+            hw.arrive(turn, 1 - C)
+        s = hw.finish(s_next, 1 if OVERLAP else 0)
         p_wide, m, l, alpha = softmax(s, m, l, scale_log2)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        arrive(empty, 2 * j)
-        arrive(empty, 2 * j - 1)
+        acc = hw.finish(acc_next, 0)
+        hw.arrive(empty, 2 * j)
+        hw.arrive(empty, 2 * j - 1)
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
         p = gl.convert_layout(p_wide.to(q.dtype), P)
-    wait(full, 2 * tiles - 1)
-    acc_next = warpgroup_mma(p, matrix(slots, 2 * tiles - 1), acc, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-    q.store((acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]).to(q.dtype))
-    fence_async_shared()  # q is used up: the output leaves through its memory
-    store(o_desc, [batch, head, row, 0], q_slots.index(C))
+    hw.wait(full, 2 * tiles - 1)
+    acc = hw.finish(hw.start_values(p, slots, 2 * tiles - 1, acc), 0)
+    acc = acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]
+    hw.store_tile(o_desc, [batch, head, row, 0], q_slots, C, acc.to(q.dtype))  # q is used up
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
     lse = (m * scale_log2 + gl.log2(l)) * LN2
     gl.store(lse_ptr + gl.program_id(1).to(gl.int64) * seqlen + rows, lse, mask=rows < seqlen)
-    tma.store_wait(0)
+    hw.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["seqlen", "num_heads"])
 def forward_v3(q_desc, k_desc, v_desc, o_desc, lse_ptr, seqlen, num_heads, scale_log2,
                CAUSAL: gl.constexpr, OVERLAP: gl.constexpr, PINGPONG: gl.constexpr):  # fmt: skip
-    q = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_shape, q_desc.layout)
-    slots = gl.allocate_shared_memory(k_desc.dtype, [SLOTS] + k_desc.block_shape, k_desc.layout)
-    ring = (slots, barriers(SLOTS, 1), barriers(SLOTS, 2))  # both consumers release a tile
-    turn = barriers(2, 1)
-    arrive(turn, 0)  # the first turn is consumer 0's
-    pipe = (q, barriers(1, 1), ring, turn)
+    turn = hw.barriers(2, 1)
+    hw.arrive(turn, 0)  # the first turn is consumer 0's
+    pipe = (hw.make_ring(q_desc, 2, 1), hw.make_ring(k_desc, SLOTS, 2), turn)
     tile, plane = gl.program_id(0), gl.program_id(1)
     tiles = tile + 1 if CAUSAL else gl.num_programs(0)  # of keys
     place = (plane // num_heads, plane % num_heads, tile * TILE, tiles)
@@ -140,8 +125,8 @@ def attention(q, k, v, causal=False, overlap=True, pingpong=True):
     batch, seqlen, num_heads, head_dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen), dtype=torch.float32)
     forward_v3[(triton.cdiv(seqlen, TILE.value), batch * num_heads)](
-        descriptor(q, 64), descriptor(k, TILE.value), descriptor(v, TILE.value),
-        descriptor(out, 64), lse, seqlen, num_heads, math.log2(math.e) / math.sqrt(head_dim),
+        hw.descriptor(q, 64), hw.descriptor(k, TILE.value), hw.descriptor(v, TILE.value),
+        hw.descriptor(out, 64), lse, seqlen, num_heads, math.log2(math.e) / math.sqrt(head_dim),
         causal, overlap, pingpong, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse
