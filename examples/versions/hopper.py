@@ -1,9 +1,9 @@
 """Hopper's asynchronous machinery as v3 and v4 use it: rings of tiles, filled by TMA.
 
 A ring is a few slots of shared memory with two barriers each: `full` flips when a tile has arrived,
-`empty` when every reader has released it. Fillings are counted 0, 1, 2, ...; the i-th lies in slot i
-mod the number of slots. A barrier flips once per round, so that what to wait for is the parity of
-the round, i div the number of slots.
+`empty` when every reader has released it. Fillings are counted 0, 1, 2, ...; the i-th lies in slot
+i mod n of n slots. A barrier flips once per round, so that what to wait for is the parity of the
+round, i div n.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Attention never needs the whole of S = q k^T at once. A softmax over a row can be taken piece by
 piece, if for every row three things are remembered: the largest score so far (m), the sum of the
-exponentials relative to it (l), and the output so far (o). A new piece with a larger maximum shrinks
+exponentials relative to it (l), and the output so far (o). A piece with a larger maximum shrinks
 what was summed before by exp(m - m_new). So S is computed in tiles that live and die on the chip.
 
     for every tile of keys and values:        read once, kept on the chip

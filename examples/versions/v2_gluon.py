@@ -1,8 +1,8 @@
 """v2 once more, in Gluon: the steps between v2.py and v3.py, for the ablation in docs/kernels.md.
 
-v2.py leaves to the compiler how tiles get into shared memory and when. Here it is said by hand, with
-the tiles and the products of v3 but without its division of labour: eight warps do everything, each
-asks for the next tile of keys and values and then computes on the one that has arrived.
+v2.py leaves to the compiler how tiles get into shared memory and when. Here that is said by hand,
+with the tiles and products of v3 but without its division of labour: eight warps do everything. They
+ask for the next tile of keys and values, then compute on the one that has arrived.
 
 - TMA=False: every thread computes addresses and copies 16 bytes at a time (cp.async).
 - TMA=True: one thread asks for the whole tile, as in v3. That is the only difference.

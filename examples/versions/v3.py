@@ -17,8 +17,8 @@ are free. v2 has every warp load, multiply and exponentiate in turn; here they d
 - PINGPONG: the consumers take turns in giving orders, so that one is at its softmax while the
   tensor cores work for the other. A processor does 16 exponentials a clock, but 2,048 products.
 
-Keys are walked from the last tile to the first. Tiles are square, so the diagonal and the end of the
-keys cut the last tile alone: it is masked before the loop, and the loop knows no mask.
+Keys are walked from the last tile to the first. Tiles are square, so the diagonal and the end of
+the keys cut the last tile alone: it is masked before the loop, and the loop knows no mask.
 """
 
 import math

@@ -4,13 +4,13 @@ v4 was written for Blackwell, whose tensor cores became faster and whose exponen
 ideas need no Blackwell; what each is worth here, the ablation in docs/kernels.md tells.
 
 - POLY: one of eight exponentials is computed by the multipliers: 2^x = 2^floor(x) 2^f, where 2^f on
-  [0, 1) is a polynomial of degree 3 (relative error 9e-5; bf16 rounds to 2e-3), and 2^floor(x) is an
+  [0, 1) is a polynomial of degree 3 (relative error 9e-5; bf16 rounds to 2e-3), and 2^floor(x) an
   addition to the exponent. The other seven go to the unit for exponentials.
 - LAZY: the accumulator is rescaled only if a row's maximum has grown by more than 2^8. Until then
   the old m serves as well: P may reach 256 instead of 1, which costs no precision, and the division
   by l at the end corrects everything at once. After the first tiles that is rare.
-- Persistence: as many programs as processors, each works through many tiles. The producer runs ahead
-  into the next one while the consumers still finish and store the last.
+- Persistence: as many programs as processors, each works through many tiles. The producer runs
+  ahead into the next one while the consumers still finish and store the last.
 - DYNAMIC: causal tiles differ in length, so the next one goes to who is free first: the producer
   takes a ticket from a counter in memory and hands it to the consumers through shared memory.
 - LONGEST_FIRST: the longest tiles go first, and short ones fill the gaps at the end; in sections of
