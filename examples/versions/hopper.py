@@ -6,6 +6,8 @@ i mod n of n slots. A barrier flips once per round, so that what to wait for is 
 round, i div n.
 """
 
+import math
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
+LN2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -73,6 +76,14 @@ def matrix(slots, i):
 
 
 @gluon.jit
+def empty_state(M: gl.constexpr, HEAD_DIM: gl.constexpr, S: gl.constexpr, O: gl.constexpr):
+    """m, l and acc of queries that have seen no key; scores lie in layout S, acc in layout O."""
+    m = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+    l = gl.zeros([M], gl.float32, gl.SliceLayout(1, S))
+    return m, l, gl.zeros([M, HEAD_DIM], gl.float32, O)
+
+
+@gluon.jit
 def start_scores(q, slots, i, S: gl.constexpr):
     """Order q k^T with the keys of filling i. What is returned may be read after finish()."""
     k = matrix(slots, i).permute((1, 0))
@@ -100,6 +111,14 @@ def store_tile(desc, at, slots, c: gl.constexpr, value):
     matrix(slots, c).store(value)
     fence_async_shared()
     store(desc, at, slots.index(c))
+
+
+@gluon.jit
+def store_lse(lse_ptr, plane, row, seqlen, m_log2, l):
+    """The logarithm of the sum of exponentials of each row, natural, from m in units of log 2."""
+    rows = row + gl.arange(0, l.shape[0], l.type.layout)
+    lse = (m_log2 + gl.log2(l)) * LN2
+    gl.store(lse_ptr + plane.to(gl.int64) * seqlen + rows, lse, mask=rows < seqlen)
 
 
 @gluon.jit

@@ -1,8 +1,8 @@
 """v2 once more, in Gluon: the steps between v2.py and v3.py, for the ablation in docs/kernels.md.
 
 v2.py leaves to the compiler how tiles get into shared memory and when. Here that is said by hand,
-with the tiles and products of v3 but without its division of labour: eight warps do everything. They
-ask for the next tile of keys and values, then compute on the one that has arrived.
+with the tiles and products of v3 but without its division of labour: eight warps do everything.
+They ask for the next tile of keys and values, then compute on the one that has arrived.
 
 - TMA=False: every thread computes addresses and copies 16 bytes at a time (cp.async).
 - TMA=True: one thread asks for the whole tile, as in v3. That is the only difference.
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-TILE, SLOTS, LN2 = gl.constexpr(128), gl.constexpr(4), gl.constexpr(math.log(2))  # as in v3
+TILE, SLOTS = gl.constexpr(128), gl.constexpr(4)  # as in v3
 copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 everyone = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -96,9 +96,7 @@ def forward_v2_gluon(k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seql
     q.store(gl.load(rows_of(q_ptr + start, tile * TILE, seqlen, stride, HEAD_DIM)))
     fence_async_shared()
     everyone()
-    m = gl.full([TILE], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    l = gl.zeros([TILE], gl.float32, gl.SliceLayout(1, S))
-    acc = gl.zeros([TILE, HEAD_DIM], gl.float32, O)
+    m, l, acc = hw.empty_state(TILE, HEAD_DIM, S, O)
     ask(source, slots, full, place, 0, TMA)
     m, l, acc = step(source, slots, full, place, q, (m, l, acc), scale_log2, 0,
                      True, CAUSAL, TMA, S, O)  # fmt: skip
@@ -109,8 +107,7 @@ def forward_v2_gluon(k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seql
     at = rows[:, None] * stride + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O))[None, :]
     out = (acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]).to(out_ptr.dtype.element_ty)
     gl.store(out_ptr + start + at, out, mask=rows[:, None] < seqlen)
-    lse = gl.convert_layout((m * scale_log2 + gl.log2(l)) * LN2, gl.SliceLayout(1, O))
-    gl.store(lse_ptr + plane.to(gl.int64) * seqlen + rows, lse, mask=rows < seqlen)
+    hw.store_lse(lse_ptr, plane, tile * TILE, seqlen, m * scale_log2, l)
 
 
 def attention(q, k, v, causal=False, tma=True):

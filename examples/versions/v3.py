@@ -31,7 +31,6 @@ from triton.experimental.gluon import language as gl
 
 TILE = gl.constexpr(128)  # queries of a program, 64 for each consumer; and keys of a tile
 SLOTS = gl.constexpr(4)  # key tile j is filling 2 j of the ring, value tile j is filling 2 j + 1
-LN2 = gl.constexpr(math.log(2))
 
 
 @gluon.jit
@@ -68,9 +67,7 @@ def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     row = row + 64 * C
     q = hw.matrix(q_slots, C)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
-    acc = gl.zeros([64, HEAD_DIM], gl.float32, O)
+    m, l, acc = hw.empty_state(64, HEAD_DIM, S, O)
     hw.wait(q_full, C)
     hw.wait(full, 0)
     s = hw.finish(hw.start_scores(q, slots, 0, S), 0)
@@ -98,9 +95,7 @@ def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
     acc = hw.finish(hw.start_values(p, slots, 2 * tiles - 1, acc), 0)
     acc = acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]
     hw.store_tile(o_desc, [batch, head, row, 0], q_slots, C, acc.to(q.dtype))  # q is used up
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
-    lse = (m * scale_log2 + gl.log2(l)) * LN2
-    gl.store(lse_ptr + gl.program_id(1).to(gl.int64) * seqlen + rows, lse, mask=rows < seqlen)
+    hw.store_lse(lse_ptr, gl.program_id(1), row, seqlen, m * scale_log2, l)
     hw.store_wait(0)
 
 

@@ -13,8 +13,8 @@ ideas need no Blackwell; what each is worth here, the ablation in docs/kernels.m
   ahead into the next one while the consumers still finish and store the last.
 - DYNAMIC: causal tiles differ in length, so the next one goes to who is free first: the producer
   takes a ticket from a counter in memory and hands it to the consumers through shared memory.
-- LONGEST_FIRST: the longest tiles go first, and short ones fill the gaps at the end; in sections of
-  heads whose keys and values stay in the L2 together.
+- Longest first: short tiles come last and fill the gaps at the end. Heads are taken in sections
+  whose keys and values stay in the L2 together, and the longest tiles of a section go first.
 """
 
 import math
@@ -26,7 +26,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TILE, SLOTS, LN2 = gl.constexpr(128), gl.constexpr(4), gl.constexpr(math.log(2))  # as in v3
+TILE, SLOTS = gl.constexpr(128), gl.constexpr(4)  # as in v3
 L2_BYTES = 32 << 20  # of keys and values that are worked on together
 bits = lambda x: f"0f{struct.unpack('I', struct.pack('f', x))[0]:08X}"
 EXP2 = gl.constexpr(  # of eight numbers: $8 to $14 by the unit for exponentials, $15 by hand
@@ -34,32 +34,29 @@ EXP2 = gl.constexpr(  # of eight numbers: $8 to $14 by the unit for exponentials
     + f"""{{ .reg .b32 x, f, e, p;
     max.f32 x, $15, {bits(-127)};
     add.rm.f32 e, x, {bits(1.5 * 2**23)};  // so large that floor(x) stands in the low bits
-    sub.f32 f, e, {bits(1.5 * 2**23)};
-    sub.f32 f, x, f;
+    sub.f32 f, e, {bits(1.5 * 2**23)}; sub.f32 f, x, f;
     fma.rn.f32 p, f, {bits(0.0771190897)}, {bits(0.2275643945)};
     fma.rn.f32 p, p, f, {bits(0.6951461434)};
     fma.rn.f32 p, p, f, {bits(1)};
-    shl.b32 e, e, 23;
-    add.s32 e, e, p;
-    mov.b32 $7, e; }}"""
+    shl.b32 e, e, 23; add.s32 e, e, p; mov.b32 $7, e; }}"""
 )
 
 
 @gluon.jit
-def place(ticket, job, CAUSAL: gl.constexpr, LONGEST_FIRST: gl.constexpr):
-    """(batch * num_heads + head, first query, tiles of keys) of a ticket."""
+def place(ticket, job, CAUSAL: gl.constexpr):
+    """(batch * num_heads + head, first query, tiles of keys) of a ticket: the last tiles of all
+    heads of a section, then the last but one, and so on.
+    """
     seqlen, num_heads, tiles_m, section, num_tiles = job
-    tile, plane = ticket % tiles_m, ticket // tiles_m
-    if LONGEST_FIRST:
-        rest = ticket % (tiles_m * section)
-        tile = tiles_m - 1 - rest // section
-        plane = ticket // (tiles_m * section) * section + rest % section
+    rest = ticket % (tiles_m * section)
+    plane = ticket // (tiles_m * section) * section + rest % section
+    tile = tiles_m - 1 - rest // section
     return plane, tile * TILE, tile + 1 if CAUSAL else tiles_m
 
 
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter_ptr, pipe, job, CAUSAL: gl.constexpr,
-            DYNAMIC: gl.constexpr, LONGEST_FIRST: gl.constexpr):  # fmt: skip
+            DYNAMIC: gl.constexpr):  # fmt: skip
     q_ring, ring, tickets, turn = pipe
     t = 0  # tiles of queries so far
     i = 0  # tiles of keys so far
@@ -67,7 +64,7 @@ def produce(q_desc, k_desc, v_desc, counter_ptr, pipe, job, CAUSAL: gl.constexpr
     while ticket < job[4]:
         if DYNAMIC:
             hw.give(tickets, t, ticket)
-        plane, row, tiles = place(ticket, job, CAUSAL, LONGEST_FIRST)
+        plane, row, tiles = place(ticket, job, CAUSAL)
         batch, head = plane // job[1], plane % job[1]
         for c in gl.static_range(2):
             hw.fill(q_desc, [batch, head, row + 64 * c, 0], q_ring, 2 * t + c)
@@ -99,8 +96,7 @@ def softmax(s, m, l, scale_log2, LAZY: gl.constexpr, POLY: gl.constexpr):
 
 @gluon.jit
 def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CAUSAL: gl.constexpr,
-            DYNAMIC: gl.constexpr, LONGEST_FIRST: gl.constexpr, LAZY: gl.constexpr,
-            POLY: gl.constexpr):  # fmt: skip
+            DYNAMIC: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):  # fmt: skip
     q_ring, ring, tickets, turn = pipe
     q_slots, q_full, q_empty = q_ring
     slots, full, empty = ring
@@ -111,14 +107,11 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
     q = hw.matrix(q_slots, C)
     t = 0
     i = 0
-    turns = 0
     ticket = hw.take(tickets, 0) if DYNAMIC else gl.program_id(0)
     while ticket < job[4]:
-        plane, row, tiles = place(ticket, job, CAUSAL, LONGEST_FIRST)
+        plane, row, tiles = place(ticket, job, CAUSAL)
         row = row + 64 * C
-        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        l = gl.zeros([64], gl.float32, gl.SliceLayout(1, S))
-        acc = gl.zeros([64, HEAD_DIM], gl.float32, O)
+        m, l, acc = hw.empty_state(64, HEAD_DIM, S, O)
         hw.wait(q_full, 2 * t + C)
         hw.wait(full, 2 * i)
         s = hw.finish(hw.start_scores(q, slots, 2 * i, S), 0)
@@ -129,8 +122,7 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
         for _ in range(1, tiles):
             i += 1
             hw.wait(full, 2 * i)
-            hw.wait(turn, 2 * turns + C)
-            turns += 1
+            hw.wait(turn, 2 * (i - t - 1) + C)
             s_next = hw.start_scores(q, slots, 2 * i, S)
             hw.wait(full, 2 * i - 1)
             acc_next = hw.start_values(p, slots, 2 * i - 1, acc)
@@ -152,9 +144,7 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
         hw.store_wait(0)  # the last output has left the memory that this one needs
         at = [plane // job[1], plane % job[1], row, 0]
         hw.store_tile(o_desc, at, o_slots, C, acc.to(q.dtype))
-        rows = row + gl.arange(0, 64, gl.SliceLayout(1, S))
-        lse = (m * scale_log2 + gl.log2(l)) * LN2
-        gl.store(lse_ptr + plane.to(gl.int64) * job[0] + rows, lse, mask=rows < job[0])
+        hw.store_lse(lse_ptr, plane, row, job[0], m * scale_log2, l)
         t += 1
         i += 1
         ticket = hw.take(tickets, t) if DYNAMIC else ticket + gl.num_programs(0)
@@ -164,37 +154,35 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
 @gluon.jit(do_not_specialize=["seqlen", "num_heads", "tiles_m", "section", "num_tiles"])
 def forward_v4(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr, seqlen, num_heads, tiles_m,
                section, num_tiles, scale_log2, CAUSAL: gl.constexpr, DYNAMIC: gl.constexpr,
-               LONGEST_FIRST: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):  # fmt: skip
+               LAZY: gl.constexpr, POLY: gl.constexpr):  # fmt: skip
     turn = hw.barriers(2, 1)
     hw.arrive(turn, 0)
     q_ring, ring = hw.make_ring(q_desc, 2, 1), hw.make_ring(k_desc, SLOTS, 2)
-    pipe = (q_ring, ring, hw.make_tickets(), turn)
+    pipe, o = (q_ring, ring, hw.make_tickets(), turn), hw.tiles_of(o_desc, 2)
     job = (seqlen, num_heads, tiles_m, section, num_tiles)
-    o = hw.tiles_of(o_desc, 2)
     gl.warp_specialize([
-        (consume, (o_desc, lse_ptr, o, pipe, job, scale_log2, 0, CAUSAL, DYNAMIC, LONGEST_FIRST,
-                   LAZY, POLY)),
-        (consume, (o_desc, lse_ptr, o, pipe, job, scale_log2, 1, CAUSAL, DYNAMIC, LONGEST_FIRST,
-                   LAZY, POLY)),
-        (produce, (q_desc, k_desc, v_desc, counter_ptr, pipe, job, CAUSAL, DYNAMIC, LONGEST_FIRST)),
+        (consume, (o_desc, lse_ptr, o, pipe, job, scale_log2, 0, CAUSAL, DYNAMIC, LAZY, POLY)),
+        (consume, (o_desc, lse_ptr, o, pipe, job, scale_log2, 1, CAUSAL, DYNAMIC, LAZY, POLY)),
+        (produce, (q_desc, k_desc, v_desc, counter_ptr, pipe, job, CAUSAL, DYNAMIC)),
     ], [4, 1], [240, 24])  # fmt: skip
 
 
-def attention(q, k, v, causal=False, lazy=True, poly=True, dynamic=True, longest_first=True,
-              sections=True):  # fmt: skip
-    """As in v3.py. The last three matter to causal calls alone: other tiles are of one length."""
+def attention(q, k, v, causal=False, lazy=True, poly=True, dynamic=True, section=None):
+    """As in v3.py. dynamic, section: for causal calls, else all tiles are of one length. section:
+    how many heads are worked on together; None: what the L2 holds, 1: one head after the other.
+    """
     batch, seqlen, num_heads, head_dim = q.shape
     out, lse = q.new_empty(q.shape), q.new_empty((batch, num_heads, seqlen), dtype=torch.float32)
     tiles_m, planes = triton.cdiv(seqlen, TILE.value), batch * num_heads
-    fit = max(1, L2_BYTES // (4 * seqlen * head_dim)) if sections else planes
-    section = next(n for n in range(min(fit, planes), 0, -1) if planes % n == 0)
+    section = (section or max(1, L2_BYTES // (4 * seqlen * head_dim))) if causal else 1
+    section = next(n for n in range(min(section, planes), 0, -1) if planes % n == 0)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     forward_v4[(min(tiles_m * planes, processors),)](
         hw.descriptor(q, 64), hw.descriptor(k, TILE.value), hw.descriptor(v, TILE.value),
         hw.descriptor(out, 64), lse, torch.zeros(1, dtype=torch.int32, device=q.device),
         seqlen, num_heads, tiles_m, section, tiles_m * planes,
-        math.log2(math.e) / math.sqrt(head_dim), causal, causal and dynamic,
-        causal and longest_first, lazy, poly, num_warps=4, maxnreg=168,
+        math.log2(math.e) / math.sqrt(head_dim), causal, causal and dynamic, lazy, poly,
+        num_warps=4, maxnreg=168,
     )  # fmt: skip
     return out, lse
 

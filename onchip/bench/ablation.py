@@ -24,13 +24,15 @@ class Step(NamedTuple):
 
     name: str
     example: str
-    options: dict[str, bool]
+    options: dict[str, int]
     before: str | None
     causal_only: bool = False
 
 
-_V4 = dict(lazy=False, poly=False, dynamic=False, longest_first=False, sections=False)
-_ORDERED = _V4 | dict(dynamic=True, longest_first=True, sections=True)
+_PLAIN = {"lazy": False, "poly": False, "dynamic": False}
+_ALL = 1 << 30  # heads
+_ORDERED = {"lazy": False, "poly": False}
+LAST = "polynomial exp2"
 STEPS = (
     Step("v2", "v2", {}, None),
     Step("v2 by hand", "v2_gluon", {"tma": False}, "v2"),
@@ -38,14 +40,13 @@ STEPS = (
     Step("specialisation", "v3", {"overlap": False, "pingpong": False}, "TMA"),
     Step("overlap", "v3", {"overlap": True, "pingpong": False}, "specialisation"),
     Step("ping-pong", "v3", {"overlap": True, "pingpong": True}, "overlap"),
-    Step("persistence", "v4", _V4, "ping-pong"),
-    Step("longest first", "v4", _V4 | {"longest_first": True}, "persistence", True),
-    Step("L2 sections", "v4", _ORDERED | {"dynamic": False}, "longest first", True),
+    Step("persistence", "v4", _PLAIN | {"section": 1}, "ping-pong"),
+    Step("longest first", "v4", _PLAIN | {"section": _ALL}, "persistence", True),
+    Step("L2 sections", "v4", _PLAIN, "longest first", True),
     Step("dynamic hand-out", "v4", _ORDERED, "L2 sections", True),
     Step("lazy rescale", "v4", _ORDERED | {"lazy": True}, "dynamic hand-out"),
-    Step("polynomial exp2", "v4", _ORDERED | {"poly": True}, "dynamic hand-out"),
+    Step(LAST, "v4", _ORDERED | {"poly": True}, "dynamic hand-out"),
 )
-LAST = "polynomial exp2"
 
 
 def run(session: Session) -> None:

@@ -81,7 +81,7 @@ def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, 
     return {name: Contender(name, f, sets, judge, ours=True) for name, f in everyone.items()}
 
 
-def version(name: str, causal: bool, **options: bool) -> Attend:
+def version(name: str, causal: bool, **options: int) -> Attend:
     """`attention` of examples/versions/NAME.py without its lse."""
     attention = load(name).attention
     return lambda q, k, v: attention(q, k, v, causal, **options)[0]
