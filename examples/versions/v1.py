@@ -42,15 +42,15 @@ def forward_v1(
     dims = tl.arange(0, HEAD_DIM)[None, :]
     for n in range(0, seqlen, TILE_N):
         cols = n + tl.arange(0, TILE_N)
-        kv = head + cols[:, None] * stride + dims
-        k = tl.load(k_ptr + kv, mask=cols[:, None] < seqlen, other=0.0)
-        v = tl.load(v_ptr + kv, mask=cols[:, None] < seqlen, other=0.0)
+        kv = cols[:, None] * stride + dims
+        k = tl.load(k_ptr + head + kv, mask=cols[:, None] < seqlen, other=0.0)
+        v = tl.load(v_ptr + head + kv, mask=cols[:, None] < seqlen, other=0.0)
         first = n if CAUSAL else 0  # queries before the tile's first key see none of it
         for r in range(first, seqlen, TILE_M):
             rows = r + tl.arange(0, TILE_M)
-            tile = head + rows[:, None] * stride + dims
+            tile = rows[:, None] * stride + dims
             inside = rows[:, None] < seqlen
-            q = tl.load(q_ptr + tile, mask=inside, other=0.0)
+            q = tl.load(q_ptr + head + tile, mask=inside, other=0.0)
             seen = cols[None, :] < seqlen
             if CAUSAL:
                 seen &= cols[None, :] <= rows[:, None]
@@ -58,23 +58,24 @@ def forward_v1(
             m_tile = tl.max(s, 1)
             p = tl.exp2(s - m_tile[:, None])
 
-            at = plane * seqlen + rows
-            m = tl.load(m_ptr + at, mask=rows < seqlen, other=0.0)
-            l = tl.load(l_ptr + at, mask=rows < seqlen, other=0.0)
-            o = tl.load(o_ptr + tile, mask=inside, other=0.0)
+            at = plane * seqlen
+            m = tl.load(m_ptr + at + rows, mask=rows < seqlen, other=0.0)
+            l = tl.load(l_ptr + at + rows, mask=rows < seqlen, other=0.0)
+            o = tl.load(o_ptr + head + tile, mask=inside, other=0.0)
             m_new = tl.maximum(m, m_tile)
             alpha, beta = tl.exp2(m - m_new), tl.exp2(m_tile - m_new)
             l_new = alpha * l + beta * tl.sum(p, 1)
             pv = tl.dot(p.to(v.dtype), v)
             o = ((alpha * l)[:, None] * o + beta[:, None] * pv) / l_new[:, None]
-            tl.store(m_ptr + at, m_new, mask=rows < seqlen)
-            tl.store(l_ptr + at, l_new, mask=rows < seqlen)
-            tl.store(o_ptr + tile, o, mask=inside)
+            tl.store(m_ptr + at + rows, m_new, mask=rows < seqlen)
+            tl.store(l_ptr + at + rows, l_new, mask=rows < seqlen)
+            tl.store(o_ptr + head + tile, o, mask=inside)
 
             last = r < n + TILE_N if CAUSAL else n + TILE_N >= seqlen
             if last:  # no later tile of keys is for these queries
-                tl.store(out_ptr + tile, o.to(out_ptr.dtype.element_ty), mask=inside)
-                tl.store(lse_ptr + at, (m_new + tl.log2(l_new)) * LN2, mask=rows < seqlen)
+                tl.store(out_ptr + head + tile, o.to(q.dtype), mask=inside)
+                lse = (m_new + tl.log2(l_new)) * LN2
+                tl.store(lse_ptr + at + rows, lse, mask=rows < seqlen)
         # the next round reads what other threads of this program have written
         tl.debug_barrier()
 
@@ -90,7 +91,7 @@ def attention(q, k, v, causal=False):
     m, lse = torch.full_like(l, -math.inf), torch.empty_like(l)
     forward_v1[(batch * num_heads,)](
         q, k, v, o, l, m, out, lse, seqlen, num_heads, math.log2(math.e) / math.sqrt(head_dim),
-        head_dim, causal, TILE_M, TILE_N, num_warps=4, num_stages=2,
+        head_dim, causal, TILE_M, TILE_N, num_warps=8, num_stages=2,
     )  # fmt: skip
     return out, lse
 

@@ -105,8 +105,8 @@ def forward_v2_gluon(k_desc, v_desc, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, seql
                          False, CAUSAL, TMA, S, O)  # fmt: skip
     rows = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, O))
     at = rows[:, None] * stride + gl.arange(0, HEAD_DIM, gl.SliceLayout(0, O))[None, :]
-    out = (acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + start + at, out, mask=rows[:, None] < seqlen)
+    acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+    gl.store(out_ptr + start + at, acc.to(q.dtype), mask=rows[:, None] < seqlen)
     hw.store_lse(lse_ptr, plane, tile * TILE, seqlen, m * scale_log2, l)
 
 

@@ -93,7 +93,7 @@ def consume(o_desc, lse_ptr, pipe, place, seqlen, scale_log2, C: gl.constexpr,
         p = gl.convert_layout(p_wide.to(q.dtype), P)
     hw.wait(full, 2 * tiles - 1)
     acc = hw.finish(hw.start_values(p, slots, 2 * tiles - 1, acc), 0)
-    acc = acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]
+    acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
     hw.store_tile(o_desc, [batch, head, row, 0], q_slots, C, acc.to(q.dtype))  # q is used up
     hw.store_lse(lse_ptr, gl.program_id(1), row, seqlen, m * scale_log2, l)
     hw.store_wait(0)

@@ -140,7 +140,7 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
         hw.wait(full, 2 * i + 1)
         acc = hw.finish(hw.start_values(p, slots, 2 * i + 1, acc), 0)
         hw.arrive(empty, 2 * i + 1)
-        acc = acc / gl.convert_layout(l, gl.SliceLayout(1, O))[:, None]
+        acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
         hw.store_wait(0)  # the last output has left the memory that this one needs
         at = [plane // job[1], plane % job[1], row, 0]
         hw.store_tile(o_desc, at, o_slots, C, acc.to(q.dtype))
