@@ -12,7 +12,7 @@ What follows from it:
 - Tiles of queries do not know of each other: the sequence is a dimension of parallelism. One head
   of 16,384 queries fills 128 processors, where v1 used one.
 - The accumulator is not normalised until the end: one multiplication by alpha per tile, and one
-  division per row. Tensor cores are 16 times as fast as the rest of the chip, so every operation
+  division per row. Tensor cores are 15 times as fast as the rest of the chip, so every operation
   that is not a matrix product counts.
 - A backward pass needs exp(s - m) / l, which is exp(s - lse) with lse = m + log(l): one number per
   row is stored instead of two.

@@ -15,7 +15,7 @@ are free. v2 has every warp load, multiply and exponentiate in turn; here they d
 - OVERLAP: the scores of tile j are ordered together with the values of tile j - 1. While the tensor
   cores are at the second product, the warpgroup is at the softmax of the first.
 - PINGPONG: the consumers take turns in giving orders, so that one is at its softmax while the
-  tensor cores work for the other. A processor does 16 exponentials a clock, but 2,048 products.
+  tensor cores work for the other. A clock has time for 16 exponentials or 2,048 multiply-adds.
 
 Keys are walked from the last tile to the first. Tiles are square, so the diagonal and the end of
 the keys cut the last tile alone: it is masked before the loop, and the loop knows no mask.
