@@ -57,15 +57,16 @@ def place(ticket, job, CAUSAL: gl.constexpr):
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter_ptr, pipe, job, CAUSAL: gl.constexpr,
             DYNAMIC: gl.constexpr):  # fmt: skip
+    seqlen, num_heads, tiles_m, section, num_tiles = job
     q_ring, ring, tickets, turn = pipe
     t = 0  # tiles of queries so far
     i = 0  # tiles of keys so far
     ticket = gl.program_id(0)
-    while ticket < job[4]:
+    while ticket < num_tiles:
         if DYNAMIC:
             hw.give(tickets, t, ticket)
         plane, row, tiles = place(ticket, job, CAUSAL)
-        batch, head = plane // job[1], plane % job[1]
+        batch, head = plane // num_heads, plane % num_heads
         for c in gl.static_range(2):
             hw.fill(q_desc, [batch, head, row + 64 * c, 0], q_ring, 2 * t + c)
         for j in range(tiles):
@@ -97,6 +98,7 @@ def softmax(s, m, l, scale_log2, LAZY: gl.constexpr, POLY: gl.constexpr):
 @gluon.jit
 def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CAUSAL: gl.constexpr,
             DYNAMIC: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr):  # fmt: skip
+    seqlen, num_heads, tiles_m, section, num_tiles = job
     q_ring, ring, tickets, turn = pipe
     q_slots, q_full, q_empty = q_ring
     slots, full, empty = ring
@@ -108,7 +110,7 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
     t = 0
     i = 0
     ticket = hw.take(tickets, 0) if DYNAMIC else gl.program_id(0)
-    while ticket < job[4]:
+    while ticket < num_tiles:
         plane, row, tiles = place(ticket, job, CAUSAL)
         row = row + 64 * C
         m, l, acc = hw.empty_state(64, HEAD_DIM, S, O)
@@ -116,7 +118,7 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
         hw.wait(full, 2 * i)
         s = hw.finish(hw.start_scores(q, slots, 2 * i, S), 0)
         hw.arrive(empty, 2 * i)
-        s = hw.visible(s, row, (tiles - 1) * TILE, job[0], CAUSAL, S)
+        s = hw.visible(s, row, (tiles - 1) * TILE, seqlen, CAUSAL, S)
         p_wide, m, l, alpha = softmax(s, m, l, scale_log2, False, POLY)
         p = gl.convert_layout(p_wide.to(q.dtype), P)
         for _ in range(1, tiles):
@@ -142,9 +144,9 @@ def consume(o_desc, lse_ptr, o_slots, pipe, job, scale_log2, C: gl.constexpr, CA
         hw.arrive(empty, 2 * i + 1)
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
         hw.store_wait(0)  # the last output has left the memory that this one needs
-        at = [plane // job[1], plane % job[1], row, 0]
+        at = [plane // num_heads, plane % num_heads, row, 0]
         hw.store_tile(o_desc, at, o_slots, C, acc.to(q.dtype))
-        hw.store_lse(lse_ptr, plane, row, job[0], m * scale_log2, l)
+        hw.store_lse(lse_ptr, plane, row, seqlen, m * scale_log2, l)
         t += 1
         i += 1
         ticket = hw.take(tickets, t) if DYNAMIC else ticket + gl.num_programs(0)
