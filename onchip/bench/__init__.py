@@ -14,6 +14,8 @@ BENCHES = {
     "forward": "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
     "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
     "short": "GPU: sequences of at most 512 tokens, and what a call costs the host",
+    "versions": "GPU: FlashAttention v1 to v4 as examples/versions writes them, side by side",
+    "ablation": "GPU: from v2 to v4 one idea at a time: what each of them buys",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }

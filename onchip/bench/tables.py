@@ -3,8 +3,9 @@
 What stands between `<!-- NAME -->` and `<!-- /NAME -->` in README.md and docs/*.md is rewritten.
 NAME is `support` (every kernel's `supports`), `options` (the signatures), `bench:FILE` (a summary
 of bench/results/FILE.json), `bench:FILE:rows` (every row of it), `bench:FILE:grid` (its first
-benchmark with lengths across) or `bench:FILE:SHEET` (a table that a benchmark makes itself). Rows
-that do not count are shown where every row is, and in no mean.
+benchmark with lengths across), `bench:FILE:kernels` (problems down, kernels across),
+`bench:FILE:steps` (kernels down, problems across) or `bench:FILE:SHEET` (a table that a benchmark
+makes itself). Rows that do not count are shown where every row is, and in no mean.
 """
 
 import inspect
@@ -145,7 +146,8 @@ def keyword_options(function: str) -> dict[str, object]:
 def _bench(path: Path, form: str) -> str:
     source = f"bench/results/{path.name}"
     name = path.stem.rpartition("-")[2]  # h200-forward is what `onchip bench forward` wrote there
-    forms = {"": _summary, "rows": _every_row, "grid": _grid} | _sheets(name)
+    forms = {"": _summary, "rows": _every_row, "grid": _grid}
+    forms |= {"kernels": _kernels, "steps": _steps} | _sheets(name)
     if form not in forms:
         choices = ", ".join(filter(None, forms))
         raise ValueError(f"there is no form {form!r} of {name}; choose from: {choices}")
@@ -210,6 +212,39 @@ def _grid(rows: list[Row]) -> str:
 def _grid_cell(r: Row) -> str:
     ratio = "" if r["ratio"] is None else f" ({r['ratio']:.2f})"
     return f"{r['value']:.3g}{ratio}{' *' if r.get('doubts') else ''}"
+
+
+def _kernels(rows: list[Row]) -> str:
+    """Problems down, kernels across; * if in doubt."""
+    kernels = list(dict.fromkeys(r["kernel"] for r in rows))
+    lines: dict[tuple, dict[str, str]] = {}
+    for r in rows:
+        at = (r["head_dim"], r["mask"], r["batch"], r["num_heads"], r["seqlen"])
+        lines.setdefault(at, {})[r["kernel"]] = _grid_cell(r | {"ratio": None})
+    named = lambda d, mask, batch, heads, n: [
+        f"{batch} x {n:,} tokens, {heads} heads of {d}{'' if mask == 'none' else f', {mask}'}"
+    ]
+    body = ([*named(*at), *(cells.get(k, NO) for k in kernels)] for at, cells in lines.items())
+    return _markdown([rows[0]["unit"] if rows else "", *kernels], body)
+
+
+def _steps(rows: list[Row]) -> str:
+    """Kernels in the order of their steps down, problems across: the value, and the ratio to the
+    step before.
+    """
+    problems = list(dict.fromkeys((r["head_dim"], r["mask"], r["seqlen"]) for r in rows))
+    kernels = max(_by_problem(rows).values(), key=len, default={})
+    cells = {at: {k: _grid_cell(r) for k, r in of.items()} for at, of in _by_problem(rows).items()}
+    named = lambda d, mask, n: f"head_dim {d}, {'no mask' if mask == 'none' else mask}, {n:,}"
+    heads = [f"{rows[0]['unit']} (ratio)" if rows else "", *(named(*at) for at in problems)]
+    return _markdown(heads, ([k, *(cells[at].get(k, NO) for at in problems)] for k in kernels))
+
+
+def _by_problem(rows: list[Row]) -> dict[tuple, dict[str, Row]]:
+    found: dict[tuple, dict[str, Row]] = {}
+    for r in rows:
+        found.setdefault((r["head_dim"], r["mask"], r["seqlen"]), {})[r["kernel"]] = r
+    return found
 
 
 def _problem(group: list[Row]) -> str:

@@ -123,3 +123,31 @@ def test_a_grid_has_its_lengths_across(tmp_path):
     assert "| head_dim 128, no mask | 600 (1.02) | 600 (0.50) * |" in text
     with pytest.raises(ValueError, match="no form 'heap'"):
         tables.table("bench:h200-forward:heap", tmp_path)
+
+
+def test_kernels_side_by_side(tmp_path):
+    case = lambda batch, heads: Case("versions", "causal", torch.bfloat16, 128, 4096, batch, heads)
+    rows = [case(4, 16).row(name, x, "TFLOP/s") for name, x in (("v1", 9.0), ("v2", 400.0))]
+    rows.append(case(1, 8).row("v2", 300.0, "TFLOP/s"))
+    text = tables.table("bench:cpu:kernels", results(tmp_path, rows))
+    assert text.startswith("| TFLOP/s | v1 | v2 |")
+    assert "| 4 x 4,096 tokens, 16 heads of 128, causal | 9 | 400 |" in text
+    assert "| 1 x 4,096 tokens, 8 heads of 128, causal | | 300 |" in text
+
+
+def test_steps_go_down_with_what_each_bought(tmp_path):
+    steps = {"none": ("v2", "TMA"), "causal": ("v2", "TMA", "longest first")}
+    rows = [
+        Case("ablation", mask, torch.bfloat16, 64, 4096).row(
+            name, 500.0, "TFLOP/s", ratio=1.25 if i else None
+        )
+        for mask, names in steps.items()
+        for i, name in enumerate(names)
+    ]
+    lines = tables.table("bench:cpu:steps", results(tmp_path, rows)).splitlines()
+    assert lines[0].endswith("| head_dim 64, no mask, 4,096 | head_dim 64, causal, 4,096 |")
+    assert lines[2:5] == [
+        "| v2 | 500 | 500 |",
+        "| TMA | 500 (1.25) | 500 (1.25) |",
+        "| longest first | | 500 (1.25) |",
+    ]
