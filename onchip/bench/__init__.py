@@ -11,7 +11,8 @@ BENCHES = {
     "cpu": "attention on this CPU against torch SDPA: dense, masked, packed, memory, overhead",
     "forward": "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
     "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
-    "short": "GPU: sequences of at most 512 tokens, and what a call costs the host",
+    "short": "GPU: sequences of at most 512 tokens",
+    "host": "GPU: what an eager call costs the thread that makes it",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
 }
 

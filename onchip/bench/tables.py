@@ -57,6 +57,7 @@ MEASURED = {
     "import": "`import onchip`, after `import torch`",
     "host": "host time of a call too small to matter otherwise",
     "host grad": "host time of such a call that records gradients",
+    "host backward": "host time of its backward pass",
 }
 
 
