@@ -1,4 +1,4 @@
-"""The command line: `onchip demo | bench | explain | doctor`, also as `python -m onchip ...`."""
+"""The command line: `onchip demo | bench | tune | explain | doctor`, or `python -m onchip ...`."""
 
 import argparse
 import os
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_tune(commands)
     _add_explain(commands)
     _add_doctor(commands)
     return parser
@@ -66,6 +67,18 @@ def _add_bench(commands) -> None:
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.set_defaults(run=_bench)
+
+
+def _add_tune(commands) -> None:
+    p = commands.add_parser("tune", help="measure the tile tables anew on this GPU")
+    p.add_argument("--kernel", choices=("hopper", "triton"), nargs="+", default=())
+    p.add_argument(
+        "--pass", dest="ways", choices=("forward", "backward", "decode"), nargs="+", default=()
+    )
+    p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="these alone")
+    p.add_argument("--quick", action="store_true", help="one field at a time, few rounds")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    p.set_defaults(run=_tune)
 
 
 def _add_explain(commands) -> None:
@@ -149,6 +162,28 @@ def _bench(args: argparse.Namespace) -> int:
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from onchip import tune
+    from onchip.bench import harness
+
+    if args.json:
+        _check_writable(args.json)
+    console = Console()
+    session = harness.Session(args.quick)
+    with _progress(console) as session.tell:
+        searches = tune.run(
+            session,
+            lambda capability: tune.knobs(capability, args.kernel, args.ways, args.head_dims),
+        )
+    if args.json:
+        harness.write_results(session.rows, args.json, session.where)
+    harness.print_session(console, session, [])
+    tune.print_searches(console, searches)
+    return 1 if session.refused else 0
 
 
 def _explain(args: argparse.Namespace) -> int:
