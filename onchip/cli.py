@@ -65,6 +65,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.set_defaults(run=_bench)
 
@@ -134,15 +135,17 @@ def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from onchip import bench
-    from onchip.bench import harness
+    from onchip.bench import harness, plots
 
     if args.name is None:
         for name, what in bench.BENCHES.items():
             print(f"{name:<10} {what}")
         return 0
     module = bench.load(args.name)
-    if args.json:
-        _check_writable(args.json)
+    if args.plot and args.name not in plots.BENCHES:
+        raise ValueError(f"--plot draws {', '.join(plots.BENCHES)}, not {args.name}")
+    for path in filter(None, (args.json, args.plot)):
+        _check_writable(path)
     console = Console()
 
     def keep(row: harness.Row) -> None:
@@ -159,6 +162,8 @@ def _bench(args: argparse.Namespace) -> int:
         module.run(session)
     if args.json:
         harness.write_results(session.rows, args.json, session.where)
+    if args.plot:
+        plots.draw(harness.document(session.rows, session.where), args.plot)
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1

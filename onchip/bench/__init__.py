@@ -13,6 +13,7 @@ BENCHES = {
     "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
     "short": "GPU: sequences of at most 512 tokens",
     "host": "GPU: what an eager call costs the thread that makes it",
+    "peak": "GPU: the most memory that a call holds, 1k to 1M tokens",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
 }
 
