@@ -104,6 +104,9 @@ def _add_explain(commands) -> None:
 
 def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
+    p.add_argument(
+        "--measure", action="store_true", help="GPU: how long first calls take that must compile"
+    )
     p.set_defaults(run=_doctor)
 
 
@@ -222,7 +225,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from onchip import doctor
 
-    doctor.print_report(Console())
+    console = Console()
+    doctor.print_report(console)
+    if args.measure:
+        doctor.print_first_calls(console)
     return 0
 
 
