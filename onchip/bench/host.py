@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import onchip
 from onchip.bench import gpu, patterns
-from onchip.bench.backward import GradientJudge
+from onchip.bench.backward import GradientJudge, kernel_of
 from onchip.bench.harness import Bar, Case, Refused, Row, Rows, Session
 from onchip.bench.peers import Attend
 
@@ -76,10 +76,16 @@ def measure(session: Session, case: Case, kernel: str | None) -> list[Row]:
     times = call_times(jobs, gpu.QUICK_ROUNDS if session.quick else gpu.ROUNDS)
     ratio = gpu.paired(times["onchip"], times["sdpa"])
     ours, theirs = (statistics.median(times[name]) for name in jobs)
-    name = kernel or onchip.explain(*inputs[:3], **pattern.options).plan.kernel
     columns = {"peers": {"sdpa": theirs}, "best_peer": "sdpa", "ratio": ratio.ratio}
-    row = case.row(name, ours, "us", error=error, **columns)
+    row = case.row(kernel or _served_by(case, inputs), ours, "us", error=error, **columns)
     return [row | {"band": list(ratio[1:]), "ratios": {"sdpa": list(ratio)}, "doubts": []}]
+
+
+def _served_by(case: Case, inputs: gpu.Inputs) -> str:
+    options = {"causal": case.mask == "causal"}
+    if case.backward:
+        return kernel_of(inputs, options)
+    return onchip.explain(*inputs[:3], **options).plan.kernel
 
 
 def _judged(case: Case, attend: Attend, inputs: gpu.Inputs, visible: Rows) -> float:

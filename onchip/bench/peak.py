@@ -70,13 +70,14 @@ class Rival:
     measured: dict[int, int] = field(default_factory=dict)
 
     def bytes(self, case: Case, inputs: gpu.Inputs, device: torch.device) -> int:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch keeps for later would not count as available
         if self.law(case.seqlen) < 0.9 * available_bytes(device):
             try:
                 found, _ = peak_extra_bytes(call(standard, inputs, case.backward), device)
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-            else:
-                self.measured[case.seqlen] = found or 0
+                return self.law(case.seqlen)
+            self.measured[case.seqlen] = found or 0
         return self.measured.get(case.seqlen) or self.law(case.seqlen)
 
     def law(self, n: int) -> int:

@@ -36,7 +36,6 @@ def test_a_rival_that_does_not_fit_after_all_is_predicted(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(peak, "peak_extra_bytes", no_memory)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     rival = Rival({64: 1000})
     inputs = gpu.draw(case(128), CPU)
     assert rival.bytes(case(128), inputs, CPU) == 4000 and rival.measured == {64: 1000}
