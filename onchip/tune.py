@@ -8,6 +8,7 @@ into configs.py is printed. VARIED says which values of which field are tried.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, product
@@ -205,24 +206,31 @@ class Search:
     def check(self, session: Session) -> list[Row]:
         """Every candidate on odd lengths; the present row must be right, or nothing is searched."""
         for name, row in candidates(self.knob, self.most).items():
-            try:
-                with configs.trial(self.knob.table.name, self.knob.key, row):
-                    self._judge(session.device)
-            except Exception as error:
-                gpu.still_there(session.device)
-                if name == CURRENT:
-                    raise
-                self.refused[name] = gpu.sentence(error)
-            else:
+            with self._tried(session, name, row):
+                self._judge(session.device)
                 self.right[name] = row
         return []
 
+    @contextmanager
+    def _tried(self, session: Session, name: str, row: Any) -> Iterator[None]:
+        """A block in which `row` is the table's. One that fails is out, unless it is the present
+        row: that ends the step.
+        """
+        try:
+            with configs.trial(self.knob.table.name, self.knob.key, row):
+                yield
+        except Exception as error:
+            gpu.still_there(session.device)
+            self.right.pop(name, None)
+            if name == CURRENT:
+                raise
+            self.refused[name] = gpu.sentence(error)
+
     def _judge(self, device: torch.device) -> None:
         lengths = (1, 1777) if self.knob.way == "decode" else (333, 555)
+        shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": self.knob.head_dim}
+        q, k, v = make_qkv(2, *lengths, dtype=self.knob.table.dtype, device=device, **shape)
         for mask in self.knob.masks:
-            case = next(iter(self.knob.cells(True)))
-            shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": case.head_dim}
-            q, k, v = make_qkv(2, *lengths, dtype=case.dtype, device=device, **shape)
             options = dict(self.knob.table.options) | {"causal": mask == "causal"}
             if mask == "blocks":
                 options["mask"] = onchip.masks.mod(lambda b, h, q, k: (q // 128 + k) % 3 != 0)
@@ -233,20 +241,18 @@ class Search:
         """All candidates in turns; one row each."""
         if CURRENT not in self.right:
             return []
-        inputs = calls(session, self.knob, case)
-        lanes = {name: self._lane(name, inputs, case) for name in self.right}
-        control = self._lane(CURRENT, inputs, case)
+        contender = calls(session, self.knob, case)
+        lanes, control = {}, None
+        for name, row in list(self.right.items()):
+            with self._tried(session, name, row):  # a graph keeps the row it is captured with
+                lanes[name] = gpu.open_lane(contender, case.backward)
+                control = control or gpu.open_lane(contender, case.backward)
         rounds = gpu.QUICK_ROUNDS if session.quick else gpu.ROUNDS
         race = gpu.race(lanes, control, rounds)
         found = {name: race.against(name, CURRENT) for name in self.right}
         for name, ratio in found.items():
             self.ratios.setdefault(name, []).append(ratio)
         return [self._row(case, name, race, ratio) for name, ratio in found.items()]
-
-    def _lane(self, name: str, contender: gpu.Contender, case: Case) -> gpu.Lane:
-        """The capture of a candidate: a graph keeps the row that it was captured with."""
-        with configs.trial(self.knob.table.name, self.knob.key, self.right[name]):
-            return gpu.open_lane(contender, case.backward)
 
     def _row(self, case: Case, name: str, race: gpu.Race, ratio: gpu.Paired) -> Row:
         peers = {CURRENT: race.ms(CURRENT)}
@@ -260,7 +266,8 @@ class Search:
 
     def gains(self) -> dict[str, float]:
         """Speed over the present row, the mean over the cells, the fastest first."""
-        means = {n: geomean([r.ratio for r in ratios]) for n, ratios in self.ratios.items()}
+        timed = {name: ratios for name, ratios in self.ratios.items() if name in self.right}
+        means = {name: geomean([r.ratio for r in ratios]) for name, ratios in timed.items()}
         return dict(sorted(means.items(), key=lambda item: -item[1]))
 
     @property

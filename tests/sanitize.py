@@ -9,6 +9,7 @@ calls (`python tests/sanitize.py packed mask`). Exit status 1 if a call fails.
 
 import os
 import sys
+from collections import Counter
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # before torch is imported
 
@@ -35,7 +36,8 @@ CALLS = {
 
 def main(names: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    refused, failed = 0, 0
+    refused: Counter[str] = Counter()
+    failed = 0
     for name in names or CALLS:
         for kernel in KERNELS:
             for dims in DIMS:
@@ -43,13 +45,15 @@ def main(names: list[str]) -> int:
                     shown = f"{name} {kernel} {dims} {lengths}"
                     try:
                         call(kernel, lengths, dims, dict(CALLS[name]), device)
-                    except onchip.UnsupportedError:
-                        refused += 1
+                    except onchip.UnsupportedError as error:
+                        refused[str(error)] += 1
                     except RuntimeError as error:
                         failed += 1
                         print(f"{shown}: {error}", flush=True)
         print(f"{name}: done", flush=True)
-    print(f"{refused} calls were refused, {failed} failed")
+    for reason, count in refused.items():
+        print(f"refused {count} times: {reason}")
+    print(f"{failed} calls failed")
     return int(failed > 0)
 
 

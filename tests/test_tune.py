@@ -80,6 +80,22 @@ def test_a_gain_within_the_noise_changes_nothing(knob):
     assert search.best == "b"
 
 
+def test_a_candidate_that_cannot_be_captured_is_out(stand_ins, monkeypatch, knob):
+    def open_lane(contender, backward):
+        if configs.TRITON_SM90[knob.key].tile_n == 32:
+            raise RuntimeError("out of resources")
+        return Lane(lambda: None, 1, 1.0)
+
+    search, session = Search(knob, 1), Session(device=CPU)
+    steps = [step for _, step in search.steps(session)]
+    for step in steps[:2]:
+        step()
+    monkeypatch.setattr(gpu, "open_lane", open_lane)  # it fails in its second cell
+    assert steps[2]() and search.best == CURRENT
+    assert search.refused["tile_n=32"] == "RuntimeError: out of resources"
+    assert "tile_n=32" in search.ratios and "tile_n=32" not in search.gains()
+
+
 def test_a_present_row_that_is_wrong_ends_the_search(stand_ins, monkeypatch, knob):
     def judge(self, device):
         raise AssertionError("wrong")
