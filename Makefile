@@ -7,15 +7,19 @@ INSTALL := $(PIP) install --quiet --no-build-isolation -c $(VENV)/constraints.tx
 # One thread per worker: on few cores the tests gain more from running side by side than from threads inside each.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: help demo test slow lint format clean
+# The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
+OLDEST := $(VENV)/triton36
+
+.PHONY: help demo test slow triton36 lint format clean
 
 help:
-	@echo "make demo    set up $(VENV) and run 'onchip demo' (about a minute)"
-	@echo "make test    set up $(VENV) and run the tests"
-	@echo "make slow    run the tests marked slow"
-	@echo "make lint    ruff (lint, format) and basedpyright"
-	@echo "make format  let ruff rewrite the files"
-	@echo "make clean   remove $(VENV) and what tools left behind"
+	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
+	@echo "make test      set up $(VENV) and run the tests"
+	@echo "make slow      run the tests marked slow"
+	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
+	@echo "make lint      ruff (lint, format) and basedpyright"
+	@echo "make format    let ruff rewrite the files"
+	@echo "make clean     remove $(VENV) and what tools left behind"
 
 demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
@@ -25,6 +29,9 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	@$(PYTEST) -m slow $(TEST)
+
+triton36: $(OLDEST)/.done
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper $(TEST)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .
@@ -74,6 +81,10 @@ $(VENV)/.run: $(VENV)/constraints.txt
 $(VENV)/.test: $(VENV)/.run
 	@echo "Installing the test tools ..."
 	@$(INSTALL) -e ".[test]" && touch $@
+
+$(OLDEST)/.done: $(VENV)/.test constraints-triton36.txt
+	@echo "Installing Triton 3.6 beside it ..."
+	@rm -rf $(OLDEST) && $(PIP) install --quiet --no-deps --target $(OLDEST) -r constraints-triton36.txt && touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."

@@ -1,4 +1,4 @@
-"""The command line: `onchip demo | bench | explain | doctor`, also as `python -m onchip ...`."""
+"""The command line: `onchip demo | bench | tune | explain | doctor`, or `python -m onchip ...`."""
 
 import argparse
 import os
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_bench(commands)
+    _add_tune(commands)
     _add_explain(commands)
     _add_doctor(commands)
     return parser
@@ -64,9 +65,21 @@ def _add_bench(commands) -> None:
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
-    p.add_argument("--plot", type=Path, metavar="FILE", help="memory: draw it over time (SVG, PNG)")
     p.set_defaults(run=_bench)
+
+
+def _add_tune(commands) -> None:
+    p = commands.add_parser("tune", help="measure the tile tables anew on this GPU")
+    p.add_argument("--kernel", choices=("hopper", "triton"), nargs="+", default=())
+    p.add_argument(
+        "--pass", dest="ways", choices=("forward", "backward", "decode"), nargs="+", default=()
+    )
+    p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="these alone")
+    p.add_argument("--quick", action="store_true", help="one field at a time, few rounds")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    p.set_defaults(run=_tune)
 
 
 def _add_explain(commands) -> None:
@@ -91,6 +104,9 @@ def _add_explain(commands) -> None:
 
 def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
+    p.add_argument(
+        "--measure", action="store_true", help="GPU: how long first calls take that must compile"
+    )
     p.set_defaults(run=_doctor)
 
 
@@ -122,17 +138,18 @@ def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from onchip import bench
-    from onchip.bench import harness
+    from onchip.bench import harness, plots
 
     if args.name is None:
         for name, what in bench.BENCHES.items():
             print(f"{name:<10} {what}")
         return 0
     module, report = bench.load(args.name), bench.report(args.name)
+    drawn = (*plots.BENCHES, *bench.REPORTS)
+    if args.plot and args.name not in drawn:
+        raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
     for path in filter(None, (args.json, args.plot)):
         _check_writable(path)
-    if args.plot and report is None:
-        raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(bench.REPORTS)}")
     console = Console()
 
     def keep(row: harness.Row) -> None:
@@ -152,9 +169,33 @@ def _bench(args: argparse.Namespace) -> int:
         harness.write_results(session.rows, args.json, session.where)
     if report is not None:
         report.print_report(console, session.rows, args.plot)
+    elif args.plot:
+        plots.draw(harness.document(session.rows, session.where), args.plot)
     verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from onchip import tune
+    from onchip.bench import harness
+
+    if args.json:
+        _check_writable(args.json)
+    console = Console()
+    session = harness.Session(args.quick)
+    with _progress(console) as session.tell:
+        searches = tune.run(
+            session,
+            lambda capability: tune.knobs(capability, args.kernel, args.ways, args.head_dims),
+        )
+    if args.json:
+        harness.write_results(session.rows, args.json, session.where)
+    harness.print_session(console, session, [])
+    tune.print_searches(console, searches)
+    return 1 if session.refused else 0
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -188,7 +229,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
     from onchip import doctor
 
-    doctor.print_report(Console())
+    console = Console()
+    doctor.print_report(console)
+    if args.measure:
+        doctor.print_first_calls(console)
     return 0
 
 

@@ -1,16 +1,24 @@
 """What this machine can run, and why not the rest: found by looking and by asking, never typed."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+import onchip
 from onchip.dispatch import KERNELS, kernel_module
-from onchip.problem import DeviceInfo, Problem, device_info
+from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
 
 DEVICES = {
     "CPU": DeviceInfo("cpu"),
@@ -24,6 +32,15 @@ PRECISIONS = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+}
+
+
+# Calls whose first one compiles: (head_dim, options), each forward and backward.
+FIRST_CALLS = {
+    "causal, 64": (64, {"causal": True}),
+    "causal, 128": (128, {"causal": True}),
+    "causal, 256": (256, {"causal": True}),
+    "one query, 128": (128, {"queries": 1}),
 }
 
 
@@ -49,7 +66,8 @@ def findings() -> list[Finding]:
         Finding("Python", platform.python_version()),
         Finding("torch", torch.__version__),
         _triton(),
-        _compiler(),
+        _launcher(),
+        _cache(),
         _cpu(),
         *_gpus(),
     ]
@@ -123,15 +141,106 @@ def _triton() -> Finding:
         return Finding("Triton", "not installed", "GPU kernels need it; the CPU path does not.")
 
 
-def _compiler() -> Finding:
-    found = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    if found:
-        return Finding("C compiler", found)
-    return Finding(
-        "C compiler",
-        "none",
-        "Triton builds its launcher with one at the first GPU call; nothing else does.",
-    )
+def _launcher() -> Finding:
+    """What Triton needs to build its launcher: a C compiler and Python's own headers."""
+    named = os.environ.get("CC")
+    names = (named,) if named else ("gcc", "clang")  # in Triton's order
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    what = "Triton builds its launcher with one at the first GPU call; nothing else does."
+    if found is None:
+        return Finding("C compiler", f"CC={named} is not there" if named else "none", what)
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        missing = f"Triton's launcher needs {header}: install Python's development files."
+        return Finding("C compiler", f"{found}, but no Python.h", missing)
+    return Finding("C compiler", f"{found}, with Python.h")
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it compiled."""
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    return Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+
+
+def _cache() -> Finding:
+    folder = cache_folder()
+    if not folder.is_dir():
+        return Finding("Triton's cache", f"{folder}, empty")
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    return Finding("Triton's cache", f"{folder}, {sum(sizes) / 1e6:.0f} MB in {len(sizes)} files")
+
+
+class FirstCall(NamedTuple):
+    """Seconds of a call that compiles what it needs, and of the next one."""
+
+    call: str
+    kernel: str
+    way: str
+    first_s: float
+    second_s: float
+
+
+def first_calls() -> list[FirstCall]:
+    """Measured by another process with an empty cache; ValueError without a GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("first calls compile on a GPU only, and torch finds none here")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "onchip.doctor"]
+        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"first calls could not be measured: {done.stderr.strip()[-500:]}")
+    return [FirstCall(*json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def time_first_calls(device: torch.device) -> Iterator[FirstCall]:
+    """Every call that a GPU kernel serves, in this process: its cache decides what is compiled."""
+    torch.empty(1, device=device)  # torch's own start is not ours
+    for kernel in ("hopper", "triton"):
+        for name, (head_dim, options) in FIRST_CALLS.items():
+            for way in ("forward", "backward"):
+                try:
+                    spent = _twice(kernel, head_dim, options, way, device)
+                except UnsupportedError:
+                    continue
+                yield FirstCall(name, kernel, way, *spent)
+
+
+def _twice(
+    kernel: str, head_dim: int, options: dict, way: str, device: torch.device
+) -> tuple[float, float]:
+    asked = dict(options)
+    shape = (1, 512, 4, head_dim)
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+    q = q[:, : asked.pop("queries", 512)].contiguous()
+    leaves = [x.requires_grad_(way == "backward") for x in (q, k, v)]
+    out = onchip.attention(*leaves, kernel=kernel, **asked) if way == "backward" else None
+
+    def call() -> object:
+        if out is None:
+            return onchip.attention(*leaves, kernel=kernel, **asked)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
+
+    return _seconds(call, device), _seconds(call, device)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def print_first_calls(console) -> None:
+    from rich.table import Table
+
+    table = Table("call", "kernel", "pass", "first", "next", title="First calls, nothing cached")
+    for c in first_calls():
+        table.add_row(c.call, c.kernel, c.way, f"{c.first_s:.2f} s", f"{c.second_s * 1e3:.2f} ms")
+    console.print(table)
+    console.print("The first line includes Triton's own start. Later processes read the cache.")
 
 
 def _cpu() -> Finding:
@@ -158,3 +267,8 @@ def _gpu(index: int) -> Finding:
     p = torch.cuda.get_device_properties(index)
     arch = p.gcnArchName if torch.version.hip else f"sm_{p.major}{p.minor}"
     return Finding(f"GPU {index}", f"{p.name}, {arch}, {p.total_memory / 1e9:.0f} GB")
+
+
+if __name__ == "__main__":
+    for _call in time_first_calls(torch.device("cuda")):
+        print(json.dumps(_call), flush=True)

@@ -48,6 +48,8 @@ def test_importing_onchip_needs_torch_alone():
     [
         (["bench", "nonsense"], "nonsense"),
         (["bench", "cpu", "--json", "/no/such/folder/x.json"], "/no/such/folder"),
+        (["bench", "cpu", "--plot", "x.svg"], "forward, backward, peak"),
+        (["bench", "forward", "--plot", "/no/such/folder/x.svg"], "/no/such/folder"),
         (["demo", "--report", "/no/such/folder/x.html"], "/no/such/folder"),
         (["explain", "--kernel", "nonsense"], "nonsense"),
         (["explain", "--heads", "6", "--kv-heads", "4"], "num_kv_heads"),

@@ -1,7 +1,9 @@
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+import onchip
 from onchip import dispatch, doctor
 from onchip.cli import main
 from onchip.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
@@ -21,6 +23,61 @@ def test_what_is_missing_comes_with_a_sentence(monkeypatch):
     for subject in ("C compiler", "GPU"):
         assert isinstance(found[subject], Finding)
         assert found[subject].advice.endswith(".")
+
+
+def test_the_launcher_needs_headers_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    found = doctor._launcher()
+    assert "no Python.h" in found.found and found.advice.endswith(".")
+    (tmp_path / "Python.h").touch()
+    assert doctor._launcher() == Finding("C compiler", "/usr/bin/gcc, with Python.h")
+    monkeypatch.setenv("CC", "tcc")
+    assert doctor._launcher().found.startswith("/usr/bin/tcc")
+
+
+def test_the_cache_is_where_triton_looks(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    folder = tmp_path / ".triton" / "cache"
+    assert doctor.cache_folder() == folder and "empty" in doctor._cache().found
+    (folder / "x").mkdir(parents=True)
+    (folder / "x" / "kernel.cubin").write_bytes(bytes(3_000_000))
+    assert doctor._cache().found == f"{folder}, 3 MB in 1 files"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert doctor.cache_folder() == tmp_path / "other"
+    triton = pytest.importorskip("triton")
+    assert triton.knobs.cache.dir == str(doctor.cache_folder())
+
+
+def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
+    seconds = iter([3.0, 0.001] * 99)
+    monkeypatch.setattr(doctor, "_seconds", lambda call, device: call() is None or next(seconds))
+
+    def attention(q, k, v, kernel, **options):
+        if kernel == "hopper":
+            raise onchip.UnsupportedError("no Hopper here")
+        return original(q, k, v, **options)
+
+    original = onchip.attention
+    monkeypatch.setattr(onchip, "attention", attention)
+    found = list(doctor.time_first_calls(torch.device("cpu")))
+    assert {c.kernel for c in found} == {"triton"} and {c.first_s for c in found} == {3.0}
+    assert len(found) == 2 * len(doctor.FIRST_CALLS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_nothing_compiles(capsys):
+    assert main(["doctor", "--measure"]) == 2
+    captured = capsys.readouterr()
+    assert "Kernels here" in captured.out and "torch finds none" in captured.err
+
+
+@pytest.mark.gpu
+def test_first_calls_compile():
+    found = doctor.first_calls()
+    assert {c.way for c in found} == {"forward", "backward"}
+    assert max(c.first_s for c in found) > 10 * max(c.second_s for c in found)
 
 
 def test_the_table_covers_every_kernel_and_device_and_precision():

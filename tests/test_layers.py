@@ -29,7 +29,7 @@ LAW = {
     "kvcache": {"problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache"},
 }
-FREE = {"cli", "__main__", "demo", "doctor", "report", "bench"}  # the programs on top
+FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
 LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper"),

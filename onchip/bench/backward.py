@@ -77,7 +77,9 @@ def measure(session: Session, case: Case) -> list[Row]:
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     judge = GradientJudge(samples, pattern.visible)
     rivals = [*sdpa_rivals(case, sets, judge, SDPA), *flex_rivals(session, case, sets, judge)]
-    claims = our_claims("backward", pattern, sets, judge, rivals, _kernel(sets[0], pattern.options))
+    claims = our_claims(
+        "backward", pattern, sets, judge, rivals, kernel_of(sets[0], pattern.options)
+    )
     same = Contender(
         "deterministic",
         partial(onchip.attention, deterministic=True, **pattern.options),
@@ -85,12 +87,12 @@ def measure(session: Session, case: Case) -> list[Row]:
         judge,
         ours=True,
     )
-    kernel = _kernel(sets[0], {**pattern.options, "deterministic": True})
+    kernel = kernel_of(sets[0], {**pattern.options, "deterministic": True})
     claims.append(Claim("deterministic", kernel, same, [claims[0].ours]))
     return gpu.contest(session, case, claims, gpu.tflops(case))
 
 
-def _kernel(inputs: Inputs, options: dict) -> str:
+def kernel_of(inputs: Inputs, options: dict) -> str:
     """The kernel whose backward a plain call gets, which need not be that of its forward."""
     asked = onchip.explain(*(x.detach().requires_grad_() for x in inputs[:3]), **options)
     return plan(asked.problem, asked.device, backward=True).kernel

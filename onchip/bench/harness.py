@@ -298,14 +298,17 @@ def geomean(values: list[float]) -> float:
     return math.exp(sum(math.log(x) for x in values) / len(values))
 
 
+def document(rows: list[Row], where: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A results file. `where` takes the place of what meta() says about the machine."""
+    return {"meta": meta() | (where or {}), "schema": SCHEMA, "rows": rows}
+
+
 def write_results(rows: list[Row], path: Path, where: dict[str, Any] | None = None) -> None:
-    """`where` takes the place of what meta() says about the machine. The file is whole at any time,
-    so that a benchmark that is killed leaves the rows it has measured.
-    """
-    document = {"meta": meta() | (where or {}), "schema": SCHEMA, "rows": rows}
+    """The file is whole at any time: a benchmark that is killed leaves the rows it has measured."""
+    whole = document(rows, where)
     ordinary = path.is_file() or not path.exists()  # a terminal or a pipe is not replaced
     part = path.with_name(f"{path.name}.part") if ordinary else path
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     if ordinary:
         part.replace(path)
 

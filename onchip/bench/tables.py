@@ -66,6 +66,8 @@ MEASURED = {
     "import": "`import onchip`, after `import torch`",
     "host": "host time of a call too small to matter otherwise",
     "host grad": "host time of such a call that records gradients",
+    "host backward": "host time of its backward pass",
+    "peak": "peak memory beyond the inputs, four heads of 128",
 }
 
 
@@ -266,7 +268,7 @@ def _ratio_of(group: list[Row], dtype: str) -> str:
 
 
 def _measure(r: Row) -> str:
-    way = f", {r['pass']}" if r["bench"] == "memory" else ""
+    way = f", {r['pass']}" if r["bench"] in ("memory", "peak") else ""
     mask = f", {r['mask']}" if r["mask"] != "none" else ""
     tokens = f", {r['seqlen']:,} tokens" if r["seqlen"] else ""
     return f"{MEASURED.get(r['bench'], r['bench'])}{way}{mask}{tokens}"

@@ -1,7 +1,9 @@
 """Tile sizes, as data with reasons. Kernels contain no literal tile size."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class TileConfig(NamedTuple):
@@ -221,3 +223,19 @@ HOPPER_GRADIENT = {
 
 def hopper_gradient_config(head_dim: int) -> HopperGradientConfig:
     return HOPPER_GRADIENT[max(64, 1 << (head_dim - 1).bit_length())]
+
+
+@contextmanager
+def trial(table: str, key: Any, row: Any) -> Iterator[None]:
+    """Inside the block `table[key]` is `row`, for all calls of the process: how `onchip tune` tries
+    rows. Choices that are cached are forgotten at both ends, so that other calls pay nothing.
+    """
+    rows = globals()[table]
+    before = rows[key]
+    try:
+        rows[key] = row
+        triton_config.cache_clear()
+        yield
+    finally:
+        rows[key] = before
+        triton_config.cache_clear()

@@ -10,14 +10,33 @@ import pytest
 import torch
 
 import onchip
-from onchip.bench import ablation, backward, forward, gpu, harness, masks, patterns, peers, short
+from onchip.bench import (
+    ablation,
+    backward,
+    forward,
+    gpu,
+    harness,
+    host,
+    masks,
+    patterns,
+    peak,
+    peers,
+    short,
+)
 from onchip.bench import versions as versions_bench
 from onchip.bench.gpu import Claim, Contender, Lane, OutputJudge, paired, race
 from onchip.bench.harness import Bar, Case, Inaccurate, Session, judge, worst_cell
 from onchip.cli import main
 
 CPU = torch.device("cpu")
-MODULES = {"forward": forward, "backward": backward, "short": short, "masks": masks}
+MODULES = {
+    "forward": forward,
+    "backward": backward,
+    "short": short,
+    "host": host,
+    "peak": peak,
+    "masks": masks,
+}
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
 lane = lambda ms: Lane(lambda: None, 1, ms)
@@ -369,15 +388,6 @@ def test_without_nvidia_smi_there_are_no_readings(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     with gpu.Monitor(CPU) as monitor:
         assert monitor.since(0.0) == {"sm_mhz": None, "power_w": None}
-
-
-def test_host_times_take_turns(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(short, "HOST_CALLS", 1)
-    log = []
-    jobs = {name: (lambda name=name: log.append(name)) for name in "ab"}
-    times = short.host_times(jobs, 3)
-    assert "".join(log) == "abbaab" and [len(x) for x in times.values()] == [3, 3]
 
 
 def test_an_error_is_told_in_one_line():

@@ -1,0 +1,234 @@
+"""The Hopper kernels, compiled where there is no Hopper: what ptxas makes of them.
+
+Each variant is a real call whose launches are recorded instead of run, so that host code, tile
+tables and signatures are tested together. A new variant is one line of FORWARD or BACKWARD.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import networkx  # torch needs it too
+import pytest
+import torch
+
+import onchip.testing as ot
+from onchip import masks
+from onchip.kernels.hopper import entry
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
+
+TARGET = GPUTarget("cuda", 90, 32)
+HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
+SHARED_BYTES = 232448
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+BF16, FP16 = torch.bfloat16, torch.float16
+WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
+
+FEW, SOME = (0.02, 0.06), (0.04, 0.11)
+
+
+class Variant(NamedTuple):
+    """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask shape
+    the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and with later ones:
+    what was measured (2026-11-15), so that it cannot grow unseen.
+    """
+
+    head_dim: int
+    options: dict
+    spills: tuple[float, float] = (0.0, 0.0)
+
+
+# The first of each runs in `make test`.
+FORWARD = [
+    Variant(128, {"causal": True}),
+    Variant(64, {}),
+    Variant(64, {"causal": True}),
+    Variant(64, {"causal": True, "lengths": (200, 4000)}),  # not a short row of the tile table
+    Variant(128, {}),
+    Variant(256, {}),
+    Variant(256, {"causal": True}),
+    Variant(128, {"dtype": FP16, **WINDOW}),
+    Variant(64, {**PACKED, "sinks": True, "softcap": 5.0}),
+    Variant(128, {**PACKED, "sinks": True, "softcap": 5.0}),
+    Variant(256, {**PACKED, "sinks": True, "softcap": 5.0}),
+    Variant(192, {"head_dim_v": 128, "causal": True, "num_kv_heads": 2}),
+]
+BACKWARD = [
+    Variant(128, {"causal": True}, FEW),
+    Variant(64, {}, (0.0, 0.01)),
+    Variant(64, {"causal": True}, (0.0, 0.01)),
+    Variant(64, {**PACKED, "sinks": True, "softcap": 5.0}, (0.0, 0.01)),
+    Variant(128, {}, (0.0, 0.06)),
+    Variant(128, {"dtype": FP16, **WINDOW}, FEW),
+    Variant(128, PACKED, FEW),
+    Variant(128, {"causal": True, "softcap": 5.0}, SOME),
+]
+
+
+def variants(table: list[Variant]) -> list:
+    """The table as parameters, all but its first line slow."""
+    named = lambda options: "-".join(f"{name}={value}" for name, value in options.items())
+    marks = lambda i: [pytest.mark.slow] if i else []
+    return [
+        pytest.param(v, id=f"{v.head_dim}-{named(v.options)}", marks=marks(i))
+        for i, v in enumerate(table)
+    ]
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """(kernel, positional arguments, keyword arguments) of every launch, which does not happen."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    found = []
+    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def _pose(variant: Variant) -> tuple[Problem, Tensors]:
+    options = dict(variant.options)
+    lengths = options.pop("lengths", (200, 300))
+    take = lambda *names: {name: options.pop(name) for name in names if name in options}
+    shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
+    shape |= take("dtype", "head_dim_v", "num_kv_heads")
+    q, k, v = ot.make_qkv(1, *lengths, **shape)
+    extras, max_seqlens = {}, ()
+    if options.pop("sinks", False):
+        extras["sinks"] = torch.zeros(4)
+    if options.pop("mask", False):
+        rule = masks.mod(lambda b, h, q, k: (q + k) % 3 != 0)
+        extras["mask"] = masks.build(rule, 1, 4, *lengths)
+    if options.pop("packed", False):
+        cu_seqlens = (torch.tensor([0, n], dtype=torch.int32) for n in lengths)
+        q, k, v, max_seqlens = q[0], k[0], v[0], lengths
+        extras |= zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)
+    x = Tensors(q, k, v, **extras)
+    return describe(x, Options(**options), max_seqlens), x
+
+
+class Machine(NamedTuple):
+    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, the
+    names of all instructions, and those of each hot loop.
+    """
+
+    registers: int
+    shared: int
+    code: list[str]
+    loops: list[list[str]]
+
+    def has(self, *names: str) -> bool:
+        return any(name.startswith(names) for name in self.code)
+
+
+def _compile(kernel, args, kwargs, folder: Path) -> Machine:
+    backend = make_backend(TARGET)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*args, **kwargs)
+    packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    options, signature, constexprs, attrs = packed
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    compiled = triton.compile(
+        source(kernel, signature, constexprs, attrs), target=TARGET, options=options.__dict__
+    )
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
+    code, loops = _instructions(_tool("-sass", cubin))
+    return Machine(int(registers), compiled.metadata.shared, code, loops)
+
+
+def _tool(option: str, cubin: Path) -> str:
+    command = [TOOLS / "cuobjdump", option, cubin]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
+    """Names of all instructions, and by innermost loop that
+    multiplies matrices, the shortest loop first."""
+    pattern = r"/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
+    found = [(int(m[1], 16), m[2], m[3], m[4]) for m in re.finditer(pattern, sass)]
+    place = {at: i for i, (at, *_) in enumerate(found)}
+    flow = networkx.DiGraph()
+    flow.add_nodes_from(range(len(found)))
+    for i, (_, predicate, name, operands) in enumerate(found):
+        target = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
+        if target:
+            flow.add_edge(i, place[int(target[1], 16)])
+        leaves = name.startswith(("BRA", "BRX", "EXIT", "RET"))
+        if (predicate or not leaves) and i + 1 < len(found):
+            flow.add_edge(i, i + 1)
+    names = [name for _, _, name, _ in found]
+    loops = [[names[i] for i in loop] for loop in _hot_loops(flow, names)]
+    return names, sorted(loops, key=len)
+
+
+def _hot_loops(flow: networkx.DiGraph, names: list[str]) -> list[list[int]]:
+    """Instructions that reach one another are a loop; without its entries, the loops inside."""
+    hot = []
+    for loop in networkx.strongly_connected_components(flow):
+        if len(loop) > 1 and any(names[i].startswith("HGMMA") for i in loop):
+            entries = {i for i in loop if any(j not in loop for j in flow.predecessors(i))}
+            hot += _hot_loops(flow.subgraph(loop - entries), names) or [sorted(loop)]
+    return hot
+
+
+def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
+    allowed = variant.spills[0 if triton.__version__.startswith("3.6") else 1]
+    for loop in machine.loops:
+        spilled = sum(name.startswith(("LDL", "STL")) for name in loop)
+        assert spilled <= allowed * len(loop), f"{spilled} of {len(loop)} instructions are spills"
+    assert len(machine.loops) >= 2  # every consumer has one
+    assert machine.shared <= SHARED_BYTES
+    assert machine.registers <= most_registers
+    assert machine.has("HGMMA") and machine.has("UTMALDG") and machine.has("UTMASTG", "UTMAREDG")
+
+
+@pytest.mark.parametrize("variant", variants(FORWARD))
+def test_forward_stays_in_registers(launches, tmp_path, variant):
+    from onchip.kernels.hopper.launch import forward
+
+    problem, x = _pose(variant)
+    assert entry.supports(problem, HOPPER) is None
+    forward(problem, x)
+    ((kernel, args, kwargs),) = launches
+    _check(_compile(kernel, args, kwargs, tmp_path), variant, kwargs["maxnreg"])
+
+
+@pytest.mark.parametrize("variant", variants(BACKWARD))
+def test_backward_stays_in_registers(launches, tmp_path, variant):
+    from onchip.kernels.hopper.launch_backward import backward
+
+    problem, x = _pose(variant)
+    assert (entry.supports(problem, HOPPER) or entry.supports_backward(problem, HOPPER)) is None
+    out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
+    lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
+    backward(problem, x, out, lse, out, None)
+    assert sum(kernel.is_gluon() for kernel, _, _ in launches) >= 1
+    for kernel, args, kwargs in launches:
+        machine = _compile(kernel, args, kwargs, tmp_path)
+        if kernel.is_gluon():
+            _check(machine, variant, kwargs["maxnreg"])
+
+
+def test_loops_are_found_by_their_flow():
+    """The slow path of a wait lies behind the code and jumps back: that is no loop."""
+    lines = (
+        (0, "MOV R1, R2"), (16, "@P0 BRA 0x60"), (32, "HGMMA.64x8x16 R4"), (48, "LDL R5"),
+        (64, "@P1 BRA 0x20"), (80, "EXIT"), (96, "SYNCS.TRYWAIT P2"), (112, "@!P2 BRA 0x60"),
+        (128, "BRA 0x20"),
+    )  # fmt: skip
+    names, loops = _instructions("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
+    assert len(names) == 9 and loops == [["HGMMA.64x8x16", "LDL", "BRA"]]

@@ -1,0 +1,90 @@
+"""A small call through every GPU kernel, for a memory checker:
+
+compute-sanitizer --tool memcheck python tests/sanitize.py
+
+Lengths are odd, tiles are cut on every side, and allocations are not cached, so that an access past
+the end of a tensor is an access past the end of an allocation. Names as arguments choose among the
+calls (`python tests/sanitize.py packed mask`). Exit status 1 if a call fails.
+"""
+
+import os
+import sys
+from collections import Counter
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # before torch is imported
+
+import torch
+
+import onchip
+import onchip.testing as ot
+from onchip import masks
+
+KERNELS = ("hopper", "triton")
+LENGTHS = ((1, 1), (1, 777), (63, 111), (200, 137), (129, 300))
+DIMS = ((64, 64), (128, 128), (256, 256), (96, 40))
+CALLS = {
+    "dense": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (50, 9)},
+    "softcap": {"softcap": 5.0, "sinks": True},
+    "deterministic": {"deterministic": True, "causal": True},
+    "mask": {"mask": True},
+    "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
+    "packed": {"packed": True, "causal": True},
+}
+
+
+def main(names: list[str]) -> int:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    refused: Counter[str] = Counter()
+    failed = 0
+    for name in names or CALLS:
+        for kernel in KERNELS:
+            for dims in DIMS:
+                for lengths in LENGTHS:
+                    shown = f"{name} {kernel} {dims} {lengths}"
+                    try:
+                        call(kernel, lengths, dims, dict(CALLS[name]), device)
+                    except onchip.UnsupportedError as error:
+                        refused[str(error)] += 1
+                    except RuntimeError as error:
+                        failed += 1
+                        print(f"{shown}: {error}", flush=True)
+        print(f"{name}: done", flush=True)
+    for reason, count in refused.items():
+        print(f"refused {count} times: {reason}")
+    print(f"{failed} calls failed")
+    return int(failed > 0)
+
+
+def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: dict, device: str):
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dims[0], "head_dim_v": dims[1]}
+    shape |= {"dtype": torch.bfloat16, "device": device}
+    if options.pop("packed", False):
+        x = ot.make_packed([lengths[0], 0, 70], [lengths[1], 5, 33], **shape)
+        attend, tensors, options = onchip.varlen_attention, x[:3], options | x.options
+    else:
+        attend, tensors = onchip.attention, ot.make_qkv(2, *lengths, **shape)
+        options |= extras(options, lengths, device)
+    leaves = [t.requires_grad_() for t in tensors]
+    answer = attend(*leaves, kernel=kernel, return_lse=True, **options)
+    out, lse = answer[:2]
+    seen = lse.masked_fill(lse.isinf(), 0.0)
+    torch.autograd.grad(out.float().sum() + seen.sum(), leaves)
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def extras(options: dict, lengths: tuple[int, int], device: str) -> dict:
+    """The tensors that the options which are True stand for."""
+    made = {
+        "sinks": lambda: torch.zeros(4, device=device),
+        "alibi_slopes": lambda: torch.ones(4, device=device),
+        "bias": lambda: torch.zeros(1, 4, *lengths, device=device),
+        "mask": lambda: masks.mod(lambda b, h, q, k: (q + 2 * k) % 3 != 0),
+    }
+    return {name: make() for name, make in made.items() if options.get(name) is True}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

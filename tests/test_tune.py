@@ -1,0 +1,150 @@
+"""The search for better tiles, without a GPU: a capture is as fast as the row it is made with."""
+
+import json
+
+import pytest
+import torch
+
+from onchip import tune
+from onchip.bench import gpu
+from onchip.bench.gpu import Lane
+from onchip.bench.harness import Session
+from onchip.cli import main
+from onchip.kernels import configs
+from onchip.tune import CURRENT, Knob, Search, Table
+
+CPU = torch.device("cpu")
+TRITON = Table("TRITON_SM90", "triton", lengths=(64, 128))
+
+
+@pytest.fixture
+def knob():
+    return Knob(TRITON, ("forward", 64))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, knob):
+    """A tile of 32 keys takes half of the time; with 8 warps the answer is wrong."""
+
+    def open_lane(contender, backward):
+        row = configs.TRITON_SM90[knob.key]
+        return Lane(lambda: None, 1, 0.5 if row.tile_n == 32 else 1.0)
+
+    monkeypatch.setattr(gpu, "open_lane", open_lane)
+    monkeypatch.setattr(gpu, "replay_in_order", lambda lanes: [x.ms for x in lanes])
+    monkeypatch.setattr(gpu, "still_there", lambda device: None)
+    monkeypatch.setattr(gpu, "draw_sets", lambda case, device: [gpu.draw(case, device)])
+    monkeypatch.setattr(gpu, "TOKENS", 64)
+
+    def judge(self, device):
+        row = configs.TRITON_SM90[knob.key]
+        if row.num_warps == 8:
+            raise AssertionError("outside the accuracy rule")
+
+    monkeypatch.setattr(Search, "_judge", judge)
+
+
+def test_a_row_is_tried_inside_its_block_only():
+    use = configs.TritonUse(64, 2, (9, 0), False, False)
+    before = configs.triton_config("forward", use)
+    other = before._replace(tile_n=16)
+    with pytest.raises(RuntimeError), configs.trial("TRITON_SM90", ("forward", 64), other):
+        assert configs.triton_config("forward", use) is other
+        raise RuntimeError
+    assert configs.triton_config("forward", use) is before
+    assert configs.TRITON_SM90["forward", 64] is before
+
+
+def test_the_fastest_right_row_wins(stand_ins, knob):
+    search, session = Search(knob), Session(device=CPU)
+    for _, step in search.steps(session):
+        session.rows += step()
+    assert configs.TRITON_SM90["forward", 64] == search.right[CURRENT]
+    assert search.right[search.best].tile_n == 32
+    assert search.gains()[search.best] == pytest.approx(2.0)
+    assert all("num_warps=8" in name for name in search.refused) and search.refused
+    assert not any("num_warps=8" in name for name in search.right)
+    (line,) = tune.lines([search])
+    assert line.startswith("TRITON_SM90['forward', 64] = TritonConfig(tile_m=128, tile_n=32")
+    cells = {(row["mask"], row["seqlen"]) for row in session.rows}
+    assert cells == {("none", 64), ("none", 128), ("causal", 64), ("causal", 128)}
+    assert all(row["config"]["tile_n"] == 32 for row in session.rows if row["ratio"] > 1.5)
+
+
+def test_a_gain_within_the_noise_changes_nothing(knob):
+    search = Search(knob, right=dict.fromkeys((CURRENT, "a", "b"), knob.row))
+    even = gpu.Paired(1.0, 0.99, 1.01)
+    search.ratios = {CURRENT: [even], "a": [gpu.Paired(1.2, 0.9, 1.4)], "b": [even]}
+    assert search.best == CURRENT and tune.lines([search]) == ["# every row of configs.py stands"]
+    search.ratios["b"] = [gpu.Paired(1.02, 1.005, 1.03)]
+    assert search.best == "b"
+
+
+def test_a_candidate_that_cannot_be_captured_is_out(stand_ins, monkeypatch, knob):
+    def open_lane(contender, backward):
+        if configs.TRITON_SM90[knob.key].tile_n == 32:
+            raise RuntimeError("out of resources")
+        return Lane(lambda: None, 1, 1.0)
+
+    search, session = Search(knob, 1), Session(device=CPU)
+    steps = [step for _, step in search.steps(session)]
+    for step in steps[:2]:
+        step()
+    monkeypatch.setattr(gpu, "open_lane", open_lane)  # it fails in its second cell
+    assert steps[2]() and search.best == CURRENT
+    assert search.refused["tile_n=32"] == "RuntimeError: out of resources"
+    assert "tile_n=32" in search.ratios and "tile_n=32" not in search.gains()
+
+
+def test_a_present_row_that_is_wrong_ends_the_search(stand_ins, monkeypatch, knob):
+    def judge(self, device):
+        raise AssertionError("wrong")
+
+    monkeypatch.setattr(Search, "_judge", judge)
+    search = Search(knob)
+    with pytest.raises(AssertionError):
+        search.check(Session(device=CPU))
+    assert search.time(Session(device=CPU), next(knob.cells(True))) == []
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_candidates_differ_in_few_fields(most):
+    for knob in tune.knobs((9, 0)):
+        rows = tune.candidates(knob, most)
+        assert rows[CURRENT] == knob.row and len(set(rows.values())) == len(rows) > 1
+        for row in rows.values():
+            pairs = zip(row._fields, row, knob.row, strict=True)
+            changed = {name for name, a, b in pairs if a != b and "regs" not in name}
+            assert len(changed) <= most
+        if knob.row[0] == 0:
+            assert all(row[0] == 0 for row in rows.values())  # tile_m of a decode follows the call
+
+
+def test_every_table_of_a_device_is_searched():
+    names = lambda *capability: {k.table.name for k in tune.knobs(capability)}
+    assert {"HOPPER_FORWARD", "HOPPER_BACKWARD", "TRITON_SM90", "TRITON_DECODE"} <= names(9, 0)
+    assert "TRITON_SM80" in names(8, 0) and not {"HOPPER_FORWARD", "TRITON_SM90"} & names(8, 0)
+    chosen = tune.knobs((9, 0), ["triton"], ["backward"], [128])
+    assert {k.parts[0] for k in chosen} == {"dkdv", "dq"} and {k.head_dim for k in chosen} == {128}
+
+
+def test_a_key_may_say_which_mask_it_is_for():
+    table = Table("HOPPER_FORWARD", "hopper", "forward")
+    assert Knob(table, (64, True)).masks == ("causal",) and Knob(table, 64).masks == table.masks
+    assert str(Knob(table, 64)) == "HOPPER_FORWARD[64]" and Knob(table, (64, True)).head_dim == 64
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_one_sentence(capsys):
+    assert main(["tune", "--quick"]) == 2
+    assert capsys.readouterr().err.startswith("onchip: tile sizes are measured on the GPU")
+
+
+@pytest.mark.gpu
+def test_a_small_search(tmp_path, capsys):
+    path = tmp_path / "tune.json"
+    chosen = ["--kernel", "triton", "--pass", "forward", "--head-dims", "64"]
+    assert main(["tune", "--quick", "--json", str(path), *chosen]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["candidate"] for row in rows} > {CURRENT}
+    assert "TRITON_SM90['forward', 64]" in capsys.readouterr().out
