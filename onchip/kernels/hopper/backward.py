@@ -31,7 +31,17 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
     tensor_descriptor,
 )
-from onchip.kernels.hopper.schedule import Order, Shape, keys_of, padded_tile, visible
+from onchip.kernels.hopper.schedule import (
+    Blocks,
+    Entries,
+    Order,
+    Shape,
+    block_tiles,
+    hide_transposed,
+    keys_of,
+    padded_tile,
+    visible,
+)
 
 
 @aggregate
@@ -92,6 +102,7 @@ class Job:
 
     shape: Shape
     mirror: Shape
+    blocks: Blocks
     order: Order
     scale: Scale
     softmax_scale: gl.tensor
@@ -99,9 +110,10 @@ class Job:
     cfg: Config
 
     @gluon.constexpr_function
-    def __init__(self, shape, mirror, order, scale, softmax_scale, num_sequences, cfg):
+    def __init__(self, shape, mirror, blocks, order, scale, softmax_scale, num_sequences, cfg):
         self.shape = shape
         self.mirror = mirror
+        self.blocks = blocks
         self.order = order
         self.scale = scale
         self.softmax_scale = softmax_scale
@@ -146,7 +158,7 @@ class Out:
 @aggregate
 class Walk:
     """The tiles of queries that see a tile of keys: first the `masked` ones, cut by the band or by
-    an end, then the whole ones.
+    an end, then the whole ones; or as a mask lists them.
     """
 
     lo: gl.tensor
@@ -154,25 +166,33 @@ class Walk:
     full_hi: gl.tensor
     masked: gl.tensor
     count: gl.tensor
+    entries: Entries
 
     @gluon.constexpr_function
-    def __init__(self, lo, full_lo, full_hi, masked, count):
+    def __init__(self, lo, full_lo, full_hi, masked, count, entries):
         self.lo = lo
         self.full_lo = full_lo
         self.full_hi = full_hi
         self.masked = masked
         self.count = count
+        self.entries = entries
 
     @gluon.jit
-    def tile(self, j):
-        """The tile of queries visited j-th: lo ... full_lo, full_hi ... hi, full_lo ... full_hi."""
-        before = self.full_lo - self.lo
-        cut = gl.where(j < before, self.lo + j, self.full_hi + j - before)
-        return gl.where(j < self.masked, cut, self.full_lo + j - self.masked)
+    def tile(self, job, j):
+        """(the tile of queries visited j-th: lo ... full_lo, full_hi ... hi, full_lo ... full_hi;
+        its bit tile or -1).
+        """
+        if job.blocks.ON:
+            return job.blocks.tile(self.entries, j, job.cfg.TILE_M)
+        else:
+            before = self.full_lo - self.lo
+            cut = gl.where(j < before, self.lo + j, self.full_hi + j - before)
+            return gl.where(j < self.masked, cut, self.full_lo + j - self.masked), self.lo * 0 - 1
 
 
 @gluon.jit
-def walk_of(job, col, seqlen_q, seqlen_k):
+def walk_of(job, batch, head, col, seqlen_q, seqlen_k):
+    """The Walk of the queries of one head over the keys from `col` on."""
     TILE_N: gl.constexpr = job.cfg.TILE_N
     seen = keys_of(job.mirror, col, TILE_N, seqlen_k, seqlen_q, job.cfg.TILE_M)
     # keys past the end are zeros, but exp(0 - lse) may be infinite: mask all tiles of such keys
@@ -180,7 +200,11 @@ def walk_of(job, col, seqlen_q, seqlen_k):
     full_hi = gl.where(inside, seen.full_hi, seen.lo)
     full_lo = gl.where(inside, seen.full_lo, seen.lo)
     count = seen.hi - seen.lo
-    return Walk(seen.lo, full_lo, full_hi, count - (full_hi - full_lo), count)
+    entries = Entries(count, count, count, count)
+    if job.blocks.ON:
+        entries = job.blocks.entries(batch, head, col // 128)
+        count = block_tiles(entries, job.cfg.TILE_M)
+    return Walk(seen.lo, full_lo, full_hi, count - (full_hi - full_lo), count, entries)
 
 
 @aggregate
@@ -203,6 +227,13 @@ class Place:
 
 
 @gluon.jit
+def load_keys(pipes, t, k_desc, v_desc, at):
+    pipes.k.wait_empty(t)
+    pipes.k.load(t, k_desc, at)
+    pipes.v.load(t, v_desc, at)
+
+
+@gluon.jit
 def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
     shape, cfg = job.shape, job.cfg
     AHEAD: gl.constexpr = pipes.q.num_stages - pipes.dout.num_stages
@@ -216,22 +247,24 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
             given += 1
         batch, kv_head, col = job.place(ticket)
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
-        walk = walk_of(job, col, seqlen_q, seqlen_k)
-        if (col < seqlen_k) & (walk.count > 0):
+        keys_at = shape.coord(batch, kv_head, k0, seqlen_k, col)
+        walk = walk_of(job, batch, kv_head * shape.group_size, col, seqlen_q, seqlen_k)
+        if (col < seqlen_k) & (job.blocks.ON | (walk.count > 0)):
+            if job.blocks.ON:
+                load_keys(pipes, t, k_desc, v_desc, keys_at)
             for g in range(shape.group_size):
                 head = kv_head * shape.group_size + g
+                if job.blocks.ON:
+                    walk = walk_of(job, batch, head, col, seqlen_q, seqlen_k)
                 first_tile = job.padded_tile(batch, head, q0)
                 for j in range(walk.count):
-                    tile = walk.tile(j)
+                    tile, _ = walk.tile(job, j)
                     at = shape.coord(batch, head, q0, seqlen_q, tile * cfg.TILE_M)
                     pipes.q.wait_empty(i)
                     rows_at = [(first_tile + tile) * (2 * cfg.TILE_M)]
                     pipes.q.load_with(i, q_desc, at, pipes.rows, rows_desc, rows_at)
-                    if g + j == 0:
-                        keys_at = shape.coord(batch, kv_head, k0, seqlen_k, col)
-                        pipes.k.wait_empty(t)
-                        pipes.k.load(t, k_desc, keys_at)
-                        pipes.v.load(t, v_desc, keys_at)
+                    if not job.blocks.ON and g + j == 0:
+                        load_keys(pipes, t, k_desc, v_desc, keys_at)
                     pipes.q.wait_empty(i + AHEAD)  # stands for dout: see Pipes
                     pipes.dout.load(i, dout_desc, at)
                     i += 1
@@ -298,17 +331,30 @@ def probabilities(pipes, job, s, i, SUB: gl.constexpr):
 
 
 @gluon.jit
-def carried(pipes, job, place, s, i, tile, SUB: gl.constexpr, MASKED: gl.constexpr):
+def masked(job, place, s, row):
+    """s of the 64 queries from `row` on with -inf outside the band and past both ends."""
+    S: gl.constexpr = job.cfg.S
+    s = visible(job.mirror, s, place.col, row, place.seqlen_k, place.seqlen_q, S)
+    keys = place.col + gl.arange(0, 64, gl.SliceLayout(1, S))
+    return gl.where((keys < place.seqlen_k)[:, None], s, float("-inf"))
+
+
+@gluon.jit
+def carried(pipes, job, place, s, i, tile, bits, SUB: gl.constexpr, MASKED: gl.constexpr):
     """What of the scores is carried on to the gradients: p, or with a softcap the bent scores that
     both p and the slope of the bend follow from.
     """
     s = job.scale.bend(s)
-    if MASKED:
-        cfg = job.cfg
-        row = tile * cfg.TILE_M + SUB * 64
-        s = visible(job.mirror, s, place.col, row, place.seqlen_k, place.seqlen_q, cfg.S)
-        keys = place.col + gl.arange(0, 64, gl.SliceLayout(1, cfg.S))
-        s = gl.where((keys < place.seqlen_k)[:, None], s, float("-inf"))
+    row = tile * job.cfg.TILE_M + SUB * 64
+    if job.blocks.ON:
+        cut = (bits >= 0) | (row + 64 > place.seqlen_q) | (place.col + 64 > place.seqlen_k)
+        if job.shape.HAS_LEFT or job.shape.HAS_RIGHT:
+            cut = cut | (row >= 0)
+        if cut:
+            s = masked(job, place, s, row)
+            s = hide_transposed(job.blocks, s, bits, place.col, row, job.cfg.S)
+    elif MASKED:
+        s = masked(job, place, s, row)
     if job.scale.SOFTCAP:
         return s
     else:
@@ -316,7 +362,7 @@ def carried(pipes, job, place, s, i, tile, SUB: gl.constexpr, MASKED: gl.constex
 
 
 @gluon.jit
-def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
+def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile, next_bits,
          SUB: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Add 64 queries of filling i to dk, dv and dq, and start the next 64 unless LAST. c is
     `carried`, dp_next the running product v dout of these queries.
@@ -373,7 +419,7 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile,
     if FINAL:
         pipes.q.release(i)
     if not LAST:
-        c = carried(pipes, job, place, s, j, next_tile, NEXT, MASKED)
+        c = carried(pipes, job, place, s, j, next_tile, next_bits, NEXT, MASKED)
     return c, dp_next, dk, dv
 
 
@@ -382,36 +428,39 @@ def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
     """Add all queries of one head that see these keys: fillings i ... i + walk.count."""
     walk, cfg = place.walk, job.cfg
     END: gl.constexpr = cfg.TILE_M // 64 - 1
-    tile = walk.tile(0)
+    tile, bits = walk.tile(job, 0)
     zero = gl.zeros([64, 64], gl.float32, cfg.S)
     pipes.q.wait_full(i)
     s_next = score(pipes, i, 0, C, zero)
     pipes.dout.wait_full(i)
     dp_next = value_score(pipes, i, 0, C, zero)
     s = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
-    c = carried(pipes, job, place, s, i, tile, 0, True)
+    c = carried(pipes, job, place, s, i, tile, bits, 0, True)
     for u in gl.static_range(END):
-        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile, bits,
                                   u, True, False, C)  # fmt: skip
-    for j in range(1, walk.masked):  # next come tiles cut by the diagonal, the window or an end
-        after = walk.tile(j)
-        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
-                                  END, True, False, C)  # fmt: skip
-        tile = after
-        i += 1
-        for u in gl.static_range(END):
-            c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
-                                      u, True, False, C)  # fmt: skip
-    for j in range(gl.maximum(walk.masked, 1), walk.count):  # next come whole tiles
-        after = walk.tile(j)
-        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
+    whole = 1
+    if not job.blocks.ON:
+        whole = gl.maximum(walk.masked, 1)
+        for j in range(1, walk.masked):  # next come tiles cut by the diagonal, the window, an end
+            after, bits = walk.tile(job, j)
+            c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after,
+                                      bits, END, True, False, C)  # fmt: skip
+            tile = after
+            i += 1
+            for u in gl.static_range(END):
+                c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                                          bits, u, True, False, C)  # fmt: skip
+    for j in range(whole, walk.count):  # next come whole tiles, or those that a mask lists
+        after, bits = walk.tile(job, j)
+        c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, after, bits,
                                   END, False, False, C)  # fmt: skip
         tile = after
         i += 1
         for u in gl.static_range(END):
             c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
-                                      u, False, False, C)  # fmt: skip
-    c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile,
+                                      bits, u, False, False, C)  # fmt: skip
+    c, dp_next, dk, dv = step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, tile, bits,
                               END, False, True, C)  # fmt: skip
     return dk, dv, i + 1
 
@@ -436,17 +485,20 @@ def consume(out, pipes, job, C: gl.constexpr):
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
         if first < seqlen_k:
             col = first + 64 * C
-            walk = walk_of(job, first, seqlen_q, seqlen_k)
+            walk = walk_of(job, batch, kv_head * shape.group_size, first, seqlen_q, seqlen_k)
             dk = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
             dv = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.G)
-            if walk.count > 0:
+            if job.blocks.ON | (walk.count > 0):
                 pipes.k.wait_full(t)
                 pipes.v.wait_full(t)
                 for g in range(shape.group_size):
                     head = kv_head * shape.group_size + g
+                    if job.blocks.ON:
+                        walk = walk_of(job, batch, head, first, seqlen_q, seqlen_k)
                     first_tile = job.padded_tile(batch, head, q0)
                     place = Place(walk, col, seqlen_q, seqlen_k, first_tile)
-                    dk, dv, i = fold_head(out, pipes, job, place, dk, dv, i, C)
+                    if walk.count > 0:
+                        dk, dv, i = fold_head(out, pipes, job, place, dk, dv, i, C)
                 pipes.k.release(t)
                 t += 1
             at = shape.coord(batch, kv_head, k0, seqlen_k, col)
@@ -462,7 +514,7 @@ def consume(out, pipes, job, C: gl.constexpr):
 
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
-    "tiles_n", "section", "num_tiles", "num_sequences",
+    "mask_b", "mask_h", "tiles_n", "section", "num_tiles", "num_sequences",
 ]  # fmt: skip
 
 
@@ -470,11 +522,12 @@ _RUNTIME = [
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc,
     cu_seqlens_q, cu_seqlens_k, counter,
-    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right,
+    full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
+    seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h,
     tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, DQ: gl.constexpr, TILE_M: gl.constexpr,
-    TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    HAS_MASK: gl.constexpr, SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, DQ: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ)
@@ -482,9 +535,11 @@ def backward_kernel(
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     mirror = Shape(cu_seqlens_k, cu_seqlens_q, seqlen_k, seqlen_q, total_k, total_q,
                    num_heads, group_size, right, left, PACKED, HAS_RIGHT, HAS_LEFT)  # fmt: skip
+    blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,
+                    tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
     order = Order(tiles_n, section, num_tiles, HAS_RIGHT)
     scale = Scale(scale_log2, inner, SOFTCAP)
-    job = Job(shape, mirror, order, scale, softmax_scale, num_sequences, cfg)
+    job = Job(shape, mirror, blocks, order, scale, softmax_scale, num_sequences, cfg)
     pipes = Pipes(
         make_ring(q_desc, Q_STAGES, 2),
         make_rider(rows_desc, Q_STAGES),

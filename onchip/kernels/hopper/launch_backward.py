@@ -25,11 +25,13 @@ from onchip.kernels.configs import (
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
+    NO_PLANES,
     counter,
     descriptor,
     num_sms,
     numbers,
     padded,
+    planes,
     scales,
     section_of,
 )
@@ -51,17 +53,14 @@ def backward(
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
     if call.width == 256:
-        dk, dv = (
-            key_gradient(problem, x, dout, call.rows),
-            value_gradient(problem, x, dout, call.rows),
-        )
+        dk = key_gradient(problem, x, dout, call.rows)
+        dv = value_gradient(problem, x, dout, call.rows)
     else:
         dk, dv = _gradients(problem, call, x, dout)
-    dq = (
-        query_gradient(problem, x, dout, call.rows)
-        if call.dq is None
-        else _finish(problem, call, x)
-    )
+    if call.dq is None:
+        dq = query_gradient(problem, x, dout, call.rows)
+    else:
+        dq = _finish(problem, call, x)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
 
@@ -98,7 +97,7 @@ class Call(NamedTuple):
         num_tiles = total_q // tile_m + problem.batch if problem.packed else tiles * problem.batch
         num_rows = num_tiles * problem.num_heads * tile_m
         rows = x.q.new_empty(2 * num_rows, dtype=torch.float32)
-        apart = problem.deterministic or problem.has_mask or width == 256
+        apart = problem.deterministic or width == 256
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
         return Call(tile_m, width, lengths, rows, dq, counter(x.q))
@@ -244,8 +243,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
     left, right = problem.window_size
     right = 0 if problem.causal else right
     tiles_n = -(-problem.seqlen_k // config.tile_n)
-    planes = problem.batch * problem.num_kv_heads
-    num_tiles = tiles_n * planes
+    heads = problem.batch * problem.num_kv_heads
+    num_tiles = tiles_n * heads
     scale, inner = scales(problem)
     accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
     anything = call.counter  # stands for pointers that the compiled variant does not read
@@ -261,6 +260,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
         call.counter,
+        *((anything,) * 6 if x.mask is None else (*x.mask.cols, x.mask.tiles)),
         problem.seqlen_q,
         problem.seqlen_k,
         x.q.shape[0],
@@ -269,8 +269,9 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         problem.group_size,
         left or 0,
         right or 0,
+        *(NO_PLANES if x.mask is None else planes(x.mask.cols.full_offsets)),
         tiles_n,
-        _section(problem, planes, width),
+        _section(problem, heads, width),
         num_tiles,
         problem.batch,
         scale,
@@ -280,8 +281,9 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
+        HAS_MASK=problem.has_mask,
         SOFTCAP=problem.softcap != 0,
-        DYNAMIC=right is not None or left is not None or problem.packed,
+        DYNAMIC=any((right is not None, left is not None, problem.packed, problem.has_mask)),
         DQ=call.dq is not None,
         **_constants(config),
     )
@@ -302,7 +304,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
     }
 
 
-def _section(problem: Problem, planes: int, width: int) -> int:
+def _section(problem: Problem, heads: int, width: int) -> int:
     """q, dout and dq stream by."""
     per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
-    return section_of(planes, problem.seqlen_q * per_row)
+    return section_of(heads, problem.seqlen_q * per_row)
