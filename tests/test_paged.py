@@ -83,7 +83,7 @@ def test_an_empty_cache_is_no_key():
         ("cache_seqlens", {"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}),
         ("int32", {"cache_seqlens": torch.tensor([5, 3])}),
         ("batch 2", {"page_table": torch.zeros(3, 3, dtype=torch.int32)}),
-        ("k_pages must be", {"k_pages": torch.zeros(4, 4, DIM)}),
+        ("k_pages must have rank 4", {"k_pages": torch.zeros(4, 4, DIM)}),
         ("q must be", {"q": torch.zeros(2, HEADS, DIM)}),
         ("torch.Tensor", {"q": None}),
     ],

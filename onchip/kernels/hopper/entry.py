@@ -26,6 +26,7 @@ def supports_backward(problem: Problem, device: DeviceInfo) -> str | None:
 
 def _missing(problem: Problem) -> str | None:
     options = {
+        "pages": problem.page_size,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,
         "block mask": problem.has_mask,

@@ -124,7 +124,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads,
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
-        k.shape[-3],
+        problem.seqlen_k if problem.page_size else k.shape[-3],
         None if left is None else min(left, FAR),
         0 if problem.causal else None if right is None else min(right, FAR),
         problem.softmax_scale * LOG2E,
