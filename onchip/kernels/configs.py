@@ -105,6 +105,7 @@ SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share o
 FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
+COPY_ELEMENTS = 2048  # of a page, to one program of a copy
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 
 

@@ -97,12 +97,25 @@ def page_of(pages, j, stop, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def offsets_of(page, n, j, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
-    """Where the keys j = n, n + 1, ... begin, in elements."""
-    if PAGE_SIZE == 0:
-        return tl.cast(n, tl.int64) * stride_slot + (j - n) * stride_slot
+def slot_of(n, keys, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr):
+    """(n + keys) % PAGE_SIZE, with as little as possible left to do for each tile: n is a multiple
+    of TILE_N.
+    """
+    if TILE_N % PAGE_SIZE == 0:
+        return keys % PAGE_SIZE
+    elif PAGE_SIZE % TILE_N == 0:
+        return n % PAGE_SIZE + keys
     else:
-        return page * stride_page + j % PAGE_SIZE * stride_slot
+        return (n + keys) % PAGE_SIZE
+
+
+@triton.jit
+def offsets_of(page, n, keys, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+    """Where the keys of the tile at n begin, in elements."""
+    if PAGE_SIZE == 0:
+        return tl.cast(n, tl.int64) * stride_slot + keys * stride_slot
+    else:
+        return page * stride_page + slot_of(n, keys, PAGE_SIZE, keys.shape[0]) * stride_slot
 
 
 @triton.jit
@@ -189,7 +202,8 @@ def decode_kernel(
     units, least, fixed, num_units, part_rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one Unit for one group of heads, or where its sequence is cut, its part of
     them: row r of the tile is query r // group_size of head r % group_size.
@@ -250,8 +264,10 @@ def decode_kernel(
         if left is not None:  # pages that the window has left behind may be gone
             inside = inside & (j >= start)
         page = page_of(pages, j, stop, PAGE_SIZE)
-        at_k = offsets_of(page, n, j, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE)
-        at_v = offsets_of(page, n, j, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE)
+        at_k = offsets_of(page, n, keys, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE)
+        at_v = at_k
+        if not SAME_STRIDES:
+            at_v = offsets_of(page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE)
         k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
         v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
         s = dot(q, tl.trans(k), None)
@@ -315,8 +331,8 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
         *((0, 0) if tree is None else tree.stride()[:2]), lse.numel(),
         *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
-        *call.dims, PAGE_SIZE=problem.page_size, BATCH=_bucket(problem), TILE_M=config.tile_m,
-        TILE_N=config.tile_n, **options,
+        *call.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(call),
+        BATCH=_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n, **options,
     )  # fmt: skip
     if launch.num_records:
         config = call.config("merge")
@@ -392,6 +408,11 @@ def _options(config: TritonConfig, call: Call) -> dict:
     if capability is None or capability < (9, 0):
         return launch_options(config) | {"PDL": False}
     return launch_options(config) | {"PDL": True, "launch_pdl": True}
+
+
+def _same_strides(call: Call) -> bool:
+    """Whether a key and its value lie at the same offset, as those of one cache do."""
+    return call.strides[3:5] == call.strides[6:8]
 
 
 def _table(x: Tensors) -> Tensor | None:
