@@ -110,12 +110,14 @@ def slot_of(n, keys, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def offsets_of(page, n, keys, stride_page, stride_slot, PAGE_SIZE: tl.constexpr):
+def offsets_of(
+    page, n, keys, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr
+):
     """Where the keys of the tile at n begin, in elements."""
     if PAGE_SIZE == 0:
         return tl.cast(n, tl.int64) * stride_slot + keys * stride_slot
     else:
-        return page * stride_page + slot_of(n, keys, PAGE_SIZE, keys.shape[0]) * stride_slot
+        return page * stride_page + slot_of(n, keys, PAGE_SIZE, TILE_N) * stride_slot
 
 
 @triton.jit
@@ -264,10 +266,12 @@ def decode_kernel(
         if left is not None:  # pages that the window has left behind may be gone
             inside = inside & (j >= start)
         page = page_of(pages, j, stop, PAGE_SIZE)
-        at_k = offsets_of(page, n, keys, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE)
+        at_k = offsets_of(page, n, keys, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE, TILE_N)
         at_v = at_k
         if not SAME_STRIDES:
-            at_v = offsets_of(page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE)
+            at_v = offsets_of(
+                page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE, TILE_N
+            )
         k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
         v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
         s = dot(q, tl.trans(k), None)
