@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks
+from onchip import masks, paged
 from onchip.problem import DeviceInfo, Options, Tensors, describe
 
 triton = pytest.importorskip("triton")
@@ -31,6 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -56,15 +57,29 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     monkeypatch.setattr(launch, "device_info", lambda _: DeviceInfo("cuda", "", capability))
     options = dict(options)
     lengths = options.pop("lengths", lengths or (160, 200))
+    page_size = options.pop("page_size", 0)
     q, k, v = ot.make_qkv(1, *lengths, dtype=dtype, **sizes)
     extras, scalars, max_seqlens = _extras(options, q, k)
     if max_seqlens:
         q, k, v = q[0], k[0], v[0]
     x = Tensors(q, k, v, **extras)
-    problem = describe(x, Options(**scalars), max_seqlens)
+    if page_size:
+        x = _in_pages(x, page_size)
+        problem = paged.describe(x, Options(**scalars))
+    else:
+        problem = describe(x, Options(**scalars), max_seqlens)
     out, lse, _ = fwd.forward(problem, x)
     if backward:
         bwd.backward(problem, x, out, lse, out, None)
+
+
+def _in_pages(x: Tensors, page_size: int) -> Tensors:
+    seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
+    offsets = torch.tensor([0, seqlen_k], dtype=torch.int32)
+    pages = ot.make_pages(x.k[0], x.v[0], offsets, page_size)
+    tree = torch.ones(1, seqlen_q, seqlen_q, dtype=torch.bool) if 1 < seqlen_q < 16 else None
+    names = ("k", "v", "page_table", "cache_seqlens")
+    return x._replace(**dict(zip(names, pages, strict=True)), tree_mask=tree)
 
 
 def _extras(options: dict, q, k):
@@ -166,6 +181,14 @@ SLOW = [
     (90, FP32, D256 | {"num_kv_heads": 1}, {"lengths": (30, 4000), "softcap": 5.0}),
     (100, BF16, D128, {"causal": True}),
     ("gfx942", BF16, D128, {"causal": True}),
+    (90, BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "sinks": True}),
+    (90, BF16, GQA, {"page_size": 16, "lengths": (300, 4000), "causal": True}),
+    (90, BF16, D64, {"page_size": 1, "lengths": (5, 4000), "window_size": (999, 0)}),
+    (90, BF16, D256, {"page_size": 64, "lengths": (300, 4000), "return_stats": True}),
+    (90, FP32, D256, {"page_size": 3, "lengths": (300, 4000), "softcap": 5.0, "alibi": True}),
+    (80, BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
+    (80, FP16, D256, {"page_size": 256, "lengths": (300, 4000), "causal": True, "softcap": 5.0}),
+    ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
 ]
 VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
 VARIANTS += [
