@@ -3,7 +3,7 @@ kernels that read no pages: gather them into packed sequences.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
             "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
             f" cu_seqlens_q and max_seqlen_q, got {got}"
         )
-    if not packed:
+    if max_seqlen_q is None:
         check_layout("q", x.q, 4, "(batch, seqlen_q, heads, head_dim)")
         return x.q.shape[0], x.q.shape[1]
     check_layout("q", x.q, 3, "(total_q, heads, head_dim)")
@@ -127,28 +127,33 @@ def check_values(problem: Problem, x: Tensors) -> None:
     if not problem.page_size or not values_are_checked(x.q):
         return
     room, num_pages = problem.seqlen_k, x.k.shape[0]
-    lengths = x.cache_seqlens.tolist()
-    for b, length in enumerate(lengths):
+    table, seqlens = _tables(x)
+    for b, length in enumerate(seqlens.tolist()):
         if not 0 <= length <= room:
             raise ValueError(f"cache_seqlens[{b}]={length} must lie between 0 and {room} slots")
-    used = -(-x.cache_seqlens // problem.page_size)
-    columns = torch.arange(x.page_table.shape[1], device=x.q.device)
+    used = -(-seqlens // problem.page_size)
+    columns = torch.arange(table.shape[1], device=x.q.device)
     first = _first_visible(problem, x) // problem.page_size
     read = (columns < used[:, None]) & (columns >= first[:, None])
-    bad = read & ((x.page_table < 0) | (x.page_table >= num_pages))
+    bad = read & ((table < 0) | (table >= num_pages))
     if bad.any():
         b, column = bad.nonzero()[0].tolist()
-        page = int(x.page_table[b, column])
+        page = int(table[b, column])
         raise ValueError(f"page_table[{b}, {column}]={page} leaves [0, num_pages={num_pages})")
+
+
+def _tables(x: Tensors) -> tuple[Tensor, Tensor]:
+    """page_table and cache_seqlens, which every paged call has."""
+    return cast(tuple[Tensor, Tensor], (x.page_table, x.cache_seqlens))
 
 
 def _first_visible(problem: Problem, x: Tensors) -> Tensor:
     """(batch): the first key that a window leaves to any query; pages before it may be gone."""
-    left = problem.window_size[0]
+    left, (_, seqlens) = problem.window_size[0], _tables(x)
     if left is None:
-        return torch.zeros_like(x.cache_seqlens)
+        return torch.zeros_like(seqlens)
     seqlens_q = x.cu_seqlens_q.diff() if problem.packed else problem.seqlen_q
-    return (x.cache_seqlens - seqlens_q - left).clamp(min=0)
+    return (seqlens - seqlens_q - left).clamp(min=0)
 
 
 class _Gathered(NamedTuple):
@@ -166,24 +171,24 @@ def through_gather(forward: Forward, problem: Problem, x: Tensors) -> Result:
     gathered into packed sequences first. Waits for the device to know the lengths.
     """
     seen = _gather(problem, x)
-    longest = max(x.cache_seqlens.tolist(), default=0)
+    longest = max(_tables(x)[1].tolist(), default=0)
     flat = problem._replace(page_size=0, seqlen_k=longest, packed=True)
     y = x._replace(**seen._asdict(), page_table=None, cache_seqlens=None)
-    result = forward(flat, y) if x.tree_mask is None else _by_sequence(forward, flat, y)
+    plain = x.tree_mask is None or not problem.batch
+    result = forward(flat, y) if plain else _by_sequence(forward, flat, y)
     return result if problem.packed else _unpacked(result, x.q)
 
 
 def _gather(problem: Problem, x: Tensors) -> _Gathered:
-    """Slots before a window are read from page 0 where their page is gone: no query sees them."""
-    page_size, room = problem.page_size, problem.seqlen_k
-    position = torch.arange(room, device=x.q.device)
-    table = x.page_table.clamp(0, max(x.k.shape[0] - 1, 0)).long()
+    """Keys before the window are zeros: their pages may be gone, and no query sees them."""
+    page_size, (table, seqlens) = problem.page_size, _tables(x)
+    position = torch.arange(problem.seqlen_k, device=x.q.device)
+    table = table.clamp(0, max(x.k.shape[0] - 1, 0)).long()
     slots = table[:, position // page_size] * page_size + position % page_size
-    exists = position < x.cache_seqlens[:, None]
-    kept = slots[exists]
+    exists = position < seqlens[:, None]
     gone = (position < _first_visible(problem, x)[:, None])[exists]
-    k, v = (_rows_of(pages, kept, gone) for pages in (x.k, x.v))
-    cu_k = torch.cat([x.cache_seqlens.new_zeros(1), x.cache_seqlens]).cumsum(0, dtype=torch.int32)
+    k, v = (_rows_of(pages, slots[exists], gone) for pages in (x.k, x.v))
+    cu_k = torch.cat([seqlens.new_zeros(1), seqlens]).cumsum(0, dtype=torch.int32)
     if problem.packed:
         return _Gathered(x.q, k, v, x.cu_seqlens_q, cu_k)
     steps = torch.arange(problem.batch + 1, dtype=torch.int32, device=x.q.device)
@@ -204,9 +209,10 @@ def _by_sequence(forward: Forward, problem: Problem, x: Tensors) -> Result:
         keys = slice(offsets_k[b], offsets_k[b + 1])
         results.append(forward(*_one_sequence(problem, x, b, rows, keys)))
     join = lambda parts: torch.cat([part[0] for part in parts], -1)
-    out = torch.cat([r.out[0] for r in results])
-    stats = Stats(*map(join, zip(*(r.stats for r in results), strict=True)))
-    return Result(out, join([r.lse for r in results]), stats if problem.return_stats else None)
+    out, lse = torch.cat([r.out[0] for r in results]), join([r.lse for r in results])
+    if not problem.return_stats:
+        return Result(out, lse)
+    return Result(out, lse, Stats(*map(join, zip(*(r.stats for r in results), strict=True))))
 
 
 def _one_sequence(
@@ -215,7 +221,8 @@ def _one_sequence(
     seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
     seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=x.q.device)
     new = min(seqlen_q, seqlen_k)
-    seen[:, seqlen_k - new :] = x.tree_mask[b, :seqlen_q, seqlen_q - new : seqlen_q]
+    tree = cast(Tensor, x.tree_mask)
+    seen[:, seqlen_k - new :] = tree[b, :seqlen_q, seqlen_q - new : seqlen_q]
     slopes = x.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[b : b + 1]

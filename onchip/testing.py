@@ -141,12 +141,13 @@ def make_pages(
     b = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
     position = token - cu_seqlens_k.cpu()[b]
     slots = (table[b, position // page_size].long() * page_size + position % page_size).to(k.device)
-    pages = []
-    for x in (k, v):
+
+    def lay(x: Tensor) -> Tensor:
         flat = x.new_full((len(order) * page_size, *x.shape[1:]), math.nan)
         flat[slots] = x
-        pages.append(flat.unflatten(0, (len(order), page_size)))
-    return Pages(*pages, table.to(k.device), lengths.to(k.device, torch.int32))
+        return flat.unflatten(0, (len(order), page_size))
+
+    return Pages(lay(k), lay(v), table.to(k.device), lengths.to(k.device, torch.int32))
 
 
 def poison_neighbours(x: Tensor, pad: int = 8) -> Tensor:
