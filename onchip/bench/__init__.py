@@ -12,6 +12,7 @@ BENCHES = {
     "forward": "GPU: forward kernels against FlashAttention-3, cuDNN and other peers",
     "backward": "GPU: the whole backward pass against cuDNN and FlashAttention-2",
     "short": "GPU: sequences of at most 512 tokens, and what a call costs the host",
+    "paged": "GPU: decoding over a cache in pages and in one piece, page sizes, skewed batches",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
 }
 

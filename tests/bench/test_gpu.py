@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import onchip
-from onchip.bench import backward, forward, gpu, harness, masks, patterns, peers, short
+from onchip.bench import backward, forward, gpu, harness, masks, paged, patterns, peers, short
 from onchip.bench.gpu import Claim, Contender, Lane, OutputJudge, paired, race
 from onchip.bench.harness import Bar, Case, Inaccurate, Session, judge, worst_cell
 from onchip.cli import main
 
 CPU = torch.device("cpu")
 MODULES = {"forward": forward, "backward": backward, "short": short, "masks": masks}
+MODULES |= {"paged": paged}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
 lane = lambda ms: Lane(lambda: None, 1, ms)
 

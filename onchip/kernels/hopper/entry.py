@@ -1,6 +1,9 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
+from onchip.kernels.configs import DECODE_ROWS
 from onchip.problem import DeviceInfo, Problem
+
+FEW_KEYS = 8  # keys a query, from which on few queries are worth splitting
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -21,6 +24,14 @@ def supports_backward(problem: Problem, device: DeviceInfo) -> str | None:
         return f"has a backward for head_dim <= 128, not {widest}"
     if problem.deterministic:
         return "sums dq in the order tiles happen to finish, which is not deterministic"
+    return None
+
+
+def defers(problem: Problem) -> str | None:
+    """Few queries leave most processors idle here: triton splits the keys over programs."""
+    few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
+        return f"leaves {problem.seqlen_q} queries to triton, which splits the keys over programs"
     return None
 
 
