@@ -15,7 +15,9 @@ def merge_kernel(
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of one row over all splits, TILE_S of them at a time, and the sink, which counts
-    once. Splits that saw no key are not read. splits.py says what a record holds.
+    once. splits.py says what a record holds. What a split that saw no key has left of a row is not
+    a number, and is dropped; it is loaded all the same, because to know it, its lse would have to
+    arrive first. Nothing here is long, so that latencies add up: what can be loaded together is.
     """
     if PDL:
         gdc_wait()
@@ -23,14 +25,13 @@ def merge_kernel(
     num_kv_heads = num_heads // group_size
     pid = tl.program_id(0)
     r, kv, g = pid % part_rows, pid // part_rows % num_kv_heads, pid // part_rows // num_kv_heads
-    if g >= tl.load(records_ptr):
-        return
     record = records_ptr + (g + 1) * RECORD
-    if r >= tl.load(record + 2):
+    num_records, token, r0 = tl.load(records_ptr), tl.load(record), tl.load(record + 1)
+    num_rows, slot, count = tl.load(record + 2), tl.load(record + 3), tl.load(record + 4)
+    if (g >= num_records) | (r >= num_rows):
         return
-    slot, count = tl.load(record + 3), tl.load(record + 4)
-    row = tl.load(record + 1) + r
-    token, h = tl.load(record) + row // group_size, kv * group_size + row % group_size
+    h = kv * group_size + (r0 + r) % group_size
+    token += (r0 + r) // group_size
     splits, dims = tl.arange(0, TILE_S), tl.arange(0, PAD_DIM_V)
     m = float("-inf")
     if sinks_ptr is not None:
@@ -39,9 +40,11 @@ def merge_kernel(
     acc = tl.zeros([PAD_DIM_V], tl.float32)
     for s0 in range(0, count, TILE_S):
         at = ((slot + s0 + splits) * num_kv_heads + kv).to(tl.int64) * part_rows + r
-        lse = tl.load(part_lses_ptr + at, mask=s0 + splits < count, other=float("-inf"))
-        full = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM_V)[None, :]
-        part = tl.load(parts_ptr + at[:, None] * HEAD_DIM_V + dims[None, :], mask=full, other=0.0)
+        inside = s0 + splits < count
+        lse = tl.load(part_lses_ptr + at, mask=inside, other=float("-inf"))
+        cells = parts_ptr + at[:, None] * HEAD_DIM_V + dims[None, :]
+        part = tl.load(cells, mask=inside[:, None] & (dims < HEAD_DIM_V)[None, :], other=0.0)
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
         pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
         alpha, beta = tl.exp2(m - pivot), tl.exp2(lse - pivot)
