@@ -78,7 +78,7 @@ class Parts(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Which of the new tokens see which: the mask of one sequence, or None."""
+    """Which of the new tokens see which: the mask of one sequence, (stride, stride), or None."""
 
     mask: tl.tensor
     stride: tl.tensor
@@ -135,7 +135,8 @@ def load_rows_at(ptr, offsets, inside, DIM: tl.constexpr, PAD: tl.constexpr):
 def tree_visible(tree, at, i, j):
     """bool: whether query i sees key j as far as the tree is concerned."""
     new = j - (at.seqlen_k - at.seqlen_q)
-    known = (new >= 0) & (j < at.seqlen_k) & (i < at.seqlen_q)
+    size = tl.minimum(at.seqlen_q, tree.stride)  # bad offsets may be longer than they said
+    known = (new >= 0) & (new < size) & (i < size)
     return tl.load(tree.mask + i * tree.stride + new, mask=known, other=1) != 0
 
 
@@ -174,6 +175,7 @@ def store_part(parts, state, slot, r, exist, DIM: tl.constexpr, PAD: tl.constexp
     """A state at rest. Of rows that saw no key there is an lse of -inf and nothing else."""
     m, l, acc, _ = state
     row = slot * parts.num_rows + r
+    exist = exist & (r < parts.num_rows)  # bad offsets may be longer than they said
     tl.store(parts.lse + row, m + tl.log2(l), mask=exist)
     out = acc / tl.where(l == 0, 1.0, l)[:, None]
     store_rows(parts.out, out, row, exist & (l > 0), DIM, PAD)
@@ -191,7 +193,7 @@ def store_record(parts, unit, token, r0, num_rows):
 
 @triton.jit(
     do_not_specialize=(
-        *LENGTHS, "stride_table", "stride_tree_b", "stride_tree_q", "batch", "num_pages",
+        *LENGTHS, "stride_table", "stride_tree", "batch", "num_pages",
         "units", "least", "fixed", "num_units", "part_rows",
     )
 )  # fmt: skip
@@ -199,7 +201,7 @@ def decode_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, table_ptr, cache_ptr, tree_ptr, sinks_ptr,
     out_ptr, lse_ptr, stats_ptr, parts_ptr, part_lses_ptr, records_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-    stride_vh, stride_slopes, stride_table, stride_tree_b, stride_tree_q, stride_stats,
+    stride_vh, stride_slopes, stride_table, stride_tree, stride_stats,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, batch, num_pages,
     units, least, fixed, num_units, part_rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
@@ -231,11 +233,11 @@ def decode_kernel(
     rows = Rows(i, h, i < at.seqlen_q)
     band = Band(left, right)
     lists = Lists(None, None, None, None, None, None, None)
-    pages, tree = Pages(None, num_pages), Tree(None, stride_tree_q)
+    pages, tree = Pages(None, num_pages), Tree(None, stride_tree)
     if PAGE_SIZE > 0:
         pages = Pages(table_ptr + tl.cast(unit.b, tl.int64) * stride_table, num_pages)
     if tree_ptr is not None:
-        tree = Tree(tree_ptr + tl.cast(unit.b, tl.int64) * stride_tree_b, stride_tree_q)
+        tree = Tree(tree_ptr + tl.cast(unit.b, tl.int64) * stride_tree * stride_tree, stride_tree)
     slope = None
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + unit.b * stride_slopes + h, mask=rows.exist, other=0.0)
@@ -331,8 +333,7 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     table, tree = _table(x), _tree(x)
     decode_kernel[(launch.num_units * problem.num_kv_heads,)](
         *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, out, lse, stats, *scratch,
-        *call.strides[:10], 0 if table is None else table.stride(0),
-        *((0, 0) if tree is None else tree.stride()[:2]), lse.numel(),
+        *call.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
         *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
         *call.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(call),
@@ -362,28 +363,37 @@ def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
 
 
 def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors: int) -> Launch:
-    """From bounds alone: lengths on the device stay there.
-
-    If work were cut evenly, W tiles in all by U units, no split would have more than W / U tiles; a
-    sequence that is cut has then less than twice its share of the units (splits.py).
-    """
+    """From bounds alone: lengths on the device stay there."""
     rows = problem.seqlen_q * problem.group_size
     tiles_q = problem.batch * triton.cdiv(rows, config.tile_m)
     if problem.packed:
         most = triton.cdiv(total_q * problem.group_size, config.tile_m) + problem.batch
         tiles_q = min(tiles_q, most)
-    tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
-    part_rows = min(rows, config.tile_m)
-    least = max(1, SPLIT_KEYS // config.tile_n)
-    whole = Launch(tiles_q, 0, 0, part_rows, (None, None, None))
-    if problem.return_stats:
+    whole = Launch(tiles_q, 0, 0, min(rows, config.tile_m), (None, None, None))
+    if problem.return_stats:  # a merge has no entropy to merge
         return whole
     if problem.deterministic:
-        fixed = max(1, FIXED_KEYS // config.tile_n)
-        slots = problem.batch * triton.cdiv(tiles, fixed)
-        cut = (1, least, fixed)
-        few = Launch(tiles_q + slots, slots, problem.batch, part_rows, cut)
-        return few if tiles > fixed else whole
+        return _fixed_cuts(problem, config, whole)
+    return _even_cuts(problem, config, whole, processors)
+
+
+def _fixed_cuts(problem: Problem, config: TritonConfig, whole: Launch) -> Launch:
+    """Splits of FIXED_KEYS keys, for sequences that have one tile of queries."""
+    tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
+    fixed = max(1, FIXED_KEYS // config.tile_n)
+    slots = problem.batch * triton.cdiv(tiles, fixed)
+    if tiles <= fixed:
+        return whole
+    cut = (1, 1, fixed)
+    return Launch(whole.num_units + slots, slots, problem.batch, whole.part_rows, cut)
+
+
+def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, processors: int) -> Launch:
+    """Splits of W / U tiles at most, if W tiles in all are for U units. So sequences need U units
+    and one for each tile of queries; one that is cut takes less than twice its share of U.
+    """
+    tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), whole.num_units
+    least = max(1, SPLIT_KEYS // config.tile_n)
     units = max(1, SPLIT_WAVES * processors // problem.num_kv_heads)
     known = not problem.packed and not problem.page_size
     most = max(least, triton.cdiv(tiles_q * tiles, units)) if known else least
@@ -391,7 +401,7 @@ def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors
         return whole
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
     slots, records = min(2 * units, num_units), min(units, tiles_q)
-    return Launch(num_units, slots, records, part_rows, (units, least, None))
+    return Launch(num_units, slots, records, whole.part_rows, (units, least, None))
 
 
 def _scratch(launch: Launch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:

@@ -124,7 +124,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads,
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
-        problem.seqlen_k if problem.page_size else k.shape[-3],
+        _room(problem, k),
         None if left is None else min(left, FAR),
         0 if problem.causal else None if right is None else min(right, FAR),
         problem.softmax_scale * LOG2E,
@@ -132,6 +132,13 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         round(keep * 2**32),
         1.0 / keep,
     )
+
+
+def _room(problem: Problem, k: Tensor) -> int:
+    """The most keys of a sequence: the rows of k, or what its page table reaches."""
+    if problem.page_size:
+        return problem.seqlen_k if k.shape[0] else 0
+    return k.shape[-3]
 
 
 def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:

@@ -225,8 +225,19 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
         for deterministic in (False, True):
             x = Tensors(packed.q, k_pages, v_pages, offsets)
             x = x._replace(page_table=table, cache_seqlens=ints(-3, 10**9, 70))
-            problem = door.describe(x, Options(causal=True, deterministic=deterministic), 30)
-            entry.forward(problem, x)
+            for longest in (30, 1):
+                tree = torch.ones(3, longest, longest, dtype=torch.bool, device=DEVICE)
+                options = Options(causal=True, deterministic=deterministic)
+                y = x._replace(tree_mask=tree if longest == 1 else None)
+                entry.forward(door.describe(y, options, longest), y)
+
+
+@here
+def test_a_pool_without_pages_is_no_key():
+    none = torch.empty(0, 16, 2, 16, dtype=BF16, device=DEVICE)
+    q = torch.randn(2, 1, 4, 16).to(DEVICE, BF16)
+    table, seqlens = (torch.zeros(*n, dtype=torch.int32, device=DEVICE) for n in ((2, 3), (2,)))
+    assert onchip.paged_attention(q, none, none, table, seqlens, kernel="triton").eq(0).all()
 
 
 @here
