@@ -219,6 +219,17 @@ def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, opt
             assert any(n.startswith("HGMMA") for n in body), name
 
 
+def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
+    from onchip.kernels.triton import kv_write
+
+    pages, new = torch.zeros(2, 4, 16, 8, 128, dtype=BF16), torch.zeros(3, 8, 128, dtype=BF16)
+    kv_write.write(new, new, pages[0], pages[1], torch.zeros(3, dtype=torch.int32))
+    kv_write.copy_pages(pages, torch.zeros(5, 2, dtype=torch.int32))
+    for kernel, args, kwargs in launches:
+        ptx = _compile(kernel, args, kwargs, 90).asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, kernel.fn.__name__
+
+
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])
 def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_dim, few):
     """head_dim 20: strides are aligned or not; few queries: split or not."""

@@ -110,9 +110,12 @@ def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
+GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
+PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
+
+
 @here
-@pytest.mark.parametrize("group_size", part_of((1, 3, 4, 8, 12)))
-@pytest.mark.parametrize("page_size", (1, 2, 16, 64, 256))
+@pytest.mark.parametrize(("group_size", "page_size"), part_of(PAIRS))
 def test_groups_and_page_sizes(group_size, page_size):
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
 
@@ -137,7 +140,7 @@ def test_unpacked_queries_are_packed_ones():
 
 @here
 def test_fixed_splits_make_a_sequence_independent_of_its_batch():
-    lengths, seqlens_q = [300 * LONG, 7, 190 * LONG], [1, 40, 3]
+    lengths, seqlens_q = [150 * LONG, 7, 90 * LONG], [1, 40, 3]
     packed = ot.make_packed(seqlens_q, lengths, dtype=BF16, device=DEVICE, **GQA)
     k_pages, v_pages, table, seqlens = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
     call = {"deterministic": True, "kernel": "triton"}
@@ -157,9 +160,9 @@ def test_fixed_splits_make_a_sequence_independent_of_its_batch():
 
 @here
 def test_fixed_splits_give_the_same_bits_for_every_page_size():
-    packed = ot.make_packed([1, 3], [300 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
+    packed = ot.make_packed([1, 3], [150 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
     results = []
-    for page_size in (1, 2, 16, 64, 256):
+    for page_size in PAGE_SIZES:
         pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size, seed=page_size)
         out, lse = onchip.paged_attention(
             packed.q, *pages, cu_seqlens_q=packed.cu_seqlens_q, max_seqlen_q=3,
@@ -217,19 +220,22 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
     from onchip.kernels.triton import entry
     from onchip.problem import Options, Tensors
 
-    packed = ot.make_packed([1, 30, 2], [300, 40, 50], dtype=BF16, device=DEVICE, **GQA)
+    packed = ot.make_packed([1, 30, 2], [100, 40, 50], dtype=BF16, device=DEVICE, **GQA)
     k_pages, v_pages, table, _ = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
     ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
     table[0] = ints(*([-5, 10**9] * table.shape[1]))[: table.shape[1]]
-    for offsets in (ints(0, 33, 0, 33), ints(-(10**6), 10**9, 3, 5), ints(5, 5, 5, 5)):
+    x = Tensors(packed.q, k_pages, v_pages, page_table=table)
+    x = x._replace(cache_seqlens=ints(-3, 10**9, 70))
+    tree = torch.ones(3, 1, 1, dtype=torch.bool, device=DEVICE)
+    calls = [
+        (x._replace(cu_seqlens_q=ints(0, 33, 0, 33)), 30),
+        (x._replace(cu_seqlens_q=ints(-(10**6), 10**9, 3, 5)), 30),
+        (x._replace(cu_seqlens_q=ints(0, 30, 31, 33), tree_mask=tree), 1),
+    ]
+    for call, longest in calls:
         for deterministic in (False, True):
-            x = Tensors(packed.q, k_pages, v_pages, offsets)
-            x = x._replace(page_table=table, cache_seqlens=ints(-3, 10**9, 70))
-            for longest in (30, 1):
-                tree = torch.ones(3, longest, longest, dtype=torch.bool, device=DEVICE)
-                options = Options(causal=True, deterministic=deterministic)
-                y = x._replace(tree_mask=tree if longest == 1 else None)
-                entry.forward(door.describe(y, options, longest), y)
+            options = Options(causal=True, deterministic=deterministic)
+            entry.forward(door.describe(call, options, longest), call)
 
 
 @here
