@@ -28,6 +28,7 @@ class TritonConfig(NamedTuple):
     tile_n: int  # keys
     num_warps: int
     num_stages: int
+    max_registers: int = 0  # of a thread, where the compiler would take more; 0 leaves it to it
 
 
 _T = TritonConfig
@@ -90,6 +91,7 @@ TRITON_DECODE = {
 # processor with three (H200, 2026-11-15: 0.94 and 0.87 of cuDNN at 1 x 16k, 0.93 and 0.98 at
 # 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
 TRITON_PAGED_STAGES = 5
+TRITON_FULL_REGISTERS = 128  # of 168: four programs of four warps on a processor, not three
 # Many queries over pages: rows of queries x heads of a group.
 TRITON_CHUNK = {
     (2, 64): _T(64, 64, 4, 5),
@@ -140,6 +142,8 @@ def _decode_row(
     roomy = capability is not None and capability[0] in (9, 10)
     if kernel == "paged" and roomy:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
+    if kernel == "paged_full" and roomy and key == (2, 128):
+        return row._replace(max_registers=TRITON_FULL_REGISTERS)
     return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
 
 

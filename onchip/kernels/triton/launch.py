@@ -63,11 +63,12 @@ class Call(NamedTuple):
 
 def launch_options(config: TritonConfig) -> dict:
     """Fusing a multiply and an add rounds once less: always on, whatever Triton's default."""
-    return {
+    options = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
+    return options | {"maxnreg": config.max_registers} if config.max_registers else options
 
 
 def packed(t: Tensor | None) -> Tensor | None:

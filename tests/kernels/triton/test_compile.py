@@ -129,8 +129,8 @@ def _source(kernel, args, kwargs) -> ASTSource:
 def _compile(kernel, args, kwargs, arch):
     amd = isinstance(arch, str)
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", arch, 32)
-    names = ("num_warps", "num_stages", "enable_fp_fusion")
-    options = {name: kwargs.pop(name) for name in names}
+    names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+    options = {name: kwargs.pop(name) for name in names if name in kwargs}
     return triton.compile(_source(kernel, args, kwargs), target=target, options=options)
 
 
@@ -159,6 +159,7 @@ def _hot_loop(sass: str) -> list[str]:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 D64, D128, D256 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256))
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+MANY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 EVERYTHING = {"causal": True, "softcap": 5.0, "alibi": True, "bias": True, "sinks": True}
 EVERYTHING |= {"dropout_p": 0.1, "return_stats": True}
 QUICK = [(90, BF16, D128, {"causal": True})]
@@ -182,6 +183,7 @@ SLOW = [
     (100, BF16, D128, {"causal": True}),
     ("gfx942", BF16, D128, {"causal": True}),
     (90, BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "sinks": True}),
+    (90, BF16, MANY, {"page_size": 16, "lengths": (1, 1000)}),
     (90, BF16, GQA, {"page_size": 16, "lengths": (300, 4000), "causal": True}),
     (90, BF16, D64, {"page_size": 1, "lengths": (5, 4000), "window_size": (999, 0)}),
     (90, BF16, D256, {"page_size": 64, "lengths": (300, 4000), "return_stats": True}),
