@@ -34,7 +34,9 @@ def plan(
 ) -> Plan:
     """The plan for a problem, cached on its flags and on its lengths rounded up to powers of two.
 
-    A kernel asked for by name serves or the call is refused: it is never replaced by another.
+    A kernel asked for by name serves or the call is refused: it is never replaced by another. One
+    that is not may defer to those after it, forward: then it has a function `defers(problem)`, None
+    or the reason.
     Otherwise the backward pass may be another kernel's than the forward: (out, lse) means the same
     to all.
     """
@@ -50,7 +52,7 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     reasons = {}
     chosen = None
     for name in KERNELS:
-        refusal = _ask(name, problem, device, backward)
+        refusal = _ask(name, problem, device, backward, kernel == name)
         if refusal is not None:
             reasons[name] = refusal
         elif chosen is None and kernel in (None, name):
@@ -64,11 +66,15 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     return Plan(chosen, reasons)
 
 
-def _ask(name: str, problem: Problem, device: DeviceInfo, backward: bool) -> str | None:
+def _ask(
+    name: str, problem: Problem, device: DeviceInfo, backward: bool, named: bool
+) -> str | None:
     module = kernel_module(name)
     refusal = module.supports(problem, device)
     if refusal is None and backward and hasattr(module, "supports_backward"):
         return module.supports_backward(problem, device)
+    if refusal is None and not backward and not named and hasattr(module, "defers"):
+        return module.defers(problem)
     return refusal
 
 

@@ -1,12 +1,13 @@
 """The torch op behind the public functions: schema, fakes, autograd and vmap. Its names are
 private.
 
-One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: nine tensors
+One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
 (`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is
 made inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from weakref import WeakValueDictionary
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.masks.blockmask import BlockMask
@@ -28,10 +30,11 @@ from onchip.problem import (
 
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
-_NUM_TENSORS = 9
+_NUM_TENSORS = len(Tensors._fields) - 1
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
+    "Tensor? page_table, Tensor? cache_seqlens, Tensor? tree_mask, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
     "ScalarType out_dtype, bool return_stats, bool deterministic, str? kernel, Tensor[] mask"
@@ -154,6 +157,8 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         x.sinks is not None,
         return_stats,
         deterministic,
+        page_size=0 if x.page_table is None else k.shape[1],
+        has_tree_mask=x.tree_mask is not None,
     )
     return problem, x, kernel
 
@@ -183,11 +188,18 @@ def _forward(*args):
 
 def _run_forward(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     check_values(problem, x)
-    module = _module(problem, x, kernel)
+    paged.check_values(problem, x)
+    forward = _forward_of(_module(problem, x, kernel), problem)
     if not torch.is_autocast_enabled(x.q.device.type):
-        return module.forward(problem, x)
+        return forward(problem, x)
     with _no_autocast(x.q):
-        return module.forward(problem, x)
+        return forward(problem, x)
+
+
+def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
+    if problem.page_size and not getattr(module, "READS_PAGES", False):
+        return partial(paged.through_gather, module.forward)
+    return module.forward
 
 
 def _backward(dout, dlse, out, lse, *args):
@@ -234,7 +246,8 @@ def _forward_vmap(info, in_dims, *args):
     x = Tensors(*args[:_NUM_TENSORS])
     dims = dict(zip(Tensors._fields, in_dims, strict=False))
     mapped = {name for name in dims if dims[name] is not None}
-    if mapped - {"q", "k", "v"} or x.cu_seqlens_q is not None or x.dropout_seed is not None:
+    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table)
+    if mapped - {"q", "k", "v"} or any(t is not None for t in foreign):
         raise UnsupportedError("vmap serves dense calls mapped over q, k and v, without dropout")
     size = info.batch_size
     if any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (x.alibi_slopes, x.bias)):

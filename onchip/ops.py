@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip import library, masks, paged
 from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
-from onchip.kernels.protocol import Result, Stats
+from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import Options, Problem, Tensors, Window, describe
 from onchip.state import merge_at_rest
@@ -127,12 +127,14 @@ def paged_attention(
     max_seqlen_q: int | None = None,
     causal: bool = True,
     window_size: Window = UNBOUNDED,
+    tree_mask: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     return_stats: bool = False,
+    deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
 ) -> Tensor | tuple:
@@ -143,28 +145,34 @@ def paged_attention(
     and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
     (batch, max_pages); cache_seqlens: int32 (batch,). Sequence b reads its first cache_seqlens[b]
     slots, through page_table[b]; the queries are the last positions of that cache (causal by
-    default).
+    default). Pages that a window has left behind are not read: their entries may be anything.
+
+    tree_mask: bool (batch, seqlen_q, seqlen_q), for drafts that branch: new query i sees new token
+    j only if tree_mask[b, i, j], besides causal and window; everything before the new tokens stays
+    visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) stay
+    those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
+    rest of the batch or on page_size. No gradient.
     """
-    k, v, packing = paged.gather(
-        q, (k_pages, v_pages), page_table, cache_seqlens, (cu_seqlens_q, max_seqlen_q)
-    )
     options = Options(
         causal,
         window_size,
         softmax_scale,
         softcap,
         return_stats=return_stats,
+        deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         out_dtype=out_dtype,
     )
-    extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks)
-    rows = q.flatten(0, 1) if q.dim() == 4 else q
-    problem, x = pose(rows, k, v, options, extras, Packing(*packing))
-    result = library.attend(problem, x, kernel)
-    if q.dim() == 4:
-        out, lse, stats = result
-        stats = None if stats is None else Stats(*(_rows(t, q) for t in stats))
-        result = Result(out.unflatten(0, q.shape[:2]), _rows(lse, q), stats)
-    return _answer(result, return_lse)
+    x = Tensors(
+        *_autocast(q, k_pages, v_pages),
+        cu_seqlens_q,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        page_table=page_table,
+        cache_seqlens=cache_seqlens,
+        tree_mask=tree_mask,
+    )
+    problem = paged.describe(x, options, max_seqlen_q)
+    return _answer(library.attend(problem, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -230,11 +238,6 @@ def offload_attention(
     options |= {"out_dtype": out_dtype, "segment_bytes": segment_bytes}
     out, lse = offload.run(attention, q, source, **options)
     return (out, lse) if return_lse else out
-
-
-def _rows(t: Tensor, q: Tensor) -> Tensor:
-    """(heads, batch * seqlen) -> (batch, heads, seqlen)."""
-    return t.unflatten(-1, q.shape[:2]).movedim(-3, -2).contiguous()
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -332,7 +335,7 @@ def pose(
     mask, slopes, bias, sinks, seed = extras
     mask = None if mask is None else _block_mask(mask, q, k)
     cu_q, cu_k = (None, None) if packing is None else packing[:2]
-    x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, None, mask)
+    x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
     problem = describe(x, options, () if packing is None else packing[2:])
     if problem.dropout_p:
         x = x._replace(dropout_seed=_seed(seed, q))

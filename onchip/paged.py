@@ -1,86 +1,241 @@
-"""Keys that lie in pages, gathered into packed sequences on the host: every option of
-varlen_attention then applies.
+"""Keys that lie in pages: the question such a call poses, checked at the door, and the way out for
+kernels that read no pages: gather them into packed sequences.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from onchip.problem import UnsupportedError
+from onchip import masks
+from onchip.kernels.protocol import Result, Stats
+from onchip.problem import (
+    Options,
+    Problem,
+    Tensors,
+    UnsupportedError,
+    check_agreement,
+    check_extras,
+    check_layout,
+    check_max_seqlen,
+    check_offsets_tensor,
+    check_options,
+    values_are_checked,
+)
+
+Forward = Callable[[Problem, Tensors], Result]
 
 
-def gather(
-    q: Tensor,
-    pages: tuple[Tensor, Tensor],
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    queries: tuple[Tensor | None, int | None],
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, int, int]]:
-    """(k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)) of a paged call."""
-    _check(q, pages, page_table, cache_seqlens, queries)
-    lengths = cache_seqlens.tolist()
-    page_size = pages[0].shape[1]
-    _check_values(page_table, lengths, page_size, pages[0].shape[0])
-    slots = torch.cat(
-        [_slots(page_table[b], n, page_size) for b, n in enumerate(lengths)]
-        or [page_table.new_empty(0)]
+def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> Problem:
+    """The Problem that a paged call poses; ValueError in one sentence if it poses none. Packed
+    queries come with max_seqlen_q.
+    """
+    batch, seqlen_q = _check_queries(x, max_seqlen_q)
+    _check_pages(x, batch)
+    check_agreement(*x[:3])
+    check_options(options, x.q)
+    scale, page_size = options.softmax_scale, x.k.shape[1]
+    problem = Problem(
+        batch,
+        seqlen_q,
+        x.page_table.shape[1] * page_size,
+        x.q.shape[-2],
+        x.k.shape[-2],
+        x.q.shape[-1],
+        x.v.shape[-1],
+        x.q.dtype,
+        options.out_dtype or x.q.dtype,
+        x.q.shape[-1] ** -0.5 if scale is None else float(scale),
+        bool(options.causal),
+        tuple(options.window_size),
+        float(options.softcap),
+        packed=x.cu_seqlens_q is not None,
+        has_alibi=x.alibi_slopes is not None,
+        has_sinks=x.sinks is not None,
+        return_stats=bool(options.return_stats),
+        deterministic=bool(options.deterministic),
+        page_size=page_size,
+        has_tree_mask=x.tree_mask is not None,
     )
-    k, v = (p.flatten(0, 1)[slots] for p in pages)
-    cu_seqlens_k = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    cu_seqlens_q, max_seqlen_q = queries
-    if cu_seqlens_q is None or max_seqlen_q is None:
-        max_seqlen_q = q.shape[1]
-        cu_seqlens_q = torch.arange(q.shape[0] + 1, dtype=torch.int32) * max_seqlen_q
-    return k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max(lengths, default=0))
+    check_extras(problem, x)
+    _check_tree(problem, x)
+    _check_grad(x)
+    return problem
 
 
-def _slots(table: Tensor, length: int, page_size: int) -> Tensor:
-    """Flat slot of each of the first `length` tokens of one sequence."""
-    position = torch.arange(length)
-    return table[position // page_size].long() * page_size + position % page_size
+def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
+    """(batch, the longest seqlen_q)."""
+    packed = x.cu_seqlens_q is not None
+    is_tensor = isinstance(x.q, Tensor)
+    fits = is_tensor and x.q.dim() == (3 if packed else 4) and packed == (max_seqlen_q is not None)
+    if not fits:
+        got = f"shape {tuple(x.q.shape)}" if is_tensor else f"no torch.Tensor: {type(x.q).__name__}"
+        raise ValueError(
+            "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
+            f" cu_seqlens_q and max_seqlen_q, got {got}"
+        )
+    if max_seqlen_q is None:
+        check_layout("q", x.q, 4, "(batch, seqlen_q, heads, head_dim)")
+        return x.q.shape[0], x.q.shape[1]
+    check_layout("q", x.q, 3, "(total_q, heads, head_dim)")
+    check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
+    check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    return x.cu_seqlens_q.shape[0] - 1, max_seqlen_q
 
 
-def _check(
-    q: Tensor,
-    pages: tuple[Tensor, Tensor],
-    page_table: Tensor,
-    cache_seqlens: Tensor,
-    queries: tuple[Tensor | None, int | None],
-) -> None:
-    tensors = {"q": q, "k_pages": pages[0], "v_pages": pages[1]}
-    tensors |= {"page_table": page_table, "cache_seqlens": cache_seqlens}
-    for name, t in tensors.items():
+def _check_pages(x: Tensors, batch: int) -> None:
+    for name, t in (("k_pages", x.k), ("v_pages", x.v)):
+        check_layout(name, t, 4, "(num_pages, page_size, kv_heads, dim)")
+    if not x.k.shape[1]:
+        raise ValueError(f"k_pages of shape {tuple(x.k.shape)} has pages without slots")
+    for name, t, rank in (("page_table", x.page_table, 2), ("cache_seqlens", x.cache_seqlens, 1)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.device.type != "cpu":
-            raise UnsupportedError(f"paged_attention runs on the CPU, {name} is on {t.device}")
-    for name in ("k_pages", "v_pages"):
-        shape = tuple(tensors[name].shape)
-        if len(shape) != 4 or shape[:3] != tuple(pages[0].shape[:3]):
-            raise ValueError(f"{name} must be (num_pages, page_size, kv_heads, dim), got {shape}")
-    batch = _check_queries(q, *queries)
-    for name, rank in (("page_table", 2), ("cache_seqlens", 1)):
-        t = tensors[name]
         if t.dtype != torch.int32 or t.dim() != rank or t.shape[0] != batch:
             got = f"{t.dtype} {tuple(t.shape)}"
             raise ValueError(f"{name} must be int32 of rank {rank} with batch {batch}, got {got}")
+        if t.device != x.q.device:
+            raise ValueError(f"{name} is on {t.device}, q is on {x.q.device}")
 
 
-def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int | None) -> int:
-    """The batch of the call."""
-    packed = cu_seqlens_q is not None
-    if packed != (max_seqlen_q is not None) or q.dim() != (3 if packed else 4):
-        raise ValueError(
-            "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
-            f" cu_seqlens_q and max_seqlen_q, got shape {tuple(q.shape)}"
+def _check_tree(problem: Problem, x: Tensors) -> None:
+    tree = x.tree_mask
+    if tree is None:
+        return
+    shape = (problem.batch, problem.seqlen_q, problem.seqlen_q)
+    if not isinstance(tree, Tensor) or tree.dtype != torch.bool or tuple(tree.shape) != shape:
+        is_tensor = isinstance(tree, Tensor)
+        got = f"{tree.dtype} {tuple(tree.shape)}" if is_tensor else type(tree).__name__
+        raise ValueError(f"tree_mask must be bool (batch, seqlen_q, seqlen_q) = {shape}, got {got}")
+    if tree.device != x.q.device:
+        raise ValueError(f"tree_mask is on {tree.device}, q is on {x.q.device}")
+
+
+def _check_grad(x: Tensors) -> None:
+    named = {"q": x.q, "k_pages": x.k, "v_pages": x.v, "sinks": x.sinks}
+    wanted = [name for name, t in named.items() if t is not None and t.requires_grad]
+    if wanted and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"paged_attention has no gradient, and {wanted[0]} requires one: call it under"
+            f" torch.no_grad(), or pass {wanted[0]}.detach()"
         )
-    return cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
 
 
-def _check_values(page_table: Tensor, lengths: list[int], page_size: int, num_pages: int) -> None:
-    room = page_table.shape[1] * page_size
-    for b, length in enumerate(lengths):
+def check_values(problem: Problem, x: Tensors) -> None:
+    """Lengths must fit the page table, and what they reach of it must be pages that exist."""
+    if not problem.page_size or not values_are_checked(x.q):
+        return
+    room, num_pages = problem.seqlen_k, x.k.shape[0]
+    table, seqlens = _tables(x)
+    for b, length in enumerate(seqlens.tolist()):
         if not 0 <= length <= room:
             raise ValueError(f"cache_seqlens[{b}]={length} must lie between 0 and {room} slots")
-        pages = page_table[b, : -(-length // page_size)].tolist()
-        if pages and not 0 <= min(pages) <= max(pages) < num_pages:
-            raise ValueError(f"page_table[{b}] leaves [0, num_pages={num_pages}): {pages}")
+    used = -(-seqlens // problem.page_size)
+    columns = torch.arange(table.shape[1], device=x.q.device)
+    first = _first_visible(problem, x) // problem.page_size
+    read = (columns < used[:, None]) & (columns >= first[:, None])
+    bad = read & ((table < 0) | (table >= num_pages))
+    if bad.any():
+        b, column = bad.nonzero()[0].tolist()
+        page = int(table[b, column])
+        raise ValueError(f"page_table[{b}, {column}]={page} leaves [0, num_pages={num_pages})")
+
+
+def _tables(x: Tensors) -> tuple[Tensor, Tensor]:
+    """page_table and cache_seqlens, which every paged call has."""
+    return cast(tuple[Tensor, Tensor], (x.page_table, x.cache_seqlens))
+
+
+def _first_visible(problem: Problem, x: Tensors) -> Tensor:
+    """(batch): the first key that a window leaves to any query; pages before it may be gone."""
+    left, (_, seqlens) = problem.window_size[0], _tables(x)
+    if left is None:
+        return torch.zeros_like(seqlens)
+    seqlens_q = x.cu_seqlens_q.diff() if problem.packed else problem.seqlen_q
+    return (seqlens - seqlens_q - left).clamp(min=0)
+
+
+class _Gathered(NamedTuple):
+    """The packed call that equals a paged one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+
+
+def through_gather(forward: Forward, problem: Problem, x: Tensors) -> Result:
+    """What the forward of a kernel that reads no pages makes of a paged problem: the keys are
+    gathered into packed sequences first. Waits for the device to know the lengths.
+    """
+    seen = _gather(problem, x)
+    longest = max(_tables(x)[1].tolist(), default=0)
+    flat = problem._replace(page_size=0, seqlen_k=longest, packed=True)
+    y = x._replace(**seen._asdict(), page_table=None, cache_seqlens=None)
+    plain = x.tree_mask is None or not problem.batch
+    result = forward(flat, y) if plain else _by_sequence(forward, flat, y)
+    return result if problem.packed else _unpacked(result, x.q)
+
+
+def _gather(problem: Problem, x: Tensors) -> _Gathered:
+    """Keys before the window are zeros: their pages may be gone, and no query sees them."""
+    page_size, (table, seqlens) = problem.page_size, _tables(x)
+    position = torch.arange(problem.seqlen_k, device=x.q.device)
+    table = table.clamp(0, max(x.k.shape[0] - 1, 0)).long()
+    slots = table[:, position // page_size] * page_size + position % page_size
+    exists = position < seqlens[:, None]
+    gone = (position < _first_visible(problem, x)[:, None])[exists]
+    k, v = (_rows_of(pages, slots[exists], gone) for pages in (x.k, x.v))
+    cu_k = torch.cat([seqlens.new_zeros(1), seqlens]).cumsum(0, dtype=torch.int32)
+    if problem.packed:
+        return _Gathered(x.q, k, v, x.cu_seqlens_q, cu_k)
+    steps = torch.arange(problem.batch + 1, dtype=torch.int32, device=x.q.device)
+    return _Gathered(x.q.flatten(0, 1), k, v, steps * problem.seqlen_q, cu_k)
+
+
+def _rows_of(pages: Tensor, slots: Tensor, gone: Tensor) -> Tensor:
+    rows = pages.flatten(0, 1)[slots]
+    return rows.masked_fill_(gone[:, None, None], 0.0)
+
+
+def _by_sequence(forward: Forward, problem: Problem, x: Tensors) -> Result:
+    """A packed call with a tree mask: each sequence is a dense one with a mask of its own."""
+    results = []
+    offsets_q, offsets_k = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        rows = slice(offsets_q[b], offsets_q[b + 1])
+        keys = slice(offsets_k[b], offsets_k[b + 1])
+        results.append(forward(*_one_sequence(problem, x, b, rows, keys)))
+    join = lambda parts: torch.cat([part[0] for part in parts], -1)
+    out, lse = torch.cat([r.out[0] for r in results]), join([r.lse for r in results])
+    if not problem.return_stats:
+        return Result(out, lse)
+    return Result(out, lse, Stats(*map(join, zip(*(r.stats for r in results), strict=True))))
+
+
+def _one_sequence(
+    problem: Problem, x: Tensors, b: int, rows: slice, keys: slice
+) -> tuple[Problem, Tensors]:
+    seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=x.q.device)
+    new = min(seqlen_q, seqlen_k)
+    tree = cast(Tensor, x.tree_mask)
+    seen[:, seqlen_k - new :] = tree[b, :seqlen_q, seqlen_q - new : seqlen_q]
+    slopes = x.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[b : b + 1]
+    mask = masks.build(seen, 1, problem.num_heads, seqlen_q, seqlen_k, x.q.device)
+    dense = problem._replace(
+        batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, packed=False, has_mask=True
+    )
+    qkv = x.q[None, rows], x.k[None, keys], x.v[None, keys]
+    return dense, Tensors(*qkv, alibi_slopes=slopes, sinks=x.sinks, mask=mask)
+
+
+def _unpacked(result: Result, q: Tensor) -> Result:
+    """(heads, batch * seqlen) -> (batch, heads, seqlen) for lse and statistics."""
+    rows = lambda t: t.unflatten(-1, q.shape[:2]).movedim(-3, -2).contiguous()
+    stats = None if result.stats is None else Stats(*map(rows, result.stats))
+    return Result(result.out.unflatten(0, q.shape[:2]), rows(result.lse), stats)

@@ -23,7 +23,9 @@ class UnsupportedError(ValueError):
 
 
 class Tensors(NamedTuple):
-    """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens."""
+    """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens. In paged calls
+    k and v are pages, q is packed or not, and there is no cu_seqlens_k.
+    """
 
     q: Tensor
     k: Tensor
@@ -34,12 +36,15 @@ class Tensors(NamedTuple):
     bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout_seed: Tensor | None = None
+    page_table: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    tree_mask: Tensor | None = None
     mask: BlockMask | None = None
 
 
 class Problem(NamedTuple):
     """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
-    the longest of the batch.
+    the longest of the batch; the seqlen_k of a paged call is what its page table has room for.
     """
 
     batch: int
@@ -64,6 +69,8 @@ class Problem(NamedTuple):
     return_stats: bool = False
     deterministic: bool = False
     aligned: bool = True  # rows, strides and bases of q, k and v lie on 16 bytes
+    page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
+    has_tree_mask: bool = False
 
     @property
     def group_size(self) -> int:
@@ -197,15 +204,26 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     layout = "(batch, seqlen, heads, head_dim)" if rank == 4 else "(total, heads, head_dim)"
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
-        if t.dim() != rank:
-            raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
-        if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
-                f" call {name}.contiguous()"
-            )
+        check_layout(name, t, rank, layout)
+    check_agreement(q, k, v)
+    if rank == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
+
+
+def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+    if not isinstance(t, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.dim() != rank:
+        raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
+    if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():
+        raise ValueError(
+            f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
+            f" call {name}.contiguous()"
+        )
+
+
+def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dtypes, devices, heads and head dims: what q, k and v share in every layout."""
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         _refuse_dtypes(q, k, v)
     if not q.device == k.device == v.device:
@@ -224,15 +242,13 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    *batch_q, num_heads, head_dim = q.shape
-    *rows_k, num_kv_heads, head_dim_k = k.shape
+    num_heads, head_dim = q.shape[-2:]
+    num_kv_heads, head_dim_k = k.shape[-2:]
     head_dim_v = v.shape[-1]
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if len(rows_k) == 2 and batch_q[0] != rows_k[0]:
-        raise ValueError(f"q has batch {batch_q[0]}, k and v have batch {rows_k[0]}")
     if head_dim != head_dim_k:
         raise ValueError(f"q has head_dim {head_dim}, k has head_dim {head_dim_k}")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
@@ -243,30 +259,30 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> int:
     """The batch of a packed call; the values inside cu_seqlens are checked by check_values."""
-    for name, cu in (("cu_seqlens_q", x.cu_seqlens_q), ("cu_seqlens_k", x.cu_seqlens_k)):
-        if (
-            not isinstance(cu, Tensor)
-            or cu.dtype != torch.int32
-            or cu.dim() != 1
-            or cu.shape[0] < 1
-        ):
-            what = (
-                f"{cu.dtype} of shape {tuple(cu.shape)}"
-                if isinstance(cu, Tensor)
-                else type(cu).__name__
-            )
-            raise ValueError(f"{name} must be an int32 tensor of shape (batch + 1,), got {what}")
-        if cu.device != x.q.device:
-            raise ValueError(f"{name} is on {cu.device}, q is on {x.q.device}")
+    check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
+    check_offsets_tensor("cu_seqlens_k", x.cu_seqlens_k, x.q)
     if x.cu_seqlens_q.shape != x.cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must be equally long, got"
             f" {x.cu_seqlens_q.shape[0]} and {x.cu_seqlens_k.shape[0]}"
         )
     for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
-        if isinstance(length, (bool, float, Tensor)) or length < 0:
-            raise ValueError(f"{name} must be a non-negative int, got {length!r}")
+        check_max_seqlen(name, length)
     return x.cu_seqlens_q.shape[0] - 1
+
+
+def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
+    is_tensor = isinstance(cu, Tensor)
+    if not is_tensor or cu.dtype != torch.int32 or cu.dim() != 1 or cu.shape[0] < 1:
+        what = f"{cu.dtype} of shape {tuple(cu.shape)}" if is_tensor else type(cu).__name__
+        raise ValueError(f"{name} must be an int32 tensor of shape (batch + 1,), got {what}")
+    if cu.device != q.device:
+        raise ValueError(f"{name} is on {cu.device}, q is on {q.device}")
+
+
+def check_max_seqlen(name: str, length: int) -> None:
+    if isinstance(length, (bool, float, Tensor)) or length < 0:
+        raise ValueError(f"{name} must be a non-negative int, got {length!r}")
 
 
 def check_options(options: Options, q: Tensor) -> None:
@@ -370,10 +386,15 @@ class checks:
 
 def check_values(problem: Problem, x: Tensors) -> None:
     """cu_seqlens must start at 0, never fall, end at the total and stay within max_seqlen."""
-    if not problem.packed or not (x.q.device.type == "cpu" or checks.enabled):
+    if not problem.packed or not values_are_checked(x.q):
         return
     _check_offsets("q", x.cu_seqlens_q, x.q.shape[0], problem.seqlen_q)
-    _check_offsets("k", x.cu_seqlens_k, x.k.shape[0], problem.seqlen_k)
+    if not problem.page_size:
+        _check_offsets("k", x.cu_seqlens_k, x.k.shape[0], problem.seqlen_k)
+
+
+def values_are_checked(q: Tensor) -> bool:
+    return q.device.type == "cpu" or checks.enabled
 
 
 def _check_offsets(side: str, cu: Tensor, total: int, max_seqlen: int) -> None:

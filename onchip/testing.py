@@ -115,6 +115,41 @@ def make_packed(
     return Packed(q, k, v, cu(seqlens_q), cu(seqlens_k))
 
 
+class Pages(NamedTuple):
+    """Keys and values as `onchip.paged_attention` takes them."""
+
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    cache_seqlens: Tensor
+
+
+def make_pages(
+    k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_size: int, *, spare: int = 3, seed: int = 0
+) -> Pages:
+    """Packed keys and values laid into pages in random order. Slots past the end of a sequence and
+    `spare` pages of nobody hold NaN, and the page table has one column too many, of -1.
+    """
+    lengths = cu_seqlens_k.cpu().diff()
+    used = -(-lengths // page_size)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(int(used.sum()) + spare, generator=generator, dtype=torch.int32)
+    table = torch.full((len(lengths), int(used.max()) + 1), -1, dtype=torch.int32)
+    taken = torch.arange(table.shape[1]) < used[:, None]
+    table[taken] = order[: int(used.sum())]
+    token = torch.arange(int(lengths.sum()))
+    b = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
+    position = token - cu_seqlens_k.cpu()[b]
+    slots = (table[b, position // page_size].long() * page_size + position % page_size).to(k.device)
+
+    def lay(x: Tensor) -> Tensor:
+        flat = x.new_full((len(order) * page_size, *x.shape[1:]), math.nan)
+        flat[slots] = x
+        return flat.unflatten(0, (len(order), page_size))
+
+    return Pages(lay(k), lay(v), table.to(k.device), lengths.to(k.device, torch.int32))
+
+
 def poison_neighbours(x: Tensor, pad: int = 8) -> Tensor:
     """A view equal to x inside a larger storage of NaN: `pad` elements before and after x in every
     dimension. A kernel that reads outside its tensor and lets it count returns NaN."""

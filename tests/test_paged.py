@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import onchip
+from onchip import library, paged
+from onchip.problem import DeviceInfo, Options, Problem, Tensors
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -68,6 +70,98 @@ def test_mixed_batch_in_one_call():
         torch.testing.assert_close(stats.entropy[None, :, rows], expected_stats.entropy)
 
 
+@pytest.mark.parametrize("kernel", ["aten_cpu", "tiled", "reference"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_tree_of_drafts(kernel, causal):
+    """New query i sees new token j iff the tree says so (and causal); all before it is visible."""
+    lengths, seqlen_q = [5, 40, 17], 5
+    k_pages, v_pages, table, seqlens, dense = cache(lengths, 8)
+    q = torch.randn(3, seqlen_q, HEADS, DIM)
+    tree = (torch.rand(3, seqlen_q, seqlen_q) < 0.5) | torch.eye(seqlen_q, dtype=torch.bool)
+    options = {"causal": causal, "sinks": torch.randn(HEADS), "return_lse": True, "kernel": kernel}
+    out, lse = onchip.paged_attention(
+        q, k_pages, v_pages, table, seqlens, tree_mask=tree, **options
+    )
+    for b, (k, v) in enumerate(dense):
+        mask = torch.ones(seqlen_q, lengths[b], dtype=torch.bool)
+        mask[:, lengths[b] - seqlen_q :] = tree[b]
+        expected = onchip.attention(q[b : b + 1], k[None], v[None], mask=mask, **options)
+        torch.testing.assert_close((out[b : b + 1], lse[b : b + 1]), expected)
+
+
+def test_a_tree_over_packed_queries_uses_its_corner():
+    k_pages, v_pages, table, seqlens, dense = cache([40, 9, 3], 8)
+    cu = torch.tensor([0, 4, 5, 5], dtype=torch.int32)
+    q, slopes = torch.randn(5, HEADS, DIM), torch.rand(3, HEADS)
+    tree = torch.rand(3, 4, 4) < 0.7
+    out, lse, stats = onchip.paged_attention(
+        q, k_pages, v_pages, table, seqlens, cu_seqlens_q=cu, max_seqlen_q=4, tree_mask=tree,
+        alibi_slopes=slopes, return_lse=True, return_stats=True,
+    )  # fmt: skip
+    for b, (k, v) in enumerate(dense):
+        rows, n = slice(int(cu[b]), int(cu[b + 1])), int(cu[b + 1] - cu[b])
+        mask = torch.ones(n, len(k), dtype=torch.bool)
+        mask[:, len(k) - n :] = tree[b, :n, :n]
+        expected = onchip.attention(
+            q[None, rows], k[None], v[None], mask=mask, alibi_slopes=slopes[b], causal=True,
+            return_lse=True, return_stats=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[None, rows], expected[0])
+        torch.testing.assert_close(lse[None, :, rows], expected[1])
+        torch.testing.assert_close(stats.max_logit[None, :, rows], expected[2].max_logit)
+
+
+def test_a_window_does_not_read_the_pages_it_has_left_behind():
+    """Their entries may be anything, and the pages they name hold NaN."""
+    k_pages, v_pages, table, seqlens, ((k, v),) = cache([61], 4)
+    q = torch.randn(1, 2, HEADS, DIM)
+    options = {"window_size": (20, None)}
+    gone = (61 - 2 - 20) // 4
+    for page in table[0, :gone].tolist():
+        k_pages[page] = v_pages[page] = float("nan")
+    table[0, :gone] = -7
+    got = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, **options)
+    torch.testing.assert_close(got, onchip.attention(q, k[None], v[None], causal=True, **options))
+
+
+def test_compiles_without_a_graph_break():
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    q = torch.randn(2, 3, HEADS, DIM)
+    fn = lambda *args: onchip.paged_attention(*args, softcap=5.0, return_lse=True)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    args = (q, k_pages, v_pages, table, seqlens)
+    torch.testing.assert_close(compiled(*args), fn(*args), rtol=0, atol=0)
+
+
+def test_opcheck():
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    q, tree = torch.randn(2, 3, HEADS, DIM), torch.ones(2, 3, 3, dtype=torch.bool)
+    x = Tensors(q, k_pages.nan_to_num(), v_pages.nan_to_num(), page_table=table)
+    x = x._replace(cache_seqlens=seqlens, tree_mask=tree)
+    problem = paged.describe(x, Options(causal=True))
+    arguments = (*x[:-1], *library._scalars(problem, None), [])
+    torch.library.opcheck(torch.ops.onchip.forward.default, arguments)
+
+
+def test_autocast_lowers_pages_too():
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    q = torch.randn(2, 1, HEADS, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onchip.paged_attention(q, k_pages, v_pages, table, seqlens).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["q", "k_pages", "sinks"])
+def test_no_gradient_through_pages(name):
+    k_pages, v_pages, table, seqlens, _ = cache([5, 9], 4)
+    args = {"q": torch.randn(2, 1, HEADS, DIM), "k_pages": k_pages, "v_pages": v_pages}
+    args |= {"page_table": table, "cache_seqlens": seqlens, "sinks": torch.zeros(HEADS)}
+    args[name] = args[name].clone().requires_grad_()
+    with pytest.raises(onchip.UnsupportedError, match=f"{name} requires one"):
+        onchip.paged_attention(**args)
+    with torch.no_grad():
+        assert onchip.paged_attention(**args).isfinite().all()
+
+
 def test_an_empty_cache_is_no_key():
     k_pages, v_pages, table, seqlens, _ = cache([0, 3], 4)
     out = onchip.paged_attention(torch.randn(2, 1, HEADS, DIM), k_pages, v_pages, table, seqlens)
@@ -83,14 +177,52 @@ def test_an_empty_cache_is_no_key():
         ("cache_seqlens", {"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}),
         ("int32", {"cache_seqlens": torch.tensor([5, 3])}),
         ("batch 2", {"page_table": torch.zeros(3, 3, dtype=torch.int32)}),
-        ("k_pages must be", {"k_pages": torch.zeros(4, 4, DIM)}),
+        ("k_pages must have rank 4", {"k_pages": torch.zeros(4, 4, DIM)}),
         ("q must be", {"q": torch.zeros(2, HEADS, DIM)}),
         ("torch.Tensor", {"q": None}),
+        ("torch.Tensor", {"page_table": [[0]]}),
+        ("page_table is on meta", {"page_table": torch.zeros(2, 3, dtype=torch.int32).to("meta")}),
+        ("cache_seqlens is on meta", {"cache_seqlens": torch.zeros(2).int().to("meta")}),
+        ("page_table must be int32", {"page_table": torch.zeros(2, 3)}),
+        ("without slots", {"k_pages": torch.zeros(4, 0, KV_HEADS, DIM)}),
+        ("k and v must agree", {"v_pages": torch.zeros(9, 4, KV_HEADS, DIM)}),
+        ("multiple of", {"q": torch.zeros(2, 1, 3, DIM)}),
+        ("head_dim 8", {"q": torch.zeros(2, 1, HEADS, 8)}),
+        ("share a dtype", {"q": torch.zeros(2, 1, HEADS, DIM).half()}),
     ],
 )
 def test_refusals(match, change):
     k_pages, v_pages, table, seqlens, _ = cache([5, 9], 4)
     args = {"q": torch.randn(2, 1, HEADS, DIM), "k_pages": k_pages, "v_pages": v_pages}
     args |= {"page_table": table, "cache_seqlens": seqlens} | change
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) as caught:
         onchip.paged_attention(*args.values())
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "match, options",
+    [
+        (r"tree_mask must be bool .* = \(2, 1, 1\)", {"tree_mask": torch.ones(2, 2, 2).bool()}),
+        ("tree_mask must be bool", {"tree_mask": torch.ones(2, 1, 1)}),
+        ("tree_mask must be bool", {"tree_mask": True}),
+        ("tree_mask is on meta", {"tree_mask": torch.ones(2, 1, 1).bool().to("meta")}),
+        ("q must be", {"max_seqlen_q": 1}),
+        ("window_size left=-1", {"window_size": (-1, None)}),
+        ("sinks must have shape", {"sinks": torch.zeros(3)}),
+        ("kernel 'hopper' cannot serve", {"kernel": "hopper"}),
+    ],
+)
+def test_refused_options(match, options):
+    k_pages, v_pages, table, seqlens, _ = cache([5, 9], 4)
+    with pytest.raises(ValueError, match=match):
+        onchip.paged_attention(
+            torch.randn(2, 1, HEADS, DIM), k_pages, v_pages, table, seqlens, **options
+        )
+
+
+def test_hopper_refuses_pages_in_a_sentence():
+    from onchip.kernels.hopper import entry
+
+    problem = Problem(1, 1, 64, 4, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.1, page_size=16)
+    assert "pages" in entry.supports(problem, DeviceInfo("cuda", "H200", (9, 0)))

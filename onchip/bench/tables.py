@@ -45,6 +45,7 @@ OPTIONS = {
     "sinks": {"has_sinks": True},
     "dropout": {"dropout_p": 0.1},
     "row statistics": {"return_stats": True},
+    "pages": {"page_size": 16},
 }
 PRECISIONS = {
     "fp64": (torch.float64,),

@@ -30,6 +30,7 @@ class TritonConfig(NamedTuple):
     tile_n: int  # keys
     num_warps: int
     num_stages: int
+    max_registers: int = 0  # of a thread, where the compiler would take more; 0 leaves it to it
 
 
 _T = TritonConfig
@@ -82,16 +83,33 @@ TRITON_FP32 = _triton_rows(
 TRITON_DECODE = {
     (2, 64): _T(0, 128, 4, 3),
     (2, 128): _T(0, 64, 4, 3),
-    (2, 256): _T(0, 32, 4, 2),
+    (2, 256): _T(0, 32, 8, 2),
     (4, 64): _T(0, 32, 4, 2),
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
 }
+# A page id is read before the keys: Triton gives the two loads half of the stages each, so that
+# five make three buffers. Five fill a GPU whose programs are few; of many programs more fit on a
+# processor with three (H200, 2026-11-15: 0.94 and 0.87 of cuDNN at 1 x 16k, 0.93 and 0.98 at
+# 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
+TRITON_PAGED_STAGES = 5
+TRITON_FULL_REGISTERS = 128  # of 168: four programs of four warps on a processor, not three
+# Many queries over pages: rows of queries x heads of a group.
+TRITON_CHUNK = {
+    (2, 64): _T(64, 64, 4, 5),
+    (2, 128): _T(64, 64, 4, 5),
+    (2, 256): _T(64, 32, 8, 3),
+    (4, 64): _T(32, 32, 8, 2),
+    (4, 128): _T(32, 16, 8, 2),
+    (4, 256): _T(32, 16, 8, 2),
+}
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
 SPLIT_WAVES = 2  # programs per processor
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
-MAX_SPLITS = 256
-TRITON_STREAMED = _T(16, 0, 4, 1)  # delta, merge: bound by memory, any tile of some kB will do
+FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
+TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
+TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
+COPY_ELEMENTS = 2048  # of a page, to one program of a copy
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 
 
@@ -113,10 +131,22 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
-        return TRITON_STREAMED
-    if kernel == "decode":
-        return TRITON_DECODE[use.itemsize, dim]
+        return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
+    if kernel in ("decode", "paged", "paged_full", "chunk"):
+        return _decode_row(kernel, (use.itemsize, dim), use.capability)
     return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]
+
+
+def _decode_row(
+    kernel: str, key: tuple[int, int], capability: tuple[int, int] | None
+) -> TritonConfig:
+    row = (TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE)[key]
+    roomy = capability is not None and capability[0] in (9, 10)
+    if kernel == "paged" and roomy:
+        return row._replace(num_stages=TRITON_PAGED_STAGES)
+    if kernel == "paged_full" and roomy and key == (2, 128):
+        return row._replace(max_registers=TRITON_FULL_REGISTERS)
+    return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
 
 
 def _triton_table(use: TritonUse) -> dict[tuple[str, int], TritonConfig]:

@@ -18,6 +18,7 @@ from onchip.bench import (
     harness,
     host,
     masks,
+    paged,
     patterns,
     peak,
     peers,
@@ -36,6 +37,7 @@ MODULES = {
     "host": host,
     "peak": peak,
     "masks": masks,
+    "paged": paged,
 }
 MODULES |= {"versions": versions_bench, "ablation": ablation}
 CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)

@@ -1,24 +1,30 @@
-"""Few queries, many keys: the query heads of a group share one tile, and the keys of a sequence are
-split over programs, whose states one merge folds.
+"""Few queries over many keys, and keys that lie in pages: the query heads of a group share one tile
+of rows, and the keys of a sequence are split over programs, whose states one merge folds.
+
+Keys are read once and multiplied little, so that memory sets the pace: one loop loads every tile
+behind a mask, because a second loop would drain the pipeline of loads between the two.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import (
     DECODE_ROWS,
-    MAX_SPLITS,
+    FIXED_KEYS,
     SPLIT_KEYS,
     SPLIT_WAVES,
     TritonConfig,
 )
-from onchip.kernels.protocol import Result, empty_result
+from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed, padded
 from onchip.kernels.triton.merge import merge_kernel
+from onchip.kernels.triton.splits import RECORD, Cut, Lengths, unit_of
 from onchip.kernels.triton.tile import (
     FULL,
     LN2,
@@ -30,142 +36,416 @@ from onchip.kernels.triton.tile import (
     dot,
     empty_state,
     fold_tile,
-    load_tile,
-    masked_tile,
     matrix,
-    program_place,
     rounded,
     scores,
-    sequence_of,
-    split_walk,
-    unmasked_tile,
     visible,
-    walk_tiles,
 )
 from onchip.problem import Problem, Tensors
 
 
-@triton.jit(do_not_specialize=(*LENGTHS, "num_splits", "split_tiles", "stride_split"))
-def decode_kernel(
-    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, sinks_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-    stride_vh, stride_slopes, stride_split,
-    num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, num_splits,
-    split_tiles,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
-    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-):  # fmt: skip
-    """(out, lse) of the queries of one group of heads over one split of the keys: row r of the tile
-    is query r // group_size of head r % group_size. Split s is the tiles from s * split_tiles on.
+class Pages(NamedTuple):
+    """The row of the page table of one sequence, or None where its keys lie side by side."""
+
+    table: tl.tensor
+    num_pages: tl.tensor
+
+
+class Rows(NamedTuple):
+    """The rows of a tile: their queries, their heads, and which of them there are."""
+
+    i: tl.tensor
+    h: tl.tensor
+    exist: tl.tensor
+
+
+class Results(NamedTuple):
+    """out, lse and statistics, contiguous; stats is None if nobody asked."""
+
+    out: tl.tensor
+    lse: tl.tensor
+    stats: tl.tensor
+    stride_stats: tl.tensor
+
+
+class Parts(NamedTuple):
+    """Scratch memory: what splits leave behind, and the records by which it is found."""
+
+    out: tl.tensor
+    lse: tl.tensor
+    records: tl.tensor
+    num_rows: tl.tensor
+
+
+class Tree(NamedTuple):
+    """Which of the new tokens see which: the mask of one sequence, (stride, stride), or None."""
+
+    mask: tl.tensor
+    stride: tl.tensor
+
+
+@triton.jit
+def page_of(pages, j, stop, PAGE_SIZE: tl.constexpr):
+    """The pages of the keys j, as far as those lie before `stop`, clamped to the pages there are;
+    keys side by side are one page.
     """
-    split, kv, b = program_place(num_splits, num_heads // group_size, False)
-    at = sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b)
-    rows, keys, dims = tl.arange(0, TILE_M), tl.arange(0, TILE_N), tl.arange(0, PAD_DIM)
-    i, h = rows // group_size, kv * group_size + rows % group_size
-    exists = i < at.seqlen_q
+    if PAGE_SIZE == 0:
+        return 0
+    else:
+        page = tl.load(pages.table + j // PAGE_SIZE, mask=j < stop, other=0)
+        return tl.minimum(tl.maximum(page, 0), pages.num_pages - 1).to(tl.int64)
+
+
+@triton.jit
+def slot_of(n, keys, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr):
+    """(n + keys) % PAGE_SIZE, with as little as possible left to do for each tile: n is a multiple
+    of TILE_N.
+    """
+    if TILE_N % PAGE_SIZE == 0:
+        return keys % PAGE_SIZE
+    elif PAGE_SIZE % TILE_N == 0:
+        return n % PAGE_SIZE + keys
+    else:
+        return (n + keys) % PAGE_SIZE
+
+
+@triton.jit
+def offsets_of(
+    page, n, keys, stride_page, stride_slot, PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr
+):
+    """Where the keys of the tile at n begin, in elements."""
+    if PAGE_SIZE == 0:
+        return tl.cast(n, tl.int64) * stride_slot + keys * stride_slot
+    else:
+        return page * stride_page + slot_of(n, keys, PAGE_SIZE, TILE_N) * stride_slot
+
+
+@triton.jit
+def load_rows_at(ptr, offsets, inside, DIM: tl.constexpr, PAD: tl.constexpr):
+    """(len(offsets), PAD), zeros outside."""
+    dims = tl.arange(0, PAD)
+    cells = ptr + offsets[:, None] + dims[None, :]
+    if DIM == PAD:
+        return tl.load(cells, mask=inside[:, None], other=0.0)
+    else:
+        return tl.load(cells, mask=inside[:, None] & (dims < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def tree_visible(tree, at, i, j):
+    """bool: whether query i sees key j as far as the tree is concerned."""
+    new = j - (at.seqlen_k - at.seqlen_q)
+    size = tl.minimum(at.seqlen_q, tree.stride)  # bad offsets may be longer than they said
+    known = (new >= 0) & (new < size) & (i < size)
+    return tl.load(tree.mask + i * tree.stride + new, mask=known, other=1) != 0
+
+
+@triton.jit
+def store_rows(ptr, x, row, exist, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Rows of a contiguous (..., DIM) tensor, in its dtype."""
+    dims = tl.arange(0, PAD)
+    cells = ptr + row.to(tl.int64)[:, None] * DIM + dims[None, :]
+    x = rounded(x, ptr.dtype.element_ty)
+    tl.store(cells, x, mask=exist[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def store_result(
+    results, state, rows, at, sinks_ptr, num_heads, total_q, DIM: tl.constexpr, PAD: tl.constexpr
+):
+    token = tl.cast(at.entry, tl.int64) * total_q + at.start_q + rows.i
+    place = (tl.cast(at.entry, tl.int64) * num_heads + rows.h) * total_q + at.start_q + rows.i
+    if results.stats is not None:
+        tl.store(results.stats + place, state.m * LN2, mask=rows.exist)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + rows.h, mask=rows.exist, other=0.0)
+        state = add_sink(state, sink.to(tl.float32) * LOG2E)
+    m, l, acc, w = state
+    tl.store(results.lse + place, (m + tl.log2(l)) * LN2, mask=rows.exist)
+    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0 and m = -inf
+    if results.stats is not None:
+        entropy = (tl.log2(l) - w / l) * LN2
+        tl.store(results.stats + results.stride_stats + place, entropy, mask=rows.exist)
+    row = token * num_heads + rows.h
+    store_rows(results.out, acc / l[:, None], row, rows.exist, DIM, PAD)
+
+
+@triton.jit
+def store_part(parts, state, slot, r, exist, DIM: tl.constexpr, PAD: tl.constexpr):
+    """A state at rest. Of rows that saw no key there is an lse of -inf and nothing else."""
+    m, l, acc, _ = state
+    row = slot * parts.num_rows + r
+    exist = exist & (r < parts.num_rows)  # bad offsets may be longer than they said
+    tl.store(parts.lse + row, m + tl.log2(l), mask=exist)
+    out = acc / tl.where(l == 0, 1.0, l)[:, None]
+    store_rows(parts.out, out, row, exist & (l > 0), DIM, PAD)
+
+
+@triton.jit
+def store_record(parts, unit, token, r0, num_rows):
+    record = parts.records + (unit.record + 1) * RECORD
+    tl.store(record, token)
+    tl.store(record + 1, r0)
+    tl.store(record + 2, num_rows)
+    tl.store(record + 3, unit.slot)
+    tl.store(record + 4, unit.count)
+
+
+@triton.jit(
+    do_not_specialize=(
+        *LENGTHS, "stride_table", "stride_tree", "batch", "num_pages",
+        "units", "least", "fixed", "num_units", "part_rows",
+    )
+)  # fmt: skip
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, table_ptr, cache_ptr, tree_ptr, sinks_ptr,
+    out_ptr, lse_ptr, stats_ptr, parts_ptr, part_lses_ptr, records_ptr,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
+    stride_vh, stride_slopes, stride_table, stride_tree, stride_stats,
+    num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, batch, num_pages,
+    units, least, fixed, num_units, part_rows,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
+    ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out and lse of one Unit for one group of heads, or where its sequence is cut, its part of
+    them: row r of the tile is query r // group_size of head r % group_size.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    num_kv_heads = num_heads // group_size
+    pid = tl.program_id(0)
+    kv = pid % num_kv_heads  # heads of a token are neighbours in memory: they run side by side
+    lengths = Lengths(cu_q_ptr, cu_k_ptr, cache_ptr, total_q, total_k, batch)
+    cut = Cut(units, least, fixed, num_units)
+    unit, at, num_records = unit_of(
+        lengths, cut, pid // num_kv_heads, left, group_size, TILE_M, TILE_N, BATCH
+    )
+    if parts_ptr is not None and pid == 0:
+        tl.store(records_ptr, num_records)
+    if unit.exists == 0:
+        return
+    r0 = unit.tile * TILE_M
+    row, keys = r0 + tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    i, h = row // group_size, kv * group_size + row % group_size
+    rows = Rows(i, h, i < at.seqlen_q)
     band = Band(left, right)
     lists = Lists(None, None, None, None, None, None, None)
+    pages, tree = Pages(None, num_pages), Tree(None, stride_tree)
+    if PAGE_SIZE > 0:
+        pages = Pages(table_ptr + tl.cast(unit.b, tl.int64) * stride_table, num_pages)
+    if tree_ptr is not None:
+        tree = Tree(tree_ptr + tl.cast(unit.b, tl.int64) * stride_tree * stride_tree, stride_tree)
     slope = None
     if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + b * stride_slopes + h, mask=exists, other=0.0)[:, None]
+        slope = tl.load(slopes_ptr + unit.b * stride_slopes + h, mask=rows.exist, other=0.0)
+        slope = slope[:, None]
     score = Score(scale_log2, softcap, slope, None, None, None)
-    unit = scale_log2 if LINEAR else 1.0
+    scale = scale_log2 if LINEAR else 1.0
 
-    row_q, row_k, row_v = stride_qs * ALIGN, stride_ks * ALIGN, stride_vs * ALIGN
+    entry_k = 0 if PAGE_SIZE > 0 else at.entry
     q_ptr = matrix(q_ptr, at.entry, at.start_q, 0, stride_qb, stride_qs, stride_qh, ALIGN)
-    k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
-    v_ptr = matrix(v_ptr, at.entry, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
-    q_row = i.to(tl.int64) * row_q + h.to(tl.int64) * stride_qh * ALIGN
-    cells = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_row[:, None] + dims[None, :], mask=cells, other=0.0)
+    k_ptr = matrix(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
+    v_ptr = matrix(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
+    at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
+    q = load_rows_at(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
+    begin, end = unit.begin, unit.end
+    start, stop = at.seqlen_k * 0, at.seqlen_k + 0  # the keys that any row of the tile sees
+    if left is not None:
+        start = tl.maximum(r0 // group_size + at.seqlen_k - at.seqlen_q - left, 0)
+        begin = tl.maximum(begin, start // TILE_N)
+    if right is not None:
+        last = tl.minimum((r0 + TILE_M - 1) // group_size + 1, at.seqlen_q) - 1
+        stop = tl.minimum(stop, tl.maximum(last + at.seqlen_k - at.seqlen_q + right + 1, 0))
+        end = tl.minimum(end, tl.cdiv(stop, TILE_N))
     state = empty_state(TILE_M, PAD_DIM_V)
-    walk = walk_tiles(band, lists, 0, at.seqlen_q, at.seqlen_q, at.seqlen_k, TILE_N)
-    walk = split_walk(walk, split * split_tiles, (split + 1) * split_tiles)
-    for t in range(walk.num_unmasked):  # every key visible to every row
-        n = unmasked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, False)
-        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
+    MASKED: tl.constexpr = left is not None or right is not None or tree_ptr is not None
+    for n in range(begin * TILE_N, end * TILE_N, TILE_N):
+        j = n + keys
+        inside = j < stop
+        if left is not None:  # pages that the window has left behind may be gone
+            inside = inside & (j >= start)
+        page = page_of(pages, j, stop, PAGE_SIZE)
+        at_k = offsets_of(page, n, keys, stride_kb * ALIGN, stride_ks * ALIGN, PAGE_SIZE, TILE_N)
+        at_v = at_k
+        if not SAME_STRIDES:
+            at_v = offsets_of(
+                page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE, TILE_N
+            )
+        k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
+        v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
         s = dot(q, tl.trans(k), None)
-        s, _ = scores(score, s, at, i[:, None], (n + keys)[None, :], LINEAR)
-        state = fold_tile(state, s, v, None, unit, False, False)
-    for t in range(walk.num_masked):  # tiles cut by the diagonal, the window or the end
-        n, _ = masked_tile(walk, lists, t, TILE_N)
-        k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
-        v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, True)
-        s = dot(q, tl.trans(k), None)
-        s, _ = scores(score, s, at, i[:, None], (n + keys)[None, :], LINEAR)
-        inside = (n + keys < at.seqlen_k)[None, :]
-        seen = visible(at, band, lists, FULL, i[:, None], (n + keys)[None, :], n, inside, TILE_N)
+        s, _ = scores(score, s, at, i[:, None], j[None, :], LINEAR)
+        seen = inside[None, :]
+        if MASKED:
+            seen = visible(at, band, lists, FULL, i[:, None], j[None, :], n, seen, TILE_N)
+        if tree_ptr is not None:
+            seen = seen & tree_visible(tree, at, i[:, None], j[None, :])
         s = tl.where(seen, s, float("-inf"))
-        state = fold_tile(state, s, v, None, unit, True, False)
+        state = fold_tile(state, s, v, None, scale, MASKED, stats_ptr is not None)
 
-    if sinks_ptr is not None:
-        state = add_sink(state, tl.load(sinks_ptr + h, mask=exists).to(tl.float32) * LOG2E)
-    m, l, acc, _ = state
-    place = (tl.cast(at.entry, tl.int64) * num_heads + h) * total_q + at.start_q + i
-    split = tl.cast(split, tl.int64) * stride_split
-    tl.store(lse_ptr + split + place, (m + tl.log2(l)) * LN2, mask=exists)
-    out = acc / tl.where(l == 0, 1.0, l)[:, None]
-    row = ((tl.cast(at.entry, tl.int64) * total_q + at.start_q + i) * num_heads + h) + split
-    dims_v = tl.arange(0, PAD_DIM_V)
-    out_ptr += row[:, None] * HEAD_DIM_V + dims_v[None, :]
-    cells_v = exists[:, None] & (dims_v < HEAD_DIM_V)[None, :]
-    tl.store(out_ptr, rounded(out, out_ptr.dtype.element_ty), mask=cells_v)
+    if parts_ptr is not None and unit.count > 1:
+        parts = Parts(parts_ptr, part_lses_ptr, records_ptr, part_rows)
+        slot = tl.cast(unit.slot * num_kv_heads + kv, tl.int64)
+        store_part(parts, state, slot, row - r0, rows.exist, HEAD_DIM_V, PAD_DIM_V)
+        if (unit.split == 0) & (kv == 0):
+            num_rows = tl.minimum(at.seqlen_q * group_size - r0, TILE_M)
+            store_record(parts, unit, at.entry * total_q + at.start_q, r0, num_rows)
+    else:
+        results = Results(out_ptr, lse_ptr, stats_ptr, stride_stats)
+        store_result(results, state, rows, at, sinks_ptr, num_heads, total_q, HEAD_DIM_V, PAD_DIM_V)
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the queries of a group fit one tile, with options that this kernel knows."""
+    """Whether the keys lie in pages, or the queries of a group fit one tile, with options that this
+    kernel knows.
+    """
     foreign = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
-    return not foreign and problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
+    return problem.page_size > 0 or (few and not foreign)
+
+
+class Launch(NamedTuple):
+    """How many units are enough, whatever the lengths on the device, and the scratch memory that
+    they may need: slots of part_rows rows, and records. cut: units, least and fixed of splits.Cut.
+    """
+
+    num_units: int
+    num_slots: int
+    num_records: int
+    part_rows: int
+    cut: tuple[int | None, int | None, int | None]
 
 
 def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     out, lse = empty_result(problem, x)
-    config = call.config("decode")
-    tile_m = padded(problem.seqlen_q * problem.group_size)
-    programs = problem.num_kv_heads * problem.batch
-    if not out.numel():
-        return Result(out, lse)
-    num_splits, split_tiles = splits(problem, config, programs, num_processors(out.device))
-    sinks = packed(x.sinks)
-    alone = num_splits == 1
-    parts = (out, lse) if alone else _parts(num_splits, out, lse)
-    decode_kernel[(programs * num_splits,)](
-        *call.tensors[:6], sinks if alone else None, *parts,
-        *call.strides[:10], lse.numel(), *call.scalars[:8], num_splits, split_tiles,
-        *call.dims, TILE_M=tile_m, TILE_N=config.tile_n, **launch_options(config),
+    stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
+    result = Result(out, lse, stats if stats is None else Stats(*stats))
+    if not out.numel() or not problem.batch:
+        return result
+    processors = num_processors(out.device)
+    config = config_of(problem, call, processors)
+    launch = plan_launch(problem, out.shape[-3], config, processors)
+    scratch = _scratch(launch, problem, out)
+    sinks, options = packed(x.sinks), _options(config, call)
+    table, tree = _table(x), _tree(x)
+    decode_kernel[(launch.num_units * problem.num_kv_heads,)](
+        *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, out, lse, stats, *scratch,
+        *call.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
+        *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
+        problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
+        *call.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(call),
+        BATCH=_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n, **options,
     )  # fmt: skip
-    if not alone:
-        merge = call.config("merge")
-        merge_kernel[(triton.cdiv(lse.numel(), merge.tile_m),)](
-            *parts, sinks, out, lse,
-            problem.num_heads, out.shape[-3], lse.numel(), num_splits,
-            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_M=merge.tile_m,
-            **launch_options(merge),
+    if launch.num_records:
+        config = call.config("merge")
+        merge_kernel[(launch.num_records * problem.num_kv_heads * launch.part_rows,)](
+            *scratch, sinks, out, lse,
+            *call.scalars[:3], launch.part_rows,
+            HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_S=config.tile_n,
+            **_options(config, call),
         )  # fmt: skip
-    return Result(out, lse)
+    return result
 
 
-def _parts(num_splits: int, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    wide = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
-    return wide, lse.new_empty(num_splits, *lse.shape)
-
-
-def splits(
-    problem: Problem, config: TritonConfig, programs: int, processors: int
-) -> tuple[int, int]:
-    """(num_splits, tiles per split). As many splits as fill the GPU, none of them tiny. When
-    deterministic, cuts do not depend on the batch, and so neither does a sequence's result.
+def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
+    """Rows of a tile follow the queries of a group, if they are few. Packed calls have sequences of
+    many lengths; for a result that does not depend on the others, the tile must not either.
     """
-    num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
-    least = SPLIT_KEYS // config.tile_n
+    rows = problem.seqlen_q * problem.group_size
+    if rows > DECODE_ROWS or (problem.packed and problem.deterministic):
+        return call.config("chunk")
+    full = problem.batch * problem.num_kv_heads >= 2 * processors
+    kernel = ("paged_full" if full else "paged") if problem.page_size else "decode"
+    return call.config(kernel)._replace(tile_m=padded(rows))
+
+
+def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors: int) -> Launch:
+    """From bounds alone: lengths on the device stay there."""
+    rows = problem.seqlen_q * problem.group_size
+    tiles_q = problem.batch * triton.cdiv(rows, config.tile_m)
+    if problem.packed:
+        most = triton.cdiv(total_q * problem.group_size, config.tile_m) + problem.batch
+        tiles_q = min(tiles_q, most)
+    whole = Launch(tiles_q, 0, 0, min(rows, config.tile_m), (None, None, None))
+    if problem.return_stats:  # a merge has no entropy to merge
+        return whole
     if problem.deterministic:
-        split_tiles = max(4 * least, triton.cdiv(num_tiles, MAX_SPLITS))
-    else:
-        wanted = min(max(1, SPLIT_WAVES * processors // programs), MAX_SPLITS)
-        split_tiles = max(least, triton.cdiv(num_tiles, wanted))
-    return max(1, triton.cdiv(num_tiles, split_tiles)), split_tiles
+        return _fixed_cuts(problem, config, whole)
+    return _even_cuts(problem, config, whole, processors)
+
+
+def _fixed_cuts(problem: Problem, config: TritonConfig, whole: Launch) -> Launch:
+    """Splits of FIXED_KEYS keys, for sequences that have one tile of queries."""
+    tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
+    fixed = max(1, FIXED_KEYS // config.tile_n)
+    slots = problem.batch * triton.cdiv(tiles, fixed)
+    if tiles <= fixed:
+        return whole
+    cut = (1, 1, fixed)
+    return Launch(whole.num_units + slots, slots, problem.batch, whole.part_rows, cut)
+
+
+def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, processors: int) -> Launch:
+    """Splits of W / U tiles at most, if W tiles in all are for U units. So sequences need U units
+    and one for each tile of queries; one that is cut takes less than twice its share of U.
+    """
+    tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), whole.num_units
+    least = max(1, SPLIT_KEYS // config.tile_n)
+    units = max(1, SPLIT_WAVES * processors // problem.num_kv_heads)
+    known = not problem.packed and not problem.page_size
+    most = max(least, triton.cdiv(tiles_q * tiles, units)) if known else least
+    if tiles <= most:
+        return whole
+    num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
+    slots, records = min(2 * units, num_units), min(units, tiles_q)
+    return Launch(num_units, slots, records, whole.part_rows, (units, least, None))
+
+
+def _scratch(launch: Launch, problem: Problem, out: Tensor) -> tuple[Tensor | None, ...]:
+    """States at rest in fp32, their lse in log2 units, and the records; None without splits."""
+    if not launch.num_slots:
+        return None, None, None
+    rows = launch.num_slots * problem.num_kv_heads * launch.part_rows
+    return (
+        out.new_empty(rows, problem.head_dim_v, dtype=torch.float32),
+        out.new_empty(rows, dtype=torch.float32),
+        out.new_empty((launch.num_records + 1) * RECORD.value, dtype=torch.int32),
+    )
+
+
+def _options(config: TritonConfig, call: Call) -> dict:
+    """Since Hopper a kernel may be launched while its predecessor ends, for which it then waits."""
+    capability = call.use.capability
+    if capability is None or capability < (9, 0):
+        return launch_options(config) | {"PDL": False}
+    return launch_options(config) | {"PDL": True, "launch_pdl": True}
+
+
+def _same_strides(call: Call) -> bool:
+    """Whether a key and its value lie at the same offset, as those of one cache do."""
+    return call.strides[3:5] == call.strides[6:8]
+
+
+def _table(x: Tensors) -> Tensor | None:
+    table = x.page_table
+    return table if table is None or table.stride(1) == 1 else table.contiguous()
+
+
+def _tree(x: Tensors) -> Tensor | None:
+    return None if x.tree_mask is None else x.tree_mask.contiguous().view(torch.int8)
+
+
+def _bucket(problem: Problem) -> int:
+    """Sequences that a program counts; few sizes, because each is a kernel to compile."""
+    if not problem.packed and not problem.page_size:
+        return 1  # all alike: nothing is counted
+    size = 32
+    while size < problem.batch:
+        size *= 8
+    return size
 
 
 @lru_cache(maxsize=64)

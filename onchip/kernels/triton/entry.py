@@ -12,6 +12,7 @@ from torch import Tensor
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
+READS_PAGES = True
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 

@@ -63,11 +63,12 @@ class Call(NamedTuple):
 
 def launch_options(config: TritonConfig) -> dict:
     """Fusing a multiply and an add rounds once less: always on, whatever Triton's default."""
-    return {
+    options = {
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
+    return options | {"maxnreg": config.max_registers} if config.max_registers else options
 
 
 def packed(t: Tensor | None) -> Tensor | None:
@@ -124,7 +125,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads,
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
-        k.shape[-3],
+        _room(problem, k),
         None if left is None else min(left, FAR),
         0 if problem.causal else None if right is None else min(right, FAR),
         problem.softmax_scale * LOG2E,
@@ -132,6 +133,13 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         round(keep * 2**32),
         1.0 / keep,
     )
+
+
+def _room(problem: Problem, k: Tensor) -> int:
+    """The most keys of a sequence: the rows of k, or what its page table reaches."""
+    if problem.page_size:
+        return problem.seqlen_k if k.shape[0] else 0
+    return k.shape[-3]
 
 
 def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:

@@ -128,13 +128,14 @@ def sequence_of(cu_q_ptr, cu_k_ptr, total_q, total_k, b):
     if cu_q_ptr is None:
         return Sequence(b, 0, total_q, 0, total_k)
     else:
-        start_q, seqlen_q = _clamped(cu_q_ptr + b, total_q)
-        start_k, seqlen_k = _clamped(cu_k_ptr + b, total_k)
+        start_q, seqlen_q = clamped(cu_q_ptr + b, total_q)
+        start_k, seqlen_k = clamped(cu_k_ptr + b, total_k)
         return Sequence(0, start_q, seqlen_q, start_k, seqlen_k)
 
 
 @triton.jit
-def _clamped(cu_ptr, total):
+def clamped(cu_ptr, total):
+    """(start, length) of a sequence, or of a block of them, inside a tensor of `total` rows."""
     start = tl.minimum(tl.maximum(tl.load(cu_ptr), 0), total)
     stop = tl.minimum(tl.maximum(tl.load(cu_ptr + 1), start), total)
     return start, stop - start
@@ -257,20 +258,6 @@ def _walk_range(lo, first, edge, hi, OTHER: tl.constexpr):
     none = edge <= first  # a narrow band: every tile is cut
     first, edge = tl.where(none, lo, first), tl.where(none, lo, edge)
     return Walk(lo, first, edge, lo, 0, edge - first, first - lo + hi - edge)
-
-
-@triton.jit
-def split_walk(walk, begin, end):
-    """The part of a walk without a mask that lies in the tiles begin : end."""
-    hi = walk.edge + walk.num_masked - (walk.first - walk.lo)
-    lo, first = _clip(walk.lo, begin, end), _clip(walk.first, begin, end)
-    edge, hi = _clip(walk.edge, begin, end), _clip(hi, begin, end)
-    return Walk(lo, first, edge, lo, 0, edge - first, first - lo + hi - edge)
-
-
-@triton.jit
-def _clip(x, begin, end):
-    return tl.minimum(tl.maximum(x, begin), end)
 
 
 @triton.jit

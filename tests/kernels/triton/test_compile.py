@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks
+from onchip import masks, paged
 from onchip.problem import DeviceInfo, Options, Tensors, describe
 
 triton = pytest.importorskip("triton")
@@ -31,6 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -56,15 +57,29 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     monkeypatch.setattr(launch, "device_info", lambda _: DeviceInfo("cuda", "", capability))
     options = dict(options)
     lengths = options.pop("lengths", lengths or (160, 200))
+    page_size = options.pop("page_size", 0)
     q, k, v = ot.make_qkv(1, *lengths, dtype=dtype, **sizes)
     extras, scalars, max_seqlens = _extras(options, q, k)
     if max_seqlens:
         q, k, v = q[0], k[0], v[0]
     x = Tensors(q, k, v, **extras)
-    problem = describe(x, Options(**scalars), max_seqlens)
+    if page_size:
+        x = _in_pages(x, page_size)
+        problem = paged.describe(x, Options(**scalars))
+    else:
+        problem = describe(x, Options(**scalars), max_seqlens)
     out, lse, _ = fwd.forward(problem, x)
     if backward:
         bwd.backward(problem, x, out, lse, out, None)
+
+
+def _in_pages(x: Tensors, page_size: int) -> Tensors:
+    seqlen_q, seqlen_k = x.q.shape[1], x.k.shape[1]
+    offsets = torch.tensor([0, seqlen_k], dtype=torch.int32)
+    pages = ot.make_pages(x.k[0], x.v[0], offsets, page_size)
+    tree = torch.ones(1, seqlen_q, seqlen_q, dtype=torch.bool) if 1 < seqlen_q < 16 else None
+    names = ("k", "v", "page_table", "cache_seqlens")
+    return x._replace(**dict(zip(names, pages, strict=True)), tree_mask=tree)
 
 
 def _extras(options: dict, q, k):
@@ -114,8 +129,8 @@ def _source(kernel, args, kwargs) -> ASTSource:
 def _compile(kernel, args, kwargs, arch):
     amd = isinstance(arch, str)
     target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", arch, 32)
-    names = ("num_warps", "num_stages", "enable_fp_fusion")
-    options = {name: kwargs.pop(name) for name in names}
+    names = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+    options = {name: kwargs.pop(name) for name in names if name in kwargs}
     return triton.compile(_source(kernel, args, kwargs), target=target, options=options)
 
 
@@ -144,6 +159,7 @@ def _hot_loop(sass: str) -> list[str]:
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 D64, D128, D256 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256))
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
+MANY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 EVERYTHING = {"causal": True, "softcap": 5.0, "alibi": True, "bias": True, "sinks": True}
 EVERYTHING |= {"dropout_p": 0.1, "return_stats": True}
 QUICK = [(90, BF16, D128, {"causal": True})]
@@ -166,6 +182,15 @@ SLOW = [
     (90, FP32, D256 | {"num_kv_heads": 1}, {"lengths": (30, 4000), "softcap": 5.0}),
     (100, BF16, D128, {"causal": True}),
     ("gfx942", BF16, D128, {"causal": True}),
+    (90, BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "sinks": True}),
+    (90, BF16, MANY, {"page_size": 16, "lengths": (1, 1000)}),
+    (90, BF16, GQA, {"page_size": 16, "lengths": (300, 4000), "causal": True}),
+    (90, BF16, D64, {"page_size": 1, "lengths": (5, 4000), "window_size": (999, 0)}),
+    (90, BF16, D256, {"page_size": 64, "lengths": (300, 4000), "return_stats": True}),
+    (90, FP32, D256, {"page_size": 3, "lengths": (300, 4000), "softcap": 5.0, "alibi": True}),
+    (80, BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
+    (80, FP16, D256, {"page_size": 256, "lengths": (300, 4000), "causal": True, "softcap": 5.0}),
+    ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
 ]
 VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
 VARIANTS += [
@@ -194,6 +219,17 @@ def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, opt
             assert body and spilled <= allowed, f"{name}: {spilled} of {len(body)}"
         if arch == 90 and options == {"causal": True}:
             assert any(n.startswith("HGMMA") for n in body), name
+
+
+def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
+    from onchip.kernels.triton import kv_write
+
+    pages, new = torch.zeros(2, 4, 16, 8, 128, dtype=BF16), torch.zeros(3, 8, 128, dtype=BF16)
+    kv_write.write(new, new, pages[0], pages[1], torch.zeros(3, dtype=torch.int32))
+    kv_write.copy_pages(pages, torch.zeros(5, 2, dtype=torch.int32))
+    for kernel, args, kwargs in launches:
+        ptx = _compile(kernel, args, kwargs, 90).asm["ptx"]
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, kernel.fn.__name__
 
 
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])

@@ -1,0 +1,117 @@
+"""New keys and values into their slots, and copies of whole pages, in Triton. Slots and page ids
+outside the pool touch nothing: -1 is how a caller says so.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
+from onchip.kernels.triton.launch import launch_options, packed
+
+
+@triton.jit(do_not_specialize=("num_slots",))
+def write_kernel(
+    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
+    stride_ks, stride_kh, stride_vs, stride_vh, stride_kp, stride_kps, stride_kph, stride_vp,
+    stride_vps, stride_vph,
+    num_slots, page_size, num_kv_heads,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAD_HEADS: tl.constexpr,
+    PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """The key and the value of one token, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
+    page, place = slot // page_size, slot % page_size
+    k_pages_ptr += page * stride_kp + place * stride_kps
+    v_pages_ptr += page * stride_vp + place * stride_vps
+    _copy_token(
+        k_ptr + token * stride_ks, k_pages_ptr, stride_kh, stride_kph, num_kv_heads, HEAD_DIM,
+        PAD_HEADS, PAD_DIM,
+    )  # fmt: skip
+    _copy_token(
+        v_ptr + token * stride_vs, v_pages_ptr, stride_vh, stride_vph, num_kv_heads, HEAD_DIM_V,
+        PAD_HEADS, PAD_DIM_V,
+    )  # fmt: skip
+
+
+@triton.jit
+def _copy_token(
+    source, target, stride_source, stride_target, num_heads, DIM: tl.constexpr,
+    PAD_HEADS: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    heads, dims = tl.arange(0, PAD_HEADS)[:, None], tl.arange(0, PAD)[None, :]
+    inside = (heads < num_heads) & (dims < DIM)
+    x = tl.load(source + heads.to(tl.int64) * stride_source + dims, mask=inside)
+    tl.store(target + heads.to(tl.int64) * stride_target + dims, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_pages", "num_pairs"))
+def copy_kernel(
+    pages_ptr, pairs_ptr, stride_layer, stride_page, num_pages, num_pairs, num_tiles, page_elements,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE elements of one page of one layer to another page of that layer."""
+    pid = tl.program_id(0)
+    tile, pair = pid % num_tiles, pid // num_tiles % num_pairs
+    layer = (pid // num_tiles // num_pairs).to(tl.int64)
+    source, target = tl.load(pairs_ptr + 2 * pair), tl.load(pairs_ptr + 2 * pair + 1)
+    exist = (source >= 0) & (source < num_pages) & (target >= 0) & (target < num_pages)
+    if exist == 0:
+        return
+    pages_ptr += layer * stride_layer
+    element = tile * TILE + tl.arange(0, TILE)
+    inside = element < page_elements
+    x = tl.load(pages_ptr + source.to(tl.int64) * stride_page + element, mask=inside)
+    tl.store(pages_ptr + target.to(tl.int64) * stride_page + element, x, mask=inside)
+
+
+def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+    """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) into the slots of
+    slot_mapping, int (tokens,): slot = page * page_size + place in the page; one outside the pages,
+    like -1, writes nothing. Two tokens must not share a slot. Any strides, last dimension
+    contiguous.
+    """
+    if not k.numel():
+        return
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    head_dim_v = v_pages.shape[-1]
+    pad = triton.next_power_of_2
+    with _on_device(k):
+        write_kernel[(k.shape[0],)](
+            k, v, k_pages, v_pages, packed(slot_mapping),
+            *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
+            num_pages * page_size, page_size, num_kv_heads,
+            head_dim, head_dim_v, pad(num_kv_heads), pad(head_dim), pad(head_dim_v),
+            **launch_options(TRITON_STREAMED),
+        )  # fmt: skip
+
+
+def copy_pages(pages: Tensor, pairs: Tensor) -> None:
+    """Page pairs[i, 0] to page pairs[i, 1], for all i at once, in every layer.
+
+    pages: ([num_layers,] num_pages, page_size, num_kv_heads, dim), each page contiguous; pairs: int
+    (n, 2). A pair outside the pages copies nothing. No page may be a target of two pairs, nor of
+    one and the source of another.
+    """
+    layers = pages if pages.dim() == 5 else pages[None]
+    if not pairs.numel() or not layers.numel():
+        return
+    elements = layers[0, 0].numel()
+    if not layers[0, 0].is_contiguous():
+        raise ValueError(f"pages must be contiguous one by one, got strides {pages.stride()}")
+    num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
+    with _on_device(pages):
+        copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
+            layers, packed(pairs), *layers.stride()[:2],
+            layers.shape[1], pairs.shape[0], num_tiles, elements,
+            TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
+        )  # fmt: skip
+
+
+def _on_device(t: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device: make that t's."""
+    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)

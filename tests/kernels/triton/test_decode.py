@@ -1,0 +1,333 @@
+"""Keys in pages, read by the kernel itself: by Triton's interpreter on the CPU, in small tiles, and
+on a GPU where there is one.
+"""
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onchip
+import onchip.testing as ot
+from onchip.kernels.configs import TritonConfig
+from onchip.problem import Problem
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PARTS = 2
+here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
+LONG = 1 if INTERPRETED else 20  # on a GPU sequences are this much longer
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_in_a_process_that_interprets(part):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "INTERPRETED_PART": str(part)}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def part_of(cases):
+    """This process's share of the cases."""
+    part = os.environ.get("INTERPRETED_PART")
+    return cases if part is None else cases[int(part) :: PARTS]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Tiles and splits far below those of a GPU, so that short sequences have several."""
+    if INTERPRETED:
+        from onchip.kernels.triton import decode, launch
+
+        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
+        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
+        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
+
+
+def heads(group_size: int, num_kv_heads: int = 1) -> dict:
+    return {"num_heads": group_size * num_kv_heads, "num_kv_heads": num_kv_heads, "head_dim": 16}
+
+
+def tensors(options: dict, batch: int, num_heads: int) -> dict:
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = draw(num_heads)
+    if options.pop("alibi", False):
+        options["alibi_slopes"] = draw(batch, num_heads).abs() / 4
+    return options
+
+
+def judge(seqlens_q, seqlens_k, page_size, sizes, dtype, options) -> None:
+    """The accuracy rule for a packed call over pages."""
+    packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, device=DEVICE, **sizes)
+    pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
+    call = {"cu_seqlens_q": packed.cu_seqlens_q, "max_seqlen_q": max(seqlens_q)}
+
+    def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+        return onchip.paged_attention(
+            q, *pages, return_lse=True, kernel="triton", **call, **options
+        )
+
+    options = tensors({"causal": True} | options, len(seqlens_q), packed.q.shape[1])
+    ot.assert_accurate(attention, *packed[:3], **options, **packed.options)
+
+
+MIXED = [
+    ([1, 1, 1], [5, 333, 64], 16, heads(4, 2), BF16, {}),
+    ([1], [500 * LONG], 1, heads(8), BF16, {"sinks": True}),
+    ([1, 1], [300 * LONG, 1], 256, heads(3), FP16, {}),
+    ([1, 1, 1, 1], [400 * LONG, 7, 0, 33], 2, heads(12), FP32, {"sinks": True}),
+    ([3, 3], [200 * LONG, 3], 64, GQA, BF16, {}),
+    ([5, 2], [99, 3], 16, heads(1, 3), FP32, {"softcap": 5.0, "alibi": True, "sinks": True}),
+    ([1, 4], [300 * LONG, 150], 8, GQA, BF16, {"window_size": (70, None)}),
+    ([2, 1], [180, 90], 4, GQA, FP32, {"window_size": (40, 3), "causal": False}),
+    ([40, 1, 0, 3], [40, 400 * LONG, 9, 77], 16, GQA, BF16, {"sinks": True}),
+    ([70, 1], [200, 300], 3, heads(4), FP32, {"window_size": (50, None), "softcap": 3.0}),
+    ([33, 2], [20, 50], 16, heads(3), FP32, {"return_stats": True, "sinks": True}),
+    ([6, 1], [30, 290 * LONG], 32, heads(2, 2), BF16, {"out_dtype": FP32}),
+    ([1, 9], [290, 40], 16, {**heads(2), "head_dim": 40, "head_dim_v": 72}, FP16, {}),
+    ([4, 4], [100, 31], 16, GQA, FP32, {"causal": False, "softmax_scale": -0.3}),
+]
+
+
+@here
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("case", part_of(MIXED))
+def test_decode_verify_and_chunks_in_one_call(case, deterministic):
+    *sizes, options = case
+    judge(*sizes, {**options, "deterministic": deterministic})
+
+
+GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
+PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
+
+
+@here
+@pytest.mark.parametrize(("group_size", "page_size"), part_of(PAIRS))
+def test_groups_and_page_sizes(group_size, page_size):
+    judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
+
+
+def paged(batch, seqlen_q, lengths, page_size, sizes, dtype=BF16):
+    packed = ot.make_packed([seqlen_q] * batch, lengths, dtype=dtype, device=DEVICE, **sizes)
+    pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
+    return packed.q.unflatten(0, (batch, seqlen_q)), packed, pages
+
+
+@here
+def test_unpacked_queries_are_packed_ones():
+    q, packed, pages = paged(3, 2, [70, 5, 300], 16, GQA)
+    call = {"return_lse": True, "kernel": "triton"}
+    out, lse = onchip.paged_attention(q, *pages, **call)
+    flat, flat_lse = onchip.paged_attention(
+        packed.q, *pages, cu_seqlens_q=packed.cu_seqlens_q, max_seqlen_q=2, **call
+    )
+    assert torch.equal(out.flatten(0, 1), flat)
+    assert torch.equal(lse.transpose(0, 1).flatten(1), flat_lse)
+
+
+@here
+def test_fixed_splits_make_a_sequence_independent_of_its_batch():
+    lengths, seqlens_q = [150 * LONG, 7, 90 * LONG], [1, 40, 3]
+    packed = ot.make_packed(seqlens_q, lengths, dtype=BF16, device=DEVICE, **GQA)
+    k_pages, v_pages, table, seqlens = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
+    call = {"deterministic": True, "kernel": "triton"}
+    together = onchip.paged_attention(
+        packed.q, k_pages, v_pages, table, seqlens,
+        cu_seqlens_q=packed.cu_seqlens_q, max_seqlen_q=40, **call,
+    )  # fmt: skip
+    for b in (0, 2):
+        rows = slice(int(packed.cu_seqlens_q[b]), int(packed.cu_seqlens_q[b + 1]))
+        cu = torch.tensor([0, seqlens_q[b]], dtype=torch.int32, device=DEVICE)
+        alone = onchip.paged_attention(
+            packed.q[rows], k_pages, v_pages, table[b : b + 1], seqlens[b : b + 1],
+            cu_seqlens_q=cu, max_seqlen_q=seqlens_q[b], **call,
+        )  # fmt: skip
+        assert torch.equal(together[rows], alone)
+
+
+@here
+def test_fixed_splits_give_the_same_bits_for_every_page_size():
+    packed = ot.make_packed([1, 3], [150 * LONG, 45], dtype=BF16, device=DEVICE, **GQA)
+    results = []
+    for page_size in PAGE_SIZES:
+        pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size, seed=page_size)
+        out, lse = onchip.paged_attention(
+            packed.q, *pages, cu_seqlens_q=packed.cu_seqlens_q, max_seqlen_q=3,
+            deterministic=True, return_lse=True, kernel="triton",
+        )  # fmt: skip
+        results.append((out, lse))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+@here
+@pytest.mark.parametrize("causal", (True, False))
+def test_a_tree_of_drafts(causal):
+    seqlen_q, lengths = 6, [6, 75, 6 + 130 * LONG]
+    q, packed, pages = paged(3, seqlen_q, lengths, 16, GQA, FP32)
+    generator = torch.Generator().manual_seed(1)
+    tree = torch.rand(3, seqlen_q, seqlen_q, generator=generator) < 0.5
+    tree[:, torch.arange(seqlen_q), torch.arange(seqlen_q)] = True
+    options = {"causal": causal, "sinks": torch.randn(4).to(DEVICE)}
+    got = onchip.paged_attention(
+        q, *pages, tree_mask=tree.to(DEVICE), return_lse=True, kernel="triton", **options
+    )
+    for b, n in enumerate(lengths):
+        seen = torch.ones(seqlen_q, n, dtype=torch.bool)
+        seen[:, n - seqlen_q :] = tree[b]
+        start = int(packed.cu_seqlens_k[b])
+        k, v = (x[None, start : start + n] for x in packed[1:3])
+        result = tuple(x[b : b + 1] for x in got)
+        ot.assert_accurate(result, q[b : b + 1], k, v, mask=seen.to(DEVICE), **options)
+
+
+@here
+def test_a_window_does_not_read_the_pages_it_has_left_behind():
+    """Their entries may be anything, and the pages they name hold NaN."""
+    packed = ot.make_packed([2], [333], dtype=BF16, device=DEVICE, **GQA)
+    pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
+    call = {"window_size": (100, None), "kernel": "triton"}
+    expected = onchip.paged_attention(packed.q[None], *pages, **call)
+    gone = (333 - 2 - 100) // 16
+    table = pages.page_table.clone()
+    for page in table[0, :gone].tolist():
+        pages.k_pages[page] = pages.v_pages[page] = math.nan
+    start = 333 - 2 - 100 - gone * 16  # slots before the window in the first page that is left
+    last = int(table[0, gone])
+    pages.k_pages[last, :start] = pages.v_pages[last, :start] = math.nan
+    table[0, :gone] = torch.tensor([-7, 10**9, 0, 3] * 5)[:gone]
+    left = onchip.paged_attention(packed.q[None], *pages[:2], table, pages.cache_seqlens, **call)
+    assert torch.equal(left, expected)
+
+
+@here
+def test_bad_values_give_wrong_rows_and_no_access_outside():
+    """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
+    from onchip import paged as door
+    from onchip.kernels.triton import entry
+    from onchip.problem import Options, Tensors
+
+    packed = ot.make_packed([1, 30, 2], [100, 40, 50], dtype=BF16, device=DEVICE, **GQA)
+    k_pages, v_pages, table, _ = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=DEVICE)
+    table[0] = ints(*([-5, 10**9] * table.shape[1]))[: table.shape[1]]
+    x = Tensors(packed.q, k_pages, v_pages, page_table=table)
+    x = x._replace(cache_seqlens=ints(-3, 10**9, 70))
+    tree = torch.ones(3, 1, 1, dtype=torch.bool, device=DEVICE)
+    calls = [
+        (x._replace(cu_seqlens_q=ints(0, 33, 0, 33)), 30),
+        (x._replace(cu_seqlens_q=ints(-(10**6), 10**9, 3, 5)), 30),
+        (x._replace(cu_seqlens_q=ints(0, 30, 31, 33), tree_mask=tree), 1),
+    ]
+    for call, longest in calls:
+        for deterministic in (False, True):
+            options = Options(causal=True, deterministic=deterministic)
+            entry.forward(door.describe(call, options, longest), call)
+
+
+@here
+def test_a_pool_without_pages_is_no_key():
+    none = torch.empty(0, 16, 2, 16, dtype=BF16, device=DEVICE)
+    q = torch.randn(2, 1, 4, 16).to(DEVICE, BF16)
+    table, seqlens = (torch.zeros(*n, dtype=torch.int32, device=DEVICE) for n in ((2, 3), (2,)))
+    assert onchip.paged_attention(q, none, none, table, seqlens, kernel="triton").eq(0).all()
+
+
+@here
+def test_strides_of_pages_and_table_are_kept():
+    """Pages with heads outside slots, keys and values interleaved, and a table that is a view."""
+    q, _, (k_pages, v_pages, table, seqlens) = paged(2, 1, [100, 300], 16, heads(2, 2))
+    expected = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, kernel="triton")
+    both = torch.stack([k_pages, v_pages], 1).transpose(2, 3).contiguous().transpose(2, 3)
+    wide = torch.cat([table, table], 1)[:, : table.shape[1]]
+    got = onchip.paged_attention(q, both[:, 0], both[:, 1], wide, seqlens, kernel="triton")
+    assert torch.equal(got, expected)
+    tall = table.t().contiguous().t()
+    got = onchip.paged_attention(q, k_pages, v_pages, tall, seqlens, kernel="triton")
+    assert torch.equal(got, expected)
+
+
+PROBLEM = Problem(1, 1, 4096, 32, 8, 128, 128, BF16, BF16, 0.1, causal=True, page_size=16)
+
+
+@pytest.mark.parametrize("batch", (1, 7, 300))
+@pytest.mark.parametrize("seqlen_k", (1, 256, 4096, 2**20))
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_what_is_launched_suffices_for_any_lengths(batch, seqlen_k, deterministic):
+    """The cuts of splits.py, made here in Python for lengths that a host could not know."""
+    from onchip.kernels.triton import decode
+
+    problem = PROBLEM._replace(batch=batch, seqlen_k=seqlen_k, deterministic=deterministic)
+    config = TritonConfig(16, 64, 4, 3)
+    launch = decode.plan_launch(problem, 1, config, 132)
+    units, least, fixed = launch.cut
+    generator = torch.Generator().manual_seed(batch)
+    for _ in range(50):
+        skew = torch.rand(batch, generator=generator) ** float(torch.rand(1) * 30)
+        tiles = (-(-(skew * seqlen_k).long() // 64)).clamp(0, -(-seqlen_k // 64))
+        if units is None:
+            assert launch.num_units >= batch
+            continue
+        most = fixed or max(least, -(-int(tiles.sum()) // units))
+        counts = [max(1, -(-n // max(1, -(-n // max(1, -(-n // most)))))) for n in tiles.tolist()]
+        cut = [n for n in counts if n > 1]
+        assert sum(counts) <= launch.num_units and sum(cut) <= launch.num_slots
+        assert len(cut) <= launch.num_records
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_and_lengths_that_change_between_replays():
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    q, _, pages = paged(4, 1, [3000, 5000, 17, 900], 16, sizes)
+    seqlens = pages.cache_seqlens
+    call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="triton")
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for lengths in ([3000, 5000, 17, 900], [1, 4999, 16, 0], [0, 0, 0, 0], [2999, 1, 1, 899]):
+        seqlens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        for x in captured:
+            x.fill_(math.nan)
+        graph.replay()
+        assert all(map(torch.equal, captured, call()))
+
+
+@pytest.mark.gpu
+def test_every_run_gives_the_same_bits():
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    q, _, pages = paged(5, 2, [9000, 5, 17, 900, 4097], 16, sizes)
+    call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="triton")
+    first = call()
+    for _ in range(100):
+        assert all(map(torch.equal, first, call()))
+
+
+@pytest.mark.gpu
+def test_a_pool_past_two_billion_elements():
+    k_pages = torch.empty(2**17 + 64, 16, 8, 128, device="cuda", dtype=BF16).normal_()
+    assert k_pages.numel() > 2**31
+    q = torch.randn(1, 1, 32, 128, device="cuda", dtype=BF16)
+    table = torch.arange(2**17 + 63, 2**17 - 1, -1, dtype=torch.int32, device="cuda")[None]
+    seqlens = torch.tensor([1000], dtype=torch.int32, device="cuda")
+    got = onchip.paged_attention(q, k_pages, k_pages, table, seqlens, kernel="triton")
+    k = k_pages[table[0].long()].flatten(0, 1)[None, :1000]
+    ot.assert_accurate(got, q, k, k)

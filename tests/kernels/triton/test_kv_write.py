@@ -1,0 +1,101 @@
+"""Keys and values into slots, and copies of pages: the kernels against plain indexing, by Triton's
+interpreter on the CPU, and on a GPU where there is one.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+def test_in_a_process_that_interprets():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def expected_write(pages, rows, slots):
+    flat = pages.clone().flatten(0, 1)
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if 0 <= slot < flat.shape[0]:
+            flat[slot] = row
+    return flat.unflatten(0, pages.shape[:2])
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
+def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
+    from onchip.kernels.triton import kv_write
+
+    heads, page_size, dim, dim_v = sizes
+    k_pages, v_pages = (randn(5, page_size, heads, d, dtype=dtype) for d in (dim, dim_v))
+    fused = randn(4, heads, dim + dim_v, dtype=dtype)  # k and v are views with strides of their own
+    k, v = fused[..., :dim], fused[..., dim:]
+    slots = torch.randperm(5 * page_size)[:4].int()
+    slots[1] = -1
+    expected = [expected_write(p, x, slots) for p, x in ((k_pages, k), (v_pages, v))]
+    kv_write.write(k, v, k_pages, v_pages, slots.to(DEVICE))
+    assert torch.equal(k_pages, expected[0]) and torch.equal(v_pages, expected[1])
+
+
+@here
+def test_slots_outside_the_pool_write_nothing():
+    from onchip.kernels.triton import kv_write
+
+    pool = randn(9, 4, 2, 16)
+    inner = pool[3:6]  # a write outside these pages would land in their neighbours
+    before = pool.clone()
+    slots = torch.tensor([-1, -5, 12, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    new = randn(4, 2, 16)
+    kv_write.write(new, new, inner, inner, slots)
+    assert torch.equal(pool, before)
+
+
+@here
+def test_no_token_is_no_write():
+    from onchip.kernels.triton import kv_write
+
+    pages, none = randn(2, 4, 1, 8), randn(0, 1, 8)
+    slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    kv_write.write(none, none, pages, pages.clone(), slots)
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(7, 16, 3, 72), (2, 7, 1, 1, 5), (3, 7, 4, 2, 16)], ids=str)
+def test_pages_are_copied_in_every_layer(dtype, shape):
+    from onchip.kernels.triton import kv_write
+
+    pages = randn(*shape, dtype=dtype)
+    expected = pages.clone()
+    layers = expected if expected.dim() == 5 else expected[None]
+    layers[:, 5], layers[:, 0] = layers[:, 2].clone(), layers[:, 6].clone()
+    pairs = torch.tensor([[2, 5], [6, 0], [-1, 3], [1, 7], [2**31 - 1, 4]], dtype=torch.int32)
+    kv_write.copy_pages(pages, pairs.to(DEVICE))
+    assert torch.equal(pages, expected)
+
+
+@here
+def test_pages_that_are_not_contiguous_are_refused():
+    from onchip.kernels.triton import kv_write
+
+    pages = randn(4, 2, 8, 16).transpose(1, 2)
+    with pytest.raises(ValueError, match="contiguous one by one"):
+        kv_write.copy_pages(pages, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE))
