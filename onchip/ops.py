@@ -208,7 +208,9 @@ def cascade_attention(
     own = plan.own(page_table, cache_seqlens)
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"sinks": sinks, "out_dtype": out_dtype, "kernel": kernel}
-    out, lse = cascade.run(plan, paged_attention, q, (k_pages, v_pages), own, **options)
+    merge = kernel_module("triton").merge if q.device.type == "cuda" else None
+    pages = (k_pages, v_pages)
+    out, lse = cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
     return (out, lse) if return_lse else out
 
 

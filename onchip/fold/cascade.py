@@ -172,7 +172,7 @@ def run(
     pages: Pair,
     own: Pair,
     *,
-    merge: Callable[[list[Tensor], list[Tensor]], Pair] | None = None,
+    merge: Callable[[list[Tensor], list[Tensor], torch.dtype], Pair] | None = None,
     out_dtype: torch.dtype | None = None,
     **options: object,
 ) -> Pair:
@@ -181,8 +181,8 @@ def run(
 
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
-    counts once. merge(outs, lses) is the n-way merge of packed partials: state.merge_at_rest unless
-    a device has a kernel for it.
+    counts once. merge(outs, lses, out_dtype) is the n-way merge of packed partials:
+    state.merge_at_rest unless a device has a kernel for it.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
@@ -192,8 +192,8 @@ def run(
     parts = [_attend_own(plan, attend, q, pages, own, {**for_all, **for_own})]
     parts = [(out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)) for out, lse in parts]
     parts += [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
-    out, lse = (merge or _merge)([out for out, _ in parts], [lse for _, lse in parts])
-    out = out.to(out_dtype or q.dtype)
+    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
+    out, lse = (merge or _merge)(outs, lses, out_dtype or q.dtype)
     if q.dim() == 3:
         return out, lse
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
@@ -273,9 +273,9 @@ def _packed_lse(lse: Tensor) -> Tensor:
     return lse.transpose(0, 1).flatten(1) if lse.dim() == 3 else lse
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor]) -> Pair:
+def _merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> Pair:
     out, lse = merge_at_rest([out.transpose(0, 1) for out in outs], lses)
-    return out.transpose(0, 1), lse
+    return out.transpose(0, 1).to(out_dtype), lse
 
 
 def _host(name: str, x: object, rank: int) -> Tensor:

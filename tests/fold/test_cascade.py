@@ -278,14 +278,14 @@ class TestRun:
     def test_a_merge_of_the_caller_is_used(self):
         used = []
 
-        def merge(outs, lses):
-            used.append([tuple(out.shape) for out in outs])
+        def merge(outs, lses, out_dtype):
+            used.append([tuple(out.shape) for out in outs] + [out_dtype])
             return onchip.merge_states(outs, lses)
 
         got = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan, merge=merge)
         want = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan)
         torch.testing.assert_close(got, want)
-        assert used == [[(6, HEADS, DIM)] * 4]
+        assert used == [[(6, HEADS, DIM)] * 4 + [torch.float64]]
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_accuracy_contract(self, dtype):

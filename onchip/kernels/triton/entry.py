@@ -46,6 +46,16 @@ def backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
+def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out, lse) of states over disjoint keys: outs (total_q, heads, head_dim_v), lses (heads,
+    total_q).
+    """
+    from onchip.kernels.triton.merge import merge
+
+    with _on_device(outs[0]):
+        return merge(outs, lses, out_dtype)
+
+
 def _on_device(q: Tensor):
     """Triton launches on the current device: make that q's."""
     return torch.cuda.device(q.device.index if q.device.type == "cuda" else -1)

@@ -1,9 +1,13 @@
 """The merge of states at rest, (out, lse), in Triton: the twin of onchip/state.py."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.kernels.configs import TRITON_STREAMED
+from onchip.kernels.triton.launch import launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, rounded
 
@@ -56,3 +60,53 @@ def merge_kernel(
     out = acc / tl.where(l == 0, 1.0, l)
     cells = out_ptr + (token.to(tl.int64) * num_heads + h) * HEAD_DIM_V + dims
     tl.store(cells, rounded(out, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
+
+
+@triton.jit(do_not_specialize=("total_q", "num_rows"))
+def pair_kernel(
+    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, num_heads, total_q, num_rows,
+    HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) of two packed states: outs (total_q, num_heads, HEAD_DIM_V), lses (num_heads,
+    total_q).
+    """
+    rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
+    dims = tl.arange(0, PAD_DIM_V)
+    inside = rows < num_rows
+    place = rows % num_heads * total_q + rows // num_heads
+    a_lse = tl.load(a_lse_ptr + place, mask=inside, other=float("-inf")) * LOG2E
+    b_lse = tl.load(b_lse_ptr + place, mask=inside, other=float("-inf")) * LOG2E
+    cells = rows[:, None] * HEAD_DIM_V + dims[None, :]
+    stored = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
+    a = tl.load(a_ptr + cells, mask=stored, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + cells, mask=stored, other=0.0).to(tl.float32)
+    m = tl.maximum(a_lse, b_lse)
+    pivot = tl.where(m == float("-inf"), 0.0, m)  # neither saw a key
+    alpha, beta = tl.exp2(a_lse - pivot), tl.exp2(b_lse - pivot)
+    l = alpha + beta
+    tl.store(lse_ptr + place, (m + tl.log2(l)) * LN2, mask=inside)
+    out = (a * alpha[:, None] + b * beta[:, None]) / tl.where(l == 0, 1.0, l)[:, None]
+    tl.store(out_ptr + cells, rounded(out, out_ptr.dtype.element_ty), mask=stored)
+
+
+def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The packed states merged two by two, in order; only the last result is rounded."""
+    out, lse = outs[0], lses[0]
+    for i in range(1, len(outs)):
+        dtype = out_dtype if i == len(outs) - 1 else torch.float32
+        out, lse = _pair((out, lse), (outs[i], lses[i]), dtype)
+    return out.to(out_dtype), lse
+
+
+def _pair(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype):
+    tensors = [t.contiguous() for t in (*a, *b)]
+    out, lse = torch.empty_like(tensors[0], dtype=dtype), torch.empty_like(tensors[1])
+    total_q, num_heads, head_dim_v = out.shape
+    num_rows, tile_m = total_q * num_heads, TRITON_STREAMED.tile_m
+    if num_rows:
+        pair_kernel[(triton.cdiv(num_rows, tile_m),)](
+            *tensors, out, lse, num_heads, total_q, num_rows,
+            HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m,
+            **launch_options(TRITON_STREAMED),
+        )  # fmt: skip
+    return out, lse

@@ -331,3 +331,19 @@ def test_a_pool_past_two_billion_elements():
     got = onchip.paged_attention(q, k_pages, k_pages, table, seqlens, kernel="triton")
     k = k_pages[table[0].long()].flatten(0, 1)[None, :1000]
     ot.assert_accurate(got, q, k, k)
+
+
+@here
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_states_merge_in_a_kernel_as_in_the_algebra(count):
+    from onchip.kernels.triton.merge import merge
+
+    outs = [torch.randn(37, 3, 24, device=DEVICE) for _ in range(count)]
+    lses = [torch.randn(3, 37, device=DEVICE) * 5 for _ in range(count)]
+    for out, lse in zip(outs, lses, strict=True):
+        out[5], lse[:, 5] = 0.0, -math.inf  # a row that saw no key anywhere
+    lses[0][:, 7], outs[0][7] = -math.inf, 0.0
+    got = merge(outs, lses, FP32)
+    want = onchip.merge_states(outs, lses)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert merge(outs, lses, BF16)[0].dtype == BF16
