@@ -139,13 +139,18 @@ def _max_claim(rows: list[Row]) -> Claim:
 def _paged_claim(rows: list[Row]) -> Claim:
     found = _wastes(rows, "paged 16")
     inside = [name for name, values in found.items() if all(x < 4 for x in values)]
-    short = _find(rows, "paged 16", "instruct")
-    tokens = short["used"] * short["slots"] / short["value"]
-    verdict = (
-        f"follows for {', '.join(inside) or 'none'}; not for instruct: its sequences hold"
-        f" {tokens:.0f} tokens on average, of which half a page is {800 / tokens:.0f} %"
-    )
+    outside = [_half_a_page(rows, name) for name in found if name not in inside]
+    verdict = "; ".join([f"follows for {', '.join(inside) or 'none'}", *outside])
     return Claim("pages of 16 waste under 4 % (vLLM, 2023)", _listed(found), verdict)
+
+
+def _half_a_page(rows: list[Row], mask: str) -> str:
+    row = _find(rows, "paged 16", mask)
+    tokens = row["used"] * row["slots"] / row["value"]
+    return (
+        f"not for {mask}: its sequences hold {tokens:.0f} tokens on average, of which half a page"
+        f" is {800 / tokens:.0f} %"
+    )
 
 
 def _used_claim(rows: list[Row]) -> Claim:

@@ -83,6 +83,10 @@ def test_a_verdict_depends_on_the_rows():
     bent = [row | {"used": row.get("used", 0) / 2} for row in COMMITTED]
     used = lambda rows: memory_report.claims(rows)[2].verdict
     assert used(COMMITTED).startswith("follows") and used(bent).startswith("does not follow")
+    pages = lambda rows: memory_report.claims(rows)[1].verdict
+    none = dict.fromkeys(("reserved", "internal", "external"), 0.0)
+    assert "not for instruct" in pages(COMMITTED)
+    assert pages([row | none for row in COMMITTED]) == "follows for chat, instruct, uniform"
 
 
 @pytest.mark.parametrize("form", memory_report.SHEETS)
