@@ -245,6 +245,12 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "sharing": sharing_sheet,
     "claims": claims_sheet,
 }
+TITLES = {
+    "allocation": "Sequences that run, and what the slots hold in per cent, by allocator",
+    "page-size": "Waste in per cent and sequences that run, by page size (40 GiB)",
+    "sharing": "Pages saved by sharing, in per cent, for so many sequences",
+    "claims": "Published figures, held against these rows",
+}
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
@@ -254,7 +260,8 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
         say(line)
     for name, sheet in SHEETS.items():
         if name != "claims" or any(row.get("gib") == 80 for row in rows):
-            console.print(_rich(*sheet(rows)), "")
+            say(TITLES[name])
+            console.print("", _rich(*sheet(rows)), "")
     for sentence in ASSUMED:
         say(sentence)
     if picture:

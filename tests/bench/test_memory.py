@@ -104,6 +104,7 @@ def test_the_command_prints_tables_and_draws(quick, tmp_path, capsys, monkeypatc
     assert main(["bench", "memory", "--quick", "--plot", str(picture), "--json", str(rows)]) == 0
     out = capsys.readouterr().out
     assert "819,200 (800 KiB)" in out and "oracle buddy" in out and "Poisson" in out
+    assert [title in out for title in memory_report.TITLES.values()] == [True] * 3 + [False]
     assert "pages of 16" in picture.read_text()
     assert json.loads(rows.read_text())["rows"] == quick
 
