@@ -33,14 +33,12 @@ PRECISIONS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
 }
-
-
 # Calls whose first one compiles: (head_dim, options), each forward and backward.
 FIRST_CALLS = {
-    "causal, 64": (64, {"causal": True}),
-    "causal, 128": (128, {"causal": True}),
-    "causal, 256": (256, {"causal": True}),
-    "one query, 128": (128, {"queries": 1}),
+    "causal, head_dim 64": (64, {"causal": True}),
+    "causal, head_dim 128": (128, {"causal": True}),
+    "causal, head_dim 256": (256, {"causal": True}),
+    "one query, head_dim 128": (128, {"queries": 1}),
 }
 
 
@@ -120,7 +118,7 @@ def print_report(console) -> None:
     console.print(_grid("Kernels here", support_table(here())))
     console.print(_grid("Kernels anywhere: causal self-attention, heads of 64", support_table()))
     for reason in reasons(support_table()):
-        console.print(f"- {reason}", highlight=False, markup=False)
+        console.print(f"- {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _grid(title: str, table: list[Support]):

@@ -28,14 +28,23 @@ VARIED: dict[str, dict[str, tuple]] = {
         "num_stages": (2, 3, 4),
         "q_stages": (1, 2),
         "pingpong": (False, True),
-        "lazy": (False, True),
+        "rescale": ("always", "moved", "stale"),
+        "under": (False, True),
+        "poly": (0, 8),
+        "dynamic": (False, True),
     },
     "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
+    "HopperGradientConfig": {
+        "b0_stages": (2, 3, 4),
+        "b1_stages": (1, 2, 3),
+        "held": (False, True),
+    },
     "TritonConfig": {
         "tile_m": (32, 64, 128),
         "tile_n": (32, 64, 128),
         "num_warps": (4, 8),
         "num_stages": (2, 3, 4, 5),
+        "max_registers": (0, 128),
     },
 }
 # The number of consumers decides how many registers each may have.
@@ -44,6 +53,7 @@ TEAMS = (
     {"consumers": 3, "consumer_regs": 160, "producer_regs": 32, "entry_regs": 128},
 )
 GAIN = 1.01
+FP32_BYTES = 4  # in the keys of TRITON_DECODE
 DECODE_BATCH = 32
 CURRENT = "current"
 
@@ -66,6 +76,7 @@ HOPPER = (
     Table("HOPPER_FORWARD_SHORT", "hopper", "forward", ("causal",), (512, 1024), teams=True),
     Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",)),
     Table("HOPPER_BACKWARD", "hopper", "backward"),
+    Table("HOPPER_GRADIENT", "hopper", "backward", options=(("deterministic", True),)),
 )
 TRITON = (
     Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,)),
@@ -80,11 +91,10 @@ WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "d
 
 
 def tables(capability: tuple[int, int]) -> tuple[Table, ...]:
-    """Those whose rows a device of this capability uses, and configs.py has."""
+    """Those whose rows a device of this capability uses."""
     hopper = HOPPER if capability == (9, 0) else ()
     narrow = (Table("TRITON_SM80", "triton"),)
-    chosen = (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else narrow), *TRITON)
-    return tuple(t for t in chosen if hasattr(configs, t.name))
+    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else narrow), *TRITON)
 
 
 class Knob(NamedTuple):
@@ -112,15 +122,9 @@ class Knob(NamedTuple):
     def head_dim(self) -> int:
         return next(x for x in self.parts if isinstance(x, int) and x >= 64)
 
-    @property
-    def masks(self) -> tuple[str, ...]:
-        """A key that says whether tiles are cut leaves one mask."""
-        cut = next((x for x in self.parts if isinstance(x, bool)), None)
-        return self.table.masks if cut is None else ("causal" if cut else "none",)
-
     def cells(self, quick: bool) -> Iterator[Case]:
         lengths = self.table.lengths[-1:] if quick else self.table.lengths
-        for mask, n in product(self.masks, lengths):
+        for mask, n in product(self.table.masks, lengths):
             batch = DECODE_BATCH if self.way == "decode" else max(1, gpu.TOKENS // n)
             heads = gpu.HIDDEN // self.head_dim
             backward = self.way == "backward"
@@ -139,10 +143,10 @@ def knobs(
     head_dims: Sequence[int] = (),
 ) -> list[Knob]:
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
-    single queries in fp32 are left as they are.
+    single queries in fp32 are left as they are, and TRITON_CHUNK, which serves paged calls alone.
     """
     found = [Knob(t, key) for t in tables(capability) for key in getattr(configs, t.name)]
-    known = [k for k in found if "dbias" not in k.parts and 4 not in k.parts]
+    known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]
     wanted = lambda value, choice: not choice or value in choice
     return [
         k
@@ -159,7 +163,7 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
     changes = [
         [{name: value} for value in values if value != getattr(row, name)]
         for name, values in VARIED[type(row).__name__].items()
-        if name in row._fields and _is_ours(getattr(row, name))
+        if not _follows_the_call(name, getattr(row, name))
     ]
     if knob.table.teams:
         changes.append([team for team in TEAMS if team["consumers"] != row.consumers])
@@ -172,9 +176,9 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
     return {name: row for name, row in found.items() if _makes_sense(row)}
 
 
-def _is_ours(value: Any) -> bool:
-    """A tile of 0 is not the table's to choose: it follows the call."""
-    return isinstance(value, bool) or value != 0
+def _follows_the_call(name: str, value: Any) -> bool:
+    """A tile of 0 is not the table's to choose."""
+    return name.startswith("tile") and value == 0
 
 
 def _difference(change: dict[str, Any]) -> str:
@@ -182,8 +186,13 @@ def _difference(change: dict[str, Any]) -> str:
 
 
 def _makes_sense(row: Any) -> bool:
-    """The backward's ring of queries runs ahead of that of dout, never behind."""
-    return getattr(row, "q_stages", 0) >= getattr(row, "dout_stages", 0)
+    """The backward's ring of queries runs ahead of that of dout, never behind; and where the output
+    leaves through the memory of the queries, the next ones cannot be there yet.
+    """
+    ahead = getattr(row, "q_stages", 0)
+    return ahead >= getattr(row, "dout_stages", 0) and not (
+        ahead > 1 and getattr(row, "out_in_q", False)
+    )
 
 
 @dataclass
@@ -227,15 +236,19 @@ class Search:
             self.refused[name] = gpu.sentence(error)
 
     def _judge(self, device: torch.device) -> None:
+        """Outliers too: a lazy maximum is right on ordinary numbers, and not where one key has
+        nearly all the weight.
+        """
         lengths = (1, 1777) if self.knob.way == "decode" else (333, 555)
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": self.knob.head_dim}
-        q, k, v = make_qkv(2, *lengths, dtype=self.knob.table.dtype, device=device, **shape)
-        for mask in self.knob.masks:
+        shape |= {"dtype": self.knob.table.dtype, "device": device}
+        attend = partial(onchip.attention, kernel=self.knob.table.kernel)
+        for mask, distribution in product(self.knob.table.masks, ("normal", "outlier")):
             options = dict(self.knob.table.options) | {"causal": mask == "causal"}
             if mask == "blocks":
                 options["mask"] = onchip.masks.mod(lambda b, h, q, k: (q // 128 + k) % 3 != 0)
-            attend = partial(onchip.attention, kernel=self.knob.table.kernel)
-            assert_accurate(attend, q, k, v, grad=self.knob.way == "backward", **options)
+            qkv = make_qkv(2, *lengths, distribution=distribution, **shape)
+            assert_accurate(attend, *qkv, grad=self.knob.way == "backward", **options)
 
     def time(self, session: Session, case: Case) -> list[Row]:
         """All candidates in turns; one row each."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from onchip.bench import gpu, versions
 from onchip.bench.harness import Case, Row, Session
 
@@ -55,12 +53,8 @@ def run(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    for head_dim in session.head_dims or HEAD_DIMS:
-        for mask in ("none", "causal"):
-            for n in session.seqlens or LENGTHS:
-                sizes = (head_dim, n, max(1, gpu.TOKENS // n), gpu.HIDDEN // head_dim)
-                case = Case("ablation", mask, torch.bfloat16, *sizes)
-                yield str(case), partial(measure, session, case)
+    for case in gpu.grid(session, "ablation", lengths=LENGTHS, head_dims=HEAD_DIMS):
+        yield str(case), partial(measure, session, case)
 
 
 def measure(session: Session, case: Case) -> list[Row]:

@@ -72,7 +72,7 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 
 
 def measure(session: Session, case: Case) -> list[Row]:
-    pattern = patterns.causal(case.seqlen) if case.mask == "causal" else patterns.dense(case.seqlen)
+    pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     judge = GradientJudge(samples, pattern.visible)

@@ -113,6 +113,14 @@ class Inaccurate(Refused):
     """A result outside the accuracy rule: it has no time worth reporting."""
 
 
+def hold(attention: Callable | Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """`testing.assert_accurate` of a contender: Inaccurate if it breaks the rule."""
+    try:
+        assert_accurate(attention, q, k, v, **options)
+    except AssertionError as error:
+        raise Inaccurate(str(error)) from error
+
+
 class Judge(Protocol):
     """check(): the RMSE of a contender's result, or Inaccurate; error(): the RMSE alone."""
 
@@ -149,10 +157,7 @@ class Exact:
             return contender.attend(self.q.index_copy(1, self.rows, q), k, v)[:, self.rows]
 
         q, mask = self.q[:, self.rows], self.visible(self.rows)
-        try:
-            assert_accurate(sampled, q, self.k, self.v, grad=backward, mask=mask)
-        except AssertionError as error:
-            raise Inaccurate(str(error)) from error
+        hold(sampled, q, self.k, self.v, grad=backward, mask=mask)
         return self.error(contender)
 
     def error(self, contender: Contender) -> float:

@@ -65,7 +65,7 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 def measure(session: Session, case: Case, kernel: str | None) -> list[Row]:
     """One row: right on these inputs, then the median over rounds in turns with SDPA."""
     inputs = gpu.draw(case, session.device)
-    pattern = patterns.causal(case.seqlen) if case.mask == "causal" else patterns.dense(case.seqlen)
+    pattern = patterns.plain(case.seqlen, case.mask)
     attend = partial(onchip.attention, kernel=kernel, **pattern.options)
     error = _judged(case, attend, inputs, pattern.visible)
     transposed = tuple(x.transpose(1, 2).contiguous() for x in inputs)  # its own layout, no views

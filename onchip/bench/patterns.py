@@ -28,6 +28,11 @@ def causal(n: int) -> Pattern:
     return Pattern("causal", lambda rows: _keys(n, rows) <= rows[:, None], {"causal": True})
 
 
+def plain(n: int, mask: str) -> Pattern:
+    """The one that a Case calls "none" or "causal"."""
+    return causal(n) if mask == "causal" else dense(n)
+
+
 def window(n: int, size: int = WINDOW) -> Pattern:
     """Each query sees itself and the size - 1 keys before it."""
     distance = lambda rows: rows[:, None] - _keys(n, rows)

@@ -145,12 +145,15 @@ def _peaks(axes, rows: list[Row]) -> None:
 
 
 def main(args: list[str]) -> int:
-    pairs = [(ROOT / "bench/results" / f"{a}.json", ROOT / "docs" / b) for a, b in PICTURES.items()]
-    chosen = [(Path(args[0]), Path(args[1]))] if len(args) == 2 else pairs
-    for source, picture in chosen:
-        if source.exists() or args:
-            draw(json.loads(source.read_text(encoding="utf-8")), picture)
-            print(f"{picture}: drawn from {source}")
+    if len(args) not in (0, 2):
+        print("usage: python -m onchip.bench.plots [RESULTS.json PICTURE]", file=sys.stderr)
+        return 2
+    measured = ROOT / "bench/results"
+    pairs = [(measured / f"{stem}.json", ROOT / "docs" / name) for stem, name in PICTURES.items()]
+    known = [(source, picture) for source, picture in pairs if source.exists()]
+    for source, picture in [(Path(args[0]), Path(args[1]))] if args else known:
+        draw(json.loads(source.read_text(encoding="utf-8")), picture)
+        print(f"{picture}: drawn from {source}")
     return 0
 
 

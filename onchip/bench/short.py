@@ -45,7 +45,7 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 
 
 def measure(session: Session, case: Case) -> list[Row]:
-    pattern = patterns.causal(case.seqlen) if case.mask == "causal" else patterns.dense(case.seqlen)
+    pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     judge = gpu.OutputJudge({"normal": sets[0]}, pattern.visible)
     claims = our_claims("short", pattern, sets, judge, sdpa_rivals(case, sets, judge, SDPA))

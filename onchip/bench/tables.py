@@ -291,17 +291,24 @@ def _every_row(rows: list[Row]) -> str:
 
 def _cells(r: Row) -> list[str]:
     number = lambda x, form: "" if x is None else format(x, form)
+    pages = f", pages of {r['page_size']}" if r.get("page_size") else ""
     return [
-        *(r[name] for name in ("bench", "mask", "pass")),
+        r["bench"] + pages,
+        *(r[name] for name in ("mask", "pass")),
         SHORT[r["dtype"]],
         *(f"{r[name]:,}" if r[name] else "" for name in ("head_dim", "seqlen")),
-        f"{r['batch']} x {r['num_heads']}",
+        f"{r['batch']} x {_heads(r)}",
         r["kernel"],
         _value(r),
         _peer(r),
         number(r["ratio"], ".2f") + _band(r),
         *(number(r[name], ".2e") for name in ("error", "peer_error")),
     ]
+
+
+def _heads(r: Row) -> str:
+    heads, kv_heads = r["num_heads"], r["num_kv_heads"]
+    return str(heads) if heads == kv_heads else f"{heads} over {kv_heads}"
 
 
 def _band(r: Row) -> str:

@@ -39,14 +39,9 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 
 def cases(session: Session) -> Iterator[Case]:
     """The papers' protocol, then one sequence of few heads."""
-    lengths = session.seqlens or ((1024,) if session.quick else LENGTHS)
-    head_dims = session.head_dims or HEAD_DIMS
-    for head_dim in head_dims:
-        for mask in ("none", "causal"):
-            for n in lengths:
-                sizes = (head_dim, n, max(1, gpu.TOKENS // n), gpu.HIDDEN // head_dim)
-                yield Case("versions", mask, torch.bfloat16, *sizes)
-    if FEW_HEADS_DIM in head_dims:
+    yield from gpu.grid(session, "versions", lengths=LENGTHS, head_dims=HEAD_DIMS)
+    lengths = session.seqlens or (gpu.QUICK_LENGTHS if session.quick else LENGTHS)
+    if FEW_HEADS_DIM in (session.head_dims or HEAD_DIMS):
         for n in lengths:
             yield Case("versions", "none", torch.bfloat16, FEW_HEADS_DIM, n, 1, FEW_HEADS)
 
@@ -73,7 +68,7 @@ def contest(
 
 def enter(session: Session, case: Case, makers: dict[str, Attend]) -> dict[str, Contender]:
     """Those made here and a plain call of onchip, all of them held to the accuracy rule."""
-    pattern = patterns.causal(case.seqlen) if case.mask == "causal" else patterns.dense(case.seqlen)
+    pattern = patterns.plain(case.seqlen, case.mask)
     sets = gpu.draw_sets(case, session.device)
     samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
     judge = gpu.OutputJudge(samples, pattern.visible)

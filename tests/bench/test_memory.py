@@ -83,6 +83,10 @@ def test_a_verdict_depends_on_the_rows():
     bent = [row | {"used": row.get("used", 0) / 2} for row in COMMITTED]
     used = lambda rows: memory_report.claims(rows)[2].verdict
     assert used(COMMITTED).startswith("follows") and used(bent).startswith("does not follow")
+    pages = lambda rows: memory_report.claims(rows)[1].verdict
+    none = dict.fromkeys(("reserved", "internal", "external"), 0.0)
+    assert "not for instruct" in pages(COMMITTED)
+    assert pages([row | none for row in COMMITTED]) == "follows for chat, instruct, uniform"
 
 
 @pytest.mark.parametrize("form", memory_report.SHEETS)
@@ -100,6 +104,7 @@ def test_the_command_prints_tables_and_draws(quick, tmp_path, capsys, monkeypatc
     assert main(["bench", "memory", "--quick", "--plot", str(picture), "--json", str(rows)]) == 0
     out = capsys.readouterr().out
     assert "819,200 (800 KiB)" in out and "oracle buddy" in out and "Poisson" in out
+    assert [title in out for title in memory_report.TITLES.values()] == [True] * 3 + [False]
     assert "pages of 16" in picture.read_text()
     assert json.loads(rows.read_text())["rows"] == quick
 

@@ -79,3 +79,8 @@ def test_a_picture_is_drawn_from_a_file(tmp_path, capsys):
     source.write_text(json.dumps(results(speed(512, fa3=1.0))))
     assert plots.main([str(source), str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_a_file_without_a_picture_is_misuse(capsys):
+    assert plots.main(["x.json"]) == 2
+    assert "RESULTS.json PICTURE" in capsys.readouterr().err

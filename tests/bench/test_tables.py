@@ -117,6 +117,14 @@ def test_bands_and_doubts_are_shown_row_by_row(tmp_path):
     assert "| 0.50 (0.49 to 0.51), does not count: no fa3 in this run |" in text
 
 
+def test_pages_and_grouped_heads_are_told_row_by_row(tmp_path):
+    row = gpu_row(512, 1.02)
+    rows = [row | {"page_size": size, "num_kv_heads": 4} for size in (1, None)]
+    text = tables.table("bench:cpu:rows", results(tmp_path, rows))
+    assert "| forward, pages of 1 | none |" in text and "| forward | none |" in text
+    assert text.count(f"{row['num_heads']} over 4 |") == 2
+
+
 def test_a_grid_has_its_lengths_across(tmp_path):
     text = tables.table("bench:h200-forward:grid", gpu_results(tmp_path))
     assert text.startswith("| TFLOP/s (ratio) | 512 | 16,384 |")
