@@ -71,8 +71,6 @@ def _ask(
 ) -> str | None:
     module = kernel_module(name)
     refusal = module.supports(problem, device)
-    if refusal is None and backward and hasattr(module, "supports_backward"):
-        return module.supports_backward(problem, device)
     if refusal is None and not backward and not named and hasattr(module, "defers"):
         return module.defers(problem)
     return refusal

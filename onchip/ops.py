@@ -13,7 +13,7 @@ from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.problem import Options, Problem, Tensors, Window, describe
+from onchip.problem import Options, Problem, Tensors, Window, describe, device_info
 from onchip.state import merge_at_rest
 
 UNBOUNDED: Window = (None, None)
@@ -201,6 +201,11 @@ def cascade_attention(
     """
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
+        raise ValueError(
+            "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
+            f" cu_seqlens_q, got shape {tuple(q.shape)}"
+        )
     if plan is None:
         model = cascade.traffic(q, k_pages, v_pages)
         queries = {"seqlen_q": q.shape[1]} if q.dim() == 4 else {"cu_seqlens_q": cu_seqlens_q}
@@ -208,7 +213,8 @@ def cascade_attention(
     own = plan.own(page_table, cache_seqlens)
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"sinks": sinks, "out_dtype": out_dtype, "kernel": kernel}
-    merge = kernel_module("triton").merge if q.device.type == "cuda" else None
+    ours = kernel in (None, "triton") and device_info(q.device).has_triton
+    merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
     pages = (k_pages, v_pages)
     out, lse = cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
     return (out, lse) if return_lse else out

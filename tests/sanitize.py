@@ -18,6 +18,8 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
+from onchip.fold import cascade
+from onchip.kvcache import KVCache, Sequence, Spec
 
 KERNELS = ("hopper", "triton")
 LENGTHS = ((1, 1), (1, 777), (63, 111), (200, 137), (129, 300))
@@ -31,6 +33,8 @@ CALLS = {
     "mask": {"mask": True},
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
+    "paged": {"paged": True},
+    "cache": {"cache": True},
 }
 
 
@@ -60,6 +64,10 @@ def main(names: list[str]) -> int:
 def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: dict, device: str):
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dims[0], "head_dim_v": dims[1]}
     shape |= {"dtype": torch.bfloat16, "device": device}
+    if options.pop("cache", False):
+        return cache(dims, device)
+    if options.pop("paged", False):
+        return paged(kernel, lengths, shape)
     if options.pop("packed", False):
         x = ot.make_packed([lengths[0], 0, 70], [lengths[1], 5, 33], **shape)
         attend, tensors, options = onchip.varlen_attention, x[:3], options | x.options
@@ -71,7 +79,49 @@ def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: 
     out, lse = answer[:2]
     seen = lse.masked_fill(lse.isinf(), 0.0)
     torch.autograd.grad(out.float().sum() + seen.sum(), leaves)
-    if device == "cuda":
+    finish(torch.device(device))
+
+
+def paged(kernel: str, lengths: tuple[int, int], shape: dict) -> None:
+    """Pages of several sizes, and the same prefix read once (the merge of packed states)."""
+    x = ot.make_packed([lengths[0], 0, 70], [lengths[1], 5, 133], **shape)
+    queries = {"cu_seqlens_q": x.cu_seqlens_q, "max_seqlen_q": max(lengths[0], 70)}
+    for page_size in (1, 16):
+        pages = ot.make_pages(x.k, x.v, x.cu_seqlens_k, page_size)
+        onchip.paged_attention(x.q, *pages, **queries, kernel=kernel, return_lse=True)
+    table = pages.page_table[2:, :2].expand(3, -1)  # one page in common, one more that is not full
+    seqlens = torch.full((3,), 17, dtype=torch.int32)
+    free = cascade.Traffic(page_bytes=1, query_bytes=0, partial_bytes=0, level_bytes=0)
+    plan = cascade.plan(table.cpu(), seqlens, 16, free).to(x.q.device)
+    tables = table.contiguous(), seqlens.to(x.q.device)
+    onchip.cascade_attention(x.q[:3, None], *pages[:2], *tables, plan=plan, kernel=kernel)
+    finish(x.q.device)
+
+
+def cache(dims: tuple[int, int], device: str) -> None:
+    """Writes into slots and copies of pages."""
+    spec = Spec(2, 2, *dims, page_size=4, device=device)
+    held = KVCache(spec, 12)
+    a = held.open()
+    held.append(a, list(range(7)))
+    write(held, [a])
+    b = held.fork(a)
+    held.append_all([a, b], [[1], [2, 3]])
+    write(held, [a, b])
+    finish(torch.device(device))
+
+
+def write(held: KVCache, sequences: list[Sequence]) -> None:
+    spec, slots = held.spec, held.view(sequences).slot_mapping
+    draw = lambda dim: torch.randn(len(slots), 2, dim, dtype=spec.dtype, device=spec.device)
+    for layer in range(spec.num_layers):
+        held.write(layer, draw(spec.head_dim), draw(spec.head_dim_v), slots)
+    for sequence in sequences:
+        held.commit(sequence)
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 

@@ -106,13 +106,12 @@ def _support_column(kernel: str) -> dict[str, str]:
     plain = {t: ordinary(t)._replace(causal=False) for ts in PRECISIONS.values() for t in ts}
     homes = product((torch.float32, torch.bfloat16), DEVICES.values())
     base, home = next((plain[t], d) for t, d in homes if module.supports(plain[t], d) is None)
-    backward = getattr(module, "supports_backward", module.supports)
     mark = lambda answers: YES if all(answer is None for answer in answers) else NO
     there = lambda device: any(module.supports(p, device) is None for p in plain.values())
     others = [name for name, device in OTHER_DEVICES.items() if there(device)]
     return {
         "forward": YES,
-        "backward": mark([backward(base, home)]) if hasattr(module, "backward") else NO,
+        "backward": YES if hasattr(module, "backward") else NO,
         **{o: mark([module.supports(base._replace(**x), home)]) for o, x in OPTIONS.items()},
         **{p: mark(module.supports(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
         "CPU": YES if there(DEVICES["CPU"]) else NO,

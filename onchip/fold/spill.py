@@ -60,9 +60,9 @@ class Spill(Offloaded):
         self._entries = [_entry(self._header, name, *place) for name in NAMES]
         super().__init__(*(_view(self._map, entry) for entry in self._entries))
         self._seqlen = _seqlen(self._header, self.capacity, self.path)
-        if append and (
-            begin != HEADER_BYTES or "seqlen" not in self._header.get("__metadata__", {})
-        ):
+        metadata = self._header.get("__metadata__")
+        ours = isinstance(metadata, dict) and "seqlen" in metadata
+        if append and not (ours and begin == HEADER_BYTES):
             raise ValueError(f"{self.path} was not made by Spill.create: it can only be read")
         self._file = self.path.open("r+b") if append else None
 

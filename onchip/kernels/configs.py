@@ -167,7 +167,7 @@ class HopperConfig(NamedTuple):
     num_stages: int
     q_stages: int = 1  # 2: the next queries arrive while the last are in use
     pingpong: bool = False  # consumers take turns on the tensor cores
-    out_in_q: bool = False  # the output leaves through the shared memory of the queries
+    out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
     under: bool = False  # rescale under the next product of scores, not after this one's values
     poly: int = 0  # v4: every poly-th exponential by multiply-adds

@@ -383,8 +383,8 @@ def first_tile(pipes, job, place, q, i, n, bits, C: gl.constexpr):
 def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
               MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """Fold filling i, key tile n: its scores are computed while the values of filling i - 1 are
-    added. alpha is what acc must be multiplied with first; without turns on the tensor cores, that
-    is done under the product of the scores.
+    added. If UNDER, acc is still to be multiplied with alpha, which is done under the product of
+    the scores; else alpha passes through.
     """
     cfg = job.cfg
     pipes.k.wait_full(i)

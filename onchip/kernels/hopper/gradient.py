@@ -311,8 +311,8 @@ def own_rows(job, place):
 def numbers(pipes, cfg, own, i, WHICH: gl.constexpr):
     """lse (0) or delta (1) of the queries of filling i, or of the own, against scores."""
     if cfg.KEYS:
-        numbers = pipes.rows.slot(i).slice(WHICH * cfg.TILE, cfg.TILE, 0)
-        return numbers.load(gl.SliceLayout(0, cfg.S))[None, :]
+        streamed = pipes.rows.slot(i).slice(WHICH * cfg.TILE, cfg.TILE, 0)
+        return streamed.load(gl.SliceLayout(0, cfg.S))[None, :]
     elif WHICH == 0:
         return own.lse[:, None]
     else:
@@ -481,7 +481,7 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
                 for g in range(job.repeats()):
                     acc, i = fold_scores(pipes, job, place, filling, a0, a1, own, acc, i, g)
             at = shape.coord(place.batch, place.head, place.start, place.length, place.row)
-            slot = pipes.a0.slots.index(filling % 2)
+            slot = pipes.a0.tile(filling)
             store_tile(out_desc, at, slot, (acc * job.factor).to(out_desc.dtype))
             store_wait(0)
             pipes.a0.release(filling)  # and a1: both are loaded together

@@ -58,6 +58,11 @@ class Ring:
         return slot.reshape([slot.shape[-2], slot.shape[-1]])
 
     @gluon.jit
+    def tile(self, i):
+        """The i-th filling, as a descriptor loads or stores it."""
+        return self.slots.index(i % self.num_stages)
+
+    @gluon.jit
     def steady_slot(self, i, turn):
         """The i-th filling in a loop over `turn`, at an address that the compiler cannot know to be
         the same for all turns: it would keep the descriptor of every 16 columns in registers across

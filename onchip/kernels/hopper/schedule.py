@@ -58,7 +58,7 @@ class Shape:
 
     @gluon.jit
     def coord(self, batch, head, first, length, row):
-        """Where a tile lies for TMA. Packed descriptors are ragged: see forward._descriptor."""
+        """Where a tile lies for TMA. Packed descriptors are ragged: see tensors.descriptor."""
         if self.PACKED:
             far: gl.constexpr = 1 << 30
             return [far, first + length, head, far - length + row, 0]
