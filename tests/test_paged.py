@@ -1,11 +1,15 @@
 """Pages: attention through a page table equals attention over the gathered cache."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
 import onchip
 from onchip import library, paged
 from onchip.problem import DeviceInfo, Options, Problem, Tensors
+from onchip.testing import make_packed, make_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -226,3 +230,46 @@ def test_hopper_refuses_pages_in_a_sentence():
 
     problem = Problem(1, 1, 64, 4, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.1, page_size=16)
     assert "pages" in entry.supports(problem, DeviceInfo("cuda", "H200", (9, 0)))
+
+
+@pytest.mark.gpu
+class TestGraphs:
+    """One graph of calls of several shapes, one after another: the scratch memory of a call is that
+    of the next, and each kernel may be launched while its predecessor still runs.
+    """
+
+    HEADS = ((32, 8), (8, 8), (12, 2))
+    LENGTHS = ([16_000], [4096, 1, 700, 2049], [100] * 40)
+
+    def calls(self):
+        """Functions () -> (out, lse), and with them all that they read: a graph owns nothing."""
+        for i, (lengths, (heads, kv_heads)) in enumerate(product(self.LENGTHS, self.HEADS)):
+            page_size, sizes = (1, 16, 256)[i % 3], {"num_heads": heads, "num_kv_heads": kv_heads}
+            seqlen_q = 1 + i % 2
+            packed = make_packed(
+                [seqlen_q] * len(lengths), lengths, dtype=torch.bfloat16, device="cuda",
+                head_dim=128, seed=i, **sizes,
+            )  # fmt: skip
+            pages = make_pages(packed.k, packed.v, packed.cu_seqlens_k, page_size)
+            q = packed.q.unflatten(0, (-1, seqlen_q))
+            options = {"return_lse": True, "deterministic": i % 4 == 3}
+            yield partial(onchip.paged_attention, q, *pages, **options)
+            dense = (x[None, : lengths[0]] for x in (packed.k, packed.v))
+            yield partial(onchip.attention, q[:1], *dense, causal=True, **options)
+
+    def test_replays_give_the_bits_of_eager_calls(self):
+        calls = list(self.calls())
+        expected = [call() for call in calls]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [calls[i % len(calls)]() for i in range(20)]
+        for replay in range(200):
+            if replay % 20 == 0:
+                [x.fill_(float("nan")) for pair in captured for x in pair]
+                torch.cuda.empty_cache()  # what somebody let go of too early is unmapped here
+            graph.replay()
+            again = calls[replay % len(calls)]()  # eager calls in between take no part in it
+            assert all(map(torch.equal, again, expected[replay % len(calls)]))
+            if replay % 20 in (0, 19):
+                for i, pair in enumerate(captured):
+                    assert all(map(torch.equal, pair, expected[i % len(calls)])), (replay, i)
