@@ -65,6 +65,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts of it alone")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.set_defaults(run=_bench)
@@ -150,6 +151,7 @@ def _bench(args: argparse.Namespace) -> int:
     drawn = (*plots.BENCHES, *bench.REPORTS)
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
+    _check_parts(args.name, args.only, getattr(module, "PARTS", ()))
     for path in filter(None, (args.json, args.plot)):
         _check_writable(path)
     console = Console()
@@ -162,6 +164,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     session = harness.Session(args.quick, args.threads, keep=keep)
     session.seqlens, session.head_dims, session.flex = args.seqlens, args.head_dims, args.flex
+    session.only = args.only
     session.say = lambda sentence: console.print(
         sentence, markup=False, highlight=False, soft_wrap=True
     )
@@ -173,9 +176,17 @@ def _bench(args: argparse.Namespace) -> int:
         report.print_report(console, session.rows, args.plot)
     elif args.plot:
         plots.draw(harness.document(session.rows, session.where), args.plot)
-    verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
+    bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
+    verdicts = [] if args.quick else harness.judge(session.rows, bars)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
+
+
+def _check_parts(name: str, asked: Sequence[str], parts: Sequence[str]) -> None:
+    for part in asked:
+        if part not in parts:
+            known = f"choose from: {', '.join(parts)}" if parts else "it has none"
+            raise ValueError(f"{name} has no part {part!r}; {known}")
 
 
 def _tune(args: argparse.Namespace) -> int:
