@@ -232,6 +232,26 @@ def test_hopper_refuses_pages_in_a_sentence():
     assert "pages" in entry.supports(problem, DeviceInfo("cuda", "H200", (9, 0)))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("batch", [44, 150])
+def test_deterministic_calls_give_a_sequence_the_same_bits_in_any_company(batch, seqlen_q, device):
+    """Also across the sizes at which a kernel counts its batch or fills its device otherwise."""
+    lengths = [3 + (97 * b) % (900 if device == "cpu" else 9000) for b in range(batch)]
+    packed = make_packed(
+        [seqlen_q] * batch, lengths, dtype=torch.bfloat16, device=device,
+        num_heads=8, num_kv_heads=4, head_dim=32,
+    )  # fmt: skip
+    k_pages, v_pages, table, seqlens = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
+    q = packed.q.unflatten(0, (batch, seqlen_q))
+    call = lambda rows: onchip.paged_attention(
+        q[rows], k_pages, v_pages, table[rows], seqlens[rows], deterministic=True, return_lse=True
+    )
+    together = call(slice(None))
+    for rows in (slice(0, 1), slice(43, 44), slice(7, 9), slice(0, 33), slice(1, batch)):
+        assert all(torch.equal(a[rows], b) for a, b in zip(together, call(rows), strict=True))
+
+
 @pytest.mark.gpu
 class TestGraphs:
     """One graph of calls of several shapes, one after another: the scratch memory of a call is that
