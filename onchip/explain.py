@@ -118,6 +118,8 @@ def explain(
     packed and paged calls the lengths are read, for which it waits.
     """
     if page_table is not None or cache_seqlens is not None:
+        if cu_seqlens_k is not None or max_seqlen_k is not None:
+            raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
         return _explain_paged(tables, max_seqlen_q, kernel, options)
     packing = None
@@ -180,6 +182,8 @@ def _explain_paged(
         raise TypeError(f"paged_attention() has no option {next(iter(options))!r}")
     if shared is not None and x.cu_seqlens_q is not None:
         max_seqlen_q = max(shared.lengths_q, default=0) if max_seqlen_q is None else max_seqlen_q
+    if torch.are_deterministic_algorithms_enabled():
+        scalars = scalars._replace(deterministic=True)
     problem = paged.describe(x, scalars, max_seqlen_q)
     paged.check_values(problem, x)
     lengths = _lengths(problem, x)
