@@ -174,21 +174,11 @@ def _explain_paged(
     x: Tensors, max_seqlen_q: int | None, kernel: str | None, options: dict
 ) -> Explanation:
     shared = options.pop("plan", None)
-    scalars = _scalars(options, causal=True)
-    x = x._replace(
-        **{n: options.pop(n) for n in ("alibi_slopes", "sinks", "tree_mask") if n in options}
-    )
-    if options:
-        raise TypeError(f"paged_attention() has no option {next(iter(options))!r}")
-    if shared is not None and x.cu_seqlens_q is not None:
-        max_seqlen_q = max(shared.lengths_q, default=0) if max_seqlen_q is None else max_seqlen_q
-    if torch.are_deterministic_algorithms_enabled():
-        scalars = scalars._replace(deterministic=True)
-    problem = paged.describe(x, scalars, max_seqlen_q)
-    paged.check_values(problem, x)
+    if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
+    problem, x = _pose_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
-    parts = [_part(problem, *pair) for pair in lengths]
-    found = _explanation(problem, x, parts, kernel)
+    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel)
     pages = _pages(problem, x, lengths, found.plan.kernel)
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
@@ -196,6 +186,19 @@ def _explain_paged(
         shared = _plan(problem, x, lengths)
     sharing = None if shared is None else _sharing(shared, x, [n for _, n in lengths])
     return found._replace(pages=pages, sharing=sharing)
+
+
+def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
+    given = {n: options.pop(n) for n in ("alibi_slopes", "sinks", "tree_mask") if n in options}
+    foreign = [name for name in options if name == "dropout_p" or name not in Options._fields]
+    if foreign:
+        raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
+    scalars, x = _scalars(options, causal=True), x._replace(**given)
+    if torch.are_deterministic_algorithms_enabled():
+        scalars = scalars._replace(deterministic=True)
+    problem = paged.describe(x, scalars, max_seqlen_q)
+    paged.check_values(problem, x)
+    return problem, x
 
 
 def _lengths(problem: Problem, x: Tensors) -> list[tuple[int, int]]:

@@ -147,10 +147,15 @@ def _in_turns(session: Session, jobs: abc.Sequence[Job]) -> list[list[float]]:
 
 def _work(device: torch.device, duration_s: float) -> Job:
     """Products of matrices that take about as long."""
-    x = torch.randn(WORK, WORK, device=device, dtype=torch.bfloat16)
-    once = min(seconds(lambda: [x @ x for _ in range(20)], device) for _ in range(3)) / 20
-    times = max(1, round(duration_s / once))
-    return lambda: [x @ x for _ in range(times)]
+    x, y = torch.randn(2, WORK, WORK, device=device, dtype=torch.bfloat16)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(x, x, out=y)
+
+    multiply(1)
+    once = min(seconds(lambda: multiply(20), device) for _ in range(3)) / 20
+    return lambda: multiply(max(1, round(duration_s / once)))
 
 
 def _beside_row(case: Case, longer: float) -> Row:
