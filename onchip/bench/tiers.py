@@ -128,7 +128,8 @@ def swap(session: Session, num_tokens: int = SWAPPED, num_layers: int = LAYERS) 
     work = _work(session.device, statistics.median(out))
     together = lambda: swapper.swap_out(work)
     beside, busy, _ = _in_turns(session, [together, work, swapper.swap_in])
-    case = Case("swap", "pages of 16", torch.bfloat16, HEAD_DIM, num_tokens, 1, HEADS, way="host")
+    size = (HEAD_DIM, num_tokens, 1, KV_HEADS)
+    case = Case("swap", "pages of 16", torch.bfloat16, *size, way="host")
     return [
         _copy_row(case, "swap out", (swapper.num_bytes, out), (LINK_BYTES, copied_out)),
         _copy_row(case, "swap in", (swapper.num_bytes, into), (LINK_BYTES, copied_in)),
