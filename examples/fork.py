@@ -185,8 +185,9 @@ class Watch:
 def main() -> None:
     console, model = Console(highlight=False), Decoder()
     prompt = [(7 * i) % Decoder.vocabulary for i in range(21)]
-    console.print("Four continuations of 21 tokens, in pages of 8. A page is held by", end="")
-    console.print(*(f"[{c}] {n}[/]" for n, c in COLOURS.items()), sep=",", end=".\n\n")
+    console.print("Four continuations of 21 tokens, in pages of 8. 3×2 is page 3, which 2 of")
+    console.print("them hold; the colours of", end="")
+    console.print(*(f"[{c}] {n}[/]" for n, c in COLOURS.items()), sep=",", end=" holders.\n\n")
     for name, run in (("Parallel sampling", sample), ("Beam search", search)):
         watch = Watch(new_cache(), console)
         console.rule(name)

@@ -65,6 +65,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
     p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
     p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    p.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts of it alone")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.set_defaults(run=_bench)
@@ -98,6 +99,8 @@ def _add_explain(commands) -> None:
     p.add_argument("--softcap", type=float, default=0.0)
     p.add_argument("--dropout", type=float, default=0.0, metavar="P")
     p.add_argument("--stats", action="store_true", help="ask for max logit and entropy per row")
+    p.add_argument("--page-size", type=_positive, help="keys in pages of so many slots, causal")
+    p.add_argument("--shared", type=int, default=0, help="keys that all sequences share, in pages")
     p.add_argument("--kernel", help="ask for this kernel by name")
     p.set_defaults(run=_explain)
 
@@ -148,6 +151,7 @@ def _bench(args: argparse.Namespace) -> int:
     drawn = (*plots.BENCHES, *bench.REPORTS)
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
+    _check_parts(args.name, args.only, getattr(module, "PARTS", ()))
     for path in filter(None, (args.json, args.plot)):
         _check_writable(path)
     console = Console()
@@ -160,6 +164,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     session = harness.Session(args.quick, args.threads, keep=keep)
     session.seqlens, session.head_dims, session.flex = args.seqlens, args.head_dims, args.flex
+    session.only = args.only
     session.say = lambda sentence: console.print(
         sentence, markup=False, highlight=False, soft_wrap=True
     )
@@ -171,9 +176,17 @@ def _bench(args: argparse.Namespace) -> int:
         report.print_report(console, session.rows, args.plot)
     elif args.plot:
         plots.draw(harness.document(session.rows, session.where), args.plot)
-    verdicts = [] if args.quick else harness.judge(session.rows, module.BARS)
+    bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
+    verdicts = [] if args.quick else harness.judge(session.rows, bars)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
+
+
+def _check_parts(name: str, asked: Sequence[str], parts: Sequence[str]) -> None:
+    for part in asked:
+        if part not in parts:
+            known = f"choose from: {', '.join(parts)}" if parts else "it has none"
+            raise ValueError(f"{name} has no part {part!r}; {known}")
 
 
 def _tune(args: argparse.Namespace) -> int:
@@ -201,27 +214,37 @@ def _tune(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     dtype, device = DTYPES[args.dtype], _device(args.device)
 
-    def tensor(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
+    def tensor(*shape: int) -> torch.Tensor:
         # One row seen through strides of zero: a question about any size costs nothing.
-        return torch.empty(head_dim, dtype=dtype, device=device).expand(
-            args.batch, seqlen, heads, head_dim
-        )
+        return torch.empty(shape[-1], dtype=dtype, device=device).expand(shape)
 
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
-    print(
-        onchip.explain(
-            tensor(args.seqlen, args.heads, args.head_dim),
-            tensor(seqlen_k, kv_heads, args.head_dim),
-            tensor(seqlen_k, kv_heads, args.head_dim_v or args.head_dim),
-            causal=args.causal,
-            window_size=_window(args.window),
-            softcap=args.softcap,
-            dropout_p=args.dropout,
-            return_stats=args.stats,
-            kernel=args.kernel,
-        )
-    )
+    q = tensor(args.batch, args.seqlen, args.heads, args.head_dim)
+    options = {"causal": args.causal, "window_size": _window(args.window), "softcap": args.softcap}
+    options |= {"return_stats": args.stats, "kernel": args.kernel}
+    if args.page_size:
+        tables = _page_tables(args.batch, seqlen_k, args.page_size, args.shared)
+        keys, options["causal"] = (int(tables[0].max()) + 1, args.page_size), True
+        tables = tuple(t.to(device) for t in tables)
+    else:
+        keys, tables = (args.batch, seqlen_k), ()
+        options["dropout_p"] = args.dropout
+    k = tensor(*keys, kv_heads, args.head_dim)
+    v = tensor(*keys, kv_heads, args.head_dim_v or args.head_dim)
+    print(onchip.explain(q, k, v, *tables, **options))
     return 0
+
+
+def _page_tables(
+    batch: int, seqlen_k: int, page_size: int, shared: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(page_table, cache_seqlens) of sequences whose first `shared` keys are the same pages."""
+    if not 0 <= shared <= seqlen_k:
+        raise ValueError(f"--shared {shared} must lie between 0 and the {seqlen_k} keys")
+    width = -(-seqlen_k // page_size)
+    table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+    table[:, : shared // page_size] = table[0, : shared // page_size]
+    return table, torch.full((batch,), seqlen_k, dtype=torch.int32)
 
 
 def _doctor(args: argparse.Namespace) -> int:

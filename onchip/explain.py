@@ -1,14 +1,50 @@
 """Which kernel serves a call and why each other one does not, with the operations and bytes the
-call cannot avoid.
+call cannot avoid; of a paged call also the pages it reads, how their keys are split over programs,
+and what reading shared pages once would save.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from onchip.dispatch import Plan, plan
+from onchip import paged
+from onchip.dispatch import Plan, kernel_module, plan
+from onchip.fold import cascade
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
+
+MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
+
+
+class Pages(NamedTuple):
+    """What a call reads through its page table."""
+
+    page_size: int
+    read: int  # a page counts once for every sequence that reads it
+    distinct: int
+    left_behind: int  # of the sequences, but before their windows
+    gathered_bytes: int  # keys and values that are copied first, if the kernel reads no pages
+
+
+class Splits(NamedTuple):
+    """How the keys of a sequence are cut, so that enough programs share the work."""
+
+    counts: tuple[int, ...]  # splits of each sequence
+    programs: int  # that have work to do
+    tile_n: int  # keys that a program takes at a time
+    scratch_bytes: int  # states of splits, written and read back
+    why: str
+
+
+class Sharing(NamedTuple):
+    """The same call as a cascade: bytes of keys, values and partial results."""
+
+    plan: cascade.Plan
+    plain_bytes: int
+    cascade_bytes: int
 
 
 class Explanation(NamedTuple):
@@ -18,28 +54,56 @@ class Explanation(NamedTuple):
     flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # what standard attention would allocate for S alone
+    bandwidth: float | None = None  # of the device's memory in bytes a second, where it tells
+    pages: Pages | None = None
+    splits: Splits | None = None
+    sharing: Sharing | None = None
+
+    @property
+    def least_us(self) -> float | None:
+        """Microseconds that memory alone needs; None where it is unknown or not what counts."""
+        if self.bandwidth is None or self.flops > MEMORY_BOUND * self.min_bytes:
+            return None
+        scratch_bytes = self.splits.scratch_bytes if self.splits else 0
+        return (self.min_bytes + scratch_bytes) / self.bandwidth * 1e6
 
     def __str__(self) -> str:
         p = self.problem
         where = self.device.name or self.device.type
+        keys = f"up to {p.seqlen_k} keys in pages" if self.pages else f"{p.seqlen_k} keys"
+        backward = "" if self.pages else f", {2.5 * self.flops:.3e} backward"
         lines = [
-            f"attention of {p.batch} x {p.seqlen_q} queries over {p.seqlen_k} keys on {where}",
+            f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
             f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}",
             f"  served by   {self.plan.kernel}",
             *(f"  not by      {name}: {reason}" for name, reason in self.plan.reasons.items()),
-            f"  flops       {self.flops:.3e} forward, {2.5 * self.flops:.3e} backward",
+            f"  flops       {self.flops:.3e} forward{backward}",
             f"  min bytes   {human_bytes(self.min_bytes)}, "
             f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
             f"  not stored  {human_bytes(self.scores_bytes)} of scores",
+            *(f"  {title:<11} {text}" for title, text in self._paged_lines()),
         ]
         return "\n".join(lines)
+
+    def _paged_lines(self) -> Iterator[tuple[str, str]]:
+        if self.pages is not None:
+            yield from _page_lines(self.pages, self.plan.kernel)
+        if self.splits is not None:
+            yield from _split_lines(self.splits)
+        if self.least_us is not None and self.bandwidth is not None:
+            rate = f"memory at {self.bandwidth / 1e12:.3g} TB/s"
+            yield "time", f"at least {self.least_us:.1f} us: {rate}"
+        if self.sharing is not None:
+            yield from _sharing_lines(self.sharing)
 
 
 def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    page_table: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -49,26 +113,43 @@ def explain(
     return_lse: bool = False,
     **options: object,
 ) -> Explanation:
-    """What attention() (with cu_seqlens: varlen_attention()) would do with the same arguments.
-    Nothing is computed.
+    """What attention() (with cu_seqlens: varlen_attention(); with page_table: paged_attention(),
+    and with plan: cascade_attention()) would do with the same arguments. Nothing is computed; of
+    packed and paged calls the lengths are read, for which it waits.
     """
+    if page_table is not None or cache_seqlens is not None:
+        if cu_seqlens_k is not None or max_seqlen_k is not None:
+            raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
+        tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
+        return _explain_paged(tables, max_seqlen_q, kernel, options)
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    scalars = {n: options.pop(n) for n in Options._fields if n in options}
-    problem, x = pose(q, k, v, Options(**scalars), Extras(**options), packing)
-    device = device_info(q.device)
-    parts = _dense_parts(problem, x)
-    flops = sum(p.flops for p in parts)
-    if x.mask is not None:
-        flops = min(flops, round(x.mask.density() * sum(p.all_flops for p in parts)))
+    problem, x = pose(q, k, v, _scalars(options), Extras(**options), packing)
+    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel)
+    if x.mask is None:
+        return explanation
+    dense = sum(p.all_flops for p in _dense_parts(problem, x))
+    return explanation._replace(flops=min(explanation.flops, round(x.mask.density() * dense)))
+
+
+def _scalars(options: dict, **defaults: object) -> Options:
+    """The scalar options, taken out of the rest."""
+    return Options(**defaults | {n: options.pop(n) for n in Options._fields if n in options})
+
+
+def _explanation(
+    problem: Problem, x: Tensors, parts: list[Problem], kernel: str | None
+) -> Explanation:
+    device = device_info(x.q.device)
     return Explanation(
         problem,
         device,
         plan(problem, device, kernel),
-        flops,
+        sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
+        bandwidth=_bandwidth(x.q.device),
     )
 
 
@@ -78,6 +159,208 @@ def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
         return [problem]
     lengths = zip(x.cu_seqlens_q.diff().tolist(), x.cu_seqlens_k.diff().tolist(), strict=True)
     return [problem._replace(batch=1, seqlen_q=a, seqlen_k=b, packed=False) for a, b in lengths]
+
+
+def _bandwidth(device: torch.device) -> float | None:
+    """Two transfers a clock over the width of the bus."""
+    if device.type != "cuda":
+        return None
+    about = torch.cuda.get_device_properties(device)
+    kilohertz = getattr(about, "memory_clock_rate", 0)
+    return 2e3 * kilohertz * getattr(about, "memory_bus_width", 0) / 8 or None
+
+
+def _explain_paged(
+    x: Tensors, max_seqlen_q: int | None, kernel: str | None, options: dict
+) -> Explanation:
+    shared = options.pop("plan", None)
+    if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
+        max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
+    problem, x = _pose_paged(x, max_seqlen_q, options)
+    lengths = _lengths(problem, x)
+    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel)
+    pages = _pages(problem, x, lengths, found.plan.kernel)
+    if found.plan.kernel == "triton":
+        found = found._replace(splits=_splits(problem, x, lengths))
+    if shared is None and pages.distinct < pages.read and _cascades(problem):
+        shared = _plan(problem, x, lengths)
+    sharing = None if shared is None else _sharing(shared, x, [n for _, n in lengths])
+    return found._replace(pages=pages, sharing=sharing)
+
+
+def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
+    given = {n: options.pop(n) for n in ("alibi_slopes", "sinks", "tree_mask") if n in options}
+    foreign = [name for name in options if name == "dropout_p" or name not in Options._fields]
+    if foreign:
+        raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
+    scalars, x = _scalars(options, causal=True), x._replace(**given)
+    if torch.are_deterministic_algorithms_enabled():
+        scalars = scalars._replace(deterministic=True)
+    problem = paged.describe(x, scalars, max_seqlen_q)
+    paged.check_values(problem, x)
+    return problem, x
+
+
+def _lengths(problem: Problem, x: Tensors) -> list[tuple[int, int]]:
+    """(seqlen_q, seqlen_k) of every sequence."""
+    seqlens = x.cache_seqlens.tolist()
+    queries = (
+        x.cu_seqlens_q.diff().tolist() if problem.packed else [problem.seqlen_q] * len(seqlens)
+    )
+    return list(zip(queries, seqlens, strict=True))
+
+
+def _part(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
+    """One sequence as a dense call over the keys that its window leaves."""
+    seen = seqlen_k - _first_key(problem, seqlen_q, seqlen_k)
+    return problem._replace(batch=1, seqlen_q=seqlen_q, seqlen_k=seen, packed=False, page_size=0)
+
+
+def _first_key(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
+    left = problem.window_size[0]
+    return 0 if left is None else max(0, seqlen_k - seqlen_q - left)
+
+
+def _pages(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], kernel: str) -> Pages:
+    size = problem.page_size
+    rows, read, left_behind = x.page_table.tolist(), [], 0
+    for row, (seqlen_q, seqlen_k) in zip(rows, lengths, strict=True):
+        first = _first_key(problem, seqlen_q, seqlen_k) // size
+        read += row[first : -(-seqlen_k // size)]
+        left_behind += first
+    gathered = 0
+    if not getattr(kernel_module(kernel), "READS_PAGES", False):
+        gathered = sum(n for _, n in lengths) * _token_bytes(problem)
+    return Pages(size, len(read), len(set(read)), left_behind, gathered)
+
+
+def _token_bytes(problem: Problem) -> int:
+    dims = problem.head_dim + problem.head_dim_v
+    return problem.num_kv_heads * dims * problem.dtype.itemsize
+
+
+def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
+    shared = pages.read - pages.distinct
+    text = f"{pages.read} of {pages.page_size} slots"
+    text += f", {shared} of these reads repeat another's" if shared else ""
+    text += f"; {pages.left_behind} left behind by the window" if pages.left_behind else ""
+    yield "pages", text
+    if pages.gathered_bytes:
+        yield "gathered", f"{human_bytes(pages.gathered_bytes)} first: {kernel} reads no pages"
+
+
+def _splits(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
+    """What kernels/triton/splits.py will do on the device with these lengths."""
+    decode, launch = (import_module(f"onchip.kernels.triton.{n}") for n in ("decode", "launch"))
+    processors = decode.num_processors(x.q.device)
+    config = decode.config_of(problem, launch.Call.of(problem, x), processors)
+    launched = decode.plan_launch(problem, x.q.shape[-3], config, processors)
+    cut = lambda f: [f(problem, *pair, config) for pair in lengths]
+    tiles_q, tiles = cut(_tiles_q), cut(_tiles)
+    counts = count_splits(launched.cut, tiles_q, tiles)
+    units = [a * b for a, b in zip(tiles_q, counts, strict=True)]
+    slots = sum(n for n, count in zip(units, counts, strict=True) if count > 1)
+    row_bytes = 4 * (problem.head_dim_v + 1)  # out and lse in fp32
+    return Splits(
+        tuple(counts),
+        sum(units) * problem.num_kv_heads,
+        config.tile_n,
+        2 * slots * problem.num_kv_heads * launched.part_rows * row_bytes,
+        _why(problem, launched.cut, config.tile_n, processors, sum(tiles)),
+    )
+
+
+def _tiles_q(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:
+    return -(-seqlen_q * problem.group_size // config.tile_m)
+
+
+def _tiles(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:
+    first = _first_key(problem, seqlen_q, seqlen_k) // config.tile_n
+    return -(-seqlen_k // config.tile_n) - first
+
+
+def count_splits(
+    cut: tuple[int | None, int | None, int | None], tiles_q: Sequence[int], tiles: Sequence[int]
+) -> list[int]:
+    """Splits of each sequence, which has tiles_q tiles of queries and `tiles` of keys. cut: units,
+    least and fixed as kernels/triton/splits.py explains them.
+    """
+    units, least, fixed = cut
+    if units is None or least is None:
+        return [1] * len(tiles)
+    work = sum(a * b for a, b in zip(tiles_q, tiles, strict=True))
+    even = max(-(-work // units), least)
+    most: Callable[[int, int], int] = lambda a, n: even if fixed is None else n if a > 1 else fixed
+    per = [_tiles_of_a_split(n, max(1, most(a, n))) for a, n in zip(tiles_q, tiles, strict=True)]
+    return [max(1, -(-n // each)) for n, each in zip(tiles, per, strict=True)]
+
+
+def _tiles_of_a_split(tiles: int, most: int) -> int:
+    return max(1, -(-tiles // max(1, -(-tiles // most))))
+
+
+def _why(problem: Problem, cut: tuple, tile_n: int, processors: int, tiles: int) -> str:
+    units, least, fixed = cut
+    if problem.return_stats:
+        return "statistics of rows cannot be merged"
+    if units is None:
+        return f"{problem.seqlen_k} keys at most are not worth a merge"
+    if fixed is not None:
+        return f"every {fixed * tile_n} keys, whatever else is in the batch (deterministic)"
+    share = f"{tiles} tiles of {tile_n} keys for {units} programs a key head"
+    return f"{share} ({processors} processors), {least * tile_n} keys each at least"
+
+
+def _split_lines(splits: Splits) -> Iterator[tuple[str, str]]:
+    low, high = min(splits.counts, default=1), max(splits.counts, default=1)
+    each = f"{low}" if low == high else f"{low} to {high}"
+    yield "splits", f"{each} of a sequence, {splits.programs} programs: {splits.why}"
+    if splits.scratch_bytes:
+        yield "merged", f"{human_bytes(splits.scratch_bytes)} of partial results, there and back"
+
+
+def _cascades(problem: Problem) -> bool:
+    """Whether cascade_attention takes such a call."""
+    window = problem.window_size != (None, None)
+    return not (window or problem.has_alibi or problem.return_stats)
+
+
+def _plan(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> cascade.Plan | None:
+    """None where the queries are not all in the cache: such tables cannot be shared."""
+    if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
+        return None
+    model = cascade.traffic(x.q, x.k, x.v)
+    offsets = [0]
+    for seqlen_q, _ in lengths:
+        offsets.append(offsets[-1] + seqlen_q)
+    tables = x.page_table.cpu(), [n for _, n in lengths]
+    return cascade.plan(*tables, problem.page_size, model, cu_seqlens_q=offsets)
+
+
+def _sharing(shared: cascade.Plan, x: Tensors, lengths: Sequence[int]) -> Sharing:
+    model, size = cascade.traffic(x.q, x.k, x.v), shared.page_size
+    plain = sum(-(-n // size) for n in lengths)
+    own = plain - sum(shared.shared)
+    runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
+    queries = [sum(shared.lengths_q[b] for g in x.groups for b in g.members) for x in shared.levels]
+    partials = sum(queries) * model.query_bytes
+    partials += sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    return Sharing(shared, plain * model.page_bytes, (own + runs) * model.page_bytes + partials)
+
+
+def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
+    if not sharing.plan.levels:
+        yield "cascade", "no level of shared pages saves as much as it costs"
+        return
+    before, after = sharing.plain_bytes, sharing.cascade_bytes
+    less = f"{before / max(1, after):.1f}x less"
+    yield "cascade", f"{human_bytes(before)} as one call, {human_bytes(after)} shared: {less}"
+    for number, level in enumerate(sharing.plan.levels, 1):
+        members = sum(len(g.members) for g in level.groups)
+        pages = sum(g.stop - g.start for g in level.groups)
+        groups = "1 group" if len(level.groups) == 1 else f"{len(level.groups)} groups"
+        read = f"{members} sequences in {groups} read {pages} pages"
+        yield f"level {number}", f"{read}, saves {human_bytes(level.saved_bytes)}"
 
 
 def human_bytes(num_bytes: int) -> str:

@@ -97,6 +97,16 @@ def test_explain_passes_every_option_on(monkeypatch):
     assert (q.stride(-1), v.stride(-1)) == (1, 1)
 
 
+def test_explain_lays_keys_into_pages(capsys):
+    size = ["--batch", "64", "--seqlen", "1", "--seqlen-k", "8448", "--heads", "32"]
+    size += ["--kv-heads", "8", "--head-dim", "128", "--dtype", "bf16", "--device", "cpu"]
+    assert run("explain", *size, "--page-size", "16", "--shared", "8192") == 0
+    out = capsys.readouterr().out
+    assert "33792 of 16 slots" in out and "64 sequences in 1 group read 512 pages" in out
+    assert run("explain", "--page-size", "16", "--seqlen-k", "9", "--shared", "10") == 2
+    assert "--shared 10 must lie between 0 and the 9 keys" in capsys.readouterr().err
+
+
 def test_a_broken_pipe_is_no_traceback():
     command = f"{sys.executable} -m onchip doctor | head -n 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)

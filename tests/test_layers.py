@@ -24,7 +24,7 @@ LAW = {
     "paged": {"problem", "masks", "kernels.leaf"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
-    "explain": {"problem", "dispatch", "ops"},
+    "explain": {"problem", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache"},

@@ -1,11 +1,15 @@
 """Pages: attention through a page table equals attention over the gathered cache."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 
 import onchip
 from onchip import library, paged
 from onchip.problem import DeviceInfo, Options, Problem, Tensors
+from onchip.testing import make_packed, make_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -226,3 +230,66 @@ def test_hopper_refuses_pages_in_a_sentence():
 
     problem = Problem(1, 1, 64, 4, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.1, page_size=16)
     assert "pages" in entry.supports(problem, DeviceInfo("cuda", "H200", (9, 0)))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("batch", [44, 150])
+def test_deterministic_calls_give_a_sequence_the_same_bits_in_any_company(batch, seqlen_q, device):
+    """Also across the sizes at which a kernel counts its batch or fills its device otherwise."""
+    lengths = [3 + (97 * b) % (900 if device == "cpu" else 9000) for b in range(batch)]
+    packed = make_packed(
+        [seqlen_q] * batch, lengths, dtype=torch.bfloat16, device=device,
+        num_heads=8, num_kv_heads=4, head_dim=32,
+    )  # fmt: skip
+    k_pages, v_pages, table, seqlens = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
+    q = packed.q.unflatten(0, (batch, seqlen_q))
+    call = lambda rows: onchip.paged_attention(
+        q[rows], k_pages, v_pages, table[rows], seqlens[rows], deterministic=True, return_lse=True
+    )
+    together = call(slice(None))
+    for rows in (slice(0, 1), slice(43, 44), slice(7, 9), slice(0, 33), slice(1, batch)):
+        assert all(torch.equal(a[rows], b) for a, b in zip(together, call(rows), strict=True))
+
+
+@pytest.mark.gpu
+class TestGraphs:
+    """One graph of calls of several shapes, one after another: the scratch memory of a call is that
+    of the next, and each kernel may be launched while its predecessor still runs.
+    """
+
+    HEADS = ((32, 8), (8, 8), (12, 2))
+    LENGTHS = ([16_000], [4096, 1, 700, 2049], [100] * 40)
+
+    def calls(self):
+        """Functions () -> (out, lse), and with them all that they read: a graph owns nothing."""
+        for i, (lengths, (heads, kv_heads)) in enumerate(product(self.LENGTHS, self.HEADS)):
+            page_size, sizes = (1, 16, 256)[i % 3], {"num_heads": heads, "num_kv_heads": kv_heads}
+            seqlen_q = 1 + i % 2
+            packed = make_packed(
+                [seqlen_q] * len(lengths), lengths, dtype=torch.bfloat16, device="cuda",
+                head_dim=128, seed=i, **sizes,
+            )  # fmt: skip
+            pages = make_pages(packed.k, packed.v, packed.cu_seqlens_k, page_size)
+            q = packed.q.unflatten(0, (-1, seqlen_q))
+            options = {"return_lse": True, "deterministic": i % 4 == 3}
+            yield partial(onchip.paged_attention, q, *pages, **options)
+            dense = (x[None, : lengths[0]] for x in (packed.k, packed.v))
+            yield partial(onchip.attention, q[:1], *dense, causal=True, **options)
+
+    def test_replays_give_the_bits_of_eager_calls(self):
+        calls = list(self.calls())
+        expected = [call() for call in calls]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = [calls[i % len(calls)]() for i in range(20)]
+        for replay in range(200):
+            if replay % 20 == 0:
+                [x.fill_(float("nan")) for pair in captured for x in pair]
+                torch.cuda.empty_cache()  # what somebody let go of too early is unmapped here
+            graph.replay()
+            again = calls[replay % len(calls)]()  # eager calls in between take no part in it
+            assert all(map(torch.equal, again, expected[replay % len(calls)]))
+            if replay % 20 in (0, 19):
+                for i, pair in enumerate(captured):
+                    assert all(map(torch.equal, pair, expected[i % len(calls)])), (replay, i)

@@ -18,7 +18,7 @@ BENCHES = {
     "peak": "GPU: the most memory that a call holds, 1k to 1M tokens",
     "versions": "GPU: FlashAttention v1 to v4 as examples/versions writes them, side by side",
     "ablation": "GPU: from v2 to v4 one idea at a time: what each of them buys",
-    "paged": "GPU: decoding over a cache in pages and in one piece, page sizes, skewed batches",
+    "paged": "GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }

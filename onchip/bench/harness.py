@@ -170,8 +170,9 @@ class Session:
 
     tell(title, done) moves the progress bar, keep(row) gets every row as soon as it is measured,
     say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
-    of a GPU benchmark, flex asks for FlexAttention there. watch(start) tells the clocks since then,
-    where what the results file says about the machine, if that is not the CPU.
+    of a GPU benchmark, only among its PARTS where it has them, flex asks for FlexAttention there.
+    watch(start) tells the clocks since then, where what the results file says about the machine, if
+    that is not the CPU.
     """
 
     quick: bool = False
@@ -184,6 +185,7 @@ class Session:
     say: Callable[[str], None] = lambda sentence: None
     seqlens: Sequence[int] = ()
     head_dims: Sequence[int] = ()
+    only: Sequence[str] = ()
     flex: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[float], dict[str, Any]] = lambda start: {}

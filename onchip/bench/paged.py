@@ -3,7 +3,9 @@
 "decode" rows read the cache through a page table, "decode dense" rows as one tensor; both against
 the dense kernels of SDPA on the same numbers. "page size" rows are ours against ours with pages of
 256 slots; "decode MHA" has as many key heads as query heads; "decode skewed" is one long sequence
-among short ones. A value is the keys and values of a call over its time; `page_size` is a column.
+among short ones. "cascade" rows read a prefix once for all sequences that share it, against one
+call that reads it for each. A value is the keys and values of a call over its time, of a cascade
+its time; `page_size` is a column. tiers.py has the rows about prefixes, swapping and offloading.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,19 +16,24 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip.bench import gpu, peers
+from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Inaccurate, Row, Session, worst_cell
+from onchip.fold import cascade
 from onchip.testing import assert_accurate, oracle, rmse
 
 CELLS = ((1, 16384), (1, 131072), (16, 4096), (64, 4096), (128, 8192))  # (batch, keys)
 PAGE_SIZE, LARGEST = 16, 256
-PAGE_SIZES = (1, 2, 8, 16, 64)
+PAGE_SIZES = (1, 8, 16, 64)
 MHA = (64, 2048, 8)  # batch, keys, page_size
 SKEWED = (131072, *[1024] * 63)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CHECKED = 4  # sequences of a batch that fp64 judges
+PREFIXES = ((64, 8192, 256), (8, 2048, 64))  # sequences, keys they share, keys of their own
+TIERS = {"prefix": tiers.prefix, "swap": tiers.swap, "offload": tiers.stream}
+PARTS = ("decode", "pages", "cascade", *TIERS)  # of --only
 AT_LEAST, SMALL_PAGES, MHA_TBS = 0.98, 0.90, 3.5
+CASCADE, COPIED, BESIDE, DEVICE_GB = 5.0, 0.8, 1.25, 2.0
 
 
 def _is(bench: str, page_size: int | None = None) -> Callable[[Row], bool]:
@@ -34,8 +41,20 @@ def _is(bench: str, page_size: int | None = None) -> Callable[[Row], bool]:
     return lambda row: row["bench"] == bench and fits(row) and gpu.counts(row)
 
 
+def _named(*benches: str) -> Callable[[Row], bool]:
+    return lambda row: row["bench"] in benches and not row["doubts"]
+
+
+def _first_prefix(row: Row) -> bool:
+    return _is("cascade")(row) and row["batch"] == PREFIXES[0][0]
+
+
 def _least_value(rows: list[Row]) -> float:
     return min(row["value"] for row in rows)
+
+
+def _most_device_gb(rows: list[Row]) -> float:
+    return max(row["device_gb"] for row in rows)
 
 
 BARS = (
@@ -43,6 +62,11 @@ BARS = (
     Bar("dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)),
     Bar("page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)),
     Bar("MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"),
+    Bar("cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)),
+    Bar("swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)),
+    Bar("swap out beside computation", _named("swap beside"), at_most=BESIDE),
+    Bar("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
+    Bar("offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"),
 )
 
 
@@ -82,13 +106,15 @@ class Cache:
 
 
 class DecodeJudge:
-    """fp64 on the first CHECKED sequences of the first set."""
+    """fp64 on sequences, (q, k, v) each, that are the first ones of the batch of the first set."""
 
-    def __init__(self, cache: Cache, inputs: Inputs):
-        self.sequences = [
-            tuple(x[b : b + 1, : cache.lengths[b]] for x in inputs)
-            for b in range(min(CHECKED, len(cache.lengths)))
-        ]
+    def __init__(self, sequences: Sequence[Inputs]):
+        self.sequences = sequences
+
+    @classmethod
+    def of(cls, cache: Cache, inputs: Inputs) -> "DecodeJudge":
+        few = range(min(CHECKED, len(cache.lengths)))
+        return cls([tuple(x[b : b + 1, : cache.lengths[b]] for x in inputs) for b in few])
 
     def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
         out = contender.forward(contender.sets[0])
@@ -107,26 +133,50 @@ class DecodeJudge:
 
 
 def run(session: Session) -> None:
-    gpu.run(session, lambda: steps(session))
+    """--only prefix needs no GPU."""
+    if set(session.only) == {"prefix"}:
+        session.run(steps(session))
+    else:
+        gpu.run(session, lambda: steps(session))
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """--seqlens chooses among the cells by their keys."""
-    cells = CELLS[2:3] if session.quick else CELLS
-    for batch, keys in cells:
+    """--only chooses among the parts, --seqlens among the cells of decoding by their keys."""
+    makers = {"decode": _decode_steps, "pages": _page_steps, "cascade": _cascade_steps}
+    makers |= {name: partial(_tier_steps, name) for name in TIERS}
+    for name in PARTS:
+        if name in (session.only or (name,)):
+            yield from makers[name](session)
+
+
+def _decode_steps(session: Session) -> Iterator[gpu.Step]:
+    for batch, keys in CELLS[2:3] if session.quick else CELLS:
         if keys in (session.seqlens or (keys,)):
             yield f"decode, {batch} x {keys:,} keys", partial(decode, session, batch, keys)
-    for page_size in (1,) if session.quick else PAGE_SIZES:
-        yield f"pages of {page_size}", partial(page_sizes, session, page_size)
     if not session.quick:
         yield "decode, as many key heads as query heads", partial(mha, session)
         yield "decode, one long sequence", partial(skewed, session)
 
 
+def _page_steps(session: Session) -> Iterator[gpu.Step]:
+    for page_size in (1,) if session.quick else PAGE_SIZES:
+        yield f"pages of {page_size}", partial(page_sizes, session, page_size)
+
+
+def _cascade_steps(session: Session) -> Iterator[gpu.Step]:
+    for batch, shared, own in PREFIXES[1:] if session.quick else PREFIXES:
+        title = f"cascade, {batch} sequences share {shared:,} keys"
+        yield title, partial(cascades, session, Prefix(batch, shared, own))
+
+
+def _tier_steps(name: str, session: Session) -> Iterator[gpu.Step]:
+    yield name, partial(TIERS[name], session)
+
+
 def decode(session: Session, batch: int, keys: int) -> list[Row]:
     cache = Cache((keys,) * batch)
     sets = cache.draw_sets(session.device)
-    judge = DecodeJudge(cache, sets[0])
+    judge = DecodeJudge.of(cache, sets[0])
     rivals = gpu.both_layouts("cudnn", peers.backend("cudnn", enable_gqa=True), sets, judge)
     paged = our_paged("onchip", cache, sets, PAGE_SIZE)
     dense = Contender("dense", onchip.attention, sets, judge, ours=True)
@@ -151,7 +201,7 @@ def mha(session: Session) -> list[Row]:
     batch, keys, page_size = MHA
     cache = Cache((keys,) * batch, HEADS)
     sets = cache.draw_sets(session.device)
-    judge = DecodeJudge(cache, sets[0])
+    judge = DecodeJudge.of(cache, sets[0])
     rivals = gpu.both_layouts("cudnn", peers.backend("cudnn"), sets, judge)
     claim = Claim("decode MHA", "triton", our_paged("onchip", cache, sets, page_size), rivals)
     rows = gpu.contest(session, cache.case("decode MHA"), [claim], cache.scale)
@@ -169,12 +219,78 @@ def skewed(session: Session) -> list[Row]:
     return [_columns(row, cache, PAGE_SIZE) for row in rows]
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """Sequences that begin with the same keys: `shared` of them, then `own` of each."""
+
+    batch: int
+    shared: int
+    own: int
+
+    @property
+    def cache(self) -> Cache:
+        return Cache((self.shared + self.own,) * self.batch)
+
+    @property
+    def num_bytes(self) -> int:
+        """What must be read at least."""
+        return Cache((self.shared, *[self.own] * self.batch)).num_bytes
+
+    def draw(self, device: torch.device, seed: int) -> tuple[Inputs, DecodeJudge]:
+        """(q, pages of k and v, page_table), and the judge of its first sequences."""
+        prefix = Cache((self.shared,)).draw(device, seed)[1:]
+        q, *own = Cache((self.own,) * self.batch).draw(device, seed + 1)
+        rows = [torch.cat([a, b.flatten(0, 1)[None]], 1) for a, b in zip(prefix, own, strict=True)]
+        width, first = (self.shared + self.own) // PAGE_SIZE, self.shared // PAGE_SIZE
+        _, pages, order = in_pages((q[:1], *rows), (rows[0].shape[1],), PAGE_SIZE)
+        table = order[0, first:].view(self.batch, width - first)
+        table = torch.cat([order[:, :first].expand(self.batch, -1), table], 1)
+        whole = lambda i: (
+            torch.cat([a, b[i : i + 1]], 1) for a, b in zip(prefix, own, strict=True)
+        )
+        few = range(min(CHECKED, self.batch))
+        return (q, pages, table), DecodeJudge([(q[i : i + 1], *whole(i)) for i in few])
+
+
+def cascades(session: Session, prefix: Prefix) -> list[Row]:
+    """A prefix read once for all against one call over the same tables."""
+    l2_bytes = torch.cuda.get_device_properties(session.device).L2_cache_size
+    count = gpu.num_sets(prefix.num_bytes, l2_bytes)
+    drawn = [prefix.draw(session.device, 2 * i) for i in range(count)]
+    sets, judge = [inputs for inputs, _ in drawn], drawn[0][1]
+    lengths = torch.tensor(prefix.cache.lengths, dtype=torch.int32, device=session.device)
+    once = Contender("onchip", _cascade_of(sets, lengths), sets, judge, ours=True)
+    attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
+    plain = Contender("one call", attend, sets, judge, ours=True)
+    claims = [Claim("cascade", "triton", once, [plain])]
+    rows = gpu.contest(session, prefix.cache.case("cascade"), claims, gpu.MICROSECONDS)
+    return [
+        _columns(row, prefix.cache, PAGE_SIZE) | {"mask": f"{prefix.shared:,} shared"}
+        for row in rows
+    ]
+
+
+def _cascade_of(sets: Sequence[Inputs], lengths: Tensor) -> Callable:
+    """attend(q, pages, table), each table with a plan of its own."""
+    plans = {}
+    for q, pages, table in sets:
+        model = cascade.traffic(q, *pages)
+        plan = cascade.plan(table.cpu(), lengths.cpu(), PAGE_SIZE, model)
+        plans[table.data_ptr()] = plan.to(lengths.device)
+
+    def attend(q: Tensor, pages: Tensor, table: Tensor):
+        plan = plans[table.data_ptr()]
+        return onchip.cascade_attention(q, pages[0], pages[1], table, lengths, plan=plan)
+
+    return attend
+
+
 def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -> Contender:
     """paged_attention over the same numbers; every set is (q, pages of k and v, page table)."""
     lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=sets[0][0].device)
     laid = [in_pages(inputs, cache.lengths, page_size) for inputs in sets]
     attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
-    return Contender(name, attend, laid, DecodeJudge(cache, sets[0]), ours=True)
+    return Contender(name, attend, laid, DecodeJudge.of(cache, sets[0]), ours=True)
 
 
 def in_pages(inputs: Inputs, lengths: Sequence[int], page_size: int) -> Inputs:
@@ -194,4 +310,5 @@ def in_pages(inputs: Inputs, lengths: Sequence[int], page_size: int) -> Inputs:
 
 
 def _columns(row: Row, cache: Cache, page_size: int | None) -> Row:
-    return row | {"num_kv_heads": cache.num_kv_heads, "page_size": page_size}
+    mask = "none" if page_size is None else f"pages of {page_size}"
+    return row | {"num_kv_heads": cache.num_kv_heads, "page_size": page_size, "mask": mask}

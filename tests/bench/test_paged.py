@@ -1,5 +1,8 @@
 """`onchip bench paged` without a GPU: the same numbers in pages and in one piece, and its rows."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,6 +10,7 @@ import onchip
 from onchip.bench import gpu, paged, peers
 from onchip.bench.gpu import Contender, Lane
 from onchip.bench.harness import Inaccurate, Session, judge
+from onchip.fold import cascade
 
 CPU = torch.device("cpu")
 
@@ -44,7 +48,7 @@ def test_a_wrong_answer_is_inaccurate():
     cache = paged.Cache((64, 64))
     inputs = cache.draw(CPU, 0)
     wrong = lambda q, k, v: onchip.attention(q, k[:, 1:], v[:, 1:])
-    contender = Contender("x", wrong, [inputs], paged.DecodeJudge(cache, inputs), ours=True)
+    contender = Contender("x", wrong, [inputs], paged.DecodeJudge.of(cache, inputs), ours=True)
     with pytest.raises(Inaccurate, match="FAILS"):
         contender.judge(contender, True)
 
@@ -56,6 +60,7 @@ def test_rows_of_a_cell(stand_ins):
     assert rows[0]["num_kv_heads"] == 8 and rows[0]["unit"] == "TB/s"
     assert rows[0]["value"] == pytest.approx(2 * 64 * 8 * 128 * 4 / 1e9)
     assert rows[0]["pass"] == "decode" and gpu.counts(rows[0])
+    assert [r["mask"] for r in rows] == ["pages of 16", "none"]
 
 
 def test_the_other_rows_and_the_bars(stand_ins, monkeypatch):
@@ -64,9 +69,54 @@ def test_the_other_rows_and_the_bars(stand_ins, monkeypatch):
     rows = [*paged.page_sizes(session, 1), *paged.skewed(session), *paged.mha(session)]
     assert [r["best_peer"] for r in rows] == ["pages of 256", "equal lengths", "cudnn"]
     assert [r["num_kv_heads"] for r in rows] == [8, 8, 32]
-    verdicts = judge(rows + paged.decode(session, 2, 64), paged.BARS)
+    verdicts = judge(rows + paged.decode(session, 2, 64), paged.BARS[:4])
     assert [v.ok for v in verdicts] == [True, False, True, False]
     assert verdicts[2].measured == pytest.approx(0.95)
+
+
+@pytest.fixture
+def small_l2(monkeypatch):
+    about = SimpleNamespace(L2_cache_size=1 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+
+
+def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
+    """As a level even where it does not pay, as on the CPU."""
+    monkeypatch.setattr(cascade, "LEVEL_BYTES", {"cpu": 0, "cuda": 0})
+    calls, plain = [], onchip.paged_attention
+    count = lambda q, *a, **o: calls.append(len(q)) or plain(q, *a, **o)
+    monkeypatch.setattr("onchip.ops.paged_attention", count)
+    (row,) = paged.cascades(Session(device=CPU), paged.Prefix(6, 512, 32))
+    assert (row["bench"], row["best_peer"], row["unit"]) == ("cascade", "one call", "us")
+    assert (row["batch"], row["seqlen"], row["mask"]) == (6, 544, "512 shared")
+    assert row["ratio"] == pytest.approx(0.95) and gpu.counts(row)
+    assert len(calls) % 2 == 0 and set(calls) == {6}  # own keys, and the prefix for all six
+
+
+def test_only_the_first_prefix_has_a_bar():
+    row = {"bench": "cascade", "page_size": 16, "ratio": 4.0, "band": [3.9, 4.1], "doubts": []}
+    bar = next(bar for bar in paged.BARS if bar.at_least == paged.CASCADE)
+    for batch, expected in ((64, 4.0), (8, None)):
+        (verdict,) = judge([row | {"batch": batch}], [bar])
+        assert verdict.measured == expected and not verdict.ok
+    (tied,) = judge([row | {"batch": 64, "ratio": 4.99, "band": [4.9, 5.1]}], [bar])
+    assert tied.ok
+
+
+def test_parts_are_chosen_by_name():
+    titles = lambda **o: [title for title, _ in paged.steps(Session(device=CPU, **o))]
+    every = titles()
+    assert [titles(only=[part]) for part in paged.PARTS[3:]] == [["prefix"], ["swap"], ["offload"]]
+    assert sum((titles(only=[part]) for part in paged.PARTS), []) == every
+    assert titles(only=["decode"], seqlens=[16384])[0] == "decode, 1 x 16,384 keys"
+    assert len(titles(quick=True)) == 6
+
+
+def test_a_prefix_needs_no_gpu(monkeypatch):
+    monkeypatch.setitem(paged.TIERS, "prefix", partial(paged.tiers.prefix, num_tokens=100))
+    session = Session(only=["prefix"], quick=True)
+    paged.run(session)
+    assert [row["bench"] for row in session.rows] == ["prefix hit", "prefix publish"]
 
 
 ORIGINAL = paged.Cache

@@ -1,13 +1,14 @@
-"""On a GPU: bytes come back, copies run beside the computation and at the speed of the link."""
+"""On a GPU: bytes come back, and copies run beside the computation. Their speed is a matter of
+`onchip bench paged --only swap`.
+"""
 
 from itertools import pairwise
-from time import perf_counter
 
 import pytest
 import torch
 
 import onchip
-from onchip.kvcache import HostTier, KVCache, NoRoom, Shape, Spec
+from onchip.kvcache import HostTier, KVCache, Shape, Spec
 from onchip.kvcache.host import Place
 
 pytestmark = pytest.mark.gpu
@@ -161,65 +162,3 @@ def busy(milliseconds):
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     for _ in range(milliseconds * 4):
         x @ x
-
-
-def seconds(work, times=5):
-    """The least of several runs, with the device idle before and after."""
-    best = float("inf")
-    for _ in range(times):
-        torch.cuda.synchronize()
-        start_s = perf_counter()
-        work()
-        torch.cuda.synchronize()
-        best = min(best, perf_counter() - start_s)
-    return best
-
-
-def swap_rates(num_tokens=16_384, num_layers=32):
-    """GB/s of a swap and of a plain copy of 256 MiB from and to pinned memory, out and in, for one
-    sequence of 8 heads, D 128, bf16; and the time of a swap out beside computation over the longer
-    of the two alone.
-    """
-    spec = Spec(num_layers, 8, 128, device="cuda")
-    num_pages = -(-num_tokens // spec.page_size)
-    cache = KVCache(spec, num_pages + 1)
-    tier = HostTier(cache, num_pages)
-    sequence = cache.open()
-    assert not isinstance(cache.reserve(sequence, num_tokens), NoRoom)
-    device = torch.empty(2**28, dtype=torch.uint8, device="cuda")
-    host = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
-    link = [seconds(lambda: host.copy_(device, non_blocking=True))]
-    link.append(seconds(lambda: device.copy_(host, non_blocking=True)))
-    swap, beside = [float("inf")] * 2, float("inf")
-    compute = seconds(lambda: busy(40))
-    for _ in range(4):
-        swap = list(map(min, swap, _round_trip(tier, sequence, lambda: None)))
-        beside = min(beside, _round_trip(tier, sequence, lambda: busy(40))[0])
-    rates = [num_pages * spec.page_bytes / s / 1e9 for s in swap]
-    names = ("link_out", "link_in", "swap_out", "swap_in")
-    speeds = dict(zip(names, [2**28 / s / 1e9 for s in link] + rates, strict=True))
-    return speeds | {"beside": beside / max(swap[0], compute)}
-
-
-def _round_trip(tier, sequence, meanwhile):
-    """(seconds out, seconds in)"""
-    torch.cuda.synchronize()
-    marks = [perf_counter()]
-    family = tier.swap_out([sequence])
-    meanwhile()
-    tier.synchronize()
-    torch.cuda.synchronize()
-    marks.append(perf_counter())
-    assert tier.swap_in(family) is None
-    tier.synchronize()
-    marks.append(perf_counter())
-    return marks[1] - marks[0], marks[2] - marks[1]
-
-
-@pytest.mark.slow
-def test_a_swap_runs_at_the_speed_of_the_link_beside_computation():
-    rates = swap_rates()
-    print({name: round(value, 2) for name, value in rates.items()})
-    assert rates["swap_out"] >= 0.8 * rates["link_out"]
-    assert rates["swap_in"] >= 0.8 * rates["link_in"]
-    assert rates["beside"] <= 1.25

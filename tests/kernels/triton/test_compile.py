@@ -247,3 +247,16 @@ def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_di
         seen.setdefault(kernel.fn.__name__, set()).add(str(bind(*args, **kwargs)[1]))
     assert {"delta_kernel", "dkdv_kernel", "dq_kernel"} < set(seen)
     assert {name: len(variants) for name, variants in seen.items() if len(variants) > 2} == {}
+
+
+def test_nothing_is_read_or_written_before_the_wait_for_the_kernel_before(monkeypatch, launches):
+    """These may start while their predecessor, whose results they read, still runs."""
+    options = {"page_size": 16, "lengths": (1, 4000), "sinks": True}
+    _call(monkeypatch, 90, BF16, GQA, options, backward=False)
+    assert [kernel.fn.__name__ for kernel, _, _ in launches] == ["decode_kernel", "merge_kernel"]
+    for kernel, args, kwargs in launches:
+        assert kwargs["launch_pdl"]
+        sass = _sass(_compile(kernel, args, kwargs, 90).asm["cubin"])
+        memory = [m.start() for m in re.finditer(r"\b(LDG|LDGSTS|STG|ATOMG|RED|UBLKCP)\b", sass)]
+        assert "ACQBULK" in sass and sass.index("ACQBULK") < min(memory), kernel.fn.__name__
+        assert sass.index("ACQBULK") < sass.index("PREEXIT") < min(memory)

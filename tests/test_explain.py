@@ -1,0 +1,161 @@
+"""Explanations of paged calls: the pages they read, the splits they make, what sharing saves."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import onchip
+from onchip.explain import Explanation, count_splits
+from onchip.fold import cascade
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
+TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one token, bf16
+
+
+def call(lengths, shared=0, seqlen_q=1, extra=2):
+    """Tensors of a paged call, whose sequences begin with the same `shared` pages. Keys are one row
+    seen through strides of zero.
+    """
+    width = -(-max(lengths) // PAGE) + extra
+    table = torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
+    table[:, :shared] = table[0, :shared]
+    row = torch.empty(DIM, dtype=torch.bfloat16)
+    pages = row.expand(table.numel(), PAGE, KV_HEADS, DIM)
+    q = row.expand(len(lengths), seqlen_q, HEADS, DIM)
+    return q, pages, pages, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+def test_pages_bytes_and_flops_are_those_of_the_lengths():
+    x = onchip.explain(*call([100, 1, 33]))
+    assert x.pages[:4] == (PAGE, 7 + 1 + 3, 11, 0)
+    assert x.pages.gathered_bytes == 134 * TOKEN_BYTES
+    assert x.min_bytes == 134 * TOKEN_BYTES + 3 * HEADS * (2 * DIM * 2 + 4)
+    assert x.flops == 4 * HEADS * DIM * 134 and x.splits is x.sharing is x.least_us is None
+    assert "first: aten_cpu reads no pages" in str(x) and "backward" not in str(x)
+
+
+def test_packed_queries_are_those_of_their_offsets():
+    q, *rest = call([100, 20], seqlen_q=10)
+    cu = torch.tensor([0, 1, 20], dtype=torch.int32)
+    x = onchip.explain(q.flatten(0, 1), *rest, cu_seqlens_q=cu, max_seqlen_q=19)
+    assert x.flops == 4 * HEADS * DIM * (100 + 19 * 20 - 19 * 18 // 2)
+
+
+def test_a_window_leaves_pages_behind():
+    x = onchip.explain(*call([200, 40]), window_size=(50, None))
+    assert x.pages.read == (13 - 9) + 3 and x.pages.left_behind == 9
+    assert x.min_bytes == (51 + 40) * TOKEN_BYTES + 2 * HEADS * (2 * DIM * 2 + 4)
+    assert "9 left behind by the window" in str(x)
+
+
+def test_sharing_is_planned_where_pages_repeat():
+    arguments = call([6000] * 20, shared=350)
+    x = onchip.explain(*arguments)
+    page_bytes, own = PAGE * TOKEN_BYTES, 375 - 350
+    assert (x.pages.read, x.pages.distinct) == (20 * 375, 350 + 20 * own)
+    assert x.sharing.plain_bytes == 20 * 375 * page_bytes
+    model = cascade.traffic(*arguments[:3])
+    partials = 20 * (model.query_bytes + model.partial_bytes)
+    assert x.sharing.cascade_bytes == (350 + 20 * own) * page_bytes + partials
+    saved = x.sharing.plain_bytes - x.sharing.cascade_bytes - model.level_bytes
+    assert x.sharing.plan.saved_bytes == saved
+    assert "20 sequences in 1 group read 350 pages" in str(x)
+
+
+def test_a_plan_of_the_caller_is_explained():
+    arguments = call([100] * 3, shared=4)
+    free = cascade.traffic(*arguments[:3])._replace(level_bytes=0, query_bytes=0, partial_bytes=0)
+    plan = cascade.plan(*arguments[3:], PAGE, free)
+    assert onchip.explain(*arguments, plan=plan).sharing.plan is plan
+    assert "no level of shared pages saves" in str(onchip.explain(*arguments))
+    assert onchip.explain(*arguments, window_size=(20, None)).sharing is None
+
+
+def test_time_is_told_where_memory_sets_the_pace():
+    x: Explanation = onchip.explain(*call([4096]))
+    on_gpu = x._replace(bandwidth=4.8e12)
+    assert on_gpu.least_us == pytest.approx(x.min_bytes / 4.8e6)
+    assert f"at least {on_gpu.least_us:.1f} us: memory at 4.8 TB/s" in str(on_gpu)
+    assert on_gpu._replace(flops=200 * x.min_bytes).least_us is None
+
+
+@pytest.mark.parametrize(
+    ("cut", "tiles", "counts"),
+    [
+        ((None, None, None), [5, 900], [1, 1]),
+        ((33, 4, None), [256], [32]),  # 8 tiles each
+        ((33, 4, None), [2000, 1, 0, 16], [33, 1, 1, 1]),
+        ((33, 4, None), [9, 3], [3, 1]),  # 4 at least
+        ((1, 1, 16), [256, 17, 16, 0], [16, 2, 1, 1]),
+    ],
+)
+def test_splits_of_known_lengths(cut, tiles, counts):
+    assert count_splits(cut, [1] * len(tiles), tiles) == counts
+
+
+def test_many_queries_are_not_cut_at_fixed_places():
+    assert count_splits((1, 1, 16), [2, 1], [40, 40]) == [1, 3]
+
+
+def test_bad_questions_are_refused_like_the_call():
+    arguments = call([100])
+    with pytest.raises(ValueError, match="cache_seqlens"):
+        onchip.explain(*arguments[:4], None)
+    with pytest.raises(ValueError, match="leaves"):
+        onchip.explain(*arguments[:3], arguments[3] + 10**6, arguments[4])
+    with pytest.raises(TypeError, match="not cu_seqlens_k"):
+        onchip.explain(*arguments, max_seqlen_k=100)
+    for option in ("bias", "dropout_p"):
+        with pytest.raises(TypeError, match=f"has no option '{option}'"):
+            onchip.explain(*arguments, **{option: None})
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+def test_in_a_process_that_interprets():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(
+        [*command, "-k", "TestKernel"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process above")
+class TestKernel:
+    """The splits of an explanation are those that the kernel makes on the device."""
+
+    @pytest.mark.parametrize("deterministic", (False, True))
+    @pytest.mark.parametrize(
+        ("lengths", "seqlen_q", "window"),
+        [([500, 3, 260], 1, None), ([700, 40], 2, 200), ([64] * 5, 1, None), ([333], 40, None)],
+    )
+    def test_records_of_the_kernel(self, monkeypatch, lengths, seqlen_q, window, deterministic):
+        from onchip.kernels.configs import TritonConfig
+        from onchip.kernels.triton import decode, launch
+
+        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
+        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
+        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
+        scratch, made = [], decode._scratch
+        monkeypatch.setattr(decode, "_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        q, k, v, *tables = call(lengths, seqlen_q=seqlen_q)
+        options = {"window_size": (window, None), "deterministic": deterministic}
+        options |= {"kernel": "triton"}
+        arguments = q.contiguous(), torch.zeros(k.shape, dtype=k.dtype), v.contiguous(), *tables
+        x = onchip.explain(*arguments, **options)
+        onchip.paged_attention(*arguments, **options)
+        records = scratch[0][2]
+        counts = [] if records is None else self.counts_of(records.view(-1, 8))
+        tiles_q = -(-seqlen_q * HEADS // KV_HEADS // min(32, max(16, seqlen_q * 4)))
+        assert [n for n in x.splits.counts if n > 1] == counts[::tiles_q]
+        assert ("merged" in str(x)) == bool(counts)
+
+    @staticmethod
+    def counts_of(records):
+        return records[1 : 1 + int(records[0, 0]), 4].tolist()
