@@ -1,5 +1,7 @@
 """Tiny models of every family, as their config.json would say it."""
 
+from copy import deepcopy
+
 import pytest
 
 _BASE = {
@@ -62,10 +64,10 @@ GPT2 = {
 
 
 def fields(family):
-    """The fields of a config.json, a fresh dict."""
+    """The fields of a config.json, a fresh dict: transformers writes into those it is given."""
     if family == "gpt2":
         return dict(GPT2)
-    return {"model_type": family.split("-")[0]} | _BASE | FAMILIES[family]
+    return deepcopy({"model_type": family.split("-")[0]} | _BASE | FAMILIES[family])
 
 
 @pytest.fixture(params=[*FAMILIES, "gpt2"])
