@@ -28,6 +28,7 @@ LAW = {
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},
     "models": {"problem", "ops", "kvcache"},
+    "parallel": {"models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top

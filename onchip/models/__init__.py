@@ -3,7 +3,7 @@
 from .config import FAMILIES, Layer, ModelConfig
 from .decoder import Decoder, positions_of
 from .loader import Checkpoint, inspect, load, random_model, save
-from .names import num_parameters
+from .names import Part, num_parameters
 from .rotary import Rotary
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Decoder",
     "Layer",
     "ModelConfig",
+    "Part",
     "Rotary",
     "inspect",
     "load",

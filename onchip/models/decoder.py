@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
+from onchip.models.names import Part
 from onchip.models.rotary import Rotary, rotate, turns
 from onchip.ops import attention, paged_attention, varlen_attention
 
@@ -159,7 +160,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model of a config, its parameters not initialised (`loader.load`, `loader.random_model`).
+    """A model of a config, or the part of one rank of it (`onchip.parallel.tensor`); its parameters
+    are not initialised (`loader.load`, `loader.random_model`).
 
     forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
     after the last norm; `logits` is what follows.
@@ -170,11 +172,13 @@ class Decoder(nn.Module):
         config: ModelConfig,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        part: Part = Part(),  # noqa: B008 (immutable)
     ):
         super().__init__()
         place = Place(device, dtype)
+        config = config.shard(part.world_size)
         width = config.hidden_size
-        self.config = config
+        self.config, self.part = config, part
         self.embed = place.empty(config.vocab_size, width)
         learned = config.learned_positions
         self.positions = place.empty(config.max_seqlen, width) if learned else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
-from onchip.models.names import DERIVED, NAMES, Target, expected, targets
+from onchip.models.names import DERIVED, NAMES, Part, Target, expected, targets
 from onchip.models.safetensors import Entry
 
 MAX_JSON_BYTES = 100_000_000
@@ -42,26 +42,6 @@ class Checkpoint:
     def tokenizer_file(self) -> Path | None:
         file = self.folder / "tokenizer.json"
         return file if file.is_file() else None
-
-
-@dataclass(frozen=True)
-class Part:
-    """The share of one rank of tensor parallelism."""
-
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"{self.rank=} must lie in [0, world_size={self.world_size})")
-
-    def of(self, piece: Tensor, cut: int | None) -> Tensor:
-        """cut: as in `Target`."""
-        if cut is None:
-            return piece
-        if cut < 0:
-            return piece if self.rank == 0 else torch.zeros_like(piece)
-        return piece.chunk(self.world_size, cut)[self.rank]
 
 
 def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
@@ -93,8 +73,7 @@ def load(
     part = Part(rank, world_size)
     read = _reader(checkpoint)
     _check_tied(checkpoint, read)
-    config = checkpoint.config.shard(world_size)
-    decoder = Decoder(config, device, dtype or checkpoint.dtype)
+    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, part)
     parameters = dict(decoder.named_parameters())
     for target in checkpoint.targets:
         _fill(parameters[target.name], target, read, part)

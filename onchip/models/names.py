@@ -2,12 +2,38 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from onchip.models.config import ModelConfig
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The share of one rank of tensor parallelism: of heads and MLP; embedding, norms and head are
+    on every rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{self.rank=} must lie in [0, world_size={self.world_size})")
+
+    def of(self, piece: Tensor, cut: int | None) -> Tensor:
+        """cut: as in `Target`."""
+        if cut is None:
+            return piece
+        if cut < 0:
+            return piece if self.rank == 0 else torch.zeros_like(piece)
+        return piece.chunk(self.world_size, cut)[self.rank]
 
 
 class Piece(NamedTuple):
