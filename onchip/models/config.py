@@ -217,6 +217,12 @@ class Fields:
             raise ValueError(f"config.json of model_type={self.model_type!r} has no {name}")
         return default
 
+    def stated(self, *names: str) -> None:
+        """Fields whose default depends on who reads the file: they must be there, if only null."""
+        for name in names:
+            if name not in self.data:
+                raise ValueError(f"config.json of model_type={self.model_type!r} has no {name}")
+
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
@@ -254,9 +260,13 @@ class Fields:
 
 
 def _token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
-    eos = data.get("eos_token_id")
+    """Null, an id, or (for the end) a list of ids."""
+    bos, eos = data.get("bos_token_id"), data.get("eos_token_id")
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return {"bos_token_id": data.get("bos_token_id"), "eos_token_ids": eos}
+    for token in (*eos, *(() if bos is None else (bos,))):
+        if type(token) is not int or token < 0:
+            raise ValueError(f"token id {token!r} in config.json must be a number from 0 on")
+    return {"bos_token_id": bos, "eos_token_ids": eos}
 
 
 def _activation(name: object) -> Activation:
@@ -278,7 +288,7 @@ def _sizes(f: Fields) -> dict[str, Any]:
         "num_kv_heads": f.take("num_key_value_heads", num_heads),
         "head_dim": f.take("head_dim", hidden_size // num_heads),
         "max_seqlen": f.max_seqlen,
-        "norm_eps": f.number("rms_norm_eps", 1e-6),
+        "norm_eps": f.number("rms_norm_eps"),
         "tied": f.flag("tie_word_embeddings", False),
     }
 
@@ -325,6 +335,12 @@ def _llama(f: Fields) -> dict[str, Any]:
 
 
 def _mistral(f: Fields) -> dict[str, Any]:
+    f.stated("num_key_value_heads", "sliding_window")
+    return _windowed(f)
+
+
+def _windowed(f: Fields) -> dict[str, Any]:
+    """Every layer slides, if any does."""
     sizes = _sizes(f)
     return sizes | {
         "layers": _uniform(f, _rotary(f, sizes["head_dim"]), f.take("sliding_window", None)),
@@ -333,21 +349,25 @@ def _mistral(f: Fields) -> dict[str, Any]:
 
 
 def _phi3(f: Fields) -> dict[str, Any]:
-    """Mistral with heads that turn in part."""
+    """Heads that turn in part."""
     f.take("original_max_position_embeddings", None)  # read by longrope alone, which is refused
     partial = f.number("partial_rotary_factor", 1.0)
     partial = f.block("rope_parameters").get("partial_rotary_factor") or partial
     turned = int(f.take("hidden_size") // f.take("num_attention_heads") * partial)
-    facts = _mistral(f)
+    facts = _windowed(f)
     layers = tuple(Layer(l.window, replace(l.rotary, dim=turned)) for l in facts["layers"])
     return facts | {"layers": layers}
 
 
 def _qwen(f: Fields) -> dict[str, Any]:
     """Layers from max_window_layers on slide, where the window is used at all."""
+    f.stated("num_key_value_heads")
     sizes, count = _sizes(f), _num_layers(f)
     window, start = f.take("sliding_window", None), f.take("max_window_layers", count)
-    window = window if f.flag("use_sliding_window", False) else None
+    if f.flag("use_sliding_window", False):
+        f.stated("sliding_window", "max_window_layers")
+    else:
+        window = None
     slides = lambda i: window is not None and i >= start
     default = ["sliding_attention" if slides(i) else "full_attention" for i in range(count)]
     rotary = dict.fromkeys(("sliding_attention", "full_attention"), _rotary(f, sizes["head_dim"]))
@@ -362,6 +382,7 @@ def _qwen2(f: Fields) -> dict[str, Any]:
 
 
 def _qwen3(f: Fields) -> dict[str, Any]:
+    f.stated("head_dim")
     bias = f.flag("attention_bias", False)
     return _qwen(f) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
@@ -369,6 +390,7 @@ def _qwen3(f: Fields) -> dict[str, Any]:
 def _gemma_common(f: Fields) -> dict[str, Any]:
     """What all Gemmas share: 1 + weight, a scaled embedding, the tanh form of GELU."""
     f.must_be("use_bidirectional_attention", False)
+    f.stated("head_dim", "num_key_value_heads")
     bias, sizes = f.flag("attention_bias", False), _sizes(f)
     activation = f.take("hidden_activation", f.take("hidden_act", "gelu_pytorch_tanh"))
     return sizes | {
@@ -388,6 +410,7 @@ def _gemma(f: Fields) -> dict[str, Any]:
 
 
 def _gemma2(f: Fields) -> dict[str, Any]:
+    f.stated("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
     common = _gemma_common(f)
     period = ["sliding_attention", "full_attention"]
     default = [period[i % 2] for i in range(_num_layers(f))]
@@ -404,6 +427,7 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 def _gemma3(f: Fields) -> dict[str, Any]:
     """Five layers slide, with a rotary base of their own; the sixth does not."""
     f.must_be("attn_logit_softcapping", 0.0)
+    f.stated("sliding_window")
     common, period = _gemma_common(f), f.take("sliding_window_pattern", 6)
     _check_size("sliding_window_pattern", period)
     default = [

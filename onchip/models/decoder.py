@@ -17,6 +17,7 @@ from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
 from onchip.models.rotary import Rotary, rotate, turns
 from onchip.ops import attention, paged_attention, varlen_attention
+from onchip.problem import checks
 
 Turns = Mapping[Rotary | None, tuple[Tensor, Tensor]]
 
@@ -215,11 +216,12 @@ class Decoder(nn.Module):
         """Hidden states of whole sequences: tokens (batch, seqlen), or packed (total,) with int32
         cu_seqlens (batch + 1,) and the length of the longest.
         """
+        if (max_seqlen is None) != (cu_seqlens is None):
+            raise ValueError("packed tokens need both cu_seqlens and max_seqlen, others neither")
+        self._check_length(max_seqlen or tokens.shape[-1])
         if cu_seqlens is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
             return self._run(tokens, positions.expand(tokens.shape), dense)
-        if max_seqlen is None:
-            raise ValueError("packed tokens need max_seqlen, the length of the longest sequence")
         each = torch.arange(tokens.shape[0], device=tokens.device)
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
         return self._run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
@@ -233,6 +235,8 @@ class Decoder(nn.Module):
     def _run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
+        if tokens.device.type == "cpu" or checks.enabled:
+            self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
         x = x if self.positions is None else x + F.embedding(positions, self.positions)
         rotaries = {layer.rotary for layer in self.config.layers} - {None}
@@ -240,6 +244,17 @@ class Decoder(nn.Module):
         for block in self.layers:
             x = block(x, turned, attend)
         return self.norm(x if rows is None else x.index_select(0, rows))
+
+    def _check_length(self, seqlen: int) -> None:
+        limit = self.config.max_seqlen
+        if self.positions is not None and seqlen > limit:
+            raise ValueError(f"{seqlen} tokens exceed the {limit} positions that were learned")
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        low, high = (t.item() for t in tokens.aminmax()) if tokens.numel() else (0, 0)
+        if low < 0 or high >= self.config.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token {bad} is not in [0, vocab_size={self.config.vocab_size})")
 
 
 def positions_of(batch: PagedBatch) -> Tensor:

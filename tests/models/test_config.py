@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from onchip.models import ModelConfig, Rotary
+from onchip.models import ModelConfig, Rotary, num_parameters
 from onchip.models.rotary import frequencies
 
 
@@ -61,6 +61,8 @@ def test_layers_slide_where_the_family_says(data, kinds):
         ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "no field 'beta'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ({"eos_token_id": ["</s>"]}, "token id '</s>'"),
+        ({"bos_token_id": True}, "token id True"),
     ],
 )
 def test_what_is_not_served_is_refused(llama, change, sentence):
@@ -86,6 +88,28 @@ def test_what_a_family_does_not_serve_is_refused(data, change, sentence):
         ModelConfig.from_hf(data | change)
 
 
+@pytest.mark.parametrize(
+    "family, name",
+    [
+        ("mistral", "sliding_window"),
+        ("mistral", "num_key_value_heads"),
+        ("qwen2-sliding", "max_window_layers"),
+        ("qwen3", "head_dim"),
+        ("gemma", "head_dim"),
+        ("gemma2", "attn_logit_softcapping"),
+        ("gemma3_text", "sliding_window"),
+        ("llama", "rms_norm_eps"),
+        ("gpt2", "n_positions"),
+    ],
+    indirect=["family"],
+)
+def test_no_default_is_guessed(data, name):
+    """Where a class of transformers would fill in a number of its own."""
+    del data[name]
+    with pytest.raises(ValueError, match=f"has no {name}"):
+        ModelConfig.from_hf(data)
+
+
 def test_a_field_may_be_declared_harmless(llama):
     llama["our_own_note"] = "x"
     with pytest.raises(ValueError, match="pass ignore=\\['our_own_note'\\]"):
@@ -96,6 +120,56 @@ def test_a_field_may_be_declared_harmless(llama):
 def test_a_config_that_is_no_object_is_refused():
     with pytest.raises(ValueError, match="must hold an object, got list"):
         ModelConfig.from_hf([])
+
+
+def published(model_type, sizes, **more):
+    """A config.json: sizes are layers, width, inner, heads, kv heads, head_dim, vocabulary."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    names += ("num_key_value_heads", "head_dim", "vocab_size")
+    base = {"model_type": model_type, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
+    return base | dict(zip(names, sizes, strict=True)) | more
+
+
+GEMMA3 = {"query_pre_attn_scalar": 256, "sliding_window": 512, "sliding_window_pattern": 6}
+GEMMA2 = {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "data, count",
+    [
+        (published("llama", (32, 4096, 11008, 32, 32, 128, 32000)), 6_738_415_616),
+        (published("llama", (32, 4096, 14336, 32, 8, 128, 128256)), 8_030_261_248),
+        (
+            published("mistral", (32, 4096, 14336, 32, 8, 128, 32000), sliding_window=4096),
+            7_241_732_096,
+        ),
+        (published("qwen2", (24, 896, 4864, 14, 2, 64, 151936), **TIED), 494_032_768),
+        (published("qwen3", (28, 1024, 3072, 16, 8, 128, 151936), **TIED), 596_049_920),
+        (published("gemma", (18, 2048, 16384, 8, 1, 256, 256000)), 2_506_172_416),
+        (published("gemma2", (26, 2304, 9216, 8, 4, 256, 256000), **GEMMA2), 2_614_341_888),
+        (published("gemma3_text", (26, 1152, 6912, 4, 1, 256, 262144), **GEMMA3), 999_885_952),
+        (published("phi3", (32, 3072, 8192, 32, 32, 96, 32064)), 3_821_079_552),
+        (GPT2 | {"n_positions": 1024}, 124_439_808),
+    ],
+    ids=[
+        "Llama-2-7B",
+        "Llama-3-8B",
+        "Mistral-7B-v0.1",
+        "Qwen2.5-0.5B",
+        "Qwen3-0.6B",
+        "Gemma-2B",
+        "Gemma-2-2B",
+        "Gemma-3-1B",
+        "Phi-3-mini-4k",
+        "GPT-2",
+    ],
+)
+def test_published_models_have_the_published_number_of_parameters(data, count):
+    """As their model cards say it, tied heads counted once."""
+    assert num_parameters(ModelConfig.from_hf(data)) == count
 
 
 @pytest.mark.parametrize(

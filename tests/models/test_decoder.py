@@ -226,7 +226,20 @@ def test_configs_that_make_no_model_are_refused(llama, change, sentence):
         replace(config, **change)
 
 
-def test_packed_tokens_need_their_longest(llama):
+def test_questions_that_make_no_sense_are_refused(llama):
     decoder = random_model(ModelConfig.from_hf(llama))
-    with pytest.raises(ValueError, match="max_seqlen"):
-        decoder.full(tokens(5), torch.tensor([0, 5], dtype=torch.int32))
+    cu_seqlens = torch.tensor([0, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match="both cu_seqlens and max_seqlen"):
+        decoder.full(tokens(5), cu_seqlens)
+    with pytest.raises(ValueError, match="token 131 is not in \\[0, vocab_size=131\\)"):
+        decoder.full(torch.tensor([[3, 131]]))
+    with pytest.raises(ValueError, match="token -1 is not in"):
+        decoder.full(torch.tensor([3, -1]), torch.tensor([0, 2], dtype=torch.int32), 2)
+
+
+@pytest.mark.parametrize("family", ["gpt2"], indirect=True)
+def test_learned_positions_end(data):
+    decoder = random_model(ModelConfig.from_hf(data))
+    assert decoder.full(tokens(1, 128)).shape == (1, 128, 48)
+    with pytest.raises(ValueError, match="129 tokens exceed the 128 positions"):
+        decoder.full(tokens(1, 129))
