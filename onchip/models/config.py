@@ -144,6 +144,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different rotations of the layers, in the order of their first use."""
+        return tuple(dict.fromkeys(l.rotary for l in self.layers if l.rotary is not None))
+
     @classmethod
     def from_hf(cls, data: Mapping[str, Any], ignore: Collection[str] = ()) -> "ModelConfig":
         """From the fields of a Hugging Face config.json. ignore: names of fields that you know to

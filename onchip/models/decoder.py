@@ -4,7 +4,7 @@ A layer does not know where its keys come from. It hands q, k and v to an `Atten
 are three: sequences in pages (serving), dense batches and packed sequences (training, scoring).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
-from onchip.models.rotary import Rotary, rotate, turns
+from onchip.models.rotary import rotate, turns
 from onchip.ops import attention, paged_attention, varlen_attention
 from onchip.problem import checks
 
-Turns = Mapping[Rotary | None, tuple[Tensor, Tensor]]
+Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 
 
 class Attend(Protocol):
@@ -105,8 +105,9 @@ class Attention(nn.Module):
         super().__init__()
         heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
         self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
-        self.index, self.layer = index, config.layers[index]
-        self.options = score_options(config, self.layer)
+        layer, rotaries = config.layers[index], config.rotaries
+        self.index, self.options = index, score_options(config, layer)
+        self.turned = None if layer.rotary is None else rotaries.index(layer.rotary)
         self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, place)
         self.out = Linear(heads * dim, width, config.out_bias, place)
         self.q_norm = NormLayer(config, dim, place) if config.qk_norm else None
@@ -119,9 +120,8 @@ class Attention(nn.Module):
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
     def _place(self, x: Tensor, norm: NormLayer | None, turned: Turns) -> Tensor:
-        x = x if norm is None else norm(x)
-        rotary = self.layer.rotary
-        return x if rotary is None else rotate(x, *turned[rotary])
+        x = optional(norm, x)
+        return x if self.turned is None else rotate(x, *turned[self.turned])
 
 
 class MLP(nn.Module):
@@ -153,11 +153,16 @@ class Block(nn.Module):
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
 
-    def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
-        y = self.attention(self.attention_norm(x), turned, attend)
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+    def forward(
+        self, x: Tensor, y: Tensor | None, turned: Turns, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """x: the residual stream; y: what the block before adds to it. Both of the next block: a
+        sum and the norm after it are one operation.
+        """
+        x, normed = add_norm(x, y, self.attention_norm)
+        y = optional(self.attention_post_norm, self.attention(normed, turned, attend))
+        x, normed = add_norm(x, y, self.mlp_norm)
+        return x, optional(self.mlp_post_norm, self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -179,7 +184,7 @@ class Decoder(nn.Module):
         place = Place(device, dtype)
         config = config.shard(part.world_size)
         width = config.hidden_size
-        self.config, self.part = config, part
+        self.config, self.part, self.rotaries = config, part, config.rotaries
         self.embed = place.empty(config.vocab_size, width)
         learned = config.learned_positions
         self.positions = place.empty(config.max_seqlen, width) if learned else None
@@ -239,11 +244,13 @@ class Decoder(nn.Module):
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
         x = x if self.positions is None else x + F.embedding(positions, self.positions)
-        rotaries = {layer.rotary for layer in self.config.layers} - {None}
-        turned = {rotary: turns(rotary, positions) for rotary in rotaries}
+        turned = [turns(rotary, positions) for rotary in self.rotaries]
+        y = None
         for block in self.layers:
-            x = block(x, turned, attend)
-        return self.norm(x if rows is None else x.index_select(0, rows))
+            x, y = block(x, y, turned, attend)
+        if rows is not None:
+            x, y = x.index_select(0, rows), y.index_select(0, rows)
+        return add_norm(x, y, self.norm)[1]
 
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_seqlen
@@ -280,6 +287,16 @@ def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
     x = F.embedding(tokens, weight)
     # In the dtype of the weights: Gemma was trained with the rounded factor.
     return x if factor == 1 else x * torch.tensor(factor, dtype=weight.dtype).item()
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: NormLayer) -> tuple[Tensor, Tensor]:
+    """(x + y, norm(x + y)); no y at the start of the residual stream."""
+    x = x if y is None else x + y
+    return x, norm(x)
+
+
+def optional(norm: NormLayer | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
