@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from onchip.models.fields import Fields, check_size
 from onchip.models.rotary import Rotary
 from onchip.problem import MAX_HEAD_DIM
 
@@ -16,7 +17,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]
 MAX_LAYERS = 4096  # a config.json is somebody else's: what it may make us list is bounded
 
-_REQUIRED: Any = object()
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -127,7 +127,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ValueError(f"num_layers={len(self.layers)} must lie in [1, {MAX_LAYERS}]")
         if self.num_heads % self.num_kv_heads:
@@ -137,6 +137,10 @@ class ModelConfig:
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")
+        if not self.norm_eps > 0 or not (self.softmax_scale is None or self.softmax_scale > 0):
+            raise ValueError(f"{self.norm_eps=} and {self.softmax_scale=} must be above 0")
+        if not self.softcap >= 0 or not self.logit_softcap >= 0:
+            raise ValueError(f"{self.softcap=} and {self.logit_softcap=} must not be negative")
         for layer in self.layers:
             self._check_layer(layer)
 
@@ -157,12 +161,13 @@ class ModelConfig:
         if not isinstance(data, Mapping):
             raise ValueError(f"config.json must hold an object, got {type(data).__name__}")
         model_type = data.get("model_type")
-        if model_type not in FAMILIES:
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise ValueError(f"{model_type=} is not known here; known are {known}")
-        entries = Fields(data, model_type)
-        facts = FAMILIES[model_type](entries) | _token_ids(data)
-        entries.close(ignore)
+        f = Fields(data, f"config.json of {model_type}")
+        facts = FAMILIES[model_type](f) | _token_ids(data)
+        hint = "; if it does not, pass ignore=['{}']"
+        f.close({"model_type", *_HARMLESS, *ignore}, hint)
         return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
 
     def shard(self, world_size: int) -> "ModelConfig":
@@ -177,7 +182,7 @@ class ModelConfig:
 
     def _check_layer(self, layer: Layer) -> None:
         if layer.window is not None:
-            _check_size("window", layer.window)
+            check_size("window", layer.window)
         if layer.rotary is not None and layer.rotary.dim > self.head_dim:
             raise ValueError(f"rotary dim={layer.rotary.dim} exceeds {self.head_dim=}")
         if (layer.rotary is None) != self.learned_positions:
@@ -195,75 +200,6 @@ _SIZES = (
 )
 
 
-def _check_size(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise ValueError(f"{name}={value!r} must be an integer in [1, 2**31)")
-
-
-class Fields:
-    """The fields of one config.json; `close` refuses what nobody asked for."""
-
-    def __init__(self, data: Mapping[str, Any], model_type: str):
-        self.data = data
-        self.model_type = model_type
-        self._asked: set[str] = {"model_type"}
-
-    @property
-    def max_seqlen(self) -> int:
-        return self.take("max_position_embeddings")
-
-    def take(self, name: str, default: Any = _REQUIRED) -> Any:
-        """The value of a field; absent and null are the same."""
-        self._asked.add(name)
-        value = self.data.get(name)
-        if value is not None:
-            return value
-        if default is _REQUIRED:
-            raise ValueError(f"config.json of model_type={self.model_type!r} has no {name}")
-        return default
-
-    def stated(self, *names: str) -> None:
-        """Fields whose default depends on who reads the file: they must be there, if only null."""
-        for name in names:
-            if name not in self.data:
-                raise ValueError(f"config.json of model_type={self.model_type!r} has no {name}")
-
-    def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        value = self.take(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{name}={value!r} in config.json must be a number")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.take(name, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} in config.json must be true or false")
-        return value
-
-    def block(self, name: str) -> dict[str, Any]:
-        value = self.take(name, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{name}={value!r} in config.json must be an object")
-        return value
-
-    def must_be(self, name: str, expected: Any) -> None:
-        """A field that is served with one value only (or absent)."""
-        value = self.take(name, expected)
-        if value != expected:
-            kind = self.model_type
-            raise ValueError(f"{name}={value!r} is not served for {kind}: only {expected!r} is")
-
-    def close(self, ignore: Collection[str]) -> None:
-        unknown = set(self.data) - self._asked - _HARMLESS - set(ignore)
-        for name in sorted(unknown):
-            if self.data[name] not in (None, False):
-                raise ValueError(
-                    f"{name}={self.data[name]!r} in config.json is not known for"
-                    f" model_type={self.model_type!r} and may change the mathematics; if it does"
-                    f" not, pass ignore=[{name!r}]"
-                )
-
-
 def _token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
     """Null, an id, or (for the end) a list of ids."""
     bos, eos = data.get("bos_token_id"), data.get("eos_token_id")
@@ -274,42 +210,42 @@ def _token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
     return {"bos_token_id": bos, "eos_token_ids": eos}
 
 
-def _activation(name: object) -> Activation:
+def _activation(name: str) -> Activation:
     if name not in _ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    return _ACTIVATIONS[name]
 
 
 def _sizes(f: Fields) -> dict[str, Any]:
     """What every family with Llama's field names has."""
-    num_heads, hidden_size = f.take("num_attention_heads"), f.take("hidden_size")
-    _check_size("num_attention_heads", num_heads)
-    _check_size("hidden_size", hidden_size)
+    num_heads, hidden_size = f.size("num_attention_heads"), f.size("hidden_size")
     return {
-        "vocab_size": f.take("vocab_size"),
+        "vocab_size": f.size("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": f.take("intermediate_size"),
+        "intermediate_size": f.size("intermediate_size"),
         "num_heads": num_heads,
-        "num_kv_heads": f.take("num_key_value_heads", num_heads),
-        "head_dim": f.take("head_dim", hidden_size // num_heads),
-        "max_seqlen": f.max_seqlen,
-        "norm_eps": f.number("rms_norm_eps"),
+        "num_kv_heads": f.size("num_key_value_heads", num_heads),
+        "head_dim": f.size("head_dim", hidden_size // num_heads),
+        "max_seqlen": f.size("max_position_embeddings"),
+        "norm_eps": f.positive("rms_norm_eps"),
         "tied": f.flag("tie_word_embeddings", False),
     }
 
 
 def _num_layers(f: Fields) -> int:
-    count = f.take("num_hidden_layers")
-    _check_size("num_hidden_layers", count)
+    count = f.size("num_hidden_layers")
     if count > MAX_LAYERS:
         raise ValueError(f"num_hidden_layers={count} exceeds {MAX_LAYERS}")
     return count
 
 
-def _rotary(f: Fields, head_dim: int) -> Rotary:
+def _rotary(f: Fields, head_dim: int, partial: bool = False) -> Rotary:
     """rope_parameters, as transformers 5 writes it, or rope_theta and rope_scaling of before."""
-    stated = {"rope_theta": f.number("rope_theta", 10_000.0)} | f.block("rope_scaling")
-    return Rotary.from_hf(stated | f.block("rope_parameters"), head_dim, f.max_seqlen)
+    stated = {"rope_theta": f.positive("rope_theta", 10_000.0)} | f.block("rope_scaling")
+    if partial:
+        stated = {"partial_rotary_factor": f.positive("partial_rotary_factor", 1.0)} | stated
+    stated |= f.block("rope_parameters")
+    return Rotary.from_hf(stated, head_dim, f.size("max_position_embeddings"), partial)
 
 
 def _uniform(f: Fields, rotary: Rotary, window: int | None = None) -> tuple[Layer, ...]:
@@ -318,7 +254,7 @@ def _uniform(f: Fields, rotary: Rotary, window: int | None = None) -> tuple[Laye
 
 def _patterned(f: Fields, window: int | None, default: list[str], rotary: dict[str, Rotary]):
     """Layers by layer_types, the field that says which of them slide."""
-    kinds = f.take("layer_types", default)
+    kinds = f.texts("layer_types", default)
     if len(kinds) != len(default) or not set(kinds) <= set(rotary):
         raise ValueError(f"layer_types must be {len(default)} of {sorted(rotary)}, got {kinds}")
     sliding = "sliding_attention"
@@ -332,7 +268,7 @@ def _llama(f: Fields) -> dict[str, Any]:
     bias = f.flag("attention_bias", False)
     return sizes | {
         "layers": _uniform(f, _rotary(f, sizes["head_dim"])),
-        "activation": _activation(f.take("hidden_act", "silu")),
+        "activation": _activation(f.text("hidden_act", "silu")),
         "qkv_bias": bias,
         "out_bias": bias,
         "mlp_bias": f.flag("mlp_bias", False),
@@ -344,31 +280,28 @@ def _mistral(f: Fields) -> dict[str, Any]:
     return _windowed(f)
 
 
-def _windowed(f: Fields) -> dict[str, Any]:
+def _phi3(f: Fields) -> dict[str, Any]:
+    f.take("original_max_position_embeddings", None)  # read by longrope alone, which is refused
+    return _windowed(f, partial=True)
+
+
+def _windowed(f: Fields, partial: bool = False) -> dict[str, Any]:
     """Every layer slides, if any does."""
     sizes = _sizes(f)
+    rotary = _rotary(f, sizes["head_dim"], partial)
     return sizes | {
-        "layers": _uniform(f, _rotary(f, sizes["head_dim"]), f.take("sliding_window", None)),
-        "activation": _activation(f.take("hidden_act", "silu")),
+        "layers": _uniform(f, rotary, f.size("sliding_window", None)),
+        "activation": _activation(f.text("hidden_act", "silu")),
     }
-
-
-def _phi3(f: Fields) -> dict[str, Any]:
-    """Heads that turn in part."""
-    f.take("original_max_position_embeddings", None)  # read by longrope alone, which is refused
-    partial = f.number("partial_rotary_factor", 1.0)
-    partial = f.block("rope_parameters").get("partial_rotary_factor") or partial
-    turned = int(f.take("hidden_size") // f.take("num_attention_heads") * partial)
-    facts = _windowed(f)
-    layers = tuple(Layer(l.window, replace(l.rotary, dim=turned)) for l in facts["layers"])
-    return facts | {"layers": layers}
 
 
 def _qwen(f: Fields) -> dict[str, Any]:
     """Layers from max_window_layers on slide, where the window is used at all."""
     f.stated("num_key_value_heads")
     sizes, count = _sizes(f), _num_layers(f)
-    window, start = f.take("sliding_window", None), f.take("max_window_layers", count)
+    window, start = f.size("sliding_window", None), f.take("max_window_layers", count)
+    if type(start) is not int:
+        raise ValueError(f"max_window_layers={start!r} must be an integer")
     if f.flag("use_sliding_window", False):
         f.stated("sliding_window", "max_window_layers")
     else:
@@ -378,7 +311,7 @@ def _qwen(f: Fields) -> dict[str, Any]:
     rotary = dict.fromkeys(("sliding_attention", "full_attention"), _rotary(f, sizes["head_dim"]))
     return sizes | {
         "layers": _patterned(f, window, default, rotary),
-        "activation": _activation(f.take("hidden_act", "silu")),
+        "activation": _activation(f.text("hidden_act", "silu")),
     }
 
 
@@ -397,7 +330,7 @@ def _gemma_common(f: Fields) -> dict[str, Any]:
     f.must_be("use_bidirectional_attention", False)
     f.stated("head_dim", "num_key_value_heads")
     bias, sizes = f.flag("attention_bias", False), _sizes(f)
-    activation = f.take("hidden_activation", f.take("hidden_act", "gelu_pytorch_tanh"))
+    activation = f.text("hidden_activation", f.text("hidden_act", "gelu_pytorch_tanh"))
     return sizes | {
         # The first releases said "gelu" and meant its tanh form.
         "activation": _activation("gelu_pytorch_tanh" if activation == "gelu" else activation),
@@ -421,11 +354,11 @@ def _gemma2(f: Fields) -> dict[str, Any]:
     default = [period[i % 2] for i in range(_num_layers(f))]
     rotary = dict.fromkeys(period, _rotary(f, common["head_dim"]))
     return common | {
-        "layers": _patterned(f, f.take("sliding_window", None), default, rotary),
+        "layers": _patterned(f, f.size("sliding_window", None), default, rotary),
         "post_norms": True,
-        "softmax_scale": f.number("query_pre_attn_scalar") ** -0.5,
-        "softcap": f.number("attn_logit_softcapping", 0.0),
-        "logit_softcap": f.number("final_logit_softcapping", 0.0),
+        "softmax_scale": f.positive("query_pre_attn_scalar") ** -0.5,
+        "softcap": f.positive("attn_logit_softcapping", 0.0),
+        "logit_softcap": f.positive("final_logit_softcapping", 0.0),
     }
 
 
@@ -433,31 +366,35 @@ def _gemma3(f: Fields) -> dict[str, Any]:
     """Five layers slide, with a rotary base of their own; the sixth does not."""
     f.must_be("attn_logit_softcapping", 0.0)
     f.stated("sliding_window")
-    common, period = _gemma_common(f), f.take("sliding_window_pattern", 6)
-    _check_size("sliding_window_pattern", period)
+    common, period = _gemma_common(f), f.size("sliding_window_pattern", 6)
     default = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention"
         for i in range(_num_layers(f))
     ]
     rotary = _gemma3_rotary(f, common["head_dim"])
     return common | {
-        "layers": _patterned(f, f.take("sliding_window", None), default, rotary),
+        "layers": _patterned(f, f.size("sliding_window", None), default, rotary),
         "post_norms": True,
         "qk_norm": True,
-        "softmax_scale": f.number("query_pre_attn_scalar") ** -0.5,
-        "logit_softcap": f.number("final_logit_softcapping", 0.0),
+        "softmax_scale": f.positive("query_pre_attn_scalar") ** -0.5,
+        "logit_softcap": f.positive("final_logit_softcapping", 0.0),
     }
 
 
 def _gemma3_rotary(f: Fields, head_dim: int) -> dict[str, Rotary]:
-    theta, local = f.number("rope_theta", 1_000_000.0), f.number("rope_local_base_freq", 10_000.0)
-    stated = f.block("rope_parameters")
+    theta, local = (
+        f.positive("rope_theta", 1_000_000.0),
+        f.positive("rope_local_base_freq", 10_000.0),
+    )
+    new = Fields(f.block("rope_parameters"), "rope_parameters")
     old = {
         "full_attention": {"rope_theta": theta} | f.block("rope_scaling"),
         "sliding_attention": {"rope_theta": local},
     }
-    both = {kind: old[kind] | (stated.get(kind) or {}) for kind in old}
-    return {kind: Rotary.from_hf(values, head_dim, f.max_seqlen) for kind, values in both.items()}
+    both = {kind: old[kind] | new.block(kind) for kind in old}
+    new.close()
+    max_seqlen = f.size("max_position_embeddings")
+    return {kind: Rotary.from_hf(values, head_dim, max_seqlen) for kind, values in both.items()}
 
 
 def _gpt2(f: Fields) -> dict[str, Any]:
@@ -465,26 +402,24 @@ def _gpt2(f: Fields) -> dict[str, Any]:
     f.must_be("scale_attn_by_inverse_layer_idx", False)
     f.must_be("add_cross_attention", False)
     f.take("n_ctx", None)  # the old name of n_positions
-    width, num_heads, count = f.take("n_embd"), f.take("n_head"), f.take("n_layer")
-    for name, value in (("n_embd", width), ("n_head", num_heads), ("n_layer", count)):
-        _check_size(name, value)
+    width, num_heads, count = f.size("n_embd"), f.size("n_head"), f.size("n_layer")
     if width % num_heads or count > MAX_LAYERS:
         raise ValueError(
             f"n_embd={width} must be a multiple of n_head={num_heads},"
             f" and n_layer={count} at most {MAX_LAYERS}"
         )
     return {
-        "vocab_size": f.take("vocab_size"),
+        "vocab_size": f.size("vocab_size"),
         "hidden_size": width,
-        "intermediate_size": f.take("n_inner", 4 * width),
+        "intermediate_size": f.size("n_inner", 4 * width),
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": width // num_heads,
         "layers": (Layer(),) * count,
-        "max_seqlen": f.take("n_positions"),
+        "max_seqlen": f.size("n_positions"),
         "norm": "layer",
-        "norm_eps": f.number("layer_norm_epsilon", 1e-5),
-        "activation": _activation(f.take("activation_function", "gelu_new")),
+        "norm_eps": f.positive("layer_norm_epsilon", 1e-5),
+        "activation": _activation(f.text("activation_function", "gelu_new")),
         "gated": False,
         "learned_positions": True,
         "tied": f.flag("tie_word_embeddings", True),

@@ -1,7 +1,7 @@
 """Rotary positions: how far each pair of a head's elements turns per token."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,27 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_FIELDS = {
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "original_max_position_embeddings",
-        "truncate",
-    },
-}
+from onchip.models.fields import Fields
+
 _MOVING = ("dynamic", "longrope", "su")
 
 
@@ -62,55 +43,64 @@ class Rotary:
             raise ValueError(f"{self.kind} needs {self.high=} above {self.low=}")
 
     @classmethod
-    def from_hf(cls, stated: Mapping[str, Any], head_dim: int, max_seqlen: int) -> "Rotary":
-        """From a block rope_parameters of a config.json. partial_rotary_factor is for the caller:
-        some families have it, others have the field and do not read it.
+    def from_hf(
+        cls, stated: Mapping[str, Any], head_dim: int, max_seqlen: int, partial: bool = False
+    ) -> "Rotary":
+        """From a block rope_parameters of a config.json. partial: the family's heads may turn in
+        part.
         """
-        kind = stated.get("rope_type") or stated.get("type") or "default"
+        f = Fields(stated, "rope_parameters")
+        if not partial:
+            f.must_be("partial_rotary_factor", 1.0)
+        dim = int(head_dim * min(f.positive("partial_rotary_factor", 1.0), 1.0))
+        kind = f.text("rope_type", f.text("type", "default"))
         if kind in _MOVING:
             raise ValueError(
                 f"rope_type={kind!r} is not served: its frequencies change with the length of a"
                 " sequence, so that keys which are cached already would be wrong"
             )
-        if kind not in _FIELDS:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_FIELDS)}")
-        allowed = _FIELDS[kind] | _COMMON
-        unknown = [n for n in stated if stated[n] is not None and n not in allowed]
-        if unknown:
-            raise ValueError(f"rope_type={kind!r} has no field {unknown[0]!r}")
-        theta = float(stated["rope_theta"])
-        return cls(theta, head_dim, kind, **_scaling(kind, stated, max_seqlen))
+        if kind not in _READ:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_READ)}")
+        rotary = cls(f.positive("rope_theta"), dim, kind, **_READ[kind](f, max_seqlen))
+        f.close()
+        return rotary
 
 
-def _scaling(kind: str, stated: Mapping[str, Any], max_seqlen: int) -> dict[str, Any]:
-    if kind == "default":
-        return {}
-    if stated.get("factor") is None:
-        raise ValueError(f"rope_type={kind!r} needs a factor")
-    factor = float(stated["factor"])
-    if kind == "linear":
-        return {"factor": factor}
-    original = stated.get("original_max_position_embeddings") or max_seqlen
-    if kind == "llama3":
-        low, high = stated.get("low_freq_factor", 1.0), stated.get("high_freq_factor", 4.0)
-        return {"factor": factor, "low": low, "high": high, "original": original}
+def _read_llama3(f: Fields, max_seqlen: int) -> dict[str, Any]:
     return {
-        "factor": factor,
-        "low": stated.get("beta_slow") or 1.0,
-        "high": stated.get("beta_fast") or 32.0,
-        "original": original,
-        "amplitude": _yarn_amplitude(factor, stated),
-        "truncate": stated.get("truncate") is not False,
+        "factor": f.positive("factor"),
+        "low": f.positive("low_freq_factor"),
+        "high": f.positive("high_freq_factor"),
+        "original": f.size("original_max_position_embeddings"),
     }
 
 
-def _yarn_amplitude(factor: float, stated: Mapping[str, Any]) -> float:
+def _read_yarn(f: Fields, max_seqlen: int) -> dict[str, Any]:
+    factor = f.positive("factor")
+    return {
+        "factor": factor,
+        "low": f.positive("beta_slow", 1.0),
+        "high": f.positive("beta_fast", 32.0),
+        "original": f.size("original_max_position_embeddings", max_seqlen),
+        "amplitude": _yarn_amplitude(f, factor),
+        "truncate": f.flag("truncate", True),
+    }
+
+
+def _yarn_amplitude(f: Fields, factor: float) -> float:
     """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two such."""
-    if stated.get("attention_factor") is not None:
-        return float(stated["attention_factor"])
     grown = lambda mscale: 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-    over, under = stated.get("mscale"), stated.get("mscale_all_dim")
-    return grown(over) / grown(under) if over and under else grown(1.0)
+    over, under = f.positive("mscale", None), f.positive("mscale_all_dim", None)
+    implied = grown(over) / grown(under) if over and under else grown(1.0)
+    return f.positive("attention_factor", implied)
+
+
+_READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
+    "default": lambda f, max_seqlen: {},
+    "linear": lambda f, max_seqlen: {"factor": f.positive("factor")},
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
 
 
 @lru_cache(maxsize=64)

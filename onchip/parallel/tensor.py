@@ -7,12 +7,10 @@ projections are cut piece by piece, which the even chunks of a DTensor would not
 torch's `parallelize_module` are the sums.
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from onchip.models import Decoder
 
@@ -48,11 +46,3 @@ def connect(part: Decoder, mesh: DeviceMesh) -> Decoder:
         raise ValueError(f"the decoder is {part.part}, this is rank {rank} of {world_size}")
     parallelize_module(part, mesh, PLAN)
     return part
-
-
-def tensor_mesh(world_size: int, device_type: str = "cpu") -> DeviceMesh:
-    """All ranks of the job as one mesh; torch.distributed must have been initialised."""
-    have = dist.get_world_size()
-    if world_size != have:
-        raise ValueError(f"{world_size=}, but the job has {have} ranks")
-    return DeviceMesh(device_type, torch.arange(world_size))

@@ -1,6 +1,11 @@
 """config.json: every field is read, known to be harmless, or refused."""
 
 import json
+import math
+from copy import deepcopy
+from functools import reduce
+from itertools import product
+from operator import getitem
 
 import pytest
 import torch
@@ -52,14 +57,18 @@ def test_layers_slide_where_the_family_says(data, kinds):
         ({"hidden_act": "mish"}, "activation 'mish' is not one of silu"),
         ({"hidden_size": "48"}, "hidden_size='48' must be an integer"),
         ({"vocab_size": None}, "has no vocab_size"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' in config.json must be a number"),
-        ({"mlp_bias": 1}, "mlp_bias=1 in config.json must be true or false"),
-        ({"rope_scaling": 3}, "rope_scaling=3 in config.json must be an object"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' in config.json of llama must be"),
+        ({"mlp_bias": 1}, "mlp_bias=1 in config.json of llama must be true or"),
+        ({"rope_scaling": 3}, "rope_scaling=3 in .* must be an object"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "keys which are cached already"),
         ({"rope_scaling": {"type": "spiral"}}, "rope_type='spiral' is not one of default"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs a factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}}, "no field 'beta'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_parameters has no factor"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "beta": 1}},
+            "beta=1 in rope_parameters is not known",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"eos_token_id": ["</s>"]}, "token id '</s>'"),
         ({"bos_token_id": True}, "token id True"),
@@ -115,6 +124,31 @@ def test_a_field_may_be_declared_harmless(llama):
     with pytest.raises(ValueError, match="pass ignore=\\['our_own_note'\\]"):
         ModelConfig.from_hf(llama)
     assert ModelConfig.from_hf(llama, ignore=["our_own_note"]).num_layers == 3
+
+
+def paths(data):
+    """The way to every value, those of nested objects too."""
+    for name, value in data.items():
+        yield (name,)
+        if isinstance(value, dict):
+            yield from ((name, *rest) for rest in paths(value))
+
+
+def test_nonsense_is_refused_by_a_sentence(data):
+    """Any field may hold anything: the answer is a ValueError or a config, nothing else."""
+    transformers = pytest.importorskip("transformers")
+    new = transformers.AutoConfig.for_model(**deepcopy(data)).to_dict()
+    nonsense = (-1, 0, 1.5, "x", [], [1], {}, {"a": 1}, True, 10**30, math.nan, math.inf)
+    refused = 0
+    for spelling, value in product((data, new), nonsense):
+        for *outer, last in paths(spelling):
+            changed = deepcopy(spelling)
+            reduce(getitem, outer, changed)[last] = value
+            try:
+                ModelConfig.from_hf(changed)
+            except ValueError as error:
+                refused += len(str(error)) > 20
+    assert refused > 150
 
 
 def test_a_config_that_is_no_object_is_refused():

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import onchip
 from onchip import models
 from onchip.models import ModelConfig, Part, random_model
-from onchip.parallel.tensor import connect, tensor_mesh
+from onchip.parallel.tensor import connect
 
 LLAMA = {
     "model_type": "llama",
@@ -23,6 +24,7 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
     "attention_bias": True,
     "mlp_bias": True,
 }
@@ -82,7 +84,7 @@ def alone(tmp_path):
     """A job of one rank, in this process."""
     where = f"file://{tmp_path / 'meeting'}"
     dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
-    yield tensor_mesh(1)
+    yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
@@ -90,8 +92,8 @@ def test_what_cannot_be_connected_is_refused(alone):
     config = ModelConfig.from_hf(LLAMA)
     with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
         connect(models.Decoder(config, part=Part(0, 2)), alone)
-    with pytest.raises(ValueError, match="world_size=2, but the job has 1 ranks"):
-        tensor_mesh(2)
+    with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
+        connect(random_model(config), init_device_mesh("cpu", (1, 1)))
     decoder = connect(random_model(config), alone)
     with pytest.raises(ValueError, match="share no gradient"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))
