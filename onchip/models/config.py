@@ -26,7 +26,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
 }
 # Fields that say nothing about the forward pass of inference: provenance, initialisation, training,
-# dropout, ids of special tokens, heads for other tasks, how the author ran it.
+# dropout, ids of special tokens, heads for other tasks, how the author ran it. auto_map names code
+# that is not run here, and that transformers does not need either for a type it knows.
 _HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
@@ -36,6 +37,7 @@ _HARMLESS = frozenset(
         "attention_dropout",
         "attn_implementation",
         "attn_pdrop",
+        "auto_map",
         "bos_token_id",
         "cache_implementation",
         "chunk_size_feed_forward",
@@ -252,7 +254,9 @@ def _uniform(f: Fields, rotary: Rotary, window: int | None = None) -> tuple[Laye
     return (Layer(window, rotary),) * _num_layers(f)
 
 
-def _patterned(f: Fields, window: int | None, default: list[str], rotary: dict[str, Rotary]):
+def _patterned(
+    f: Fields, window: int | None, default: list[str], rotary: dict[str, Rotary]
+) -> tuple[Layer, ...]:
     """Layers by layer_types, the field that says which of them slide."""
     kinds = f.texts("layer_types", default)
     if len(kinds) != len(default) or not set(kinds) <= set(rotary):
@@ -382,10 +386,8 @@ def _gemma3(f: Fields) -> dict[str, Any]:
 
 
 def _gemma3_rotary(f: Fields, head_dim: int) -> dict[str, Rotary]:
-    theta, local = (
-        f.positive("rope_theta", 1_000_000.0),
-        f.positive("rope_local_base_freq", 10_000.0),
-    )
+    theta = f.positive("rope_theta", 1_000_000.0)
+    local = f.positive("rope_local_base_freq", 10_000.0)
     new = Fields(f.block("rope_parameters"), "rope_parameters")
     old = {
         "full_attention": {"rope_theta": theta} | f.block("rope_scaling"),

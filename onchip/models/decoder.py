@@ -17,7 +17,7 @@ from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
 from onchip.models.rotary import rotate, turns
 from onchip.ops import attention, paged_attention, varlen_attention
-from onchip.problem import checks
+from onchip.problem import DTYPES, checks
 
 Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 
@@ -66,6 +66,10 @@ class Place:
 
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
 
     def empty(self, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))

@@ -53,7 +53,7 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     entries = _entries(folder)
     names = NAMES[config.model_type]
     wanted = tuple(targets(config, prefixed=names.prefix + names.embed in entries))
-    _check_entries(entries, expected(list(wanted)), names.head if config.tied else None)
+    _check_entries(entries, expected(wanted), names.head if config.tied else None)
     return Checkpoint(folder, config, entries, wanted)
 
 
@@ -66,7 +66,7 @@ def load(
     world_size: int = 1,
 ) -> Decoder:
     """The decoder of a checkpoint, in its own dtype unless given. Files are mapped, and parameters
-    filled one by one where they are to lie. With world_size > 1 the share of one rank, to be
+    filled one by one where they are to lie. With world_size > 1 the part of one rank, to be
     connected by `onchip.parallel.tensor.connect`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
@@ -191,7 +191,8 @@ def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
     if not checkpoint.config.tied or head not in checkpoint.entries:
         return
     embed = checkpoint.targets[0].pieces[0].name
-    if not torch.equal(read(head), read(embed)):
+    kinds = [(checkpoint.entries[n].dtype, checkpoint.entries[n].shape) for n in (head, embed)]
+    if kinds[0] != kinds[1] or not torch.equal(read(head), read(embed)):
         raise ValueError(f"tie_word_embeddings is true, but {head} and {embed} differ")
 
 

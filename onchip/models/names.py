@@ -1,7 +1,7 @@
 """How checkpoints name the parameters of a decoder, and how they cut them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -207,10 +207,10 @@ class Fused(NamedTuple):
         )
 
 
-def expected(all_targets: list[Target]) -> dict[str, Shape]:
+def expected(wanted: Iterable[Target]) -> dict[str, Shape]:
     """Tensors that a checkpoint must have, and their shapes."""
     shapes: dict[str, Shape] = {}
-    for target in all_targets:
+    for target in wanted:
         shapes |= target.sources
     return shapes
 

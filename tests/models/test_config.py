@@ -52,7 +52,6 @@ def test_layers_slide_where_the_family_says(data, kinds):
         ({"model_type": "mamba"}, "model_type='mamba' is not known here; known are llama"),
         ({"model_type": None}, "model_type=None is not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.* may change the mathematics"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"num_local_experts": 8}, "num_local_experts=8"),
         ({"hidden_act": "mish"}, "activation 'mish' is not one of silu"),
         ({"hidden_size": "48"}, "hidden_size='48' must be an integer"),

@@ -165,6 +165,9 @@ def test_a_tied_head_that_differs_is_refused(llama, tmp_path):
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t[name] + 1}))
     with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight differ"):
         models.load(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t[name][:1]}))
+    with pytest.raises(ValueError, match="lm_head.weight and model.embed_tokens.weight differ"):
+        models.load(tmp_path)
 
 
 def test_a_missing_tensor_is_named(folder):
@@ -268,6 +271,11 @@ def test_folders_without_a_model_are_refused(folder, tmp_path):
     refused(folder, "config.json is not JSON")
 
 
+def test_weights_have_a_type_that_is_served(folder):
+    with pytest.raises(ValueError, match="dtype torch.int8 is not one of"):
+        models.load(folder, dtype=torch.int8)
+
+
 def test_a_config_cannot_make_us_allocate(folder):
     """Sizes are compared with the file before anything of that size exists."""
     config = json.loads((folder / "config.json").read_text())
@@ -275,3 +283,22 @@ def test_a_config_cannot_make_us_allocate(folder):
     refused(folder, "the config says (2147483647, 48)")
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
     refused(folder, "num_hidden_layers=1000000000 exceeds 4096")
+
+
+def test_damaged_headers_are_refused_or_harmless(folder):
+    """Any byte of the header may be any other: a ValueError, or a model of the right shapes."""
+    file, generator = folder / SINGLE, torch.Generator().manual_seed(0)
+    shapes = [p.shape for p in models.load(folder).parameters()]
+    raw = file.read_bytes()
+    length = 8 + struct.unpack("<Q", raw[:8])[0]
+    draws = torch.randint(2**31, (400, 2), generator=generator).tolist()
+    refusals = 0
+    for at, byte in draws:
+        damaged = bytearray(raw)
+        damaged[at % length] = byte % 256
+        file.write_bytes(damaged)
+        try:
+            assert [p.shape for p in models.load(folder).parameters()] == shapes
+        except ValueError:
+            refusals += 1
+    assert refusals > 350
