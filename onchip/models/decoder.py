@@ -1,7 +1,8 @@
 """One decoder for all families: embeddings, layers of attention and MLP, a head.
 
 A layer does not know where its keys come from. It hands q, k and v to an `Attend`, of which there
-are three: sequences in pages (serving), dense batches and packed sequences (training, scoring).
+are three here: sequences in pages (serving), dense batches and packed sequences (training,
+scoring). Any other fold will do.
 """
 
 from collections.abc import Callable, Sequence
@@ -217,7 +218,7 @@ class Decoder(nn.Module):
         Keys and values are written to the cache; committing them is the caller's. rows: integers
         (num_rows,), positions in `tokens`. Padding of a static batch gives rows of no meaning.
         """
-        return self._run(tokens, positions, Paged(batch, cache), rows)
+        return self.run(tokens, positions, Paged(batch, cache), rows)
 
     def full(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
@@ -230,10 +231,10 @@ class Decoder(nn.Module):
         self._check_length(max_seqlen or tokens.shape[-1])
         if cu_seqlens is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-            return self._run(tokens, positions.expand(tokens.shape), dense)
+            return self.run(tokens, positions.expand(tokens.shape), dense)
         each = torch.arange(tokens.shape[0], device=tokens.device)
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
-        return self._run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
+        return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., vocab_size) in fp32 (fp64 for fp64)."""
@@ -241,9 +242,12 @@ class Decoder(nn.Module):
         out = out if out.dtype == torch.float64 else out.float()
         return soft_cap(out, self.config.logit_softcap)
 
-    def _run(
+    def run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
+        """Hidden states of tokens of any shape over keys from anywhere: what `forward` and `full`
+        do with the three of this file.
+        """
         if tokens.device.type == "cpu" or checks.enabled:
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import onchip
 from onchip import models
 from onchip.kvcache import KVCache, Shape
 from onchip.models import ModelConfig, positions_of, random_model
@@ -98,6 +99,28 @@ def test_packed_sequences_are_sequences(data):
     packed = decoder.full(torch.cat(texts), cu_seqlens, 29)
     for text, rows in zip(texts, packed.split(lengths), strict=True):
         torch.testing.assert_close(rows, decoder.full(text[None])[0], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_any_fold_can_be_its_attention(llama):
+    """A prompt that two forks share is read once for both of them."""
+    decoder = random_model(ModelConfig.from_hf(llama), seed=8, dtype=torch.float64)
+    cache = new_cache(decoder, 4)
+    sequences = [cache.open()]
+    advance(decoder, cache, sequences, [tokens(33).tolist()])
+    sequences.append(cache.fork(sequences[0]))
+    assert cache.append_all(sequences, [[5], [9]]) is None
+    batch = cache.view(sequences)
+
+    def cascade(layer, q, k, v, **options):
+        cache.write(layer, k, v, batch.slot_mapping)
+        tables = batch.page_table, batch.cache_seqlens
+        options["cu_seqlens_q"] = batch.cu_seqlens_q
+        return onchip.cascade_attention(q, *cache.layer(layer), *tables, **options)
+
+    new, positions = torch.tensor([5, 9]), positions_of(batch)
+    ours = decoder.run(new, positions, cascade)
+    torch.testing.assert_close(ours, decoder(new, positions, batch, cache), rtol=0, atol=1e-12)
 
 
 def test_every_parameter_gets_a_gradient(data):
