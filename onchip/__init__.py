@@ -28,7 +28,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-_LAZY = ("kvcache", "masks", "testing")
+_LAZY = ("kvcache", "masks", "models", "testing")
 
 
 def __getattr__(name: str):

@@ -27,7 +27,9 @@ LAW = {
     "explain": {"problem", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},
-    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache"},
+    "models": {"problem", "ops", "kvcache"},
+    "parallel": {"models"},
+    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
 LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
@@ -102,6 +104,6 @@ def test_import_needs_torch_alone_and_wakes_nothing():
 def test_all_is_the_api():
     for name in onchip.__all__:
         assert callable(getattr(onchip, name)), name
-    assert onchip.masks and onchip.testing and onchip.kvcache
+    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = onchip.flash

@@ -1,0 +1,444 @@
+"""What a decoder is, in our words, and how Hugging Face says it.
+
+A family (`model_type`) is one function of `FAMILIES` that reads the fields of its config.json. What
+it does not read, and what is not known to be harmless, is refused: it might change the mathematics.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from onchip.models.fields import Fields, check_size
+from onchip.models.rotary import Rotary
+from onchip.problem import MAX_HEAD_DIM
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Norm = Literal["rms", "layer"]
+MAX_LAYERS = 4096  # a config.json is somebody else's: what it may make us list is bounded
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Fields that say nothing about the forward pass of inference: provenance, initialisation, training,
+# dropout, ids of special tokens, heads for other tasks, how the author ran it. auto_map names code
+# that is not run here, and that transformers does not need either for a type it knows.
+_HARMLESS = frozenset(
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "architectures",
+        "attention_dropout",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_cache",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What differs between layers. window: a token sees itself and window - 1 tokens before it
+    (None: all). rotary: None where positions are learned.
+    """
+
+    window: int | None = None
+    rotary: Rotary | None = None
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    norm: "rms" is x / rms(x) * (norm_offset + weight), "layer" a LayerNorm with bias. post_norms:
+    the outputs of attention and MLP are normalised too before they join the residual stream.
+    qk_norm: queries and keys of each head are normalised before they are rotated. gated: the MLP is
+    down(activation(gate(x)) * up(x)), else down(activation(up(x))). softcap and logit_softcap: c *
+    tanh(x / c) of scores and of logits, 0 for none. tied: the head is the embedding. source: the
+    config.json it came from, as text.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[Layer, ...]
+    max_seqlen: int
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    learned_positions: bool = False
+    tied: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    source: str = field(default="", repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            check_size(name, getattr(self, name))
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise ValueError(f"num_layers={len(self.layers)} must lie in [1, {MAX_LAYERS}]")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"{self.head_dim=} exceeds {MAX_HEAD_DIM}, the most that is served")
+        for name, kinds in (("norm", Norm), ("activation", Activation)):
+            if getattr(self, name) not in get_args(kinds):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")
+        if not self.norm_eps > 0 or not (self.softmax_scale is None or self.softmax_scale > 0):
+            raise ValueError(f"{self.norm_eps=} and {self.softmax_scale=} must be above 0")
+        if not self.softcap >= 0 or not self.logit_softcap >= 0:
+            raise ValueError(f"{self.softcap=} and {self.logit_softcap=} must not be negative")
+        for layer in self.layers:
+            self._check_layer(layer)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different rotations of the layers, in the order of their first use."""
+        return tuple(dict.fromkeys(l.rotary for l in self.layers if l.rotary is not None))
+
+    @classmethod
+    def from_hf(cls, data: Mapping[str, Any], ignore: Collection[str] = ()) -> "ModelConfig":
+        """From the fields of a Hugging Face config.json. ignore: names of fields that you know to
+        change nothing.
+        """
+        if not isinstance(data, Mapping):
+            raise ValueError(f"config.json must hold an object, got {type(data).__name__}")
+        model_type = data.get("model_type")
+        if not isinstance(model_type, str) or model_type not in FAMILIES:
+            known = ", ".join(FAMILIES)
+            raise ValueError(f"{model_type=} is not known here; known are {known}")
+        f = Fields(data, f"config.json of {model_type}")
+        facts = FAMILIES[model_type](f) | _token_ids(data)
+        hint = "; if it does not, pass ignore=['{}']"
+        f.close({"model_type", *_HARMLESS, *ignore}, hint)
+        return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
+
+    def shard(self, world_size: int) -> "ModelConfig":
+        """The decoder of one of world_size ranks: its share of the heads and of the MLP."""
+        shares = {}
+        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
+            value = getattr(self, name)
+            if value % world_size:
+                raise ValueError(f"{name}={value} cannot be divided among {world_size} ranks")
+            shares[name] = value // world_size
+        return replace(self, **shares)
+
+    def _check_layer(self, layer: Layer) -> None:
+        if layer.window is not None:
+            check_size("window", layer.window)
+        if layer.rotary is not None and layer.rotary.dim > self.head_dim:
+            raise ValueError(f"rotary dim={layer.rotary.dim} exceeds {self.head_dim=}")
+        if (layer.rotary is None) != self.learned_positions:
+            raise ValueError("a layer rotates its queries if and only if no positions are learned")
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_seqlen",
+)
+
+
+def _token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Null, an id, or (for the end) a list of ids."""
+    bos, eos = data.get("bos_token_id"), data.get("eos_token_id")
+    eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in (*eos, *(() if bos is None else (bos,))):
+        if type(token) is not int or token < 0:
+            raise ValueError(f"token id {token!r} in config.json must be a number from 0 on")
+    return {"bos_token_id": bos, "eos_token_ids": eos}
+
+
+def _activation(name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _sizes(f: Fields) -> dict[str, Any]:
+    """What every family with Llama's field names has."""
+    num_heads, hidden_size = f.size("num_attention_heads"), f.size("hidden_size")
+    return {
+        "vocab_size": f.size("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": f.size("intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": f.size("num_key_value_heads", num_heads),
+        "head_dim": f.size("head_dim", hidden_size // num_heads),
+        "max_seqlen": f.size("max_position_embeddings"),
+        "norm_eps": f.positive("rms_norm_eps"),
+        "tied": f.flag("tie_word_embeddings", False),
+    }
+
+
+def _num_layers(f: Fields) -> int:
+    count = f.size("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers={count} exceeds {MAX_LAYERS}")
+    return count
+
+
+def _rotary(f: Fields, head_dim: int, partial: bool = False) -> Rotary:
+    """rope_parameters, as transformers 5 writes it, or rope_theta and rope_scaling of before."""
+    stated = {"rope_theta": f.positive("rope_theta", 10_000.0)} | f.block("rope_scaling")
+    if partial:
+        stated = {"partial_rotary_factor": f.positive("partial_rotary_factor", 1.0)} | stated
+    stated |= f.block("rope_parameters")
+    return Rotary.from_hf(stated, head_dim, f.size("max_position_embeddings"), partial)
+
+
+def _uniform(f: Fields, rotary: Rotary, window: int | None = None) -> tuple[Layer, ...]:
+    return (Layer(window, rotary),) * _num_layers(f)
+
+
+def _patterned(
+    f: Fields, window: int | None, default: list[str], rotary: dict[str, Rotary]
+) -> tuple[Layer, ...]:
+    """Layers by layer_types, the field that says which of them slide."""
+    kinds = f.texts("layer_types", default)
+    if len(kinds) != len(default) or not set(kinds) <= set(rotary):
+        raise ValueError(f"layer_types must be {len(default)} of {sorted(rotary)}, got {kinds}")
+    sliding = "sliding_attention"
+    if sliding in kinds and window is None:
+        raise ValueError("layer_types has sliding_attention, but sliding_window is null")
+    return tuple(Layer(window if kind == sliding else None, rotary[kind]) for kind in kinds)
+
+
+def _llama(f: Fields) -> dict[str, Any]:
+    sizes = _sizes(f)
+    bias = f.flag("attention_bias", False)
+    return sizes | {
+        "layers": _uniform(f, _rotary(f, sizes["head_dim"])),
+        "activation": _activation(f.text("hidden_act", "silu")),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": f.flag("mlp_bias", False),
+    }
+
+
+def _mistral(f: Fields) -> dict[str, Any]:
+    f.stated("num_key_value_heads", "sliding_window")
+    return _windowed(f)
+
+
+def _phi3(f: Fields) -> dict[str, Any]:
+    f.take("original_max_position_embeddings", None)  # read by longrope alone, which is refused
+    return _windowed(f, partial=True)
+
+
+def _windowed(f: Fields, partial: bool = False) -> dict[str, Any]:
+    """Every layer slides, if any does."""
+    sizes = _sizes(f)
+    rotary = _rotary(f, sizes["head_dim"], partial)
+    return sizes | {
+        "layers": _uniform(f, rotary, f.size("sliding_window", None)),
+        "activation": _activation(f.text("hidden_act", "silu")),
+    }
+
+
+def _qwen(f: Fields) -> dict[str, Any]:
+    """Layers from max_window_layers on slide, where the window is used at all."""
+    f.stated("num_key_value_heads")
+    sizes, count = _sizes(f), _num_layers(f)
+    window, start = f.size("sliding_window", None), f.take("max_window_layers", count)
+    if type(start) is not int:
+        raise ValueError(f"max_window_layers={start!r} must be an integer")
+    if f.flag("use_sliding_window", False):
+        f.stated("sliding_window", "max_window_layers")
+    else:
+        window = None
+    slides = lambda i: window is not None and i >= start
+    default = ["sliding_attention" if slides(i) else "full_attention" for i in range(count)]
+    rotary = dict.fromkeys(("sliding_attention", "full_attention"), _rotary(f, sizes["head_dim"]))
+    return sizes | {
+        "layers": _patterned(f, window, default, rotary),
+        "activation": _activation(f.text("hidden_act", "silu")),
+    }
+
+
+def _qwen2(f: Fields) -> dict[str, Any]:
+    return _qwen(f) | {"qkv_bias": True}
+
+
+def _qwen3(f: Fields) -> dict[str, Any]:
+    f.stated("head_dim")
+    bias = f.flag("attention_bias", False)
+    return _qwen(f) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
+
+
+def _gemma_common(f: Fields) -> dict[str, Any]:
+    """What all Gemmas share: 1 + weight, a scaled embedding, the tanh form of GELU."""
+    f.must_be("use_bidirectional_attention", False)
+    f.stated("head_dim", "num_key_value_heads")
+    bias, sizes = f.flag("attention_bias", False), _sizes(f)
+    activation = f.text("hidden_activation", f.text("hidden_act", "gelu_pytorch_tanh"))
+    return sizes | {
+        # The first releases said "gelu" and meant its tanh form.
+        "activation": _activation("gelu_pytorch_tanh" if activation == "gelu" else activation),
+        "norm_offset": 1.0,
+        "embedding_scale": sizes["hidden_size"] ** 0.5,
+        "tied": f.flag("tie_word_embeddings", True),
+        "qkv_bias": bias,
+        "out_bias": bias,
+    }
+
+
+def _gemma(f: Fields) -> dict[str, Any]:
+    common = _gemma_common(f)
+    return common | {"layers": _uniform(f, _rotary(f, common["head_dim"]))}
+
+
+def _gemma2(f: Fields) -> dict[str, Any]:
+    f.stated("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    common = _gemma_common(f)
+    period = ["sliding_attention", "full_attention"]
+    default = [period[i % 2] for i in range(_num_layers(f))]
+    rotary = dict.fromkeys(period, _rotary(f, common["head_dim"]))
+    return common | {
+        "layers": _patterned(f, f.size("sliding_window", None), default, rotary),
+        "post_norms": True,
+        "softmax_scale": f.positive("query_pre_attn_scalar") ** -0.5,
+        "softcap": f.positive("attn_logit_softcapping", 0.0),
+        "logit_softcap": f.positive("final_logit_softcapping", 0.0),
+    }
+
+
+def _gemma3(f: Fields) -> dict[str, Any]:
+    """Five layers slide, with a rotary base of their own; the sixth does not."""
+    f.must_be("attn_logit_softcapping", 0.0)
+    f.stated("sliding_window")
+    common, period = _gemma_common(f), f.size("sliding_window_pattern", 6)
+    default = [
+        "full_attention" if (i + 1) % period == 0 else "sliding_attention"
+        for i in range(_num_layers(f))
+    ]
+    rotary = _gemma3_rotary(f, common["head_dim"])
+    return common | {
+        "layers": _patterned(f, f.size("sliding_window", None), default, rotary),
+        "post_norms": True,
+        "qk_norm": True,
+        "softmax_scale": f.positive("query_pre_attn_scalar") ** -0.5,
+        "logit_softcap": f.positive("final_logit_softcapping", 0.0),
+    }
+
+
+def _gemma3_rotary(f: Fields, head_dim: int) -> dict[str, Rotary]:
+    theta = f.positive("rope_theta", 1_000_000.0)
+    local = f.positive("rope_local_base_freq", 10_000.0)
+    new = Fields(f.block("rope_parameters"), "rope_parameters")
+    old = {
+        "full_attention": {"rope_theta": theta} | f.block("rope_scaling"),
+        "sliding_attention": {"rope_theta": local},
+    }
+    both = {kind: old[kind] | new.block(kind) for kind in old}
+    new.close()
+    max_seqlen = f.size("max_position_embeddings")
+    return {kind: Rotary.from_hf(values, head_dim, max_seqlen) for kind, values in both.items()}
+
+
+def _gpt2(f: Fields) -> dict[str, Any]:
+    f.must_be("scale_attn_weights", True)
+    f.must_be("scale_attn_by_inverse_layer_idx", False)
+    f.must_be("add_cross_attention", False)
+    f.take("n_ctx", None)  # the old name of n_positions
+    width, num_heads, count = f.size("n_embd"), f.size("n_head"), f.size("n_layer")
+    if width % num_heads or count > MAX_LAYERS:
+        raise ValueError(
+            f"n_embd={width} must be a multiple of n_head={num_heads},"
+            f" and n_layer={count} at most {MAX_LAYERS}"
+        )
+    return {
+        "vocab_size": f.size("vocab_size"),
+        "hidden_size": width,
+        "intermediate_size": f.size("n_inner", 4 * width),
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": width // num_heads,
+        "layers": (Layer(),) * count,
+        "max_seqlen": f.size("n_positions"),
+        "norm": "layer",
+        "norm_eps": f.positive("layer_norm_epsilon", 1e-5),
+        "activation": _activation(f.text("activation_function", "gelu_new")),
+        "gated": False,
+        "learned_positions": True,
+        "tied": f.flag("tie_word_embeddings", True),
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+    }
+
+
+FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}

@@ -1,0 +1,335 @@
+"""One decoder for all families: embeddings, layers of attention and MLP, a head.
+
+A layer does not know where its keys come from. It hands q, k and v to an `Attend`, of which there
+are three here: sequences in pages (serving), dense batches and packed sequences (training,
+scoring). Any other fold will do.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onchip.kvcache import KVCache, PagedBatch, Spec
+from onchip.models.config import Layer, ModelConfig
+from onchip.models.names import Part
+from onchip.models.rotary import rotate, turns
+from onchip.ops import attention, paged_attention, varlen_attention
+from onchip.problem import DTYPES, checks
+
+Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
+
+
+class Attend(Protocol):
+    """Attention of one layer over what came before: q (..., num_heads, head_dim), k and v (...,
+    num_kv_heads, head_dim) of the new tokens; options of `onchip.attention`.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
+
+
+class Paged(NamedTuple):
+    """Keys and values go to the pages of the cache, and are read from there."""
+
+    batch: PagedBatch
+    cache: KVCache
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        batch, cache = self
+        cache.write(layer, k, v, batch.slot_mapping)
+        options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
+        tables = batch.page_table, batch.cache_seqlens
+        return cast(Tensor, paged_attention(q, *cache.layer(layer), *tables, **options))
+
+
+class Packed(NamedTuple):
+    """Whole sequences, one after another."""
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        lengths = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        return cast(Tensor, varlen_attention(q, k, v, *lengths, causal=True, **options))
+
+
+def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Whole sequences of one length: an `Attend` of (batch, seqlen) tokens."""
+    return cast(Tensor, attention(q, k, v, causal=True, **options))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where parameters are made."""
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, device=self.device, dtype=self.dtype))
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, not initialised: `loader` fills it."""
+
+    def __init__(self, inner: int, outer: int, bias: bool, place: Place):
+        super().__init__()
+        self.weight = place.empty(outer, inner)
+        self.bias = place.empty(outer) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class NormLayer(nn.Module):
+    """The norm of a config over the last `size` elements."""
+
+    def __init__(self, config: ModelConfig, size: int, place: Place):
+        super().__init__()
+        self.eps, self.offset = config.norm_eps, config.norm_offset
+        self.weight = place.empty(size)
+        self.bias = place.empty(size) if config.norm == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.offset)
+
+
+class Attention(nn.Module):
+    """qkv holds the rows of q, then k, then v."""
+
+    def __init__(self, config: ModelConfig, index: int, place: Place):
+        super().__init__()
+        heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
+        self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
+        layer, rotaries = config.layers[index], config.rotaries
+        self.index, self.options = index, score_options(config, layer)
+        self.turned = None if layer.rotary is None else rotaries.index(layer.rotary)
+        self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, place)
+        self.out = Linear(heads * dim, width, config.out_bias, place)
+        self.q_norm = NormLayer(config, dim, place) if config.qk_norm else None
+        self.k_norm = NormLayer(config, dim, place) if config.qk_norm else None
+
+    def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.heads, dim=-2)
+        q, k = self._place(q, self.q_norm, turned), self._place(k, self.k_norm, turned)
+        return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
+
+    def _place(self, x: Tensor, norm: NormLayer | None, turned: Turns) -> Tensor:
+        x = optional(norm, x)
+        return x if self.turned is None else rotate(x, *turned[self.turned])
+
+
+class MLP(nn.Module):
+    """up holds the rows of gate, then up, where the MLP is gated."""
+
+    def __init__(self, config: ModelConfig, place: Place):
+        super().__init__()
+        self.gated, self.activation = config.gated, config.activation
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.up = Linear(width, inner * (2 if config.gated else 1), bias, place)
+        self.down = Linear(inner, width, bias, place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = gated_activation if self.gated else activate
+        return self.down(act(self.up(x), self.activation))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); post norms, where a config has them, before
+    the sums.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, place: Place):
+        super().__init__()
+        norm = lambda: NormLayer(config, config.hidden_size, place)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(config, index, place)
+        self.mlp = MLP(config, place)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
+
+    def forward(
+        self, x: Tensor, y: Tensor | None, turned: Turns, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """x: the residual stream; y: what the block before adds to it. Both of the next block: a
+        sum and the norm after it are one operation.
+        """
+        x, normed = add_norm(x, y, self.attention_norm)
+        y = optional(self.attention_post_norm, self.attention(normed, turned, attend))
+        x, normed = add_norm(x, y, self.mlp_norm)
+        return x, optional(self.mlp_post_norm, self.mlp(normed))
+
+
+class Decoder(nn.Module):
+    """A model of a config, or the part of one rank of it (`onchip.parallel.tensor`); its parameters
+    are not initialised (`loader.load`, `loader.random_model`).
+
+    forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
+    after the last norm; `logits` is what follows.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        part: Part = Part(),  # noqa: B008 (immutable)
+    ):
+        super().__init__()
+        place = Place(device, dtype)
+        config = config.shard(part.world_size)
+        width = config.hidden_size
+        self.config, self.part, self.rotaries = config, part, config.rotaries
+        self.embed = place.empty(config.vocab_size, width)
+        learned = config.learned_positions
+        self.positions = place.empty(config.max_seqlen, width) if learned else None
+        self.layers = nn.ModuleList(Block(config, i, place) for i in range(config.num_layers))
+        self.norm = NormLayer(config, width, place)
+        self.head = None if config.tied else place.empty(config.vocab_size, width)
+
+    def cache_spec(self, page_size: int = 16) -> Spec:
+        """Pages for the keys and values of this model, in its dtype and on its device."""
+        c, w = self.config, self.embed
+        sizes = c.num_layers, c.num_kv_heads, c.head_dim
+        return Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: PagedBatch,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """One step: hidden states of the new tokens of a batch, or of the asked rows of them.
+
+        tokens, positions: integers (num_tokens,), packed as `batch` says (`positions_of(batch)`).
+        Keys and values are written to the cache; committing them is the caller's. rows: integers
+        (num_rows,), positions in `tokens`. Padding of a static batch gives rows of no meaning.
+        """
+        return self.run(tokens, positions, Paged(batch, cache), rows)
+
+    def full(
+        self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
+    ) -> Tensor:
+        """Hidden states of whole sequences: tokens (batch, seqlen), or packed (total,) with int32
+        cu_seqlens (batch + 1,) and the length of the longest.
+        """
+        if (max_seqlen is None) != (cu_seqlens is None):
+            raise ValueError("packed tokens need both cu_seqlens and max_seqlen, others neither")
+        self._check_length(max_seqlen or tokens.shape[-1])
+        if cu_seqlens is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+            return self.run(tokens, positions.expand(tokens.shape), dense)
+        each = torch.arange(tokens.shape[0], device=tokens.device)
+        owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
+        return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., vocab_size) in fp32 (fp64 for fp64)."""
+        out = F.linear(hidden, self.embed if self.head is None else self.head)
+        out = out if out.dtype == torch.float64 else out.float()
+        return soft_cap(out, self.config.logit_softcap)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of tokens of any shape over keys from anywhere: what `forward` and `full`
+        do with the three of this file.
+        """
+        if tokens.device.type == "cpu" or checks.enabled:
+            self._check_tokens(tokens)
+        x = embed(tokens, self.embed, self.config.embedding_scale)
+        x = x if self.positions is None else x + F.embedding(positions, self.positions)
+        turned = [turns(rotary, positions) for rotary in self.rotaries]
+        y = None
+        for block in self.layers:
+            x, y = block(x, y, turned, attend)
+        if rows is not None:
+            x, y = x.index_select(0, rows), y.index_select(0, rows)
+        return add_norm(x, y, self.norm)[1]
+
+    def _check_length(self, seqlen: int) -> None:
+        limit = self.config.max_seqlen
+        if self.positions is not None and seqlen > limit:
+            raise ValueError(f"{seqlen} tokens exceed the {limit} positions that were learned")
+
+    def _check_tokens(self, tokens: Tensor) -> None:
+        low, high = (t.item() for t in tokens.aminmax()) if tokens.numel() else (0, 0)
+        if low < 0 or high >= self.config.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"token {bad} is not in [0, vocab_size={self.config.vocab_size})")
+
+
+def positions_of(batch: PagedBatch) -> Tensor:
+    """int64 (num_tokens,): the position of each new token in its sequence, computed on the device;
+    0 for the padding of a static batch.
+    """
+    starts = batch.cu_seqlens_q
+    each = torch.arange(batch.slot_mapping.shape[0], device=starts.device, dtype=torch.int32)
+    owner = torch.searchsorted(starts[1:], each, right=True).clamp(max=len(starts) - 2)
+    position = each + (batch.cache_seqlens - starts[1:])[owner]
+    return torch.where(each < starts[-1], position, 0).long()
+
+
+def score_options(config: ModelConfig, layer: Layer) -> dict[str, Any]:
+    """The options of attention that a config implies."""
+    options: dict[str, Any] = {"softmax_scale": config.softmax_scale, "softcap": config.softcap}
+    if layer.window is not None:
+        options["window_size"] = (layer.window - 1, 0)
+    return options
+
+
+def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
+    x = F.embedding(tokens, weight)
+    # In the dtype of the weights: Gemma was trained with the rounded factor.
+    return x if factor == 1 else x * torch.tensor(factor, dtype=weight.dtype).item()
+
+
+def add_norm(x: Tensor, y: Tensor | None, norm: NormLayer) -> tuple[Tensor, Tensor]:
+    """(x + y, norm(x + y)); no y at the start of the residual stream."""
+    x = x if y is None else x + y
+    return x, norm(x)
+
+
+def optional(norm: NormLayer | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / rms(x) * (offset + weight), in fp32 and rounded once."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return F.rms_norm(wide, weight.shape, offset + weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    return _ACTIVATE[name](x)
+
+
+def gated_activation(x: Tensor, name: str) -> Tensor:
+    """activation(gate) * up of a projection that holds both."""
+    gate, up = x.chunk(2, -1)
+    return activate(gate, name) * up
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}

@@ -1,0 +1,88 @@
+"""Reading somebody else's JSON: every value has a type, and every field was asked for."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+REQUIRED: Any = object()
+
+
+def check_size(name: str, value: object) -> None:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ValueError(f"{name}={value!r} must be an integer in [1, 2**31)")
+
+
+class Fields:
+    """The fields of an object that errors call `what`. Absent and null are the same, and give the
+    default, unless it is REQUIRED; `close` refuses what nobody asked for.
+    """
+
+    def __init__(self, data: Mapping[str, Any], what: str):
+        self.data = data
+        self.what = what
+        self._asked: set[str] = set()
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a field, of any type."""
+        self._asked.add(name)
+        value = self.data.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise ValueError(f"{self.what} has no {name}")
+        return default
+
+    def size(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self.take(name, default)
+        if value is not default:
+            check_size(name, value)
+        return value
+
+    def positive(self, name: str, default: Any = REQUIRED) -> Any:
+        value = self.take(name, default)
+        number = type(value) in (int, float) and math.isfinite(value) and value > 0
+        if value is not default and not number:
+            raise ValueError(f"{name}={value!r} in {self.what} must be a number above 0")
+        return value if value is default else float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._typed(name, default, bool, "true or false")
+
+    def text(self, name: str, default: Any = REQUIRED) -> str:
+        return self._typed(name, default, str, "a string")
+
+    def block(self, name: str) -> dict[str, Any]:
+        return self._typed(name, {}, dict, "an object")
+
+    def texts(self, name: str, default: list[str]) -> list[str]:
+        value = self._typed(name, default, list, "a list")
+        if not all(isinstance(item, str) for item in value):
+            raise ValueError(f"{name}={value!r} in {self.what} must hold strings")
+        return value
+
+    def stated(self, *names: str) -> None:
+        """Fields whose default depends on who reads the file: they must be there, if only null."""
+        for name in names:
+            if name not in self.data:
+                raise ValueError(f"{self.what} has no {name}")
+
+    def must_be(self, name: str, expected: Any) -> None:
+        """A field that is served with one value only, or absent."""
+        value = self.take(name, expected)
+        if value != expected:
+            raise ValueError(f"{name}={value!r} in {self.what} is not served: only {expected!r} is")
+
+    def close(self, harmless: Collection[str] = (), hint: str = "") -> None:
+        """Refuse fields that were not asked for, are not harmless, and say something."""
+        for name in sorted(set(self.data) - self._asked - set(harmless)):
+            if self.data[name] not in (None, False):
+                raise ValueError(
+                    f"{name}={self.data[name]!r} in {self.what} is not known and may change the"
+                    f" mathematics{hint.format(name)}"
+                )
+
+    def _typed(self, name: str, default: Any, kind: type, words: str) -> Any:
+        value = self.take(name, default)
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} in {self.what} must be {words}")
+        return value

@@ -1,0 +1,231 @@
+"""Models from a folder: config.json and safetensors, as Hugging Face stores them.
+
+A checkpoint is somebody else's data. Nothing in it is executed; names, types, shapes and sizes are
+checked against the config before a parameter is allocated, so that memory is bounded by the files.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onchip.models import safetensors
+from onchip.models.config import ModelConfig
+from onchip.models.decoder import Decoder
+from onchip.models.names import DERIVED, NAMES, Part, Target, expected, targets
+from onchip.models.safetensors import Entry
+
+MAX_JSON_BYTES = 100_000_000
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that was checked. entries: its tensors; targets: what becomes of them."""
+
+    folder: Path
+    config: ModelConfig
+    entries: dict[str, Entry]
+    targets: tuple[Target, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the embedding is stored in."""
+        return safetensors.DTYPES[self.entries[self.targets[0].pieces[0].name].dtype]
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        file = self.folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+
+def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
+    """The checkpoint in a folder, or a ValueError that says what is wrong with it. Reads
+    config.json and headers only. ignore: fields of config.json that you know to change nothing.
+    """
+    folder = Path(folder)
+    config = ModelConfig.from_hf(_json(folder / "config.json"), ignore)
+    entries = _entries(folder)
+    names = NAMES[config.model_type]
+    wanted = tuple(targets(config, prefixed=names.prefix + names.embed in entries))
+    _check_entries(entries, expected(wanted), names.head if config.tied else None)
+    return Checkpoint(folder, config, entries, wanted)
+
+
+def load(
+    checkpoint: Checkpoint | str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Decoder:
+    """The decoder of a checkpoint, in its own dtype unless given. Files are mapped, and parameters
+    filled one by one where they are to lie. With world_size > 1 the part of one rank, to be
+    connected by `onchip.parallel.tensor.connect`.
+    """
+    checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
+    part = Part(rank, world_size)
+    read = _reader(checkpoint)
+    _check_tied(checkpoint, read)
+    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, part)
+    parameters = dict(decoder.named_parameters())
+    for target in checkpoint.targets:
+        _fill(parameters[target.name], target, read, part)
+    return decoder
+
+
+def random_model(
+    config: ModelConfig,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """A decoder of random weights whose hidden states and logits are of order one."""
+    decoder = Decoder(config, device, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        _draw(name, parameter, config, generator)
+    return decoder
+
+
+def save(decoder: Decoder, folder: str | Path) -> None:
+    """config.json and model.safetensors, as transformers reads them."""
+    source = json.loads(decoder.config.source or "{}")
+    if not source or ModelConfig.from_hf(source, ignore=source) != decoder.config:
+        raise ValueError("only a whole model whose config came from ModelConfig.from_hf is saved")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(decoder.config.source)
+    safetensors.write(folder / _SINGLE, _checkpoint_tensors(decoder))
+
+
+def _json(file: Path) -> Any:
+    if not file.is_file():
+        raise ValueError(f"{file.parent} has no {file.name}")
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{file.name} has {size} bytes, more than {MAX_JSON_BYTES}")
+    try:
+        return json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is not JSON: {error}") from None
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """The tensors of a folder, by its index where it has one."""
+    if (folder / _INDEX).is_file():
+        return _indexed(folder, _json(folder / _INDEX))
+    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else [*folder.glob("*.safetensors")]
+    if len(files) == 1:
+        return safetensors.header(files[0])
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if not files and pickles:
+        raise ValueError(
+            f"{folder} has no safetensors, but {pickles[0]}: a pickle can run code, so it is not"
+            " read; convert it with the program that wrote it"
+        )
+    raise ValueError(f"{folder} has {len(files)} safetensors files and no {_INDEX}")
+
+
+def _indexed(folder: Path, index: Any) -> dict[str, Entry]:
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
+        raise ValueError(f"{_INDEX} has no weight_map from names to files")
+    headers = {file: safetensors.header(_beside(folder, file)) for file in set(where.values())}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise ValueError(f"{_INDEX} says that {name} is in {file}, which does not have it")
+    return {name: headers[file][name] for name, file in where.items()}
+
+
+def _beside(folder: Path, name: str) -> Path:
+    """A file that the index names: in the folder itself, nowhere else."""
+    if "/" in name or "\\" in name or not name.endswith(".safetensors"):
+        raise ValueError(f"{_INDEX} names {name!r}, which is no .safetensors file of the folder")
+    if not (folder / name).is_file():
+        raise ValueError(f"{_INDEX} names {name}, which is missing")
+    return folder / name
+
+
+def _check_entries(entries: dict[str, Entry], shapes: dict, tied_head: str | None) -> None:
+    missing = sorted(shapes.keys() - entries.keys())
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing: {_some(missing)}")
+    extra = [n for n in entries.keys() - shapes.keys() if not n.endswith(DERIVED)]
+    extra = sorted(n for n in extra if n != tied_head)
+    if extra:
+        raise ValueError(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
+    for name, shape in shapes.items():
+        entry = entries[name]
+        if entry.shape != shape:
+            raise ValueError(f"{name} has shape {entry.shape}, the config says {shape}")
+        if entry.dtype not in safetensors.DTYPES:
+            kinds = ", ".join(safetensors.DTYPES)
+            raise ValueError(f"{name} is stored as {entry.dtype}; weights are one of {kinds}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
+    """Tensors by name; each file is mapped once."""
+    files = {entry.file for entry in checkpoint.entries.values()}
+    mapped = {file: safetensors.map_file(file) for file in files}
+
+    def read(name: str) -> Tensor:
+        entry = checkpoint.entries[name]
+        return safetensors.read(entry, mapped[entry.file])
+
+    return read
+
+
+def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
+    """A head that is stored although it is tied must be the embedding."""
+    head = NAMES[checkpoint.config.model_type].head
+    if not checkpoint.config.tied or head not in checkpoint.entries:
+        return
+    embed = checkpoint.targets[0].pieces[0].name
+    kinds = [(checkpoint.entries[n].dtype, checkpoint.entries[n].shape) for n in (head, embed)]
+    if kinds[0] != kinds[1] or not torch.equal(read(head), read(embed)):
+        raise ValueError(f"tie_word_embeddings is true, but {head} and {embed} differ")
+
+
+@torch.no_grad()
+def _fill(
+    parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], part: Part
+) -> None:
+    at = 0
+    for piece in target.pieces:
+        source = read(piece.name)
+        source = source.T if target.transposed else source
+        share = part.of(source.narrow(0, piece.start, piece.rows), target.cut)
+        parameter[at : at + len(share)].copy_(share)
+        at += len(share)
+
+
+@torch.no_grad()
+def _draw(name: str, parameter: nn.Parameter, config: ModelConfig, generator: torch.Generator):
+    if parameter.dim() == 2:
+        parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+        return
+    centre = 1.0 - config.norm_offset if name.endswith("norm.weight") else 0.0
+    parameter.normal_(mean=centre, std=0.1, generator=generator)
+
+
+def _checkpoint_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """Parameters under the names of the checkpoint, fused ones cut into their pieces."""
+    parameters = dict(decoder.named_parameters())
+    parts: dict[str, list[Tensor]] = {}
+    for target in targets(decoder.config):
+        rows = parameters[target.name].detach().split([piece.rows for piece in target.pieces])
+        for piece, share in zip(target.pieces, rows, strict=True):
+            parts.setdefault(piece.name, []).append(share.T if target.transposed else share)
+    # Pieces of one tensor are rows of it, unless it is a transposed matrix.
+    across = 1 if NAMES[decoder.config.model_type].transposed else 0
+    return {name: torch.cat(s, min(across, s[0].dim() - 1)) for name, s in parts.items()}

@@ -1,0 +1,219 @@
+"""How checkpoints name the parameters of a decoder, and how they cut them."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The share of one rank of tensor parallelism: of heads and MLP; embedding, norms and head are
+    on every rank.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"{self.rank=} must lie in [0, world_size={self.world_size})")
+
+    def of(self, piece: Tensor, cut: int | None) -> Tensor:
+        """cut: as in `Target`."""
+        if cut is None:
+            return piece
+        if cut < 0:
+            return piece if self.rank == 0 else torch.zeros_like(piece)
+        return piece.chunk(self.world_size, cut)[self.rank]
+
+
+class Piece(NamedTuple):
+    """Rows start to start + rows of a tensor of the checkpoint (columns, where it is stored
+    transposed), which are the next rows of a parameter.
+    """
+
+    name: str
+    start: int
+    rows: int
+
+
+class Target(NamedTuple):
+    """A parameter of Decoder and its pieces in a checkpoint. cut: the dimension that ranks of
+    tensor parallelism divide, piece by piece; -1 for a bias that one rank adds; None for a whole.
+    """
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    transposed: bool = False
+    cut: int | None = None
+
+    @property
+    def sources(self) -> dict[str, Shape]:
+        """Tensors of the checkpoint and their shapes, as far as this parameter tells."""
+        ends: dict[str, int] = {}
+        for piece in self.pieces:
+            ends[piece.name] = max(ends.get(piece.name, 0), piece.start + piece.rows)
+        shapes = {name: (rows, *self.shape[1:]) for name, rows in ends.items()}
+        return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+
+
+class Names(NamedTuple):
+    """One family's names. qkv and up have one name for each part, or one for all of them."""
+
+    prefix: str
+    embed: str
+    norm: str
+    layer: str
+    qkv: tuple[str, ...]
+    out: str
+    up: tuple[str, ...]
+    down: str
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    positions: str = ""
+    head: str = "lm_head.weight"
+    transposed: bool = False
+
+
+_LLAMA = Names(
+    prefix="model.",
+    embed="embed_tokens.weight",
+    norm="norm",
+    layer="layers.{}.",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.o_proj",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+)
+_GEMMA2 = _LLAMA._replace(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_GPT2 = Names(
+    prefix="transformer.",
+    embed="wte.weight",
+    norm="ln_f",
+    layer="h.{}.",
+    qkv=("attn.c_attn",),
+    out="attn.c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    attention_norm="ln_1",
+    mlp_norm="ln_2",
+    positions="wpe.weight",
+    transposed=True,
+)
+NAMES = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "phi3": _LLAMA._replace(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "gpt2": _GPT2,
+}
+# Buffers that old checkpoints stored: masks and frequencies, which the config determines.
+DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
+    """Every parameter of the Decoder of a config. prefixed: as a whole causal model is stored; a
+    model without its head is stored without the prefix of the names.
+    """
+    names = NAMES[config.model_type]
+    prefix = names.prefix if prefixed else ""
+    width = config.hidden_size
+    yield _whole("embed", prefix + names.embed, (config.vocab_size, width))
+    if config.learned_positions:
+        yield _whole("positions", prefix + names.positions, (config.max_seqlen, width))
+    for i in range(config.num_layers):
+        yield from _layer(config, names, f"layers.{i}.", prefix + names.layer.format(i))
+    yield from _norm(config, "norm", prefix + names.norm, width)
+    if not config.tied:
+        yield _whole("head", names.head, (config.vocab_size, width))
+
+
+def _whole(name: str, source: str, shape: Shape) -> Target:
+    return Target(name, shape, (Piece(source, 0, shape[0]),))
+
+
+def _norm(config: ModelConfig, name: str, source: str, size: int) -> Iterator[Target]:
+    for part in ("weight", "bias") if config.norm == "layer" else ("weight",):
+        yield _whole(f"{name}.{part}", f"{source}.{part}", (size,))
+
+
+def _layer(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Target]:
+    for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
+        if source := getattr(names, name):
+            yield from _norm(config, ours + name, theirs + source, config.hidden_size)
+    if config.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            source = f"{theirs}self_attn.{name}"
+            yield from _norm(config, f"{ours}attention.{name}", source, config.head_dim)
+    for name, sources, parts, columns, bias in _projections(config, names):
+        fused = Fused(ours + name, tuple(theirs + s for s in sources), parts, names.transposed)
+        yield from fused.targets(columns, bias, cut=1 if name.endswith(("out", "down")) else 0)
+
+
+def _projections(config: ModelConfig, names: Names):
+    """(our name, their names, rows of each part, columns, has a bias)"""
+    c = config
+    q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    up = (inner, inner) if c.gated else (inner,)
+    yield "attention.qkv", names.qkv, (q, kv, kv), c.hidden_size, c.qkv_bias
+    yield "attention.out", (names.out,), (c.hidden_size,), q, c.out_bias
+    yield "mlp.up", names.up, up, c.hidden_size, c.mlp_bias
+    yield "mlp.down", (names.down,), (c.hidden_size,), inner, c.mlp_bias
+
+
+class Fused(NamedTuple):
+    """A projection of several parts, stored as one tensor or as one for each part."""
+
+    name: str
+    sources: tuple[str, ...]
+    parts: tuple[int, ...]
+    transposed: bool
+
+    def targets(self, columns: int, bias: bool, cut: int) -> Iterator[Target]:
+        shape = (sum(self.parts), columns)
+        weight = self.pieces("weight")
+        yield Target(f"{self.name}.weight", shape, weight, self.transposed, cut)
+        if bias:  # after a sum over ranks a bias must have been added once
+            pieces = self.pieces("bias")
+            yield Target(f"{self.name}.bias", shape[:1], pieces, False, -1 if cut else 0)
+
+    def pieces(self, kind: str) -> tuple[Piece, ...]:
+        split = len(self.sources) == len(self.parts)
+        names = self.sources if split else self.sources * len(self.parts)
+        starts = [0] * len(self.parts) if split else accumulate(self.parts, initial=0)
+        return tuple(
+            Piece(f"{name}.{kind}", start, rows)
+            for name, start, rows in zip(names, starts, self.parts, strict=False)
+        )
+
+
+def expected(wanted: Iterable[Target]) -> dict[str, Shape]:
+    """Tensors that a checkpoint must have, and their shapes."""
+    shapes: dict[str, Shape] = {}
+    for target in wanted:
+        shapes |= target.sources
+    return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    return sum(math.prod(target.shape) for target in targets(config))

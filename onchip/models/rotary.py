@@ -1,0 +1,155 @@
+"""Rotary positions: how far each pair of a head's elements turns per token."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.models.fields import Fields
+
+_MOVING = ("dynamic", "longrope", "su")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Elements i and i + dim / 2 of a head turn by position * frequency(i); elements from dim on
+    stay. kind: "default" is theta ** (-2 i / dim), "linear" that over factor, "llama3" and "yarn"
+    divide low frequencies by factor and leave high ones. original: the length before it was
+    stretched. amplitude: cos and sin are multiplied by it (yarn).
+    """
+
+    theta: float
+    dim: int
+    kind: str = "default"
+    factor: float = 1.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 0
+    amplitude: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"rotary dim={self.dim} must be even and at least 2")
+        if not self.theta > 1 or not self.factor > 0:
+            raise ValueError(f"{self.theta=} must be above 1 and {self.factor=} above 0")
+        if self.kind in ("llama3", "yarn") and not (self.original > 0 and self.low > 0):
+            raise ValueError(f"{self.kind} needs {self.original=} and {self.low=} above 0")
+        if self.kind in ("llama3", "yarn") and not self.high > self.low:
+            raise ValueError(f"{self.kind} needs {self.high=} above {self.low=}")
+
+    @classmethod
+    def from_hf(
+        cls, stated: Mapping[str, Any], head_dim: int, max_seqlen: int, partial: bool = False
+    ) -> "Rotary":
+        """From a block rope_parameters of a config.json. partial: the family's heads may turn in
+        part.
+        """
+        f = Fields(stated, "rope_parameters")
+        if not partial:
+            f.must_be("partial_rotary_factor", 1.0)
+        dim = int(head_dim * min(f.positive("partial_rotary_factor", 1.0), 1.0))
+        kind = f.text("rope_type", f.text("type", "default"))
+        if kind in _MOVING:
+            raise ValueError(
+                f"rope_type={kind!r} is not served: its frequencies change with the length of a"
+                " sequence, so that keys which are cached already would be wrong"
+            )
+        if kind not in _READ:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_READ)}")
+        rotary = cls(f.positive("rope_theta"), dim, kind, **_READ[kind](f, max_seqlen))
+        f.close()
+        return rotary
+
+
+def _read_llama3(f: Fields, max_seqlen: int) -> dict[str, Any]:
+    return {
+        "factor": f.positive("factor"),
+        "low": f.positive("low_freq_factor"),
+        "high": f.positive("high_freq_factor"),
+        "original": f.size("original_max_position_embeddings"),
+    }
+
+
+def _read_yarn(f: Fields, max_seqlen: int) -> dict[str, Any]:
+    factor = f.positive("factor")
+    return {
+        "factor": factor,
+        "low": f.positive("beta_slow", 1.0),
+        "high": f.positive("beta_fast", 32.0),
+        "original": f.size("original_max_position_embeddings", max_seqlen),
+        "amplitude": _yarn_amplitude(f, factor),
+        "truncate": f.flag("truncate", True),
+    }
+
+
+def _yarn_amplitude(f: Fields, factor: float) -> float:
+    """0.1 ln(factor) + 1, unless stated; with mscale and mscale_all_dim the ratio of two such."""
+    grown = lambda mscale: 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    over, under = f.positive("mscale", None), f.positive("mscale_all_dim", None)
+    implied = grown(over) / grown(under) if over and under else grown(1.0)
+    return f.positive("attention_factor", implied)
+
+
+_READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
+    "default": lambda f, max_seqlen: {},
+    "linear": lambda f, max_seqlen: {"factor": f.positive("factor")},
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+}
+
+
+@lru_cache(maxsize=64)
+def frequencies(rotary: Rotary, device: torch.device) -> Tensor:
+    """fp32 (dim / 2,) on the device, radians per token; computed once. fp32 throughout, because
+    checkpoints were trained with the roundings of that formula.
+    """
+    with torch.inference_mode(False):
+        steps = torch.arange(0, rotary.dim, 2, dtype=torch.float32) / rotary.dim
+        plain = 1.0 / (rotary.theta**steps)
+        return _SCALED[rotary.kind](rotary, plain).to(device)
+
+
+def _llama3(rotary: Rotary, plain: Tensor) -> Tensor:
+    """Wavelengths over original / low are stretched, those below original / high are not."""
+    turns = rotary.original * plain / (2 * math.pi)  # over the original length
+    smooth = ((turns - rotary.low) / (rotary.high - rotary.low)).clamp(0, 1)
+    return (1 - smooth) * plain / rotary.factor + smooth * plain
+
+
+def _yarn(rotary: Rotary, plain: Tensor) -> Tensor:
+    """Like llama3, but the ramp is linear in the index of the element."""
+    scale = rotary.dim / (2 * math.log(rotary.theta))
+    index = lambda turns: scale * math.log(rotary.original / (turns * 2 * math.pi))
+    first, last = index(rotary.high), index(rotary.low)
+    if rotary.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary.dim - 1)
+    last = last + 0.001 if first == last else last
+    ramp = ((torch.arange(rotary.dim // 2) - first) / (last - first)).clamp(0, 1)
+    return plain / rotary.factor * ramp + plain * (1 - ramp)
+
+
+_SCALED = {
+    "default": lambda rotary, plain: plain,
+    "linear": lambda rotary, plain: plain / rotary.factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def turns(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of every position, fp32 (*positions, 1, dim / 2): one for all heads."""
+    angles = positions[..., None, None].float() * frequencies(rotary, positions.device)
+    return angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: (..., heads, head_dim), turned by (cos, sin) of `turns` in fp32 and rounded once."""
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)

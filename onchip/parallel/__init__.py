@@ -1,0 +1,1 @@
+"""One computation on several ranks. torch.distributed is imported in this room alone."""

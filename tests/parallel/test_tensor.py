@@ -1,0 +1,99 @@
+"""Two ranks are one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import onchip
+from onchip import models
+from onchip.models import ModelConfig, Part, random_model
+from onchip.parallel.tensor import connect
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+QWEN3 = {k: v for k, v in LLAMA.items() if k != "mlp_bias"}
+QWEN3 |= {"model_type": "qwen3", "head_dim": 20, "tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 4}
+GPT2 |= {"n_positions": 64}
+
+
+def run_ranks(folder, world_size):
+    worker, package = Path(__file__).parent / "ranks.py", Path(onchip.__file__).parents[1]
+    paths = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+    start = lambda rank: subprocess.Popen(
+        [sys.executable, worker, folder, str(rank), str(world_size)],
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    for process in [start(rank) for rank in range(world_size)]:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+
+
+@torch.no_grad()
+def test_two_ranks_equal_one(tmp_path):
+    """gloo, fp64, biases that must be added once, over whole sequences and over pages."""
+    families = {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2}
+    for name, data in families.items():
+        config = ModelConfig.from_hf(data)
+        models.save(random_model(config, seed=1, dtype=torch.float64), tmp_path / name)
+    run_ranks(tmp_path, 2)
+    text = torch.arange(41).mul(29).remainder(130)
+    for name in families:
+        one = models.load(tmp_path / name)
+        expected = one.logits(one.full(text[None])[0])
+        for rank in (0, 1):
+            whole, paged = torch.load(tmp_path / name / f"{rank}.pt")
+            torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12)
+            torch.testing.assert_close(paged, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change, world_size, sentence",
+    [
+        ({}, 4, "num_kv_heads=2 cannot be divided among 4 ranks"),
+        ({}, 3, "num_heads=4 cannot be divided among 3 ranks"),
+        ({"intermediate_size": 71}, 2, "intermediate_size=71 cannot be divided among 2 ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(change, world_size, sentence):
+    config = ModelConfig.from_hf(LLAMA | change)
+    with pytest.raises(ValueError, match=sentence):
+        models.Decoder(config, part=Part(0, world_size))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A job of one rank, in this process."""
+    where = f"file://{tmp_path / 'meeting'}"
+    dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_what_cannot_be_connected_is_refused(alone):
+    config = ModelConfig.from_hf(LLAMA)
+    with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
+        connect(models.Decoder(config, part=Part(0, 2)), alone)
+    with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
+        connect(random_model(config), init_device_mesh("cpu", (1, 1)))
+    decoder = connect(random_model(config), alone)
+    with pytest.raises(ValueError, match="share no gradient"):
+        decoder.full(torch.ones(1, 3, dtype=torch.int64))
