@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
-from onchip.kernels.protocol import Result, Stats, empty_result
+from onchip.kernels.protocol import Grads, Result, Stats, empty_result
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Problem,
@@ -47,8 +47,8 @@ _END = _NUM_TENSORS + 12  # where the mask begins
 def attend(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     """The Result of a problem, differentiable in out and lse."""
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-    if not wants_grad and _is_eager(x.q):
-        return _run_forward(problem, x, kernel)
+    if _is_eager(x.q):
+        return _attend_eagerly(problem, x, kernel) if wants_grad else _run(problem, x, kernel)
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     if not wants_grad:
@@ -64,7 +64,7 @@ def attend(problem: Problem, x: Tensors, kernel: str | None) -> Result:
 
 def _is_eager(q: Tensor) -> bool:
     """Whether nobody is watching (compilers, tracers, modes, transforms): then the op, which is
-    there for them, would only cost its 15 us.
+    there for them, would only cost time: 15 us, and 30 where gradients are recorded.
     """
     return (
         not torch.compiler.is_compiling()
@@ -75,7 +75,43 @@ def _is_eager(q: Tensor) -> bool:
     )
 
 
+def _attend_eagerly(problem: Problem, x: Tensors, kernel: str | None) -> Result:
+    out, lse, *stats = _EagerAttention.apply(problem, x, kernel, *_differentiable(x))
+    return Result(out, lse, Stats(*stats) if stats else None)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """Objects pass through as they are. The differentiable tensors of x come once more, for
+    autograd to see.
+    """
+
+    @staticmethod
+    def forward(ctx, problem, x, kernel, *_):
+        out, lse, stats = _run(problem, x, kernel)
+        ctx.call = problem, x.mask, kernel
+        ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse)
+        ctx.set_materialize_grads(False)
+        if stats is None:
+            return out, lse
+        ctx.mark_non_differentiable(*stats)
+        return out, lse, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        problem, mask, kernel = ctx.call
+        *tensors, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * (3 + len(_DIFFERENTIABLE))
+        dout = torch.zeros_like(out) if dout is None else dout
+        x = Tensors(*tensors, mask=mask)
+        grads = _gradients(problem, x, kernel, (out, lse, dout, dlse))
+        return None, None, None, *grads
+
+
 class _Attention(torch.autograd.Function):
+    """The same through the op, for those who watch: they see tensors and scalars only."""
+
     @staticmethod
     def forward(ctx, *args):
         out, lse, stats = _FORWARD(*args[:_END], list(args[_END:]))
@@ -101,12 +137,26 @@ class _Attention(torch.autograd.Function):
         return tuple(grads)
 
 
+def _gradients(problem: Problem, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
+    """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
+    if _is_eager(x.q):
+        return _run_backward(problem, x, kernel, *saved)
+    out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
+    args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
+    mask = [] if x.mask is None else _mask_tensors(x.mask)
+    found = _BACKWARD(dout, dlse, out, lse, *args, mask)
+    return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
+
+
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
 
 
+def _differentiable(x: Tensors) -> tuple[Tensor | None, ...]:
+    return x.q, x.k, x.v, x.bias, x.sinks
+
+
 def _wants_grad(x: Tensors) -> bool:
-    candidates = (x.q, x.k, x.v, x.bias, x.sinks)
-    return any(t is not None and t.requires_grad for t in candidates)
+    return any(t is not None and t.requires_grad for t in _differentiable(x))
 
 
 def _scalars(problem: Problem, kernel: str | None) -> tuple:
@@ -182,11 +232,11 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 
 
 def _forward(*args):
-    out, lse, stats = _run_forward(*_unflatten(args))
+    out, lse, stats = _run(*_unflatten(args))
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
-def _run_forward(problem: Problem, x: Tensors, kernel: str | None) -> Result:
+def _run(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     check_values(problem, x)
     paged.check_values(problem, x)
     forward = _forward_of(_module(problem, x, kernel), problem)
@@ -203,11 +253,25 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 
 def _backward(dout, dlse, out, lse, *args):
-    problem, x, kernel = _unflatten(args)
-    module = _module(problem, x, kernel, backward=True)
-    with _no_autocast(x.q):
-        grads = module.backward(problem, x, out, lse, dout.contiguous(), dlse)
+    grads = _run_backward(*_unflatten(args), out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
+
+
+def _run_backward(
+    problem: Problem,
+    x: Tensors,
+    kernel: str | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Grads:
+    backward = _module(problem, x, kernel, backward=True).backward
+    dout = dout.contiguous()
+    if not torch.is_autocast_enabled(x.q.device.type):
+        return backward(problem, x, out, lse, dout, dlse)
+    with _no_autocast(x.q):
+        return backward(problem, x, out, lse, dout, dlse)
 
 
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
 from onchip import library, masks
@@ -164,6 +165,64 @@ class TestAutocast:
         onchip.attention(*outside, kernel=kernel).sum().backward()
         for a, b in zip(inside, outside, strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+class TestEager:
+    """Where nobody watches, no op is called, and nobody can tell."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        """Names of the ops that run."""
+        found = []
+        for name in ("_FORWARD", "_BACKWARD"):
+            op = getattr(library, name)
+            call = lambda *args, name=name, op=op: (found.append(name), op(*args))[1]
+            monkeypatch.setattr(library, name, call)
+        return found
+
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_gradients_are_those_of_the_op(self, name, calls, monkeypatch):
+        results = {}
+        for way in ("eager", "op"):
+            monkeypatch.setattr(library, "_is_eager", lambda q, way=way: way == "eager")
+            x = qkv(grad=True)
+            out = first(onchip.attention(*x, **OPTIONS[name]))
+            results[way] = out, *torch.autograd.grad(out.square().sum(), x)
+            assert calls == ([] if way == "eager" else ["_FORWARD", "_BACKWARD"])
+        torch.testing.assert_close(results["eager"], results["op"], rtol=0, atol=0)
+
+    def test_modes_see_the_op(self, calls):
+        x = qkv(grad=True)
+        with FlopCounterMode(display=False):
+            onchip.attention(*x)
+        assert calls == ["_FORWARD"]
+
+    @pytest.mark.parametrize("name", ["plain", "mask", "sinks"])
+    def test_its_backward_can_be_compiled_alone(self, name, calls):
+        x = qkv(grad=True)
+        out = onchip.attention(*x, **OPTIONS[name])
+        expected = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
+        compile_graph = lambda graph: torch.compile(graph, backend="aot_eager")
+        with torch._dynamo.compiled_autograd._enable(compile_graph):
+            out.square().sum().backward()
+        torch.testing.assert_close([t.grad for t in x], list(expected), rtol=0, atol=0)
+        assert "_BACKWARD" in calls
+
+    def test_what_is_saved_can_be_packed_away(self):
+        x = qkv(grad=True)
+        packed = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            out = onchip.attention(*x, sinks=torch.randn(4))
+        assert len(packed) == 6 and any(t is x[0] for t in packed)  # q, k, v, sinks, out, lse
+        out.sum().backward()
+
+    def test_a_change_in_place_is_noticed(self):
+        q, k, v = qkv(grad=True)
+        scaled = k * 2
+        out = onchip.attention(q, scaled, v)
+        scaled.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 class TestAutograd:
