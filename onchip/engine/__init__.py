@@ -1,0 +1,24 @@
+"""Requests served from pages: what is asked, who computes what in each step, and the draws."""
+
+from .costs import Costs
+from .params import BeamSearchParams, SamplingParams
+from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
+from .scheduler import Limits, Refused, Run, Scheduler, Step
+
+__all__ = [
+    "BeamSearchParams",
+    "CompletionOutput",
+    "Costs",
+    "Drawn",
+    "Limits",
+    "Logprob",
+    "Refused",
+    "Request",
+    "RequestOutput",
+    "Run",
+    "Sample",
+    "SamplingParams",
+    "Scheduler",
+    "Status",
+    "Step",
+]

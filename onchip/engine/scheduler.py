@@ -1,0 +1,694 @@
+"""Who computes which tokens in the next step. No tensors here.
+
+There are no phases: a sample is so far computed, and catches up with what is known of it. A step
+has one budget of tokens. First come the running samples that lack one token, then prompts (and
+samples that are computed again) with what is left, in chunks, then requests that wait. Every line
+is in the order of ranks:
+
+    rank = arrival + priority * aging
+
+so a request is overtaken only by those that arrive within (its priority - theirs) * aging after it,
+and nobody starves. When pages run out, the running request of the last rank makes room. Its pages
+travel to the host or are given up and computed again, whichever is estimated to be cheaper; either
+way it stands in line where it stood.
+
+Progress: while there are requests, every step computes at least one token. Each request fits into
+the pool alone (checked when it is added), the first in line is never preempted for another, and for
+it even requests on the host give up the pages they still share.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
+
+from onchip.engine import beams
+from onchip.engine.costs import Costs
+from onchip.engine.line import Line
+from onchip.engine.request import Drawn, Request, RequestMetrics, Sample, Status
+from onchip.kvcache.pool import NoRoom
+
+Chunk = tuple[Sample, int]  # a sample, and how many tokens it computes
+
+
+class Pages(Protocol):
+    """What the scheduler asks of a pool."""
+
+    page_size: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+
+class Cache(Protocol):
+    """What the scheduler asks of a cache; `onchip.kvcache.KVCache` is one. Its sequences have
+    `computed`, `length` and `hit_tokens`.
+    """
+
+    max_seqs: int
+    max_seqlen: int
+
+    @property
+    def pool(self) -> Pages: ...
+    def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
+    def append_all(
+        self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]
+    ) -> NoRoom | None: ...
+    def fork(self, sequence: Any) -> Any: ...
+    def truncate(self, sequence: Any, length: int) -> None: ...
+    def commit(self, sequence: Any, length: int) -> None: ...
+    def free(self, sequence: Any) -> None: ...
+
+
+class Tier(Protocol):
+    """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
+    `pages` and `leaving`.
+    """
+
+    capacity: int
+
+    def swap_out(self, sequences: Sequence[Any]) -> Any: ...
+    def swap_in(self, family: Any) -> NoRoom | None: ...
+    def discard(self, family: Any) -> None: ...
+    def poll(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_num_batched_tokens: the budget of a step. max_num_seqs: samples that run at a time; a
+    request counts as all of its samples. max_model_len: prompt and continuation together.
+    aging_s: how much earlier one level of priority lets a request arrive.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_194_304
+    aging_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be above 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"{self.max_num_batched_tokens=} must be at least {self.max_num_seqs=}: each"
+                " running sample computes a token in a step"
+            )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The answer to a request that is not taken. later: the queue is full, ask again; otherwise it
+    can never be served.
+    """
+
+    reason: str
+    later: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
+    its next token from the logits of the last one.
+    """
+
+    sample: Sample
+    start: int
+    stop: int
+    draws: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
+
+    swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
+    expired: those whose deadline passed.
+    """
+
+    runs: tuple[Run, ...]
+    swapped_out: tuple[Request, ...] = ()
+    swapped_in: tuple[Request, ...] = ()
+    recomputed: tuple[Request, ...] = ()
+    expired: tuple[Request, ...] = ()
+
+    @property
+    def sequences(self) -> list[Any]:
+        return [run.sample.sequence for run in self.runs]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def draws(self) -> list[tuple[int, Sample]]:
+        """(which run, who draws from its last row), in the order in which `update` takes them."""
+        return [(i, sample) for i, run in enumerate(self.runs) for sample in run.draws]
+
+
+class _Plan:
+    """A step in the making."""
+
+    def __init__(self, budget: int):
+        self.budget = budget
+        self.chunks: dict[Request, list[Chunk]] = {}
+        self.blocked = False  # somebody lacks pages: nobody new is let in
+
+    def add(self, request: Request, chunks: list[Chunk]) -> None:
+        if chunks:
+            self.chunks[request] = chunks
+            self.budget -= sum(count for _, count in chunks)
+
+    def drop(self, request: Request) -> None:
+        self.budget += sum(count for _, count in self.chunks.pop(request, ()))
+
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(_run(*chunk) for chunks in self.chunks.values() for chunk in chunks)
+
+
+class Scheduler:
+    """Takes requests, gives steps, takes what was drawn: `add`, then `schedule` and `update` in
+    turns. cache and tier belong to it alone. tier and costs: none, and preempted requests are
+    always computed again.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        limits: Limits,
+        *,
+        tier: Tier | None = None,
+        costs: Costs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if limits.max_num_seqs > cache.max_seqs:
+            raise ValueError(f"{limits.max_num_seqs=} exceeds the cache's {cache.max_seqs=}")
+        if (tier is None) != (costs is None):
+            raise ValueError("a tier needs costs to choose by, and costs need a tier")
+        self.cache, self.tier, self.limits, self.costs = cache, tier, limits, costs
+        self.clock = clock
+        self.num_swaps = self.num_recomputes = 0
+        self._requests: dict[str, Request] = {}
+        self._waiting, self._running = Line(), Line()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._numbers = count()
+        self._queued_tokens = 0
+        self._step: Step | None = None
+        self._news: dict[str, list[Request]] = {}
+        self._too_full: tuple[Request, int] | None = None
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """Those that never ran and those that were preempted, next first."""
+        return tuple(self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> Refused | None:
+        """None if it is in line now."""
+        if request.request_id in self._requests or request.rank[1]:
+            raise ValueError(f"request {request.request_id!r} was added before")
+        if request.max_tokens is None:
+            room = self.limits.max_model_len - len(request.prompt_token_ids)
+            request.max_tokens = max(1, room)
+        if reason := self._never(request) or self._not_now(request):
+            return reason
+        now, number = self.clock(), next(self._numbers) + 1
+        request.rank = (now + request.priority * self.limits.aging_s, number)
+        request.metrics = RequestMetrics(now)
+        self._requests[request.request_id] = request
+        self._enqueue(request)
+        if request.deadline_s is not None:
+            heappush(self._deadlines, (request.deadline_s, number, request))
+        return None
+
+    def abort(self, request_id: str) -> bool:
+        """Cancel a request, at any time; its pages are free when this returns. False: there is no
+        such request, or it is done.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, Status.FINISHED_ABORTED)
+        return request is not None
+
+    def fail(self, request: Request, error: str) -> None:
+        """End one request because of an error of its own; the others go on."""
+        if not request.finished:
+            request.error = error
+            self._end(request, Status.FINISHED_ERROR)
+
+    def stop(self, sample: Sample, stop_reason: str | int | None = None) -> None:
+        """End a sample (a stop text was seen); its pages are free when this returns."""
+        if sample.finished:
+            return
+        sample.end, sample.stop_reason = Status.FINISHED_STOPPED, stop_reason
+        self._release(sample)
+        request = sample.request
+        if not request.live:
+            self._end(request, Status.FINISHED_STOPPED)
+        elif request.status is Status.RUNNING and not request.rooted:
+            self._preempt(request)  # the others were to fork from this one
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request off the device between two steps."""
+        if self._step is not None:
+            raise ValueError("a step is under way: update it first")
+        if request.status is not Status.RUNNING:
+            raise ValueError(f"{request} does not run")
+        self._preempt(request)
+
+    def schedule(self) -> Step:
+        """The next step; empty only if there is no request."""
+        if self._step is not None:
+            raise ValueError("a step is under way: update it first")
+        self._news = {"swapped_out": [], "swapped_in": [], "recomputed": [], "expired": []}
+        self._expire()
+        plan = self._plan()
+        if not plan.chunks and self._requests and self.tier is not None:
+            self.tier.synchronize()  # everyone waits for pages that are on their way out
+            plan = self._plan()
+        self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
+        return self._step
+
+    def update(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
+        """The step was computed, and this was drawn for `step.draws`. Answers the requests that are
+        finished by it. Whoever was cancelled meanwhile is passed over.
+        """
+        if step is not self._step:
+            raise ValueError("update takes the step that was scheduled last, once")
+        drawn = list(drawn)
+        if len(drawn) != len(step.draws):
+            raise ValueError(f"{len(drawn)} tokens for {len(step.draws)} draws")
+        self._step = None
+        for run in step.runs:
+            self._computed(run)
+        touched: dict[Request, None] = {}
+        for (_, sample), one in zip(step.draws, drawn, strict=True):
+            if sample.status is Status.RUNNING:
+                self._take(sample, one)
+                touched[sample.request] = None
+        for request in touched:
+            self._close(request)
+        return [request for request in touched if request.finished]
+
+    def check(self) -> None:
+        """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
+        running, waiting = set(self._running), set(self._waiting)
+        _law(not running & waiting, "a request runs and waits")
+        _law(running | waiting == set(self._requests.values()), "a request is in no line")
+        _law(all(r.status is Status.RUNNING for r in running), "a status in the running line")
+        _law(not any(r.rooted for r in waiting if not r.family), "a request that waits has pages")
+        _law(all(bool(r.family) == (r.status is Status.SWAPPED) for r in waiting), "families")
+        _law(self._seats() <= self.limits.max_num_seqs, "more samples than seats")
+        tokens = sum(len(r.prompt_token_ids) for r in waiting)
+        _law(tokens == self._queued_tokens, "the count of tokens that wait")
+
+    def _never(self, request: Request) -> Refused | None:
+        """Why it can never run. Only so are the others sure to get their turn."""
+        prompt, limits, pool = len(request.prompt_token_ids), self.limits, self.cache.pool
+        total = prompt + request.max_tokens
+        longest = min(limits.max_model_len, self.cache.max_seqlen + 1)
+        if total > longest:
+            return Refused(
+                f"{prompt} tokens of prompt and max_tokens={request.max_tokens} exceed the"
+                f" {longest} tokens that a sequence may have"
+            )
+        if request.widest > limits.max_num_seqs:
+            return Refused(f"{request.widest} samples exceed {limits.max_num_seqs=}")
+        pages = request.pages(pool.page_size, total - 1)  # the last token is never computed
+        if pages > pool.capacity:
+            return Refused(
+                f"{request.widest} x {total} tokens may need {pages} pages, the cache has"
+                f" {pool.capacity} in all"
+            )
+        return None
+
+    def _not_now(self, request: Request) -> Refused | None:
+        limits, tokens = self.limits, len(request.prompt_token_ids)
+        if len(self._waiting) >= limits.max_queued_requests:
+            return Refused(f"{len(self._waiting)} requests are waiting, as many as may", later=True)
+        if self._waiting and self._queued_tokens + tokens > limits.max_queued_tokens:
+            return Refused(
+                f"{self._queued_tokens} tokens are waiting, {tokens} more are too many", True
+            )
+        return None
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.add(request)
+        self._queued_tokens += len(request.prompt_token_ids)
+
+    def _dequeue(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self._queued_tokens -= len(request.prompt_token_ids)
+
+    def _expire(self) -> None:
+        now = self.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heappop(self._deadlines)[2]
+            if not request.finished:
+                self._end(request, Status.FINISHED_EXPIRED)
+                self._news["expired"].append(request)
+
+    def _plan(self) -> _Plan:
+        if self.tier is not None:
+            self.tier.poll()
+        plan = _Plan(self.limits.max_num_batched_tokens)
+        self._decode(plan)
+        for request in self._running:
+            if request.status is Status.RUNNING and request not in plan.chunks:
+                self._serve(request, plan)
+        self._admit(plan)
+        return plan
+
+    def _decode(self, plan: _Plan) -> None:
+        """One token for each sample that lacks one, with one call to the cache if there is room
+        for all of them: prompts never hold them up.
+        """
+        ready = {r: chunks for r in self._running if (chunks := _decoding(r))}
+        if self._append([chunk for chunks in ready.values() for chunk in chunks]) is None:
+            for request, chunks in ready.items():
+                plan.add(request, chunks)
+            return
+        for request in ready:
+            if request.status is Status.RUNNING:
+                self._serve(request, plan)
+
+    def _serve(self, request: Request, plan: _Plan) -> None:
+        """Slots for its next tokens; whoever stands behind it makes room."""
+        while chunks := list(request.chunks(plan.budget)):
+            full = self._append(chunks)
+            if full is None:
+                plan.add(request, chunks)
+                return
+            plan.blocked = True
+            if not self._make_room(request, full, plan):
+                return
+
+    def _append(self, chunks: list[Chunk]) -> NoRoom | None:
+        if not chunks:
+            return None
+        sequences = [sample.sequence for sample, _ in chunks]
+        tokens = [s.tokens(s.sequence.computed, s.sequence.computed + n) for s, n in chunks]
+        return self.cache.append_all(sequences, tokens)
+
+    def _make_room(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
+        """Whether to try again; if not, the request is not served in this step."""
+        if full.needed - full.free <= self._pages_leaving():
+            return False  # preempting more would empty the device while copies are under way
+        last = self._running[-1]
+        if last is not request:
+            plan.drop(last)
+            self._preempt(last)
+            return True
+        if len(self._running) > 1:
+            self._preempt(request)
+            return False
+        if self._strip_last_swapped():
+            return True
+        self.fail(
+            request,
+            f"{full.needed} pages are needed and {full.free} are free, though"
+            " nobody else has any: the cache is used from elsewhere",
+        )
+        return False
+
+    def _pages_leaving(self) -> int:
+        families = (r.family for r in self._waiting if r.family)
+        return sum(len(family.pages) for family in families if family.leaving)
+
+    def _strip_last_swapped(self) -> bool:
+        """Give up what the last request on the host holds: pages it shares stay on the device."""
+        swapped = [r for r in self._waiting if r.family]
+        if swapped:
+            self._give_up(swapped[-1])
+        return bool(swapped)
+
+    def _give_up(self, request: Request) -> None:
+        """What the host holds of a request is computed again instead."""
+        self.tier.discard(request.family)
+        request.family = None
+        self._forget(request)
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        for sample in request.rooted:  # slots of a step that is not going to happen
+            self.cache.truncate(sample.sequence, sample.sequence.computed)
+        request.family = self._swap_out(request)
+        if request.family is None:
+            for sample in request.rooted:
+                self.cache.free(sample.sequence)
+            self._forget(request)
+        else:
+            request.status = Status.SWAPPED
+            self.num_swaps += 1
+            self._tell("swapped_out", request)
+        metrics = request.metrics
+        request.metrics = replace(metrics, num_preemptions=metrics.num_preemptions + 1)
+        self._enqueue(request)
+
+    def _forget(self, request: Request) -> None:
+        """Its samples have no sequences any more."""
+        for sample in request.samples:
+            sample.sequence, sample.candidates = None, ()
+        request.status = Status.RECOMPUTE
+        self.num_recomputes += 1
+        self._tell("recomputed", request)
+
+    def _swap_out(self, request: Request) -> Any:
+        """The family on the host; None if that is not possible or not worth it."""
+        sequences = [s.sequence for s in request.rooted]
+        longest = max((s.computed for s in sequences), default=0)
+        pages = request.pages(self.cache.pool.page_size, longest)
+        if self.tier is None or not longest or pages > self.tier.capacity:
+            return None
+        shared = min(longest, len(request.prompt_token_ids))
+        tokens = shared + sum(max(0, s.computed - shared) for s in sequences)
+        if not self.costs.prefers_swap(pages, tokens):
+            return None
+        family = self.tier.swap_out(sequences)
+        return None if isinstance(family, NoRoom) else family
+
+    def _tell(self, what: str, request: Request) -> None:
+        if what in self._news and request not in self._news[what]:
+            self._news[what].append(request)
+
+    def _admit(self, plan: _Plan) -> None:
+        """Requests that wait, strictly in line: the first one that has no room stops the others,
+        or large ones would never find any.
+        """
+        while self._waiting and plan.budget and not plan.blocked:
+            request = self._waiting[0]
+            if self._seats() + request.width > self.limits.max_num_seqs:
+                return
+            if not (self._return(request) if request.family else self._open(request)):
+                return
+            self._dequeue(request)
+            self._running.add(request)
+            request.status = Status.RUNNING
+            if request.metrics.first_scheduled_s is None:
+                request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
+            self._serve(request, plan)
+
+    def _seats(self) -> int:
+        return sum(request.width for request in self._running)
+
+    def _return(self, request: Request) -> bool:
+        """Bring a swapped request home."""
+        alone = not self._running
+        growth = len(request.family.sequences)
+        if not alone and len(request.family.pages) + growth + self._seats() > self._free():
+            return False
+        while isinstance(self.tier.swap_in(request.family), NoRoom):
+            if not alone or self._pages_leaving():
+                return False
+            self._strip_last_swapped()
+            if request.family is None:
+                return self._open(request)
+        self._tell("swapped_in", request)
+        request.family = None
+        for sample in request.samples:
+            if sample.finished:  # it was stopped while it was away
+                self._release(sample)
+        return True
+
+    def _open(self, request: Request) -> bool:
+        """Begin a request, or begin it again: its first sample starts with what is cached."""
+        first = request.live[0]
+        if self._running and self._too_full == (request, self._free()):
+            return False  # nothing was freed since it did not fit
+        hopeful = () if self._wants_every_row(request) else first.tokens(0, self._trunk(request))
+        sequence = self.cache.open(hopeful, salt=request.salt)
+        if isinstance(sequence, NoRoom):
+            return False
+        if self._running and not self._fits(request, sequence):
+            self.cache.free(sequence)
+            self._too_full = (request, self._free())
+            return False
+        first.sequence = sequence
+        if request.metrics.first_scheduled_s is None:
+            request.num_cached_tokens = sequence.hit_tokens
+        return True
+
+    def _trunk(self, request: Request) -> int:
+        """How far its first sample may start: others fork from it at the end of the prompt."""
+        many = len(request.live) > 1
+        return len(request.prompt_token_ids) if many else request.live[0].length
+
+    def _wants_every_row(self, request: Request) -> bool:
+        """Log probabilities of a prompt need the logits of all of it, cached or not."""
+        return request.params.prompt_logprobs is not None and not request.live[0].token_ids
+
+    def _fits(self, request: Request, sequence: Any) -> bool:
+        """All that is known of the request and one token more finds room beside those that run, if
+        each of them takes one page more: prompts that are let in too early are preempted again.
+        """
+        size = self.cache.pool.page_size
+        need = request.pages(size, request.live[0].length + 1) - -(-sequence.length // size)
+        return need + self._seats() <= self._free()
+
+    def _free(self) -> int:
+        return self.cache.pool.num_free
+
+    def _computed(self, run: Run) -> None:
+        """The keys and values of a run are written. The prompt is there: the others fork."""
+        sample = run.sample
+        request = sample.request
+        if sample.sequence is None or request.status is not Status.RUNNING:
+            return
+        self.cache.commit(sample.sequence, run.stop)
+        if run.stop != len(request.prompt_token_ids):
+            return
+        for other in request.live:
+            if other.sequence is None and not self._fork(sample, other):
+                return
+
+    def _fork(self, parent: Sample, child: Sample) -> bool:
+        sequence = self.cache.fork(parent.sequence)
+        if isinstance(sequence, NoRoom):
+            self.fail(
+                parent.request,
+                f"no room to fork a sequence: the cache has"
+                f" {sequence.free} free, used from elsewhere",
+            )
+            return False
+        child.sequence = sequence
+        return True
+
+    def _take(self, sample: Sample, drawn: Drawn) -> None:
+        request = sample.request
+        if request.metrics.first_token_s is None:
+            request.metrics = replace(request.metrics, first_token_s=self.clock())
+        if request.beams:
+            sample.candidates = drawn.top
+            return
+        sample.take(drawn)
+        if sample.finished:
+            self._release(sample)
+
+    def _close(self, request: Request) -> None:
+        """After a draw: beams that are complete are chosen from, and the request may be done."""
+        if request.finished:
+            return
+        if request.beams and all(s.candidates for s in request.live):
+            self._branch(request)
+        if not request.finished and not request.live:
+            ends = [s.end for s in request.samples]
+            self._end(request, next((e for e in ends if e is Status.FINISHED_ERROR), ends[-1]))
+
+    def _branch(self, request: Request) -> None:
+        """One step of the search. A beam's sequence goes on as the first of its branches, so that
+        there are never more sequences than beams.
+        """
+        width = request.beams.beam_width
+        choice = beams.choose(request.live, width, request.ends)
+        ended = [s for s in request.samples if s.finished] + beams.finish(choice.ended, request)
+        heirs: dict[Sample, list[beams.Branch]] = {}
+        for branch in choice.alive:
+            heirs.setdefault(branch.parent, []).append(branch)
+        for beam in request.live:
+            if beam not in heirs:
+                self._release(beam)
+        grown = []
+        for beam, branches in heirs.items():
+            grown += self._grow(beam, branches)
+            if request.finished:
+                return
+        request.samples = grown + beams.best(ended, width)
+        if grown and len(grown[0].token_ids) == request.max_tokens:
+            self._end(request, Status.FINISHED_LENGTH)
+        elif not grown or beams.settled(request):
+            self._end(request, Status.FINISHED_STOPPED)
+
+    def _grow(self, beam: Sample, branches: list[beams.Branch]) -> list[Sample]:
+        """Samples for all branches of one beam; the first is the beam itself."""
+        grown = [beam, *(beams.twin(beam) for _ in branches[1:])]
+        for sample in grown[1:]:
+            if not self._fork(beam, sample):
+                return []
+        for sample, branch in zip(grown, branches, strict=True):
+            beams.extend(sample, branch)
+        return grown
+
+    def _release(self, sample: Sample) -> None:
+        """A resident sample's pages are given back."""
+        if sample.sequence is not None and not sample.request.family:
+            self.cache.free(sample.sequence)
+            sample.sequence = None
+
+    def _end(self, request: Request, status: Status) -> None:
+        """A request leaves, with everything it holds."""
+        if request.family:
+            self.tier.discard(request.family)
+        for sample in request.samples:
+            if request.family is None:
+                self._release(sample)
+            sample.sequence, sample.end = None, sample.end or status
+        request.family = None
+        (self._running.remove if request.status is Status.RUNNING else self._dequeue)(request)
+        request.status = status
+        request.metrics = replace(request.metrics, finished_s=self.clock())
+        if request.beams:
+            request.samples = beams.best(request.samples, request.beams.beam_width)
+        del self._requests[request.request_id]
+
+
+def _decoding(request: Request) -> list[Chunk]:
+    """Its samples that lack one token, if none lacks more."""
+    chunks = []
+    for sample in request.live:
+        if sample.sequence is None or sample.pending > 1:
+            return []
+        if sample.pending:
+            chunks.append((sample, 1))
+    return chunks
+
+
+def _run(sample: Sample, count: int) -> Run:
+    start = sample.sequence.computed
+    live = sample.request.live
+    forks = any(other.sequence is None for other in live)
+    draws = tuple(s for s in (live if forks else (sample,)) if s.length == start + count)
+    return Run(sample, start, start + count, draws)
+
+
+def _law(holds: bool, broken: str) -> None:
+    if not holds:
+        raise AssertionError(f"the scheduler is inconsistent: {broken}")

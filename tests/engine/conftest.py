@@ -1,0 +1,166 @@
+"""A model that is a hash: what it says next depends on every number it reads from the cache."""
+
+from hashlib import blake2b
+
+import pytest
+import torch
+
+from onchip.engine import Costs, Drawn, Limits, Refused, Request, Scheduler
+from onchip.kvcache import HostTier, KVCache, Spec
+
+VOCAB = 50
+
+
+def digest(*parts):
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
+
+
+def link(salt, before, token):
+    """The number written for a token: it depends on the number before it, so on all before."""
+    return float(digest(salt, before, token))
+
+
+def rank_tokens(numbers, sample_key):
+    """Every token with a logprob, best first, from all the numbers of a sequence."""
+    state = digest(tuple(numbers), sample_key)
+    order = sorted(range(VOCAB), key=lambda t: digest(state, t))
+    return [(t, -0.1 - 0.37 * i - (state % 97) / 500) for i, t in enumerate(order)]
+
+
+def next_token(numbers, request, index):
+    """Beams see the same candidates whoever they are; samples of one request differ."""
+    key = None if request.beams else (request.draw_seed, index)
+    ranked = rank_tokens(numbers, key)
+    top = tuple(ranked) if request.beams else ()
+    return Drawn(*ranked[0], 1, top)
+
+
+def alone(request):
+    """What a request gives by itself, with no cache and no batch: the oracle."""
+    fresh = Request(
+        request.request_id,
+        request.prompt_token_ids,
+        request.beams or request.params,
+        salt=request.salt,
+        eos_token_ids=sorted(request.eos_token_ids),
+        draw_seed=request.draw_seed,
+    )
+    engine = Engine(num_pages=400, page_size=1, prefix_reuse=False)
+    engine.add(fresh)
+    engine.drain()
+    return fresh
+
+
+class Engine:
+    """A scheduler on a real cache with tiny pages, stepped by hand."""
+
+    def __init__(
+        self,
+        num_pages=30,
+        page_size=4,
+        max_num_seqs=8,
+        budget=16,
+        host_pages=0,
+        link_bytes_per_s=1e30,
+        prefix_reuse=True,
+        **limits,
+    ):
+        spec = Spec(1, 1, 1, 1, page_size, torch.float64)
+        limits = Limits(**{"max_model_len": 200, "aging_s": 1.0} | limits,
+                        max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+        self.cache = KVCache(spec, num_pages, max_seqs=max_num_seqs, prefix_reuse=prefix_reuse)
+        self.cache.pages.k.fill_(float("nan"))
+        self.tier = HostTier(self.cache, host_pages, chunk_pages=1) if host_pages else None
+        costs = Costs(spec.page_bytes, link_bytes_per_s) if host_pages else None
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            self.cache, limits, tier=self.tier, costs=costs, clock=lambda: self.now
+        )
+        self.steps = 0
+        self.finished = []
+
+    def add(self, request):
+        answer = self.scheduler.add(request)
+        assert not isinstance(answer, Refused), answer
+        self.now += 0.001
+        return request
+
+    def compute(self, step):
+        """Write the numbers of the step's tokens, and read back all of each sequence."""
+        batch = self.cache.view(step.sequences)
+        pages, size = self.cache.layer(0)[0].flatten(), self.cache.spec.page_size
+        assert batch.cu_seqlens_q.diff().tolist() == [run.num_tokens for run in step.runs]
+        assert batch.cache_seqlens.tolist() == [run.stop for run in step.runs]
+        slots, drawn = batch.slot_mapping.tolist(), []
+        assert len(set(slots)) == len(slots), "two tokens share a slot"
+        for row, run in enumerate(step.runs):
+            places = torch.arange(run.stop)
+            at = batch.page_table[row, places // size].long() * size + places % size
+            numbers = pages[at].tolist()
+            request = run.sample.request
+            tokens = run.sample.tokens(run.start, run.stop)
+            for i, token in zip(range(run.start, run.stop), tokens, strict=True):
+                numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
+            new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
+            assert new == at[run.start :].tolist()
+            pages[at] = torch.tensor(numbers, dtype=torch.float64)
+            drawn += [next_token(numbers, request, s.index) for s in run.draws]
+        return drawn
+
+    def step(self, between=None):
+        """One step, with the laws: within the budget, and never empty while there is work."""
+        self.now += 0.01
+        scheduler = self.scheduler
+        step = scheduler.schedule()
+        assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
+        assert step.num_tokens or not scheduler.has_work
+        drawn = self.compute(step)
+        if between:
+            between(step)
+        self.finished += scheduler.update(step, drawn)
+        self.steps += 1
+        self.check()
+        return step
+
+    def drain(self, limit=3000):
+        while self.scheduler.has_work:
+            self.step()
+            limit -= 1
+            assert limit, "requests do not finish"
+        self.check_empty()
+
+    def check(self):
+        self.scheduler.check()
+        self.cache.check()
+
+    def check_empty(self):
+        """No page is held, and nothing is left on the host."""
+        if self.tier:
+            self.tier.synchronize()
+            assert not self.tier.families and self.tier.num_free == self.tier.capacity
+        pool = self.cache.pool
+        assert not pool.tables and pool.num_free == pool.capacity
+        assert len(self.cache.host_table.free_rows) == self.cache.max_seqs
+
+
+@pytest.fixture
+def engine():
+    return Engine
+
+
+@pytest.fixture
+def oracle():
+    return alone
+
+
+def same(request):
+    """Its outputs are those of a run alone."""
+    expected = alone(request)
+    got = [(o.token_ids, o.finish_reason, o.stop_reason) for o in request.outputs()]
+    want = [(o.token_ids, o.finish_reason, o.stop_reason) for o in expected.outputs()]
+    assert got == want
+
+
+@pytest.fixture
+def assert_same():
+    return same
