@@ -279,13 +279,13 @@ class Scheduler:
         """The next step; empty only if there is no request."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
-        self._news = {"swapped_out": [], "swapped_in": [], "recomputed": [], "expired": []}
         self._expire()
         plan = self._plan()
         if not plan.chunks and self._requests and self.tier is not None:
             self.tier.synchronize()  # everyone waits for pages that are on their way out
             plan = self._plan()
         self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
+        self._news.clear()
         return self._step
 
     def update(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
@@ -365,7 +365,7 @@ class Scheduler:
             request = heappop(self._deadlines)[2]
             if not request.finished:
                 self._end(request, Status.FINISHED_EXPIRED)
-                self._news["expired"].append(request)
+                self._tell("expired", request)
 
     def _plan(self) -> _Plan:
         if self.tier is not None:
@@ -487,8 +487,8 @@ class Scheduler:
         return None if isinstance(family, NoRoom) else family
 
     def _tell(self, what: str, request: Request) -> None:
-        if what in self._news and request not in self._news[what]:
-            self._news[what].append(request)
+        """In the next step that is scheduled."""
+        self._news.setdefault(what, []).append(request)
 
     def _admit(self, plan: _Plan) -> None:
         """Requests that wait, strictly in line: the first one that has no room stops the others,
