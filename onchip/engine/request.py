@@ -47,7 +47,8 @@ class Logprob(NamedTuple):
 
 class Drawn(NamedTuple):
     """What one row of logits gave: a token with its logprob, and the most probable ones if asked
-    for, best first. A row that holds NaN gives a logprob of NaN: its sample fails alone.
+    for, best first. A row that holds NaN or inf gives a logprob that is not finite: its sample
+    fails alone.
     """
 
     token: int
@@ -151,8 +152,8 @@ class Sample:
 
     def take(self, drawn: Drawn) -> None:
         """One more token; `end` is set if it is the last one."""
-        if math.isnan(drawn.logprob):
-            self.end, self.stop_reason = Status.FINISHED_ERROR, "the logits hold NaN"
+        if not math.isfinite(drawn.logprob):
+            self.end, self.stop_reason = Status.FINISHED_ERROR, "the logits are not finite"
             return
         self.token_ids.append(drawn.token)
         self.cumulative_logprob += drawn.logprob

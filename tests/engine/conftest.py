@@ -6,7 +6,7 @@ from hashlib import blake2b
 import pytest
 import torch
 
-from onchip.engine import Costs, Drawn, Limits, Refused, Request, Scheduler
+from onchip.engine import Costs, Drawn, Limits, Refused, Scheduler
 from onchip.kvcache import HostTier, KVCache, Spec
 
 VOCAB = 13
