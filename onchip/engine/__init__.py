@@ -3,7 +3,8 @@
 from .costs import Costs
 from .params import BeamSearchParams, SamplingParams
 from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
-from .scheduler import Limits, Refused, Run, Scheduler, Step
+from .scheduler import Scheduler
+from .step import Limits, Refused, Run, Step
 
 __all__ = [
     "BeamSearchParams",

@@ -4,6 +4,7 @@ then on can be served, and no number in it is clipped, rounded or ignored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MAX_SAMPLES = 128  # n, best_of, beam_width: each holds pages and a row of the batch
 MAX_STOPS = 16  # every one is searched for in every piece of text
@@ -187,20 +188,20 @@ _NOT_WITH_BEAMS = (
 )
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
         raise ValueError(f"{name}={_short(value)} must be a whole number, {bounds}")
 
 
-def _number(name: str, value: object, low: float, high: float) -> None:
+def _number(name: str, value: Any, low: float, high: float) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not real or not low <= value <= high:  # NaN fails too: it is not within anything
         raise ValueError(f"{name}={_short(value)} must be a number from {low} to {high}")
 
 
-def _check_temperature(value: object) -> None:
+def _check_temperature(value: Any) -> None:
     _number("temperature", value, 0, MAX_TEMPERATURE)
     if 0 < value < MIN_TEMPERATURE:
         raise ValueError(f"temperature={value} must be 0 (greedy) or at least {MIN_TEMPERATURE}")

@@ -207,8 +207,10 @@ class Request:
         self._check(vocab_size)
         self.status = Status.WAITING
         self.error: str | None = None
-        self.samples = [Sample(self, i) for i in range(1 if self.beams else params.num_samples)]
-        self.max_tokens = params.max_tokens  # None until the scheduler knows the room
+        self.samples = [
+            Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
+        ]
+        self.max_tokens = params.max_tokens or 0  # 0: until the scheduler knows the room
         self.family: Any = None  # of sequences on the host, while SWAPPED
         self.rank: tuple[float, int] = (0.0, 0)  # its place in every line, given once
         self.prompt: str | None = None

@@ -63,8 +63,8 @@ class Rows:
 
     edits: Edits
     random: Tensor | None
-    temperature: Tensor | None = None
-    uniform: Tensor | None = None
+    temperature: Tensor
+    uniform: Tensor
     min_p: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
@@ -112,23 +112,18 @@ def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
     """One row for each sample, in order."""
     device = torch.device(device)
     random = [i for i, s in enumerate(samples) if not s.request.params.greedy]
-    edits = _edits(samples, device)
-    most = max(map(num_top, samples), default=0)
-    beams = _column([_beam_temperature(s) for s in samples], 1, torch.float32, device)
-    if not random:
-        return Rows(edits, None, num_top=most, beam_temperature=beams)
     drawn = [samples[i] for i in random]
     params = [s.request.params for s in drawn]
     return Rows(
-        edits,
-        _to(random, torch.int64, device),
+        _edits(samples, device),
+        _to(random, torch.int64, device) if random else None,
         _to([p.temperature for p in params], torch.float32, device),
         _to([uniform(s) for s in drawn], torch.float64, device),
         _column([p.min_p for p in params], 0, torch.float32, device),
         _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
         _column([p.top_p for p in params], 1, torch.float64, device),
-        most,
-        beams,
+        max(map(num_top, samples), default=0),
+        _column([_beam_temperature(s) for s in samples], 1, torch.float32, device),
     )
 
 

@@ -17,145 +17,23 @@ the pool alone (checked when it is added), the first in line is never preempted 
 it even requests on the host give up the pages they still share.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Protocol
 
 from onchip.engine import beams
 from onchip.engine.costs import Costs
 from onchip.engine.line import Line
 from onchip.engine.request import Drawn, Request, RequestMetrics, Sample, Status
+from onchip.engine.residence import Cache, Chunk, Residence, Tier
+from onchip.engine.step import Limits, Refused, Run, Step
 from onchip.kvcache.pool import NoRoom
 
-Chunk = tuple[Sample, int]  # a sample, and how many tokens it computes
-
-
-class Pages(Protocol):
-    """What the scheduler asks of a pool."""
-
-    page_size: int
-
-    @property
-    def capacity(self) -> int: ...
-
-    @property
-    def num_free(self) -> int: ...
-
-
-class Cache(Protocol):
-    """What the scheduler asks of a cache; `onchip.kvcache.KVCache` is one. Its sequences have
-    `computed`, `length` and `hit_tokens`.
-    """
-
-    max_seqs: int
-    max_seqlen: int
-
-    @property
-    def pool(self) -> Pages: ...
-    def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
-    def append_all(
-        self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]
-    ) -> NoRoom | None: ...
-    def fork(self, sequence: Any) -> Any: ...
-    def truncate(self, sequence: Any, length: int) -> None: ...
-    def commit(self, sequence: Any, length: int) -> None: ...
-    def free(self, sequence: Any) -> None: ...
-
-
-class Tier(Protocol):
-    """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
-    `pages` and `leaving`.
-    """
-
-    capacity: int
-
-    def swap_out(self, sequences: Sequence[Any]) -> Any: ...
-    def swap_in(self, family: Any) -> NoRoom | None: ...
-    def discard(self, family: Any) -> None: ...
-    def poll(self) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """max_num_batched_tokens: the budget of a step. max_num_seqs: samples that run at a time; a
-    request counts as all of its samples. max_model_len: prompt and continuation together.
-    aging_s: how much earlier one level of priority lets a request arrive.
-    """
-
-    max_model_len: int
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    max_queued_requests: int = 4096
-    max_queued_tokens: int = 4_194_304
-    aging_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"{self.max_num_batched_tokens=} must be at least {self.max_num_seqs=}: each"
-                " running sample computes a token in a step"
-            )
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The answer to a request that is not taken. later: the queue is full, ask again; otherwise it
-    can never be served.
-    """
-
-    reason: str
-    later: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
-    its next token from the logits of the last one.
-    """
-
-    sample: Sample
-    start: int
-    stop: int
-    draws: tuple[Sample, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Step:
-    """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
-
-    swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
-    expired: those whose deadline passed.
-    """
-
-    runs: tuple[Run, ...]
-    swapped_out: tuple[Request, ...] = ()
-    swapped_in: tuple[Request, ...] = ()
-    recomputed: tuple[Request, ...] = ()
-    expired: tuple[Request, ...] = ()
-
-    @property
-    def sequences(self) -> list[Any]:
-        return [run.sample.sequence for run in self.runs]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(run.num_tokens for run in self.runs)
-
-    @property
-    def draws(self) -> list[tuple[int, Sample]]:
-        """(which run, who draws from its last row), in the order in which `update` takes them."""
-        return [(i, sample) for i, run in enumerate(self.runs) for sample in run.draws]
+_ELSEWHERE = "though nobody else has any: the cache is used from elsewhere"
 
 
 class _Plan:
@@ -197,9 +75,10 @@ class Scheduler:
             raise ValueError(f"{limits.max_num_seqs=} exceeds the cache's {cache.max_seqs=}")
         if (tier is None) != (costs is None):
             raise ValueError("a tier needs costs to choose by, and costs need a tier")
-        self.cache, self.tier, self.limits, self.costs = cache, tier, limits, costs
-        self.clock = clock
-        self.num_swaps = self.num_recomputes = 0
+        self.limits, self.clock = limits, clock
+        self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
+        self._home = Residence(cache, tier, costs)
+        self.totals = Counter[str]()  # how often what a Step tells has happened
         self._requests: dict[str, Request] = {}
         self._waiting, self._running = Line(), Line()
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -207,7 +86,6 @@ class Scheduler:
         self._queued_tokens = 0
         self._step: Step | None = None
         self._news: dict[str, list[Request]] = {}
-        self._too_full: tuple[Request, int] | None = None
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -226,7 +104,7 @@ class Scheduler:
         """None if it is in line now."""
         if request.request_id in self._requests or request.rank[1]:
             raise ValueError(f"request {request.request_id!r} was added before")
-        if request.max_tokens is None:
+        if not request.max_tokens:
             room = self.limits.max_model_len - len(request.prompt_token_ids)
             request.max_tokens = max(1, room)
         if reason := self._never(request) or self._not_now(request):
@@ -260,7 +138,7 @@ class Scheduler:
         if sample.finished:
             return
         sample.end, sample.stop_reason = Status.FINISHED_STOPPED, stop_reason
-        self._release(sample)
+        self._home.release(sample)
         request = sample.request
         if not request.live:
             self._end(request, Status.FINISHED_STOPPED)
@@ -281,8 +159,8 @@ class Scheduler:
             raise ValueError("a step is under way: update it first")
         self._expire()
         plan = self._plan()
-        if not plan.chunks and self._requests and self.tier is not None:
-            self.tier.synchronize()  # everyone waits for pages that are on their way out
+        if not plan.chunks and self._requests:
+            self._home.synchronize()  # everyone waits for pages that are on their way out
             plan = self._plan()
         self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
         self._news.clear()
@@ -323,9 +201,9 @@ class Scheduler:
 
     def _never(self, request: Request) -> Refused | None:
         """Why it can never run. Only so are the others sure to get their turn."""
-        prompt, limits, pool = len(request.prompt_token_ids), self.limits, self.cache.pool
+        prompt, limits, pool = len(request.prompt_token_ids), self.limits, self._pool
         total = prompt + request.max_tokens
-        longest = min(limits.max_model_len, self.cache.max_seqlen + 1)
+        longest = min(limits.max_model_len, self._max_seqlen + 1)
         if total > longest:
             return Refused(
                 f"{prompt} tokens of prompt and max_tokens={request.max_tokens} exceed the"
@@ -368,8 +246,7 @@ class Scheduler:
                 self._tell("expired", request)
 
     def _plan(self) -> _Plan:
-        if self.tier is not None:
-            self.tier.poll()
+        self._home.poll()
         plan = _Plan(self.limits.max_num_batched_tokens)
         self._decode(plan)
         for request in self._running:
@@ -383,7 +260,7 @@ class Scheduler:
         for all of them: prompts never hold them up.
         """
         ready = {r: chunks for r in self._running if (chunks := _decoding(r))}
-        if self._append([chunk for chunks in ready.values() for chunk in chunks]) is None:
+        if self._home.append([chunk for chunks in ready.values() for chunk in chunks]) is None:
             for request, chunks in ready.items():
                 plan.add(request, chunks)
             return
@@ -394,20 +271,13 @@ class Scheduler:
     def _serve(self, request: Request, plan: _Plan) -> None:
         """Slots for its next tokens; whoever stands behind it makes room."""
         while chunks := list(request.chunks(plan.budget)):
-            full = self._append(chunks)
+            full = self._home.append(chunks)
             if full is None:
                 plan.add(request, chunks)
                 return
             plan.blocked = True
             if not self._make_room(request, full, plan):
                 return
-
-    def _append(self, chunks: list[Chunk]) -> NoRoom | None:
-        if not chunks:
-            return None
-        sequences = [sample.sequence for sample, _ in chunks]
-        tokens = [s.tokens(s.sequence.computed, s.sequence.computed + n) for s, n in chunks]
-        return self.cache.append_all(sequences, tokens)
 
     def _make_room(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
         """Whether to try again; if not, the request is not served in this step."""
@@ -423,11 +293,7 @@ class Scheduler:
             return False
         if self._strip_last_swapped():
             return True
-        self.fail(
-            request,
-            f"{full.needed} pages are needed and {full.free} are free, though"
-            " nobody else has any: the cache is used from elsewhere",
-        )
+        self.fail(request, f"{full.needed} pages needed, {full.free} free, {_ELSEWHERE}")
         return False
 
     def _pages_leaving(self) -> int:
@@ -438,56 +304,21 @@ class Scheduler:
         """Give up what the last request on the host holds: pages it shares stay on the device."""
         swapped = [r for r in self._waiting if r.family]
         if swapped:
-            self._give_up(swapped[-1])
+            self._home.give_up(swapped[-1])
+            self._tell("recomputed", swapped[-1])
         return bool(swapped)
-
-    def _give_up(self, request: Request) -> None:
-        """What the host holds of a request is computed again instead."""
-        self.tier.discard(request.family)
-        request.family = None
-        self._forget(request)
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        for sample in request.rooted:  # slots of a step that is not going to happen
-            self.cache.truncate(sample.sequence, sample.sequence.computed)
-        request.family = self._swap_out(request)
-        if request.family is None:
-            for sample in request.rooted:
-                self.cache.free(sample.sequence)
-            self._forget(request)
-        else:
-            request.status = Status.SWAPPED
-            self.num_swaps += 1
-            self._tell("swapped_out", request)
+        self._home.leave(request)
+        self._tell("recomputed" if request.family is None else "swapped_out", request)
         metrics = request.metrics
         request.metrics = replace(metrics, num_preemptions=metrics.num_preemptions + 1)
         self._enqueue(request)
 
-    def _forget(self, request: Request) -> None:
-        """Its samples have no sequences any more."""
-        for sample in request.samples:
-            sample.sequence, sample.candidates = None, ()
-        request.status = Status.RECOMPUTE
-        self.num_recomputes += 1
-        self._tell("recomputed", request)
-
-    def _swap_out(self, request: Request) -> Any:
-        """The family on the host; None if that is not possible or not worth it."""
-        sequences = [s.sequence for s in request.rooted]
-        longest = max((s.computed for s in sequences), default=0)
-        pages = request.pages(self.cache.pool.page_size, longest)
-        if self.tier is None or not longest or pages > self.tier.capacity:
-            return None
-        shared = min(longest, len(request.prompt_token_ids))
-        tokens = shared + sum(max(0, s.computed - shared) for s in sequences)
-        if not self.costs.prefers_swap(pages, tokens):
-            return None
-        family = self.tier.swap_out(sequences)
-        return None if isinstance(family, NoRoom) else family
-
     def _tell(self, what: str, request: Request) -> None:
         """In the next step that is scheduled."""
+        self.totals[what] += 1
         self._news.setdefault(what, []).append(request)
 
     def _admit(self, plan: _Plan) -> None:
@@ -498,74 +329,33 @@ class Scheduler:
             request = self._waiting[0]
             if self._seats() + request.width > self.limits.max_num_seqs:
                 return
-            if not (self._return(request) if request.family else self._open(request)):
+            if not self._enter(request):
                 return
             self._dequeue(request)
             self._running.add(request)
             request.status = Status.RUNNING
             if request.metrics.first_scheduled_s is None:
+                request.num_cached_tokens = request.live[0].sequence.hit_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
             self._serve(request, plan)
 
+    def _enter(self, request: Request) -> bool:
+        """Whether it is on the device now. If nobody runs it must be: others on the host give up
+        what they still share, and in the end the request does.
+        """
+        away = request.family
+        while not self._home.enter(request, self._seats()):
+            if self._running or self._pages_leaving():
+                return False
+            if not self._strip_last_swapped():
+                self.fail(request, f"no room for one more sequence, {_ELSEWHERE}")
+                return False
+        if away is not None and request.status is Status.SWAPPED:
+            self._tell("swapped_in", request)
+        return True
+
     def _seats(self) -> int:
         return sum(request.width for request in self._running)
-
-    def _return(self, request: Request) -> bool:
-        """Bring a swapped request home."""
-        alone = not self._running
-        growth = len(request.family.sequences)
-        if not alone and len(request.family.pages) + growth + self._seats() > self._free():
-            return False
-        while isinstance(self.tier.swap_in(request.family), NoRoom):
-            if not alone or self._pages_leaving():
-                return False
-            self._strip_last_swapped()
-            if request.family is None:
-                return self._open(request)
-        self._tell("swapped_in", request)
-        request.family = None
-        for sample in request.samples:
-            if sample.finished:  # it was stopped while it was away
-                self._release(sample)
-        return True
-
-    def _open(self, request: Request) -> bool:
-        """Begin a request, or begin it again: its first sample starts with what is cached."""
-        first = request.live[0]
-        if self._running and self._too_full == (request, self._free()):
-            return False  # nothing was freed since it did not fit
-        hopeful = () if self._wants_every_row(request) else first.tokens(0, self._trunk(request))
-        sequence = self.cache.open(hopeful, salt=request.salt)
-        if isinstance(sequence, NoRoom):
-            return False
-        if self._running and not self._fits(request, sequence):
-            self.cache.free(sequence)
-            self._too_full = (request, self._free())
-            return False
-        first.sequence = sequence
-        if request.metrics.first_scheduled_s is None:
-            request.num_cached_tokens = sequence.hit_tokens
-        return True
-
-    def _trunk(self, request: Request) -> int:
-        """How far its first sample may start: others fork from it at the end of the prompt."""
-        many = len(request.live) > 1
-        return len(request.prompt_token_ids) if many else request.live[0].length
-
-    def _wants_every_row(self, request: Request) -> bool:
-        """Log probabilities of a prompt need the logits of all of it, cached or not."""
-        return request.params.prompt_logprobs is not None and not request.live[0].token_ids
-
-    def _fits(self, request: Request, sequence: Any) -> bool:
-        """All that is known of the request and one token more finds room beside those that run, if
-        each of them takes one page more: prompts that are let in too early are preempted again.
-        """
-        size = self.cache.pool.page_size
-        need = request.pages(size, request.live[0].length + 1) - -(-sequence.length // size)
-        return need + self._seats() <= self._free()
-
-    def _free(self) -> int:
-        return self.cache.pool.num_free
 
     def _computed(self, run: Run) -> None:
         """The keys and values of a run are written. The prompt is there: the others fork."""
@@ -573,7 +363,7 @@ class Scheduler:
         request = sample.request
         if sample.sequence is None or request.status is not Status.RUNNING:
             return
-        self.cache.commit(sample.sequence, run.stop)
+        self._home.commit(sample, run.stop)
         if run.stop != len(request.prompt_token_ids):
             return
         for other in request.live:
@@ -581,27 +371,27 @@ class Scheduler:
                 return
 
     def _fork(self, parent: Sample, child: Sample) -> bool:
-        sequence = self.cache.fork(parent.sequence)
-        if isinstance(sequence, NoRoom):
-            self.fail(
-                parent.request,
-                f"no room to fork a sequence: the cache has"
-                f" {sequence.free} free, used from elsewhere",
-            )
-            return False
-        child.sequence = sequence
-        return True
+        done = self._home.fork(parent, child)
+        if not done:
+            self.fail(parent.request, f"no room to fork a sequence, {_ELSEWHERE}")
+        return done
 
     def _take(self, sample: Sample, drawn: Drawn) -> None:
         request = sample.request
         if request.metrics.first_token_s is None:
             request.metrics = replace(request.metrics, first_token_s=self.clock())
         if request.beams:
-            sample.candidates = drawn.top
+            self._take_candidates(sample, drawn)
             return
         sample.take(drawn)
         if sample.finished:
-            self._release(sample)
+            self._home.release(sample)
+
+    def _take_candidates(self, beam: Sample, drawn: Drawn) -> None:
+        if drawn.top and math.isfinite(drawn.logprob):
+            beam.candidates = drawn.top
+        else:
+            self.fail(beam.request, f"no finite candidates for a beam: {drawn}")
 
     def _close(self, request: Request) -> None:
         """After a draw: beams that are complete are chosen from, and the request may be done."""
@@ -625,7 +415,7 @@ class Scheduler:
             heirs.setdefault(branch.parent, []).append(branch)
         for beam in request.live:
             if beam not in heirs:
-                self._release(beam)
+                self._home.release(beam)
         grown = []
         for beam, branches in heirs.items():
             grown += self._grow(beam, branches)
@@ -647,21 +437,11 @@ class Scheduler:
             beams.extend(sample, branch)
         return grown
 
-    def _release(self, sample: Sample) -> None:
-        """A resident sample's pages are given back."""
-        if sample.sequence is not None and not sample.request.family:
-            self.cache.free(sample.sequence)
-            sample.sequence = None
-
     def _end(self, request: Request, status: Status) -> None:
         """A request leaves, with everything it holds."""
-        if request.family:
-            self.tier.discard(request.family)
+        self._home.release_all(request)
         for sample in request.samples:
-            if request.family is None:
-                self._release(sample)
-            sample.sequence, sample.end = None, sample.end or status
-        request.family = None
+            sample.end = sample.end or status
         (self._running.remove if request.status is Status.RUNNING else self._dequeue)(request)
         request.status = status
         request.metrics = replace(request.metrics, finished_s=self.clock())

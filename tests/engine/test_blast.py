@@ -28,8 +28,8 @@ class Blast:
         self.random = random.Random(seed)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
-        if self.scheduler.tier and "link_bytes_per_s" not in options:
-            self.scheduler.costs = Coin(self.random)
+        if self.engine.tier and "link_bytes_per_s" not in options:
+            self.scheduler._home.costs = Coin(self.random)
         self.alone = alone
         self.requests = []
         self.number = 0
