@@ -12,7 +12,7 @@ MAX_PRIORITY = 100
 
 
 class Status(Enum):
-    """Where a request or a sample is. The value is its finish_reason, None while it lives."""
+    """Where a request or a sample is; finish_reason: as vLLM names it, None while it lives."""
 
     WAITING = ("waiting", None)
     RUNNING = ("running", None)
@@ -24,17 +24,10 @@ class Status(Enum):
     FINISHED_EXPIRED = ("not done before its deadline", "abort")
     FINISHED_ERROR = ("failed", "error")
 
-    @property
-    def finish_reason(self) -> str | None:
-        return self.value[1]
-
-    @property
-    def finished(self) -> bool:
-        return self.value[1] is not None
-
-    @property
-    def preempted(self) -> bool:
-        return self in (Status.SWAPPED, Status.RECOMPUTE)
+    def __init__(self, meaning: str, finish_reason: str | None):
+        self.meaning = meaning
+        self.finish_reason = finish_reason
+        self.finished = finish_reason is not None
 
 
 class Logprob(NamedTuple):

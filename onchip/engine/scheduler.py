@@ -19,10 +19,10 @@ it even requests on the host give up the pages they still share.
 
 import math
 import time
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from heapq import heappop, heappush
 from itertools import count
 
 from onchip.engine import beams
@@ -53,7 +53,9 @@ class _Plan:
         self.budget += sum(count for _, count in self.chunks.pop(request, ()))
 
     def runs(self) -> tuple[Run, ...]:
-        return tuple(_run(*chunk) for chunks in self.chunks.values() for chunk in chunks)
+        return tuple(
+            run for request, chunks in self.chunks.items() for run in _runs(request, chunks)
+        )
 
 
 class Scheduler:
@@ -115,12 +117,12 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._enqueue(request)
         if request.deadline_s is not None:
-            heappush(self._deadlines, (request.deadline_s, number, request))
+            insort(self._deadlines, (request.deadline_s, number, request))
         return None
 
     def abort(self, request_id: str) -> bool:
-        """Cancel a request, at any time; its pages are free when this returns. False: there is no
-        such request, or it is done.
+        """Cancel a request, between two steps or while one is computed; its pages are free when
+        this returns. False: there is no such request, or it is done.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -172,20 +174,20 @@ class Scheduler:
         """
         if step is not self._step:
             raise ValueError("update takes the step that was scheduled last, once")
-        drawn = list(drawn)
-        if len(drawn) != len(step.draws):
-            raise ValueError(f"{len(drawn)} tokens for {len(step.draws)} draws")
+        draws, drawn = step.draws, list(drawn)
+        if len(drawn) != len(draws):
+            raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
         self._step = None
+        served = {run.sample.request: None for run in step.runs}
+        served = [request for request in served if not request.finished]
         for run in step.runs:
             self._computed(run)
-        touched: dict[Request, None] = {}
-        for (_, sample), one in zip(step.draws, drawn, strict=True):
+        for (_, sample), one in zip(draws, drawn, strict=True):
             if sample.status is Status.RUNNING:
                 self._take(sample, one)
-                touched[sample.request] = None
-        for request in touched:
+        for request in served:
             self._close(request)
-        return [request for request in touched if request.finished]
+        return [request for request in served if request.finished]
 
     def check(self) -> None:
         """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
@@ -240,10 +242,9 @@ class Scheduler:
     def _expire(self) -> None:
         now = self.clock()
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heappop(self._deadlines)[2]
-            if not request.finished:
-                self._end(request, Status.FINISHED_EXPIRED)
-                self._tell("expired", request)
+            request = self._deadlines[0][2]
+            self._end(request, Status.FINISHED_EXPIRED)
+            self._tell("ended", request)
 
     def _plan(self) -> _Plan:
         self._home.poll()
@@ -293,8 +294,13 @@ class Scheduler:
             return False
         if self._strip_last_swapped():
             return True
-        self.fail(request, f"{full.needed} pages needed, {full.free} free, {_ELSEWHERE}")
+        self._fail_now(request, f"{full.needed} pages needed, {full.free} free")
         return False
+
+    def _fail_now(self, request: Request, lack: str) -> None:
+        """It is promised that a request that has the device alone fits."""
+        self.fail(request, f"{lack}, {_ELSEWHERE}")
+        self._tell("ended", request)
 
     def _pages_leaving(self) -> int:
         families = (r.family for r in self._waiting if r.family)
@@ -348,7 +354,7 @@ class Scheduler:
             if self._running or self._pages_leaving():
                 return False
             if not self._strip_last_swapped():
-                self.fail(request, f"no room for one more sequence, {_ELSEWHERE}")
+                self._fail_now(request, "no room for one more sequence")
                 return False
         if away is not None and request.status is Status.SWAPPED:
             self._tell("swapped_in", request)
@@ -395,7 +401,7 @@ class Scheduler:
 
     def _close(self, request: Request) -> None:
         """After a draw: beams that are complete are chosen from, and the request may be done."""
-        if request.finished:
+        if request.status is not Status.RUNNING:
             return
         if request.beams and all(s.candidates for s in request.live):
             self._branch(request)
@@ -448,6 +454,8 @@ class Scheduler:
         if request.beams:
             request.samples = beams.best(request.samples, request.beams.beam_width)
         del self._requests[request.request_id]
+        if request.deadline_s is not None:
+            del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, request.rank[1]))]
 
 
 def _decoding(request: Request) -> list[Chunk]:
@@ -461,12 +469,19 @@ def _decoding(request: Request) -> list[Chunk]:
     return chunks
 
 
-def _run(sample: Sample, count: int) -> Run:
-    start = sample.sequence.computed
-    live = sample.request.live
-    forks = any(other.sequence is None for other in live)
-    draws = tuple(s for s in (live if forks else (sample,)) if s.length == start + count)
-    return Run(sample, start, start + count, draws)
+def _runs(request: Request, chunks: list[Chunk]) -> Iterator[Run]:
+    """Before the prompt is computed, all samples draw from the run of the first."""
+    live = request.live
+    forks = any(sample.sequence is None for sample in live)
+    for sample, count in chunks:
+        start = sample.sequence.computed
+        stop = start + count
+        yield Run(sample, start, stop, tuple(_drawing(live if forks else (sample,), stop)))
+
+
+def _drawing(samples: Iterable[Sample], stop: int) -> list[Sample]:
+    """Those of whom all that is known is computed at `stop`."""
+    return [sample for sample in samples if sample.length == stop]
 
 
 def _law(holds: bool, broken: str) -> None:

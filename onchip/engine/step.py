@@ -62,14 +62,14 @@ class Step:
     """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
 
     swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
-    expired: those whose deadline passed.
+    ended: requests that got their end meanwhile: their deadline passed, or they failed.
     """
 
     runs: tuple[Run, ...]
     swapped_out: tuple[Request, ...] = ()
     swapped_in: tuple[Request, ...] = ()
     recomputed: tuple[Request, ...] = ()
-    expired: tuple[Request, ...] = ()
+    ended: tuple[Request, ...] = ()
 
     @property
     def sequences(self) -> list[Any]:

@@ -34,7 +34,7 @@ class Blast:
         self.requests = []
         self.number = 0
         self.seen = dict.fromkeys(
-            ("swapped", "recomputed", "returned", "hit", "beams", "forks", "refused", "expired"), 0
+            ("swapped", "recomputed", "returned", "hit", "beams", "forks", "refused", "ended"), 0
         )
 
     def prompt(self):
@@ -104,7 +104,7 @@ class Blast:
         self.seen["swapped"] += len(step.swapped_out)
         self.seen["recomputed"] += len(step.recomputed)
         self.seen["returned"] += len(step.swapped_in)
-        self.seen["expired"] += len(step.expired)
+        self.seen["ended"] += len(step.ended)
         self.judge()
 
     def judge(self):
@@ -158,7 +158,7 @@ def run(engine, alone, shape, seed, steps):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
     seen = run(engine, alone, shape, 1, 400)
-    expected = {"recomputed", "beams", "forks", "refused", "expired"}
+    expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
     assert all(seen[what] for what in expected), seen
