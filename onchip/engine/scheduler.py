@@ -431,6 +431,9 @@ class Scheduler:
         if grown and len(grown[0].token_ids) == request.max_tokens:
             self._end(request, Status.FINISHED_LENGTH)
         elif not grown or beams.settled(request):
+            for beam in grown:
+                self._home.release(beam)
+            request.samples = request.samples[len(grown) :]
             self._end(request, Status.FINISHED_STOPPED)
 
     def _grow(self, beam: Sample, branches: list[beams.Branch]) -> list[Sample]:
@@ -473,9 +476,9 @@ def _runs(request: Request, chunks: list[Chunk]) -> Iterator[Run]:
     """Before the prompt is computed, all samples draw from the run of the first."""
     live = request.live
     forks = any(sample.sequence is None for sample in live)
-    for sample, count in chunks:
+    for sample, num_tokens in chunks:
         start = sample.sequence.computed
-        stop = start + count
+        stop = start + num_tokens
         yield Run(sample, start, stop, tuple(_drawing(live if forks else (sample,), stop)))
 
 
