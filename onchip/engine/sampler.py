@@ -58,7 +58,8 @@ class Rows:
 
     random: rows that are drawn from, the others are greedy; temperature, min_p, top_k, top_p,
     uniform: for these rows alone, None where no row asks for it. num_top: how many of the most
-    probable tokens to report. beam_temperature: of all rows, 1 for those that do not search.
+    probable tokens to report, None if no row asks. beam_temperature: of all rows, 1 for those that
+    do not search.
     """
 
     edits: Edits
@@ -68,14 +69,14 @@ class Rows:
     min_p: Tensor | None = None
     top_k: Tensor | None = None
     top_p: Tensor | None = None
-    num_top: int = 0
+    num_top: int | None = None
     beam_temperature: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """(rows,) token, logprob and rank; top_tokens, top_logprobs (rows, num_top). Log probabilities
-    are those of the model: before temperature, penalties and truncation.
+    """(rows,) token, logprob and rank (from 1; 0: not asked for); (rows, num_top) top_tokens and
+    top_logprobs. Log probabilities are the model's: before temperature, penalties and truncation.
     """
 
     token: Tensor
@@ -89,15 +90,20 @@ class Sampled:
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
         rows = zip(samples, *(column.tolist() for column in columns), strict=True)
         return [
-            Drawn(token, logprob, rank, tuple(zip(ids, tops, strict=True))[: num_top(sample)])
-            for sample, token, logprob, rank, ids, tops in rows
+            Drawn(
+                token,
+                logprob,
+                rank or None,
+                tuple(zip(ids, tops, strict=True))[: num_top(one) or 0],
+            )
+            for one, token, logprob, rank, ids, tops in rows
         ]
 
 
-def num_top(sample: Sample) -> int:
-    """How many of the most probable tokens a sample wants to know."""
+def num_top(sample: Sample) -> int | None:
+    """How many of the most probable tokens a sample wants to know; None: nothing about them."""
     beams = sample.request.beams
-    return 2 * beams.beam_width if beams else sample.request.params.logprobs or 0
+    return 2 * beams.beam_width if beams else sample.request.params.logprobs
 
 
 def uniform(sample: Sample) -> float:
@@ -111,7 +117,7 @@ def uniform(sample: Sample) -> float:
 def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
     """One row for each sample, in order."""
     device = torch.device(device)
-    random = [i for i, s in enumerate(samples) if not s.request.params.greedy]
+    random = [i for i, s in enumerate(samples) if not (s.request.params.greedy or s.request.beams)]
     drawn = [samples[i] for i in random]
     params = [s.request.params for s in drawn]
     return Rows(
@@ -122,7 +128,7 @@ def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
         _column([p.min_p for p in params], 0, torch.float32, device),
         _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
         _column([p.top_p for p in params], 1, torch.float64, device),
-        max(map(num_top, samples), default=0),
+        max((k for k in map(num_top, samples) if k is not None), default=None),
         _column([_beam_temperature(s) for s in samples], 1, torch.float32, device),
     )
 
@@ -132,12 +138,28 @@ def sample(logits: Tensor, rows: Rows) -> Sampled:
     raw = logits.float()
     if rows.beam_temperature is not None:
         raw = raw / rows.beam_temperature[:, None]
-    logits = rows.edits.apply(raw)
-    token = logits.argmax(-1)
-    if rows.random is not None:
-        drawn = pick(masses_of(logits[rows.random], rows), rows.uniform)
-        token = token.index_copy(0, rows.random, drawn)
-    return _report(raw, token, rows.num_top)
+    return report(raw, _choose(rows.edits.apply(raw), rows), rows.num_top)
+
+
+def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
+    """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
+    nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
+    """
+    chosen = logits.gather(1, token[:, None])
+    norm = logits.logsumexp(-1, keepdim=True)
+    rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
+    top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
+    return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
+
+
+def _choose(logits: Tensor, rows: Rows) -> Tensor:
+    """A pass over the logits costs as much as a layer: only the passes that some row needs."""
+    if rows.random is None:
+        return logits.argmax(-1)
+    if len(rows.random) == len(logits):
+        return pick(masses_of(logits, rows), rows.uniform)
+    drawn = pick(masses_of(logits[rows.random], rows), rows.uniform)
+    return logits.argmax(-1).index_copy_(0, rows.random, drawn)
 
 
 def masses_of(logits: Tensor, rows: Rows) -> Tensor:
@@ -145,9 +167,9 @@ def masses_of(logits: Tensor, rows: Rows) -> Tensor:
     logits: of the random rows.
     """
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = (logits / rows.temperature[:, None]).exp_()
+    weights = logits.div_(rows.temperature[:, None]).exp_()
     keys = weights.view(torch.int32)  # of numbers that are not negative: the same order
-    masses = (weights.double() * _UNIT).round_().long()
+    masses = (weights * _UNIT).round_().long()  # a power of two: exact
     if rows.min_p is not None:
         masses.masked_fill_(weights < rows.min_p[:, None], 0)
     if rows.top_k is not None:
@@ -188,14 +210,6 @@ def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
         wanted = wanted - (from_here - held).gather(1, at)[:, 0]
         found = (found << bits) | best
     return found
-
-
-def _report(raw: Tensor, token: Tensor, num_top: int) -> Sampled:
-    chosen = raw.gather(1, token[:, None])
-    norm = raw.logsumexp(-1, keepdim=True)
-    rank = (raw > chosen).sum(-1) + 1
-    top, ids = raw.topk(min(num_top, raw.shape[-1]), -1)
-    return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
 
 
 def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:

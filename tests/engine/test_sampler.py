@@ -188,6 +188,8 @@ def test_logprobs_are_the_models_own():
     best = logits[0].topk(3)
     assert [t for t, _ in drawn[0].top] == best.indices.tolist()
     assert drawn[1].top == () and drawn[1].rank == 1
+    (silent,) = sample(logits[1:], rows_of(samples[1:], "cpu")).drawn(samples[1:])
+    assert silent == drawn[1]._replace(rank=None)
     assert drawn[0].logprobs()[4] == (drawn[0].logprob, drawn[0].rank, None)
 
 
