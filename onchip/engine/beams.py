@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from onchip.engine.params import BeamSearchParams
 from onchip.engine.request import Request, Sample, Status
+from onchip.engine.residence import Residence
 
 
 class Branch(NamedTuple):
@@ -20,6 +21,55 @@ class Choice(NamedTuple):
 
     alive: list[Branch]
     ended: list[Branch]
+
+
+def advance(request: Request, home: Residence) -> Status | None:
+    """One step of the search, when every beam has its candidates: how the request ends by it, None
+    if it goes on. A beam's sequence goes on as the first of its branches, so there are never more
+    sequences than beams.
+    """
+    width = request.beams.beam_width
+    choice = choose(request.live, width, request.ends)
+    ended = [s for s in request.samples if s.finished] + _finish(choice.ended, request)
+    heirs: dict[Sample, list[Branch]] = {beam: [] for beam in request.live}
+    for branch in choice.alive:
+        heirs[branch.parent].append(branch)
+    for beam in [beam for beam, branches in heirs.items() if not branches]:
+        home.release(beam)
+        del heirs[beam]
+    grown = [sample for item in heirs.items() for sample in _grow(*item, home)]
+    if len(grown) < len(choice.alive):
+        request.error = "no room to fork a sequence: the cache is used from elsewhere"
+        return Status.FINISHED_ERROR
+    request.samples = grown + best(ended, width)
+    return _end(request, grown, home)
+
+
+def _grow(beam: Sample, branches: list[Branch], home: Residence) -> list[Sample]:
+    """Samples for all branches of one beam, the first is the beam itself; fewer if there is no row
+    for one. All are among the request's, which releases them.
+    """
+    grown = [beam]
+    for _ in branches[1:]:
+        child = _twin(beam)
+        beam.request.samples.append(child)
+        if not home.fork(beam, child):
+            return []
+        grown.append(child)
+    for sample, branch in zip(grown, branches, strict=True):
+        _extend(sample, branch)
+    return grown
+
+
+def _end(request: Request, grown: list[Sample], home: Residence) -> Status | None:
+    if grown and len(grown[0].token_ids) == request.max_tokens:
+        return Status.FINISHED_LENGTH
+    if grown and not settled(request):
+        return None
+    for beam in grown:  # it cannot be among the best any more
+        home.release(beam)
+    request.samples = [s for s in request.samples if s.finished]
+    return Status.FINISHED_STOPPED
 
 
 def choose(beams: Sequence[Sample], width: int, ends: frozenset[int]) -> Choice:
@@ -60,12 +110,12 @@ def settled(request: Request) -> bool:
     return reach <= ended[beams.beam_width - 1]
 
 
-def finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
+def _finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
     """Samples for branches that ended."""
     done = []
     for branch in branches:
-        sample = twin(branch.parent)
-        extend(sample, branch)
+        sample = _twin(branch.parent)
+        _extend(sample, branch)
         sample.end = Status.FINISHED_STOPPED
         sample.stop_reason = None if branch.token in request.eos_token_ids else branch.token
         done.append(sample)
@@ -80,12 +130,12 @@ def best(samples: Sequence[Sample], width: int) -> list[Sample]:
     return ranked
 
 
-def twin(beam: Sample) -> Sample:
+def _twin(beam: Sample) -> Sample:
     """The same continuation once more, without a sequence."""
     return Sample(beam.request, beam.index, beam.token_ids.copy(), beam.cumulative_logprob)
 
 
-def extend(sample: Sample, branch: Branch) -> None:
+def _extend(sample: Sample, branch: Branch) -> None:
     sample.token_ids.append(branch.token)
     sample.cumulative_logprob = branch.cumulative_logprob
     sample.candidates = ()

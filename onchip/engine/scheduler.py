@@ -42,7 +42,7 @@ class _Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.chunks: dict[Request, list[Chunk]] = {}
-        self.blocked = False  # somebody lacks pages: nobody new is let in
+        self.blocked = False  # somebody lacks pages: nobody new may take them
 
     def add(self, request: Request, chunks: list[Chunk]) -> None:
         if chunks:
@@ -404,47 +404,11 @@ class Scheduler:
         if request.status is not Status.RUNNING:
             return
         if request.beams and all(s.candidates for s in request.live):
-            self._branch(request)
-        if not request.finished and not request.live:
+            if end := beams.advance(request, self._home):
+                self._end(request, end)
+        elif not request.live:
             ends = [s.end for s in request.samples]
             self._end(request, next((e for e in ends if e is Status.FINISHED_ERROR), ends[-1]))
-
-    def _branch(self, request: Request) -> None:
-        """One step of the search. A beam's sequence goes on as the first of its branches, so that
-        there are never more sequences than beams.
-        """
-        width = request.beams.beam_width
-        choice = beams.choose(request.live, width, request.ends)
-        ended = [s for s in request.samples if s.finished] + beams.finish(choice.ended, request)
-        heirs: dict[Sample, list[beams.Branch]] = {}
-        for branch in choice.alive:
-            heirs.setdefault(branch.parent, []).append(branch)
-        for beam in request.live:
-            if beam not in heirs:
-                self._home.release(beam)
-        grown = []
-        for beam, branches in heirs.items():
-            grown += self._grow(beam, branches)
-            if request.finished:
-                return
-        request.samples = grown + beams.best(ended, width)
-        if grown and len(grown[0].token_ids) == request.max_tokens:
-            self._end(request, Status.FINISHED_LENGTH)
-        elif not grown or beams.settled(request):
-            for beam in grown:
-                self._home.release(beam)
-            request.samples = request.samples[len(grown) :]
-            self._end(request, Status.FINISHED_STOPPED)
-
-    def _grow(self, beam: Sample, branches: list[beams.Branch]) -> list[Sample]:
-        """Samples for all branches of one beam; the first is the beam itself."""
-        grown = [beam, *(beams.twin(beam) for _ in branches[1:])]
-        for sample in grown[1:]:
-            if not self._fork(beam, sample):
-                return []
-        for sample, branch in zip(grown, branches, strict=True):
-            beams.extend(sample, branch)
-        return grown
 
     def _end(self, request: Request, status: Status) -> None:
         """A request leaves, with everything it holds."""

@@ -64,7 +64,7 @@ class Blast:
             self.prompt(),
             self.params(),
             priority=draw.choice((0, 0, 0, -1, 2)),
-            deadline_s=self.engine.now + draw.random() if draw.random() < 0.05 else None,
+            deadline_s=self.engine.now + draw.random() if draw.random() < 0.15 else None,
             salt=draw.choice(("blue", "gold")),
             eos_token_ids=(7, 8),
             draw_seed=draw.randrange(5),

@@ -342,15 +342,25 @@ def test_pages_on_their_way_out_are_waited_for(engine, assert_same):
         assert_same(request)
 
 
-def test_nobody_is_let_in_while_somebody_is_put_out(engine):
+def test_nobody_takes_the_pages_that_another_waits_for(engine):
+    """The first in line lacks a page that is on its way out; there is room for the second."""
+    one = engine(num_pages=13, host_pages=40, budget=32, late=True, prefix_reuse=False)
+    one.add(ask("leaving", 24, 9))
+    one.step()
+    one.scheduler.preempt(one.scheduler.running[0])
+    first = one.add(ask("first", 28, priority=-1))
+    second = one.add(ask("second", 4, priority=-1))
+    assert [run.sample.request for run in one.step().runs] == [first, second]
+    one.drain()
+
+
+def test_whoever_is_put_out_does_not_return_in_the_same_step(engine):
     one = engine(num_pages=12, prefix_reuse=False)
     for i in range(6):
         one.add(ask(f"r{i}", 8, 20))
     while one.scheduler.has_work:
-        waiting = set(one.scheduler.waiting)
         step = one.step()
-        entered = waiting & {run.sample.request for run in step.runs}
-        assert not (step.recomputed and entered)
+        assert not {run.sample.request for run in step.runs} & set(step.recomputed)
 
 
 # Order
@@ -518,6 +528,16 @@ def test_a_beam_without_candidates_fails_alone(engine):
     drawn = [d._replace(top=()) for d in one.compute(step)]
     assert one.scheduler.update(step, drawn) == [request]
     assert "no finite candidates" in request.error
+    one.check_empty()
+
+
+def test_beams_that_cannot_fork_fail_and_leave_nothing(engine):
+    one = engine(max_num_seqs=3)
+    thief = one.cache.open()
+    request = one.add(ask(params=BeamSearchParams(3, 9)))
+    one.step()
+    assert request.status is Status.FINISHED_ERROR and "used from elsewhere" in request.error
+    one.cache.free(thief)
     one.check_empty()
 
 
