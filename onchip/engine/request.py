@@ -131,11 +131,6 @@ class Sample:
         """Tokens that are known, prompt included."""
         return len(self.request.prompt_token_ids) + len(self.token_ids)
 
-    @property
-    def pending(self) -> int:
-        """Tokens that are known and not computed."""
-        return self.length - (self.sequence.computed if self.sequence else 0)
-
     def tokens(self, start: int, stop: int) -> list[int]:
         """Of prompt and continuation, from position start to stop - 1."""
         prompt = self.request.prompt_token_ids

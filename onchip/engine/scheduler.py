@@ -21,7 +21,7 @@ import math
 import time
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import count
 
@@ -367,7 +367,7 @@ class Scheduler:
         """The keys and values of a run are written. The prompt is there: the others fork."""
         sample = run.sample
         request = sample.request
-        if sample.sequence is None or request.status is not Status.RUNNING:
+        if sample.sequence is None:  # stopped or cancelled while it was computed
             return
         self._home.commit(sample, run.stop)
         if run.stop != len(request.prompt_token_ids):
@@ -429,26 +429,29 @@ def _decoding(request: Request) -> list[Chunk]:
     """Its samples that lack one token, if none lacks more."""
     chunks = []
     for sample in request.live:
-        if sample.sequence is None or sample.pending > 1:
+        if sample.sequence is None:
             return []
-        if sample.pending:
+        pending = sample.length - sample.sequence.computed
+        if pending > 1:
+            return []
+        if pending:
             chunks.append((sample, 1))
     return chunks
 
 
-def _runs(request: Request, chunks: list[Chunk]) -> Iterator[Run]:
-    """Before the prompt is computed, all samples draw from the run of the first."""
+def _runs(request: Request, chunks: list[Chunk]) -> list[Run]:
+    """Who draws: all of whom everything that is known is computed. Before the prompt is, all
+    samples draw from the run of the first.
+    """
     live = request.live
     forks = any(sample.sequence is None for sample in live)
+    runs = []
     for sample, num_tokens in chunks:
         start = sample.sequence.computed
         stop = start + num_tokens
-        yield Run(sample, start, stop, tuple(_drawing(live if forks else (sample,), stop)))
-
-
-def _drawing(samples: Iterable[Sample], stop: int) -> list[Sample]:
-    """Those of whom all that is known is computed at `stop`."""
-    return [sample for sample in samples if sample.length == stop]
+        drawing = live if forks else (sample,)
+        runs.append(Run(sample, start, stop, tuple([s for s in drawing if s.length == stop])))
+    return runs
 
 
 def _law(holds: bool, broken: str) -> None:

@@ -157,7 +157,7 @@ def run(engine, alone, shape, seed, steps):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
-    seen = run(engine, alone, shape, 1, 400)
+    seen = run(engine, alone, shape, 1, 300)
     expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
