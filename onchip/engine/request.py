@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.kvcache.prefix import words
 
 MAX_PRIORITY = 100
 
@@ -188,7 +189,7 @@ class Request:
         self.beams = params if isinstance(params, BeamSearchParams) else params.beams
         self.params = _as_sampling(params)
         self.request_id = request_id
-        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.prompt_token_ids = tuple(words(prompt_token_ids))
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
         self.eos_token_ids = frozenset(eos_token_ids)
         self.draw_seed = draw_seed if self.params.seed is None else self.params.seed
@@ -271,11 +272,10 @@ class Request:
 
     def outputs(self) -> list[CompletionOutput]:
         """The n that were asked for: the most probable ones if more are drawn."""
-        wanted = self.beams.beam_width if self.beams else self.params.n
-        if len(self.samples) == wanted or not self.finished:
-            return [s.output() for s in self.samples[:wanted]]
-        best = sorted(self.samples, key=lambda s: (-s.cumulative_logprob, s.index))
-        return [s.output() for s in best[:wanted]]
+        wanted, samples = self.params.n, self.samples
+        if self.finished and not self.beams and len(samples) > wanted:  # beams are in order
+            samples = sorted(samples, key=lambda s: (-s.cumulative_logprob, s.index))
+        return [s.output() for s in samples[:wanted]]
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -292,10 +292,9 @@ class Request:
     def _check(self, vocab_size: int | None) -> None:
         if not self.prompt_token_ids:
             raise ValueError("the prompt is empty: at least one token is needed to continue from")
-        top = vocab_size if vocab_size is not None else 2**63
-        for token in self.prompt_token_ids:
-            if not isinstance(token, int) or not 0 <= token < top:
-                raise ValueError(f"the prompt holds token {token!r:.60}; {vocab_size=}")
+        for token in (min(self.prompt_token_ids), max(self.prompt_token_ids)):
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise ValueError(f"the prompt holds token {token}; {vocab_size=}")
         if vocab_size is not None:
             self.params.check_vocab(vocab_size)
         if not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
@@ -303,8 +302,9 @@ class Request:
                 f"priority={self.priority!r:.60} must be a whole number, {-MAX_PRIORITY} to"
                 f" {MAX_PRIORITY}"
             )
-        if self.deadline_s is not None and not math.isfinite(self.deadline_s):
-            raise ValueError(f"deadline_s={self.deadline_s} must be a time")
+        late = self.deadline_s
+        if late is not None and not (isinstance(late, (int, float)) and math.isfinite(late)):
+            raise ValueError(f"deadline_s={late!r:.60} must be a time")
 
 
 def _as_sampling(params: SamplingParams | BeamSearchParams) -> SamplingParams:

@@ -152,7 +152,7 @@ class Scheduler:
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
         if request.status is not Status.RUNNING:
-            raise ValueError(f"{request} does not run")
+            raise ValueError(f"{request} does not run: it is {request.status.meaning}")
         self._preempt(request)
 
     def schedule(self) -> Step:
@@ -407,8 +407,9 @@ class Scheduler:
             if end := beams.advance(request, self._home):
                 self._end(request, end)
         elif not request.live:
-            ends = [s.end for s in request.samples]
-            self._end(request, next((e for e in ends if e is Status.FINISHED_ERROR), ends[-1]))
+            failed = [s for s in request.samples if s.end is Status.FINISHED_ERROR]
+            request.error = str(failed[0].stop_reason) if failed else None
+            self._end(request, failed[0].end if failed else request.samples[-1].end)
 
     def _end(self, request: Request, status: Status) -> None:
         """A request leaves, with everything it holds."""

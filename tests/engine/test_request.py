@@ -11,9 +11,10 @@ from onchip.engine import BeamSearchParams, Drawn, Request, SamplingParams, Stat
         ((), {}, "the prompt is empty"),  # vllm #7632
         ((1, 50), {"vocab_size": 50}, "token 50; vocab_size=50"),
         ((1, -1), {}, "token -1"),
-        ((1, 2.0), {}, "token 2.0"),
+        ((1, 2.0), {}, "token ids must be integers"),
         ((1,), {"priority": 101}, "priority=101"),
         ((1,), {"deadline_s": float("nan")}, "deadline_s=nan"),
+        ((1,), {"deadline_s": "now"}, "deadline_s='now'"),
         ((1,), {"params": SamplingParams(logit_bias={9: 1}), "vocab_size": 9}, "logit_bias"),
     ],
 )

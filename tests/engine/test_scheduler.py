@@ -101,7 +101,7 @@ def test_a_request_is_added_once(engine):
 
 def test_steps_and_updates_alternate(engine):
     one = engine()
-    one.add(ask())
+    request = one.add(ask())
     step = one.scheduler.schedule()
     with pytest.raises(ValueError, match="under way"):
         one.scheduler.schedule()
@@ -113,6 +113,9 @@ def test_steps_and_updates_alternate(engine):
     one.scheduler.update(step, drawn)
     with pytest.raises(ValueError, match="once"):
         one.scheduler.update(step, drawn)
+    one.scheduler.preempt(request)
+    with pytest.raises(ValueError, match="it is preempted, to be computed again"):
+        one.scheduler.preempt(request)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +201,17 @@ def test_beams_are_the_search_by_definition(engine, assert_same, width, penalty)
         scores = [s.cumulative_logprob / len(s.token_ids) ** penalty for s in request.samples]
         assert scores == sorted(scores, reverse=True)
         assert [o.index for o in request.outputs()] == list(range(width))
+
+
+def test_the_old_interface_returns_n_of_best_of_beams(engine):
+    one = engine()
+    params = SamplingParams(n=2, best_of=4, use_beam_search=True, temperature=0, max_tokens=7)
+    old, new = (
+        one.add(ask("old", params=params)),
+        one.add(ask("new", params=BeamSearchParams(4, 7))),
+    )
+    one.drain()
+    assert [o.token_ids for o in old.outputs()] == [o.token_ids for o in new.outputs()][:2]
 
 
 def test_beams_never_take_more_rows_than_their_width(engine, assert_same):
@@ -517,7 +531,8 @@ def test_one_bad_row_fails_alone(engine, assert_same):
     drawn[0] = drawn[0]._replace(logprob=float("nan"))
     assert one.scheduler.update(step, drawn) == [bad]
     one.drain()
-    assert bad.status is Status.FINISHED_ERROR and bad.outputs()[0].finish_reason == "error"
+    assert bad.status is Status.FINISHED_ERROR and bad.error == "the logits are not finite"
+    assert bad.outputs()[0].finish_reason == "error"
     assert_same(good)
 
 
