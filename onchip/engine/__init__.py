@@ -1,4 +1,14 @@
-"""Requests served from pages: what is asked, who computes what in each step, and the draws."""
+"""Requests served from pages: what is asked, who computes what in each step, and the draws.
+
+scheduler.add(request)
+while scheduler.has_work:
+    step = scheduler.schedule()
+    batch = cache.view(step.sequences)                  # the tokens of step.runs, packed
+    ...                                                 # the model: logits of each run's last row
+    rows, samples = zip(*step.draws)
+    drawn = sample(logits[list(rows)], rows_of(samples, device)).drawn(samples)
+    finished = scheduler.update(step, drawn)
+"""
 
 from .costs import Costs
 from .params import BeamSearchParams, SamplingParams

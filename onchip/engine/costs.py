@@ -9,9 +9,9 @@ _WEIGHT = 0.1  # of the newest measurement: some twenty steps are remembered
 
 @dataclass
 class Costs:
-    """page_bytes: keys and values of a page, all layers. link_bytes_per_s: host to device and back
-    are taken alike (PCIe 5 x16 copies some 50 GB/s). prefill_tokens_per_s: a first guess, replaced
-    by what `observe` sees.
+    """page_bytes: keys and values of a page, all layers. link_bytes_per_s: of copies between host
+    and device, both ways alike; the default is what PCIe 5 x16 nearly reaches.
+    prefill_tokens_per_s: a first guess, replaced by what `observe` sees.
     """
 
     page_bytes: int

@@ -169,7 +169,7 @@ class Engine:
         pages, size = self.cache.layer(0)[0].flatten(), self.cache.spec.page_size
         assert batch.cu_seqlens_q.diff().tolist() == [run.num_tokens for run in step.runs]
         assert batch.cache_seqlens.tolist() == [run.stop for run in step.runs]
-        slots, drawn = batch.slot_mapping.tolist(), []
+        slots, asked = batch.slot_mapping.tolist(), []
         assert len(set(slots)) == len(slots), "two tokens share a slot"
         for row, run in enumerate(step.runs):
             places = torch.arange(run.stop)
@@ -182,8 +182,12 @@ class Engine:
             new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
             assert new == at[run.start :].tolist()
             pages[at] = torch.tensor(numbers, dtype=torch.float64)
-            drawn += [next_token(numbers, request, s.index) for s in run.draws]
-        return drawn
+            asked += [(numbers, s) for s in run.draws]
+        return self.draw(asked)
+
+    def draw(self, asked):
+        """The next token of each (numbers, sample)."""
+        return [next_token(numbers, s.request, s.index) for numbers, s in asked]
 
     def step(self, between=None):
         """One step, with the laws: within the budget, and never empty while there is work."""
