@@ -1,12 +1,12 @@
 """Requests served from pages: what is asked, who computes what in each step, and the draws.
 
-scheduler.add(request)
-while scheduler.has_work:
+One turn, with a model that gives the logits of each run's last token:
+
     step = scheduler.schedule()
-    batch = cache.view(step.sequences)                  # the tokens of step.runs, packed
-    ...                                                 # the model: logits of each run's last row
-    rows, samples = zip(*step.draws)
-    drawn = sample(logits[list(rows)], rows_of(samples, device)).drawn(samples)
+    logits = model(cache.view(step.sequences))  # (runs, vocab_size)
+    samples = [who for _, who in step.draws]
+    logits = logits[[run for run, _ in step.draws]]  # forks draw from one row
+    drawn = sample(logits, rows_of(samples, device)).drawn(samples)
     finished = scheduler.update(step, drawn)
 """
 

@@ -44,7 +44,7 @@ class Cache(Protocol):
 
 class Tier(Protocol):
     """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
-    `pages` and `leaving`.
+    `sequences`, `pages` and `leaving`.
     """
 
     capacity: int

@@ -315,6 +315,20 @@ def test_preempted_at_any_step_it_gives_the_same(engine, assert_same, host_pages
         assert_same(other)
 
 
+def test_beams_that_are_computed_again_twice_forget_what_they_had_found(engine, assert_same):
+    """With a budget of three tokens they catch up one after the other."""
+    one = engine(budget=3, max_num_seqs=3, prefix_reuse=False)
+    request = one.add(ask(params=BeamSearchParams(3, 12)))
+    while len(request.live[0].token_ids) < 8:
+        one.step()
+    one.scheduler.preempt(request)
+    while len({bool(beam.candidates) for beam in request.live}) == 1:
+        one.step()
+    one.scheduler.preempt(request)
+    one.drain()
+    assert_same(request)
+
+
 def test_costs_choose_between_the_link_and_the_prefill():
     costs = Costs(page_bytes=1000, link_bytes_per_s=1e6, prefill_tokens_per_s=1000)
     assert costs.swap_s(5) == 0.01 and costs.recompute_s(20) == 0.02
@@ -326,6 +340,16 @@ def test_costs_choose_between_the_link_and_the_prefill():
     assert not costs.prefers_swap(5, 20)
     with pytest.raises(ValueError, match="link_bytes_per_s=0"):
         Costs(1, 0)
+
+
+def test_what_is_larger_than_the_host_is_computed_again(engine, assert_same):
+    one = engine(host_pages=2)
+    request = one.add(ask(prompt=11))
+    one.step()
+    one.scheduler.preempt(request)
+    assert request.status is Status.RECOMPUTE
+    one.drain()
+    assert_same(request)
 
 
 def test_a_full_host_means_computing_again(engine, assert_same):
