@@ -153,7 +153,7 @@ def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
 
 
 def _choose(logits: Tensor, rows: Rows) -> Tensor:
-    """A pass over the logits costs as much as a layer: only the passes that some row needs."""
+    """A token for each row. A pass reads rows x vocab_size numbers: only those that a row needs."""
     if rows.random is None:
         return logits.argmax(-1)
     if len(rows.random) == len(logits):
@@ -186,15 +186,14 @@ def masses_of(logits: Tensor, rows: Rows) -> Tensor:
 def pick(masses: Tensor, uniform: Tensor) -> Tensor:
     """The token at the fraction `uniform` of the running sum of integer masses, (rows, vocab)."""
     running = masses.cumsum(-1)
-    total = running[:, -1]
-    place = (total * uniform).long().clamp_(max=total - 1)  # the product may be rounded up
+    place = (running[:, -1] * uniform).long()  # below the total, as uniform is at most 1 - 2^-53
     token = torch.searchsorted(running, place[:, None], right=True)[:, 0]
     return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN points nowhere
 
 
 def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
-    """The largest key such that the masses of all keys from it on hold `wanted`, per row; the
-    smallest of all if the row has less. keys: int32 (rows, n), not negative; masses: int64.
+    """The largest key such that the masses of all keys from it on sum up to `wanted` (or to all
+    there is), per row. keys: int32 (rows, n), not negative; masses: int64.
     """
     wanted = wanted.clamp(max=masses.sum(-1))
     found = torch.zeros_like(wanted)
