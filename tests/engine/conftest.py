@@ -17,8 +17,10 @@ def digest(*parts):
 
 
 def link(salt, before, token):
-    """The number written for a token: it depends on the number before it, so on all before."""
-    return float(digest(salt, before, token))
+    """The number written for a token: it depends on the number before it, so on all before. Whole
+    numbers of 24 bits are exact in fp32.
+    """
+    return float(digest(salt, before, token) % 2**24)
 
 
 def rank_tokens(numbers, sample_key):
@@ -135,9 +137,10 @@ class Engine:
         link_bytes_per_s=1e30,
         prefix_reuse=True,
         late=False,
+        device="cpu",
         **limits,
     ):
-        spec = Spec(1, 1, 1, 1, page_size, torch.float64)
+        spec = Spec(1, 1, 1, 1, page_size, torch.float32, device)
         limits = Limits(
             **{"max_model_len": 200, "aging_s": 1.0} | limits,
             max_num_batched_tokens=budget,
@@ -166,22 +169,23 @@ class Engine:
     def compute(self, step):
         """Write the numbers of the step's tokens, and read back all of each sequence."""
         batch = self.cache.view(step.sequences)
-        pages, size = self.cache.layer(0)[0].flatten(), self.cache.spec.page_size
+        pages, size = self.cache.layer(0)[0].view(-1), self.cache.spec.page_size
+        table = batch.page_table.cpu()
         assert batch.cu_seqlens_q.diff().tolist() == [run.num_tokens for run in step.runs]
         assert batch.cache_seqlens.tolist() == [run.stop for run in step.runs]
         slots, asked = batch.slot_mapping.tolist(), []
         assert len(set(slots)) == len(slots), "two tokens share a slot"
         for row, run in enumerate(step.runs):
             places = torch.arange(run.stop)
-            at = batch.page_table[row, places // size].long() * size + places % size
-            numbers = pages[at].tolist()
+            at = table[row, places // size].long() * size + places % size
+            numbers = pages[at.to(pages.device)].tolist()
             request = run.sample.request
             tokens = run.sample.tokens(run.start, run.stop)
             for i, token in zip(range(run.start, run.stop), tokens, strict=True):
                 numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
             new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
             assert new == at[run.start :].tolist()
-            pages[at] = torch.tensor(numbers, dtype=torch.float64)
+            pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
             asked += [(numbers, s) for s in run.draws]
         return self.draw(asked)
 

@@ -146,8 +146,8 @@ SHAPES = {
 }
 
 
-def run(engine, alone, shape, seed, steps):
-    blast = Blast(engine, alone, seed, **SHAPES[shape], max_queued_requests=12)
+def run(engine, alone, options, seed, steps):
+    blast = Blast(engine, alone, seed, **options, max_queued_requests=12)
     for _ in range(steps):
         blast.step()
     blast.engine.drain()
@@ -157,15 +157,23 @@ def run(engine, alone, shape, seed, steps):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
-    seen = run(engine, alone, shape, 1, 300)
+    seen = run(engine, alone, SHAPES[shape], 1, 300)
     expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
     expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
     assert all(seen[what] for what in expected), seen
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["tight", "no_prefixes"])
+def test_any_life_on_a_gpu(engine, alone, shape):
+    """Swaps are real copies on streams of their own."""
+    options = SHAPES[shape] | {"device": "cuda"}
+    assert run(engine, alone, options, 3, 150)["swapped"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_twenty_thousand_steps(engine, alone, shape, seed):
-    run(engine, alone, shape, 100 + seed, 700)
+    run(engine, alone, SHAPES[shape], 100 + seed, 700)
