@@ -1,5 +1,5 @@
-"""What a step costs beside the model is Python, so it is counted: calls do not depend on the load of
-the machine. Some 80 calls are 10 us; a step of a small model on an H200 takes some 10 ms.
+"""What a step costs beside the model is Python, so its calls are counted: unlike seconds they do not
+depend on the load of the machine. Some 80 calls take 10 us.
 """
 
 import sys
