@@ -1,5 +1,5 @@
-"""What a step costs beside the model is Python, so its calls are counted: unlike seconds they do not
-depend on the load of the machine. Some 80 calls take 10 us.
+"""What a step costs beside the model is Python, so its calls are counted: unlike seconds they do
+not depend on the load of the machine. Some 80 calls take 10 us.
 """
 
 import sys
