@@ -29,6 +29,7 @@ LAW = {
     "kvcache": {"problem"},
     "models": {"problem", "ops", "kvcache"},
     "parallel": {"models"},
+    "engine": {"kvcache", "models", "ops"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
@@ -37,6 +38,12 @@ ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper"),
     "torch.distributed": ("parallel",),
 }
+# What decides about pages and requests: testable without tensors, and no step waits for a device.
+TORCH_FREE = (
+    *("kvcache/pool.py", "kvcache/prefix.py"),
+    *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
+    *(f"engine/{name}.py" for name in ("step", "residence", "scheduler")),
+)
 
 
 def files():
@@ -88,6 +95,16 @@ def test_some_packages_live_in_one_place(path):
         for package, rooms in ONLY_UNDER.items():
             if name == package or name.startswith(package + "."):
                 assert here.startswith(rooms) or room(path.relative_to(PACKAGE).parts) == "doctor"
+
+
+@pytest.mark.parametrize("path", TORCH_FREE)
+def test_who_decides_knows_no_tensors(path):
+    """Neither the file nor any file of ours that it imports."""
+    for name in imports(PACKAGE / path):
+        assert name.split(".")[0] != "torch"
+        if name.startswith("onchip."):
+            file = name.removeprefix("onchip.").replace(".", "/") + ".py"
+            assert file in TORCH_FREE or name == "onchip.engine", name
 
 
 def test_import_needs_torch_alone_and_wakes_nothing():

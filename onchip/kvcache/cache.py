@@ -84,6 +84,7 @@ class KVCache:
             raise ValueError(f"{max_seqs=} and {max_seqlen=} must be at least 1")
         self.spec = spec
         self.pool = Pool(num_pages, spec.page_size)
+        self.max_seqs = max_seqs
         self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
         self.pages = Pages(spec, self.pool)
         self.prefix = PrefixIndex(self.pool)

@@ -65,6 +65,11 @@ class Family:
     def tables(self) -> list[Table]:
         return [s.table for s in self.sequences]
 
+    @property
+    def leaving(self) -> bool:
+        """Its pages are still to be given back."""
+        return self.place is Place.LEAVING
+
 
 class HostTier:
     """At most num_pages pages of host memory, pinned if the cache is on a GPU.

@@ -1,0 +1,38 @@
+"""Requests in the order of their ranks."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from onchip.engine.request import Request
+
+
+def _rank(request: Request) -> tuple[float, int]:
+    return request.rank
+
+
+class Line:
+    """Ranks are unique and never change, so a request that leaves a line and returns stands where
+    it stood, before everyone who came after it.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those in line now: it may change meanwhile."""
+        return iter(tuple(self._requests))
+
+    def __getitem__(self, place: int) -> Request:
+        return self._requests[place]
+
+    def add(self, request: Request) -> None:
+        insort(self._requests, request, key=_rank)
+
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self._requests, request.rank, key=_rank)
+        if place == len(self) or self._requests[place] is not request:
+            raise ValueError(f"{request} is not in this line")
+        del self._requests[place]

@@ -1,0 +1,234 @@
+"""What a request may ask for. Everything is checked when the object is made: what it holds from
+then on can be served, and no number in it is clipped, rounded or ignored.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SAMPLES = 128  # n, best_of, beam_width: each holds pages and a row of the batch
+MAX_STOPS = 16  # every one is searched for in every piece of text
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKENS = 128
+MAX_LOGPROBS = 20
+MAX_BIASES = 300
+MAX_TEMPERATURE = 2.0
+MIN_TEMPERATURE = 1e-20  # what is smaller could vanish in fp32; 0 is greedy
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Search for the most probable continuations, beam_width at a time.
+
+    A continuation scores cumulative_logprob / (generated tokens ** length_penalty). temperature
+    divides the logits (0 as 1: the model's own probabilities).
+    """
+
+    beam_width: int
+    max_tokens: int | None = 16
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _flag("ignore_eos", self.ignore_eos)
+        _check_temperature(self.temperature)
+        _number("length_penalty", self.length_penalty, -10, 10)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of a request are drawn, and when it ends. Names and meanings are vLLM's.
+
+    best_of: draw so many samples, return the n most probable. use_beam_search: search with
+    best_of (or n) beams instead of drawing. temperature 0 is greedy. top_k 0 or -1, top_p 1 and
+    min_p 0 are off. max_tokens None: as many as the model has room for. stop_token_ids end a sample
+    as eos does; ignore_eos ignores eos, not them; neither is drawn before min_tokens. logprobs k:
+    those of the k most probable tokens and of the one drawn. logit_bias: added to the logits of
+    these token ids. seed: the same tokens for the same seed, whatever else is in the batch.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_shape_of_distribution()
+        self._check_ends()
+        self._check_bias()
+        if self.use_beam_search:
+            self._check_beams()
+
+    @property
+    def num_samples(self) -> int:
+        """How many are drawn."""
+        return self.best_of or self.n
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def beams(self) -> BeamSearchParams | None:
+        """The search that use_beam_search asks for."""
+        if not self.use_beam_search:
+            return None
+        return BeamSearchParams(
+            self.num_samples, self.max_tokens, self.ignore_eos, 0.0, self.length_penalty
+        )
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Every token id it names is one of the model's."""
+        for name in ("logit_bias", "stop_token_ids"):
+            for token in getattr(self, name):
+                if token >= vocab_size:
+                    raise ValueError(f"{name} names token {token}; {vocab_size=}")
+
+    def _check_counts(self) -> None:
+        _integer("n", self.n, 1, MAX_SAMPLES)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_SAMPLES)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+
+    def _check_shape_of_distribution(self) -> None:
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_temperature(self.temperature)
+        _number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p=0 keeps no token: it must be above 0, and at most 1")
+        _integer("top_k", self.top_k, -1)
+        _number("min_p", self.min_p, 0, 1)
+
+    def _check_ends(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+        object.__setattr__(self, "stop", stop)
+        _at_most("stop", stop, MAX_STOPS)
+        for text in stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
+                raise ValueError(
+                    f"every stop must be a text of 1 to {MAX_STOP_CHARS} characters, one is"
+                    f" {_short(text)}"
+                )
+        ids = _several("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        _at_most("stop_token_ids", ids, MAX_STOP_TOKENS)
+        for token in ids:
+            _integer("a token id of stop_token_ids", token, 0)
+        _flag("ignore_eos", self.ignore_eos)
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise ValueError(f"logit_bias={_short(self.logit_bias)} must map token ids to numbers")
+        bias = dict(self.logit_bias or {})
+        object.__setattr__(self, "logit_bias", bias)
+        _at_most("logit_bias", bias, MAX_BIASES)
+        for token, value in bias.items():
+            _integer("a token id of logit_bias", token, 0)
+            _number(f"logit_bias[{token}]", value, -100, 100)
+
+    def _check_beams(self) -> None:
+        _number("length_penalty", self.length_penalty, -10, 10)
+        plain = SamplingParams()
+        for name in _NOT_WITH_BEAMS:
+            value = getattr(self, name)
+            if value != getattr(plain, name):
+                raise ValueError(
+                    f"use_beam_search follows the model's own probabilities: {name}={value} has"
+                    " no meaning for it"
+                )
+        if self.temperature not in (0, 1):
+            raise ValueError(
+                f"use_beam_search takes temperature 0 or 1, not {self.temperature}; see"
+                " BeamSearchParams"
+            )
+
+
+_NOT_WITH_BEAMS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+    "stop",
+)
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"{low} to {high}"
+        raise ValueError(f"{name}={_short(value)} must be a whole number, {bounds}")
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not low <= value <= high:  # NaN fails too: it is not within anything
+        raise ValueError(f"{name}={_short(value)} must be a number from {low} to {high}")
+
+
+def _check_temperature(value: Any) -> None:
+    _number("temperature", value, 0, MAX_TEMPERATURE)
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"temperature={value} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={_short(value)} must be True or False")
+
+
+def _several(name: str, value: object) -> tuple:
+    """None is none."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}={_short(value)} must be a list")
+    return tuple(value)
+
+
+def _at_most(name: str, many: Sequence | Mapping, most: int) -> None:
+    if len(many) > most:
+        raise ValueError(f"{name} has {len(many)} entries, at most {most} are served")
+
+
+def _short(value: object) -> str:
+    """A value in a sentence: what a client sent may be megabytes."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"(a number of {value.bit_length()} bits)"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

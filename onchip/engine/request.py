@@ -1,0 +1,319 @@
+"""A request on its way: what was asked, how far each of its samples is, and what is handed back."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.kvcache.prefix import words
+
+MAX_PRIORITY = 100
+
+
+class Status(Enum):
+    """Where a request or a sample is; finish_reason: as vLLM names it, None while it lives."""
+
+    WAITING = ("waiting", None)
+    RUNNING = ("running", None)
+    SWAPPED = ("preempted, its pages are on the host", None)
+    RECOMPUTE = ("preempted, to be computed again", None)
+    FINISHED_STOPPED = ("stopped", "stop")
+    FINISHED_LENGTH = ("as long as it may be", "length")
+    FINISHED_ABORTED = ("cancelled", "abort")
+    FINISHED_EXPIRED = ("not done before its deadline", "abort")
+    FINISHED_ERROR = ("failed", "error")
+
+    def __init__(self, meaning: str, finish_reason: str | None):
+        self.meaning = meaning
+        self.finish_reason = finish_reason
+        self.finished = finish_reason is not None
+
+
+class Logprob(NamedTuple):
+    """Of one token at one place: its logarithmic probability, and its rank (1: most probable)."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class Drawn(NamedTuple):
+    """What one row of logits gave: a token with its logprob, and the most probable ones if asked
+    for, best first. A row that holds NaN or inf gives a logprob that is not finite: its sample
+    fails alone.
+    """
+
+    token: int
+    logprob: float = 0.0
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+    def logprobs(self) -> dict[int, Logprob]:
+        table = {token: Logprob(p, i + 1) for i, (token, p) in enumerate(self.top)}
+        return table | {self.token: Logprob(self.logprob, self.rank)}
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One continuation. Fields as vLLM's: finish_reason is stop, length, abort, error, or None
+    while it grows; stop_reason the text or token that stopped it, None for eos.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Seconds of the scheduler's clock, and how often the request was preempted."""
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request and its continuations so far. Fields as vLLM's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One continuation in the making.
+
+    sequence: its handle in the cache, None while it has none: it waits, or its pages were given
+    up, or it will fork from its request's first sample when the prompt is computed. candidates: of
+    a beam that waits for the others of its request.
+    """
+
+    request: "Request"
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text: str = ""
+    stop_reason: int | str | None = None
+    end: Status | None = None
+    sequence: Any = None
+    candidates: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def status(self) -> Status:
+        return self.end or self.request.status
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens that are known, prompt included."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Of prompt and continuation, from position start to stop - 1."""
+        prompt = self.request.prompt_token_ids
+        if start >= len(prompt):
+            return self.token_ids[start - len(prompt) : stop - len(prompt)]
+        return [*prompt[start:stop], *self.token_ids[: max(0, stop - len(prompt))]]
+
+    def take(self, drawn: Drawn) -> None:
+        """One more token; `end` is set if it is the last one."""
+        if not math.isfinite(drawn.logprob):
+            self.end, self.stop_reason = Status.FINISHED_ERROR, "the logits are not finite"
+            return
+        self.token_ids.append(drawn.token)
+        self.cumulative_logprob += drawn.logprob
+        if self.request.params.logprobs is not None:
+            self.logprobs.append(drawn.logprobs())
+        self.end, self.stop_reason = self.request.end_of(self)
+
+    def output(self) -> CompletionOutput:
+        asked = self.request.params.logprobs is not None
+        return CompletionOutput(
+            self.index,
+            self.text,
+            tuple(self.token_ids),
+            self.cumulative_logprob,
+            list(self.logprobs) if asked else None,
+            self.status.finish_reason,
+            self.stop_reason,
+        )
+
+
+class Request:
+    """What is asked, and the samples that answer it.
+
+    priority: less is more urgent, -100 to 100. deadline_s: on the scheduler's clock; what is not
+    done by then is cut off. salt: only requests of the same salt find one another's prefixes.
+    eos_token_ids: end a sample unless its params ignore them. draw_seed: makes the draws; the
+    params' seed, or one the caller took from anywhere.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: str = "",
+        eos_token_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+        draw_seed: int = 0,
+    ):
+        params = params or SamplingParams()
+        self.beams = params if isinstance(params, BeamSearchParams) else params.beams
+        self.params = _as_sampling(params)
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(words(prompt_token_ids))
+        self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.draw_seed = draw_seed if self.params.seed is None else self.params.seed
+        self._check(vocab_size)
+        self.status = Status.WAITING
+        self.error: str | None = None
+        self.samples = [
+            Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
+        ]
+        self.max_tokens = params.max_tokens or 0  # 0: until the scheduler knows the room
+        self.family: Any = None  # of sequences on the host, while SWAPPED
+        self.rank: tuple[float, int] = (0.0, 0)  # its place in every line, given once
+        self.prompt: str | None = None
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self.num_cached_tokens = 0
+        self.metrics = RequestMetrics(0.0)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, {self.status.name}, {len(self.samples)} samples)"
+
+    @property
+    def finished(self) -> bool:
+        return self.status.finished
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a sample."""
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return eos | frozenset(self.params.stop_token_ids)
+
+    @property
+    def live(self) -> list[Sample]:
+        """Samples that grow."""
+        return [s for s in self.samples if s.end is None]
+
+    @property
+    def rooted(self) -> list[Sample]:
+        """Live samples that have a sequence."""
+        return [s for s in self.samples if s.end is None and s.sequence is not None]
+
+    @property
+    def width(self) -> int:
+        """Rows of a batch that it may take."""
+        return self.beams.beam_width if self.beams else len(self.live)
+
+    @property
+    def widest(self) -> int:
+        """`width` at its beginning."""
+        return self.beams.beam_width if self.beams else len(self.samples)
+
+    def chunks(self, budget: int) -> Iterator[tuple[Sample, int]]:
+        """(sample, how many tokens it computes next), at most budget tokens in all. The first
+        sample stops at the end of the prompt while others wait to fork from it there.
+        """
+        rooted = self.rooted
+        end = len(self.prompt_token_ids) if len(rooted) < len(self.live) else None
+        for sample in rooted:
+            stop = sample.length if end is None else end
+            count = min(stop - sample.sequence.computed, budget)
+            if count > 0:
+                budget -= count
+                yield sample, count
+
+    def end_of(self, sample: Sample) -> tuple[Status | None, int | None]:
+        """How the last token of a sample ends it: (status, stop_reason), (None, None) if not."""
+        last, count, params = sample.token_ids[-1], len(sample.token_ids), self.params
+        if count >= params.min_tokens and not self.beams:
+            if last in self.eos_token_ids and not params.ignore_eos:
+                return Status.FINISHED_STOPPED, None
+            if last in params.stop_token_ids:
+                return Status.FINISHED_STOPPED, last
+        return (Status.FINISHED_LENGTH, None) if count == self.max_tokens else (None, None)
+
+    def pages(self, page_size: int, length: int) -> int:
+        """The most pages its samples can hold together when each is `length` long: full pages of
+        the prompt are shared by all, whatever has been forked, swapped or computed again.
+        """
+        shared = min(len(self.prompt_token_ids), length) // page_size
+        return shared + self.width * (-(-length // page_size) - shared)
+
+    def outputs(self) -> list[CompletionOutput]:
+        """The n that were asked for: the most probable ones if more are drawn."""
+        wanted, samples = self.params.n, self.samples
+        if self.finished and not self.beams and len(samples) > wanted:  # beams are in order
+            samples = sorted(samples, key=lambda s: (-s.cumulative_logprob, s.index))
+        return [s.output() for s in samples[:wanted]]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            self.prompt_logprobs,
+            self.outputs(),
+            self.finished,
+            self.metrics,
+            self.num_cached_tokens,
+        )
+
+    def _check(self, vocab_size: int | None) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed to continue from")
+        for token in (min(self.prompt_token_ids), max(self.prompt_token_ids)):
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise ValueError(f"the prompt holds token {token}; {vocab_size=}")
+        if vocab_size is not None:
+            self.params.check_vocab(vocab_size)
+        if not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority={self.priority!r:.60} must be a whole number, {-MAX_PRIORITY} to"
+                f" {MAX_PRIORITY}"
+            )
+        late = self.deadline_s
+        if late is not None and not (isinstance(late, (int, float)) and math.isfinite(late)):
+            raise ValueError(f"deadline_s={late!r:.60} must be a time")
+
+
+def _as_sampling(params: SamplingParams | BeamSearchParams) -> SamplingParams:
+    """What the sampler needs to know of a search: nothing is drawn, so greedy."""
+    if isinstance(params, SamplingParams):
+        return params
+    return SamplingParams(
+        n=params.beam_width,
+        temperature=0.0,
+        max_tokens=params.max_tokens,
+        ignore_eos=params.ignore_eos,
+    )

@@ -1,0 +1,179 @@
+"""Random lives of requests: whatever is batched, chunked, preempted, swapped, forked or cancelled,
+each request gives what it gives alone, every step computes something, and no page is lost.
+"""
+
+import random
+
+import pytest
+
+from onchip.engine import BeamSearchParams, Refused, Request, SamplingParams, Status
+
+PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
+
+
+class Coin:
+    """Costs that change their mind."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def prefers_swap(self, num_pages, num_tokens):
+        return self.draw.random() < 0.6
+
+
+class Blast:
+    """An engine, and everything that can happen to it."""
+
+    def __init__(self, engine, alone, seed, **options):
+        self.random = random.Random(seed)
+        self.engine = engine(**options)
+        self.scheduler = self.engine.scheduler
+        if self.engine.tier and "link_bytes_per_s" not in options:
+            self.scheduler._home.costs = Coin(self.random)
+        self.alone = alone
+        self.requests = []
+        self.number = 0
+        self.seen = dict.fromkeys(
+            ("swapped", "recomputed", "returned", "hit", "beams", "forks", "refused", "ended"), 0
+        )
+
+    def prompt(self):
+        draw = self.random
+        head = draw.choice(PREFIXES)
+        tail = [draw.randrange(3) for _ in range(draw.randrange(1, 6))]
+        return head[: draw.randrange(len(head) + 1)] + tail
+
+    def params(self):
+        draw = self.random
+        tokens = draw.randrange(1, 14)
+        if draw.random() < 0.15:
+            return BeamSearchParams(draw.randrange(1, 4), tokens, draw.random() < 0.3)
+        return SamplingParams(
+            n=draw.choice((1, 1, 1, 2, 3)),
+            max_tokens=tokens,
+            min_tokens=draw.randrange(tokens + 1),
+            ignore_eos=draw.random() < 0.3,
+            stop_token_ids=draw.choice(((), (5, 6))),
+        )
+
+    def arrive(self):
+        draw = self.random
+        self.number += 1
+        request = Request(
+            f"r{self.number}",
+            self.prompt(),
+            self.params(),
+            priority=draw.choice((0, 0, 0, -1, 2)),
+            deadline_s=self.engine.now + draw.random() if draw.random() < 0.15 else None,
+            salt=draw.choice(("blue", "gold")),
+            eos_token_ids=(7, 8),
+            draw_seed=draw.randrange(5),
+        )
+        if isinstance(self.scheduler.add(request), Refused):
+            self.seen["refused"] += 1
+        else:
+            self.requests.append(request)
+
+    def abort(self, _=None):
+        if self.requests and self.random.random() < 0.02:
+            victim = self.random.choice(self.requests)
+            done = victim.finished
+            assert self.scheduler.abort(victim.request_id) is not done
+
+    def stop(self):
+        """As when a stop text appears; what is compared is the part before it."""
+        if self.requests and self.random.random() < 0.02:
+            request = self.random.choice(self.requests)
+            if not request.beams and not request.finished:
+                self.scheduler.stop(self.random.choice(request.samples), "text")
+
+    def preempt(self):
+        if self.scheduler.running and self.random.random() < 0.15:
+            self.scheduler.preempt(self.random.choice(self.scheduler.running))
+
+    def step(self):
+        for _ in range(self.random.choice((0, 0, 1, 1, 2))):
+            self.arrive()
+        self.abort()
+        self.stop()
+        self.preempt()
+        if self.engine.late and self.random.random() < 0.3:
+            self.engine.tier._mover.run()
+        self.engine.check()
+        step = self.engine.step(between=self.abort)
+        self.seen["swapped"] += len(step.swapped_out)
+        self.seen["recomputed"] += len(step.recomputed)
+        self.seen["returned"] += len(step.swapped_in)
+        self.seen["ended"] += len(step.ended)
+        self.judge()
+
+    def judge(self):
+        for request in [r for r in self.requests if r.finished]:
+            self.requests.remove(request)
+            assert all(s.sequence is None and s.finished for s in request.samples)
+            self.seen["hit"] += request.num_cached_tokens > 0
+            self.seen["beams"] += bool(request.beams)
+            self.seen["forks"] += len(request.samples) > 1 and not request.beams
+            self.compare(request)
+
+    def compare(self, request):
+        """All of a request that ended by itself; what there is of one that was cut off."""
+        expected = self.alone(request)
+        cut = request.status in (Status.FINISHED_ABORTED, Status.FINISHED_EXPIRED)
+        if request.beams:
+            got = [(s.token_ids, s.end.finish_reason) for s in request.samples]
+            assert cut or [(tuple(t), reason) for t, reason in got] == expected
+            return
+        for sample, (tokens, reason) in zip(request.samples, expected, strict=True):
+            early = sample.stop_reason == "text" or sample.end.finish_reason == "abort"
+            assert early or sample.end.finish_reason == reason
+            assert tuple(sample.token_ids) == (tokens[: len(sample.token_ids)] if early else tokens)
+
+
+SHAPES = {
+    "tight": dict(num_pages=24, page_size=4, max_num_seqs=8, budget=11, host_pages=12),
+    "single_tokens": dict(num_pages=90, page_size=1, max_num_seqs=5, budget=5, host_pages=60),
+    "late_copies": dict(
+        num_pages=24, page_size=4, max_num_seqs=8, budget=19, host_pages=60, late=True
+    ),
+    "no_host": dict(num_pages=16, page_size=4, max_num_seqs=6, budget=40),
+    "no_prefixes": dict(
+        num_pages=24, page_size=4, max_num_seqs=9, budget=17, host_pages=40, prefix_reuse=False
+    ),
+    "slow_link": dict(
+        num_pages=20, page_size=8, max_num_seqs=7, budget=13, host_pages=9, link_bytes_per_s=9e5
+    ),
+}
+
+
+def run(engine, alone, options, seed, steps):
+    blast = Blast(engine, alone, seed, **options, max_queued_requests=12)
+    for _ in range(steps):
+        blast.step()
+    blast.engine.drain()
+    blast.judge()
+    return blast.seen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
+    seen = run(engine, alone, SHAPES[shape], 1, 300)
+    expected = {"recomputed", "beams", "forks", "refused", "ended"}
+    expected |= {"hit"} if shape != "no_prefixes" else set()
+    expected |= {"swapped", "returned"} if "host_pages" in SHAPES[shape] else set()
+    assert all(seen[what] for what in expected), seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["tight", "no_prefixes"])
+def test_any_life_on_a_gpu(engine, alone, shape):
+    """Swaps are real copies on streams of their own."""
+    options = SHAPES[shape] | {"device": "cuda"}
+    assert run(engine, alone, options, 3, 150)["swapped"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_twenty_thousand_steps(engine, alone, shape, seed):
+    run(engine, alone, SHAPES[shape], 100 + seed, 700)
