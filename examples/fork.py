@@ -2,9 +2,8 @@
 
     python examples/fork.py
 
-A tiny decoder with random weights continues one prompt four times. The continuations are forks of
-one sequence and hold the same pages until one of them writes. Printed are their page tables before
-and after such a write; a page is coloured by how many of them hold it.
+A tiny decoder with random weights continues one prompt four times, as forks of one sequence. Printed
+are their page tables before and after a write; a page is coloured by how many of them hold it.
 """
 
 from collections.abc import Callable
