@@ -2,7 +2,7 @@
 
     python examples/fork.py
 
-A tiny decoder with random weights continues one prompt four times, as forks of one sequence. Printed
+A tiny decoder with random weights continues one prompt four times, by forks of a sequence. Printed
 are their page tables before and after a write; a page is coloured by how many of them hold it.
 """
 
