@@ -1,6 +1,7 @@
 """A model that is a hash: what it says next depends on every number it reads from the cache."""
 
 import random
+from functools import partial
 from hashlib import blake2b
 
 import pytest
@@ -85,45 +86,6 @@ def search(request):
     return [(tokens, reason) for tokens, _, reason in ended[:width]]
 
 
-class LateMover:
-    """Copies of the host tier that happen when somebody waits for them, or at `run`."""
-
-    def __init__(self, plain):
-        self.plain, self.queue = plain, []
-
-    def move_out(self, pages, chunks):
-        return self._later(self.plain.move_out, list(pages), list(chunks))
-
-    def move_in(self, pages, chunks):
-        return self._later(self.plain.move_in, list(pages), list(chunks))
-
-    def _later(self, *copy):
-        self.queue.append(LateTransfer(self, copy))
-        return self.queue[-1]
-
-    def run(self, last=None):
-        while self.queue:
-            transfer = self.queue.pop(0)
-            transfer.copy[0](*transfer.copy[1:])
-            transfer.finished = True
-            if transfer is last:
-                return
-
-
-class LateTransfer:
-    def __init__(self, mover, copy):
-        self.mover, self.copy, self.finished = mover, copy, False
-
-    def done(self):
-        return self.finished
-
-    def wait(self):
-        if not self.finished:
-            self.mover.run(self)
-
-    synchronize = wait
-
-
 class Engine:
     """A scheduler on a real cache with tiny pages, stepped by hand."""
 
@@ -137,6 +99,7 @@ class Engine:
         link_bytes_per_s=1e30,
         prefix_reuse=True,
         late=False,
+        delay=None,
         device="cpu",
         **limits,
     ):
@@ -151,7 +114,7 @@ class Engine:
         self.tier = HostTier(self.cache, host_pages, chunk_pages=1) if host_pages else None
         self.late = late
         if late:
-            self.tier._mover = LateMover(self.tier._mover)
+            delay(self.tier)
         costs = Costs(spec.page_bytes, link_bytes_per_s) if host_pages else None
         self.now = 0.0
         self.scheduler = Scheduler(
@@ -230,8 +193,8 @@ class Engine:
 
 
 @pytest.fixture
-def engine():
-    return Engine
+def engine(late):
+    return partial(Engine, delay=late)
 
 
 @pytest.fixture(name="alone")
