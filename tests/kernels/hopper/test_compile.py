@@ -81,7 +81,7 @@ BACKWARD = [
     Variant(64, {"mask": True}, (0.0, 0.01)),
     Variant(128, {"mask": True}, (0.02, 0.08)),
     Variant(256, {}),
-    Variant(256, {"causal": True}, (0.0, 0.01)),
+    Variant(256, {"causal": True}, (0.0, 0.02)),
     Variant(256, {"mask": True}, FEW),
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True}, FEW),
