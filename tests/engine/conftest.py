@@ -1,7 +1,6 @@
 """A model that is a hash: what it says next depends on every number it reads from the cache."""
 
 import random
-from functools import partial
 from hashlib import blake2b
 
 import pytest
@@ -87,7 +86,9 @@ def search(request):
 
 
 class Engine:
-    """A scheduler on a real cache with tiny pages, stepped by hand."""
+    """A scheduler on a real cache with tiny pages, stepped by hand; `delay` makes copies late."""
+
+    delay = None
 
     def __init__(
         self,
@@ -99,7 +100,6 @@ class Engine:
         link_bytes_per_s=1e30,
         prefix_reuse=True,
         late=False,
-        delay=None,
         device="cpu",
         **limits,
     ):
@@ -114,7 +114,7 @@ class Engine:
         self.tier = HostTier(self.cache, host_pages, chunk_pages=1) if host_pages else None
         self.late = late
         if late:
-            delay(self.tier)
+            self.delay(self.tier)
         costs = Costs(spec.page_bytes, link_bytes_per_s) if host_pages else None
         self.now = 0.0
         self.scheduler = Scheduler(
@@ -194,7 +194,10 @@ class Engine:
 
 @pytest.fixture
 def engine(late):
-    return partial(Engine, delay=late)
+    class Delaying(Engine):
+        delay = staticmethod(late)
+
+    return Delaying
 
 
 @pytest.fixture(name="alone")
