@@ -9,12 +9,11 @@ from torch import Tensor
 from onchip.kernels.configs import HopperConfig, hopper_forward_config
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
-    NO_PLANES,
     counter,
     descriptor,
+    mask_arguments,
     num_sms,
     padded,
-    planes,
     scales,
     section_of,
 )
@@ -39,6 +38,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     dynamic = uneven or config.dynamic
     scale, inner = scales(problem)
     anything = lse  # stands for pointers that the compiled variant does not read
+    rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
+    lists, list_strides = mask_arguments(rows, tiles, anything)
     wide = out.dtype == torch.float32
     forward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, 64, width),
@@ -50,7 +51,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
         counter(lse) if dynamic else lse,
-        *((anything,) * 6 if x.mask is None else (*x.mask.rows, x.mask.tiles)),
+        *lists,
         problem.seqlen_q,
         problem.seqlen_k,
         x.q.shape[0],
@@ -59,7 +60,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         problem.group_size,
         left or 0,
         right or 0,
-        *(NO_PLANES if x.mask is None else planes(x.mask.rows.full_offsets)),
+        *list_strides,
         problem.head_dim_v,
         tiles_m,
         _section(problem, heads),

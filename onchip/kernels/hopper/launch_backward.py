@@ -25,13 +25,11 @@ from onchip.kernels.configs import (
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
-    NO_PLANES,
-    counter,
     descriptor,
+    mask_arguments,
     num_sms,
     numbers,
     padded,
-    planes,
     scales,
     section_of,
 )
@@ -100,7 +98,8 @@ class Call(NamedTuple):
         apart = problem.deterministic or width == 256
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
-        return Call(tile_m, width, lengths, rows, dq, counter(x.q))
+        counter = x.q.new_empty(1, dtype=torch.int32)  # prepare_kernel sets it to 0
+        return Call(tile_m, width, lengths, rows, dq, counter)
 
     @property
     def num_programs(self) -> int:
@@ -248,6 +247,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
     scale, inner = scales(problem)
     accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
     anything = call.counter  # stands for pointers that the compiled variant does not read
+    cols, tiles = (None, None) if x.mask is None else (x.mask.cols, x.mask.tiles)
+    lists, list_strides = mask_arguments(cols, tiles, anything)
     backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, config.tile_m, width),
         descriptor(x.k, config.tile_n, width),
@@ -260,7 +261,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
         call.counter,
-        *((anything,) * 6 if x.mask is None else (*x.mask.cols, x.mask.tiles)),
+        *lists,
         problem.seqlen_q,
         problem.seqlen_k,
         x.q.shape[0],
@@ -269,7 +270,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         problem.group_size,
         left or 0,
         right or 0,
-        *(NO_PLANES if x.mask is None else planes(x.mask.cols.full_offsets)),
+        *list_strides,
         tiles_n,
         _section(problem, heads, width),
         num_tiles,

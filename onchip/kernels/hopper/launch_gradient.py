@@ -11,13 +11,12 @@ from onchip.kernels.configs import (
 )
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
-    NO_PLANES,
     counter,
     descriptor,
+    mask_arguments,
     num_sms,
     numbers,
     padded,
-    planes,
     scales,
     section_of,
 )
@@ -75,6 +74,8 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
     dynamic = any((left is not None, right is not None, problem.packed, problem.has_mask))
     scale, inner = scales(problem)
     tickets = counter(x.q)
+    tiles = None if x.mask is None else x.mask.tiles
+    pointers, list_strides = mask_arguments(lists, tiles, tickets)
     gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
@@ -85,13 +86,13 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
         descriptor(out, 64, width),
         *(tickets if t is None else t for t in offsets),
         tickets,
-        *((tickets,) * 6 if lists is None else (*lists, x.mask.tiles)),
+        *pointers,
         *lengths,
         problem.num_heads,
         problem.group_size,
         left or 0,
         right or 0,
-        *(NO_PLANES if lists is None else planes(lists.full_offsets)),
+        *list_strides,
         tiles_m,
         section_of(problem.batch * heads, lengths[1] * _bytes_per_row(problem, width, side.keys)),
         num_tiles,

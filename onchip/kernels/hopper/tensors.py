@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.masks.blockmask import BlockLists
 from onchip.problem import Problem
 
-NO_PLANES = (0, 0)
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 30  # as in schedule.Shape.coord
 _L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
@@ -20,10 +20,18 @@ def padded(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def planes(offsets: Tensor) -> tuple[int, int]:
-    """How far the lists of the next batch entry and of the next head are, 0 if they are shared."""
-    b, h = offsets.shape[:2]
-    return offsets.stride(0) if b > 1 else 0, offsets.stride(1) if h > 1 else 0
+def mask_arguments(
+    lists: BlockLists | None, tiles: Tensor | None, anything: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
+    """(pointers, strides) of a block mask as kernels take them: its lists and bit tiles, how far
+    the lists of the next batch entry and of the next head are, 0 if they are shared. Without a mask
+    `anything` stands for what is not read.
+    """
+    if lists is None or tiles is None:
+        return (anything,) * 6, (0, 0)
+    b, h, _ = lists.full_offsets.shape
+    stride_b, stride_h, _ = lists.full_offsets.stride()
+    return (*lists, tiles), (stride_b if b > 1 else 0, stride_h if h > 1 else 0)
 
 
 def counter(like: Tensor) -> Tensor:
