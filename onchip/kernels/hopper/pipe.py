@@ -15,6 +15,7 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 store_wait = tma.store_wait
 tensor_descriptor = tma.tensor_descriptor
+meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of all threads of a partition
 
 
 @builtin
@@ -29,6 +30,12 @@ def reinterpret(smem, desc, _semantic=None):
     """Shared memory as one tile of desc (the method's name changed after Triton 3.6)."""
     shape = [_unwrap_if_constexpr(n) for n in desc.block_shape]
     return _semantic.memdesc_reinterpret(smem, desc.dtype, shape, desc.layout)
+
+
+@builtin
+def _as_matrices(smem, shape, layout, _semantic=None):
+    shape = [_unwrap_if_constexpr(n) for n in shape]
+    return _semantic.memdesc_reinterpret(smem, smem.dtype, shape, _unwrap_if_constexpr(layout))
 
 
 # Triton 3.6 has the instruction but no name for it
@@ -137,6 +144,120 @@ class Rider:
 def make_rider(desc, num_stages: gl.constexpr):
     shape: gl.constexpr = [num_stages] + desc.block_shape
     return Rider(gl.allocate_shared_memory(desc.dtype, shape, desc.layout), num_stages)
+
+
+@gluon.constexpr_function
+def _matrices(warps, part, dim):
+    """How `warps` matrices of 16 rows of 16-bit numbers lie in shared memory, where TMA brought
+    them in boxes of `part` rows: columns in blocks of 64 numbers, whose pieces of 16 bytes are
+    swizzled by the row. Offsets, bit by bit, as (matrix, row, column).
+    """
+    bases = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
+    bases += [[0, 1, 8], [0, 2, 16], [0, 4, 32], [0, 8, 0]]
+    powers = lambda start, stop: [1 << x for x in range(30) if start <= 1 << x < stop]
+    bases += [[x, 0, 0] for x in powers(1, part // 16)]
+    bases += [[0, 0, x] for x in powers(64, dim)]
+    bases += [[x, 0, 0] for x in powers(max(1, part // 16), warps)]
+    return gl.SharedLinearLayout(bases, [], 1024)
+
+
+@aggregate
+class Boxes:
+    """A ring of key tiles and value tiles, each brought in PARTS boxes and read as WARPS matrices
+    of 16 rows.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    warm: gl.shared_memory_descriptor
+    num_stages: gl.constexpr
+    PARTS: gl.constexpr
+    WARPS: gl.constexpr
+    LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, full, empty, warm, num_stages, PARTS, WARPS, LAYOUT):
+        self.k = k
+        self.v = v
+        self.full = full
+        self.empty = empty
+        self.warm = warm
+        self.num_stages = gl.constexpr(num_stages)
+        self.PARTS = gl.constexpr(PARTS)
+        self.WARPS = gl.constexpr(WARPS)
+        self.LAYOUT = gl.constexpr(LAYOUT)
+
+    @gluon.jit
+    def warm_up(self, k_desc, v_desc, scratch):
+        """The first copy by a descriptor waits for the descriptor to arrive: start one of each that
+        nobody reads, into scratch memory, before it is known what to load.
+        """
+        mbarrier.expect(self.warm, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        _load(k_desc, [0, 0, 0, 0], self.warm, reinterpret(scratch, k_desc))
+        _load(v_desc, [0, 0, 0, 0], self.warm, reinterpret(scratch, v_desc))
+
+    @gluon.jit
+    def wait_warm(self):
+        """Before scratch memory is used or the program ends."""
+        mbarrier.wait(self.warm, 0)
+
+    @gluon.jit
+    def announce(self, i, k_desc, v_desc):
+        """Producer: once filling i - num_stages is released, say how much filling i will be."""
+        s = i % self.num_stages
+        mbarrier.wait(self.empty.index(s), ((i // self.num_stages) & 1) ^ 1)
+        nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
+        mbarrier.expect(self.full.index(s), self.PARTS * nbytes)
+
+    @gluon.jit
+    def load(self, i, part: gl.constexpr, k_desc, v_desc, coord):
+        s = i % self.num_stages
+        _load(k_desc, coord, self.full.index(s), self.k.index(s * self.PARTS + part))
+        _load(v_desc, coord, self.full.index(s), self.v.index(s * self.PARTS + part))
+
+    @gluon.jit
+    def wait_full(self, i):
+        mbarrier.wait(self.full.index(i % self.num_stages), (i // self.num_stages) & 1)
+
+    @gluon.jit
+    def release(self, i):
+        mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
+
+    @gluon.jit
+    def keys(self, i):
+        """Filling i: (WARPS, 16, dim)."""
+        shape: gl.constexpr = [self.WARPS, 16, self.k.shape[-1]]
+        slot = self.k.index(i % self.num_stages * self.PARTS)
+        return _as_matrices(slot, shape, self.LAYOUT)
+
+    @gluon.jit
+    def values(self, i):
+        shape: gl.constexpr = [self.WARPS, 16, self.v.shape[-1]]
+        slot = self.v.index(i % self.num_stages * self.PARTS)
+        return _as_matrices(slot, shape, self.LAYOUT)
+
+
+@gluon.jit
+def make_boxes(
+    k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, warps: gl.constexpr
+):
+    """Tiles of tile_n keys, in boxes as k_desc and v_desc load them."""
+    ROWS: gl.constexpr = k_desc.block_shape[-2]
+    PARTS: gl.constexpr = tile_n // ROWS
+    shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
+    k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
+    v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm, count=1)
+    for s in gl.static_range(num_stages):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    layout: gl.constexpr = _matrices(warps, ROWS, k_desc.block_shape[-1])
+    return Boxes(k, v, full, empty, warm, num_stages, PARTS, warps, layout)
 
 
 @aggregate

@@ -1,0 +1,506 @@
+"""Few queries over many keys on Hopper: the query heads of a group share one tile of rows, and keys
+stream by, side by side or out of their pages. Memory sets the pace.
+
+The work is all tiles of keys of all sequences, in order, cut into even ranges; a range is one
+program for each kv head. Those run side by side, because the heads of a token are neighbours in
+memory. A sequence that several ranges share leaves a state in each of them, and the program that
+finds all of them there merges them: a second launch would cost more than the merge.
+
+Each warp of the consumer folds its own 16 keys of every tile; their states meet at the end.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from onchip.kernels.hopper.forward import LN2, LOG2E, Scale
+from onchip.kernels.hopper.pipe import make_boxes, meet
+
+WARPS = gl.constexpr(4)
+ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
+KEYS = gl.constexpr(16)  # of a warp in a tile
+TILE_N = gl.constexpr(64)
+LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
+
+
+@aggregate
+class Lengths:
+    """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
+    Windows count from the diagonal.
+    """
+
+    cache_seqlens: gl.tensor
+    seqlen_q: gl.tensor
+    seqlen_k: gl.tensor
+    batch: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    PAGED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT, HAS_RIGHT
+    ):
+        self.cache_seqlens = cache_seqlens
+        self.seqlen_q = seqlen_q
+        self.seqlen_k = seqlen_k
+        self.batch = batch
+        self.left = left
+        self.right = right
+        self.PAGED = gl.constexpr(PAGED)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+
+    @gluon.jit
+    def keys(self, b, mask):
+        """Keys of sequence b, or of a block of them, within the tables whatever they say."""
+        if self.PAGED:
+            seqlen = gl.load(self.cache_seqlens + b, mask=mask, other=0)
+            return gl.minimum(gl.maximum(seqlen, 0), self.seqlen_k)
+        else:
+            return b * 0 + self.seqlen_k
+
+    @gluon.jit
+    def start(self, seqlen):
+        """The first key that any query sees."""
+        if self.HAS_LEFT:
+            return gl.maximum(seqlen - self.seqlen_q - self.left, 0)
+        else:
+            return seqlen * 0
+
+    @gluon.jit
+    def tiles(self, seqlen):
+        """(first tile, tiles) of a sequence: one at least, or nobody would store its result."""
+        first = self.start(seqlen) // TILE_N
+        return first, gl.maximum((seqlen + TILE_N - 1) // TILE_N - first, 1)
+
+
+@aggregate
+class Range:
+    """The tiles of one program: `count` of them from tile `tile` of sequence b on. `before`: tiles
+    of all sequences before b. It is one of `ranges` for `total` tiles.
+    """
+
+    b: gl.tensor
+    tile: gl.tensor
+    count: gl.tensor
+    before: gl.tensor
+    total: gl.tensor
+    ranges: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, tile, count, before, total, ranges):
+        self.b = b
+        self.tile = tile
+        self.count = count
+        self.before = before
+        self.total = total
+        self.ranges = ranges
+
+    @gluon.jit
+    def holder(self, tile):
+        """The range that a tile lies in: range r begins at tile r * total // ranges."""
+        return (((tile + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def range_of(lengths, number, most, least, BATCH: gl.constexpr):
+    """Range `number` of at most `most`, of `least` tiles at least. BATCH is a power of two, not
+    below the batch: every warp counts all sequences for itself.
+    """
+    if lengths.PAGED:
+        e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
+        _, tiles = lengths.tiles(lengths.keys(e, e < lengths.batch))
+        stops = gl.associative_scan(gl.where(e < lengths.batch, tiles, 0), 0, _add)
+        total = gl.max(stops, 0)
+    else:
+        _, tiles = lengths.tiles(lengths.seqlen_k)
+        total = tiles * lengths.batch
+    ranges = gl.minimum(most, gl.maximum(total // least, 1))
+    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
+    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
+    count = gl.where(number < ranges, hi - lo, 0)
+    if lengths.PAGED:
+        b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), lengths.batch - 1)
+        before = gl.max(gl.where(stops <= lo, stops, 0), 0)
+    else:
+        b = gl.minimum(lo // tiles, lengths.batch - 1)
+        before = b * tiles
+    return Range(b, lo - before, count, before, total, ranges)
+
+
+@aggregate
+class Pages:
+    """Where keys lie: in `parts` of PART slots, each within one page; or side by side."""
+
+    table: gl.tensor
+    stride: gl.tensor
+    num_pages: gl.tensor
+    SIZE: gl.constexpr
+    PART: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, table, stride, num_pages, SIZE, PART):
+        self.table = table
+        self.stride = stride
+        self.num_pages = num_pages
+        self.SIZE = gl.constexpr(SIZE)
+        self.PART = gl.constexpr(PART)
+
+    @gluon.jit
+    def look_up(self, b, n, last, PARTS: gl.constexpr):
+        """The pages of the parts of key tile n, clamped to those there are. Parts past the last key
+        are those of the last one: nobody looks at them.
+        """
+        found = ()
+        for x in gl.static_range(PARTS):
+            if self.SIZE:
+                key = gl.minimum(n * TILE_N + x * self.PART, last)
+                page = gl.load(self.table + b.to(gl.int64) * self.stride + key // self.SIZE)
+                found = found + (gl.minimum(gl.maximum(page, 0), self.num_pages - 1),)
+            else:
+                found = found + (b,)
+        return found
+
+    @gluon.jit
+    def coord(self, page, kv_head, n, x: gl.constexpr):
+        slot = n * TILE_N + x * self.PART
+        if self.SIZE:
+            slot = slot % self.SIZE
+        return [page, kv_head, slot, 0]
+
+
+@gluon.jit
+def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+    b = mine.b
+    tile = mine.tile
+    count = mine.count
+    i = 0
+    while count > 0:
+        seqlen = lengths.keys(b, True)
+        first, tiles = lengths.tiles(seqlen)
+        stop = gl.minimum(tile + count, tiles)
+        last = gl.maximum(seqlen - 1, 0)
+        found = pages.look_up(b, first + tile, last, boxes.PARTS)
+        for n in range(first + tile, first + stop):
+            ahead = pages.look_up(b, n + 1, last, boxes.PARTS)
+            boxes.announce(i, k_desc, v_desc)
+            for x in gl.static_range(boxes.PARTS):
+                boxes.load(i, x, k_desc, v_desc, pages.coord(found[x], kv_head, n, x))
+            found = ahead
+            i += 1
+        count -= stop - tile
+        tile = 0
+        b += 1
+
+
+@aggregate
+class Out:
+    """Results, and the scratch memory of states: slot range + b of each kv head is the state that a
+    range has of sequence b. flags: `nonce` where a state is there.
+    """
+
+    out: gl.tensor
+    lse: gl.tensor
+    sinks: gl.tensor
+    parts: gl.tensor
+    part_lses: gl.tensor
+    flags: gl.tensor
+    nonce: gl.tensor
+    num_heads: gl.tensor
+    group_size: gl.tensor
+    dim: gl.tensor
+    HAS_SINKS: gl.constexpr
+    MOST: gl.constexpr  # ranges
+
+    @gluon.constexpr_function
+    def __init__(
+        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, group_size, dim,
+        HAS_SINKS, MOST,
+    ):  # fmt: skip
+        self.out = out
+        self.lse = lse
+        self.sinks = sinks
+        self.parts = parts
+        self.part_lses = part_lses
+        self.flags = flags
+        self.nonce = nonce
+        self.num_heads = num_heads
+        self.group_size = group_size
+        self.dim = dim
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.MOST = gl.constexpr(MOST)
+
+    @gluon.jit
+    def store(self, b, kv_head, seqlen_q, r0, m, l, acc, layout: gl.constexpr):
+        """The result of the rows from r0 on: m, l of rows, acc (rows, dims) in `layout`."""
+        r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+        d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+        inside = r < seqlen_q * self.group_size
+        head = kv_head * self.group_size + r % self.group_size
+        query = r // self.group_size
+        if self.HAS_SINKS:
+            sink = gl.load(self.sinks + head, mask=inside, other=0.0).to(gl.float32) * LOG2E
+            top = gl.maximum(m, sink)
+            pivot = gl.where(top == float("-inf"), 0.0, top)
+            l = l * gl.exp2(m - pivot) + gl.exp2(sink - pivot)
+            acc = acc * gl.exp2(m - pivot)[:, None]
+            m = top
+        place = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
+        gl.store(self.lse + place, (m + gl.log2(l)) * LN2, mask=inside)
+        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]  # such a row has seen nothing
+        row = (b.to(gl.int64) * seqlen_q + query) * self.num_heads + head
+        cells = self.out + row[:, None] * self.dim + d[None, :]
+        mask = inside[:, None] & (d < self.dim)[None, :]
+        gl.store(cells, acc.to(self.out.dtype.element_ty), mask=mask)
+
+    @gluon.jit
+    def leave(self, slot, rows, m, l, acc, layout: gl.constexpr):
+        """A state at rest, its lse in base 2."""
+        r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+        d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+        at = slot.to(gl.int64) * rows + r
+        gl.store(self.part_lses + at, m + gl.log2(l), mask=r < rows)
+        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]
+        cells = self.parts + at[:, None] * acc.shape[1] + d[None, :]
+        gl.store(cells, acc, mask=(r < rows)[:, None] & (d >= 0)[None, :])
+
+    @gluon.jit
+    def complete(self, slot, first, stride, count):
+        """Say that the state in `slot` is there; whether all `count` are, from slot `first` on.
+        Several programs may find so, and do the same. Flags are read by writing to them, so that of
+        two programs one sees the other's. They are left cleared: the next call over this memory may
+        come with the same nonce, from a captured graph.
+        """
+        k = gl.arange(0, self.MOST, gl.BlockedLayout([self.MOST // 128], [32], [4], [0]))
+        flags = self.flags + first + k * stride
+        meet()
+        gl.atomic_xchg(self.flags + slot, self.nonce, sem="acq_rel", scope="gpu")
+        meet()
+        seen = gl.atomic_add(flags, gl.zeros_like(k).to(gl.int64), k < count, "acq_rel", "gpu")
+        there = gl.sum(((seen == self.nonce) & (k < count)).to(gl.int32), 0)
+        if there == count:
+            gl.store(flags, gl.zeros_like(k).to(gl.int64), mask=k < count)
+        return there == count
+
+    @gluon.jit
+    def merge(self, b, kv_head, seqlen_q, first, stride, count, D: gl.constexpr):
+        """Fold `count` states, from slot `first` on, into the result."""
+        S: gl.constexpr = gl.BlockedLayout([LOT, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+        L: gl.constexpr = gl.SliceLayout(0, S)
+        rows = seqlen_q * self.group_size
+        k = gl.arange(0, LOT, gl.SliceLayout(1, gl.SliceLayout(2, S)))
+        d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, S)))
+        for r0 in range(0, rows, WARPS):
+            r = r0 + gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, S)))
+            m = gl.full([WARPS], float("-inf"), gl.float32, gl.SliceLayout(1, L))
+            l = gl.zeros([WARPS], gl.float32, gl.SliceLayout(1, L))
+            acc = gl.zeros([WARPS, D], gl.float32, L)
+            for k0 in range(0, count, LOT):
+                inside = (k0 + k < count)[:, None] & (r < rows)[None, :]
+                at = (first + (k0 + k) * stride).to(gl.int64)[:, None] * rows + r[None, :]
+                lse = gl.load(self.part_lses + at, mask=inside, other=float("-inf"))
+                cells = self.parts + at[:, :, None] * D + d[None, None, :]
+                part = gl.load(cells, mask=inside[:, :, None] & (d >= 0)[None, None, :], other=0.0)
+                m_new = gl.maximum(m, gl.convert_layout(gl.max(lse, 0), m.type.layout))
+                pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
+                alpha = gl.exp2(m - pivot)
+                beta = gl.exp2(lse - gl.convert_layout(pivot, gl.SliceLayout(0, lse.type.layout))[None, :])
+                l = l * alpha + gl.convert_layout(gl.sum(beta, 0), l.type.layout)
+                acc = acc * alpha[:, None] + gl.sum(part * beta[:, :, None], 0)
+                m = m_new
+            self.store(b, kv_head, seqlen_q, r0, m, l, acc, L)
+
+
+@aggregate
+class Fragments:
+    """Layouts, with a leading dimension of warps: S of products, A and B of their operands."""
+
+    D: gl.constexpr
+    S: gl.constexpr
+    A: gl.constexpr
+    B: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, D):
+        S = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+        self.D = gl.constexpr(D)
+        self.S = gl.constexpr(S)
+        self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
+        self.B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
+
+    @gluon.constexpr_function
+    def line(self, layout, dim):
+        """The layout of dimension `dim` of a tensor of three."""
+        rest = [x for x in (2, 1, 0) if x != dim]
+        return gl.SliceLayout(rest[1], gl.SliceLayout(rest[0], layout))
+
+
+@gluon.jit
+def load_queries(q_ptr, stride_b, stride_s, stride_h, b, kv_head, lengths, group_size, dim, f):
+    """The rows of a group, for every warp: row r is query r // group_size, head r % group_size."""
+    r = gl.arange(0, ROWS, f.line(f.A, 1))
+    d = gl.arange(0, f.D, f.line(f.A, 2))
+    head = kv_head * group_size + r % group_size
+    row = b.to(gl.int64) * stride_b + (r // group_size) * stride_s + head * stride_h
+    inside = (r < lengths.seqlen_q * group_size)[None, :, None] & (d < dim)[None, None, :]
+    cells = q_ptr + row[None, :, None] + d[None, None, :]
+    cells, inside = gl.broadcast(cells + gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A), inside)
+    return gl.load(cells, mask=inside, other=0.0)
+
+
+@gluon.jit
+def hide(lengths, s, v, n, seqlen, group_size, f):
+    """s of key tile n with -inf at keys that a row does not see, v with zeros at those that no row
+    sees: what lies there need not be a number.
+    """
+    col = n * TILE_N
+    j = gl.arange(0, WARPS, f.line(f.S, 0))[:, None, None] * KEYS
+    j = col + j + gl.arange(0, KEYS, f.line(f.S, 2))[None, None, :]
+    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // group_size
+    i = i[None, :, None]
+    keep = (j < seqlen) & (i > -seqlen - (1 << 20))
+    if lengths.HAS_RIGHT:
+        keep = keep & (j <= i + lengths.right)
+    if lengths.HAS_LEFT:
+        keep = keep & (j >= i - lengths.left)
+    jv = gl.arange(0, WARPS, f.line(f.B, 0))[:, None, None] * KEYS
+    jv = col + jv + gl.arange(0, KEYS, f.line(f.B, 1))[None, :, None]
+    seen = (jv < seqlen) & (jv >= lengths.start(seqlen))
+    return gl.where(keep, s, float("-inf")), gl.where(seen, v, 0.0)
+
+
+@gluon.jit
+def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
+    """Every warp folds its 16 keys of filling i, key tile n."""
+    boxes.wait_full(i)
+    zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
+    s = mma_v2(q, boxes.keys(i).permute((0, 2, 1)).load(f.B), zero)
+    v = boxes.values(i).load(f.B)
+    boxes.release(i)
+    s = scale.bend(s)
+    whole = seqlen
+    if lengths.HAS_RIGHT:
+        whole = gl.minimum(seqlen, seqlen - lengths.seqlen_q + lengths.right + 1)
+    cut = n * TILE_N + TILE_N > whole
+    if lengths.HAS_LEFT:
+        cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
+    if cut:
+        s, v = hide(lengths, s, v, n, seqlen, group_size, f)
+    m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
+    pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
+    alpha = gl.exp2(m - pivot)
+    l = l * alpha + gl.sum(p, 2)
+    acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
+    return m_new, l, acc
+
+
+@gluon.jit
+def merge_warps(exchange, m, l, acc, f):
+    """(m, l, acc) of all warps together, rows in the layout that is returned with them."""
+    W: gl.constexpr = gl.BlockedLayout([4, 1, f.D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    top = gl.max(m, 0)
+    pivot = gl.where(top == float("-inf"), 0.0, top)
+    beta = gl.exp2(m - pivot[None, :])
+    exchange.store(acc * beta[:, :, None])
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, W))
+    l = gl.convert_layout(gl.sum(l * beta, 0), rows)
+    return gl.convert_layout(top, rows), l, gl.sum(exchange.load(W), 0)
+
+
+@gluon.jit
+def consume(q_ptr, stride_b, stride_s, stride_h, out, boxes, exchange, lengths, scale, mine,
+            kv_head, f):  # fmt: skip
+    """Fold the tiles of a range, sequence by sequence."""
+    R: gl.constexpr = gl.SliceLayout(
+        0, gl.BlockedLayout([4, 1, f.D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    )
+    num_kv_heads = out.num_heads // out.group_size
+    number = gl.program_id(0) // num_kv_heads
+    b = mine.b
+    tile = mine.tile
+    count = mine.count
+    before = mine.before
+    i = 0
+    boxes.wait_warm()
+    while count > 0:
+        seqlen = lengths.keys(b, True)
+        first, tiles = lengths.tiles(seqlen)
+        stop = gl.minimum(tile + count, tiles)
+        q = load_queries(q_ptr, stride_b, stride_s, stride_h, b, kv_head, lengths,
+                         out.group_size, out.dim, f)  # fmt: skip
+        m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
+        l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
+        acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
+        for n in range(first + tile, first + stop):
+            m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
+                                  out.group_size, f)  # fmt: skip
+            i += 1
+        if stop - tile == count:
+            gdc_launch_dependents()
+        m, l, acc = merge_warps(exchange, m, l, acc, f)
+        if stop - tile == tiles:
+            out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
+        else:
+            rows = lengths.seqlen_q * out.group_size
+            slot = (number + b) * num_kv_heads + kv_head
+            out.leave(slot, rows, m, l, acc, R)
+            holder = mine.holder(before)
+            shared = mine.holder(before + tiles - 1) - holder + 1
+            start = (holder + b) * num_kv_heads + kv_head
+            if out.complete(slot, start, num_kv_heads, shared):
+                out.merge(b, kv_head, lengths.seqlen_q, start, num_kv_heads, shared, f.D)
+        count -= stop - tile
+        before += tiles
+        tile = 0
+        b += 1
+
+
+_RUNTIME = [
+    "stride_qb", "stride_qs", "stride_qh", "stride_table", "seqlen_q", "seqlen_k", "batch",
+    "num_pages", "num_heads", "group_size", "dim", "left", "right", "most", "least", "num_slots",
+    "nonce",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_RUNTIME)
+def decode_kernel(
+    q_ptr, k_desc, v_desc, page_table, cache_seqlens, sinks_ptr, out_ptr, lse_ptr, scratch_ptr,
+    stride_qb, stride_qs, stride_qh, stride_table, seqlen_q, seqlen_k, batch, num_pages, num_heads,
+    group_size, dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
+    D: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr,
+    MOST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
+                      HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    pages = Pages(page_table, stride_table, num_pages, PAGE_SIZE, k_desc.block_shape[2])
+    boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
+    shape: gl.constexpr = [WARPS, ROWS, D]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    exchange = gl.allocate_shared_memory(gl.float32, shape, plain)
+    part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
+    parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * group_size)
+    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
+              num_heads, group_size, dim, HAS_SINKS, MOST)  # fmt: skip
+    boxes.warm_up(k_desc, v_desc, exchange)
+    gdc_wait()
+    num_kv_heads = num_heads // group_size
+    kv_head = gl.program_id(0) % num_kv_heads
+    mine = range_of(lengths, gl.program_id(0) // num_kv_heads, most, least, BATCH)
+    scale = Scale(scale_log2, inner, SOFTCAP)
+    gl.warp_specialize([
+        (consume, (q_ptr, stride_qb, stride_qs, stride_qh, out, boxes, exchange, lengths, scale,
+                   mine, kv_head, Fragments(D))),
+        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, kv_head)),
+    ], [1], [PRODUCER_REGS])  # fmt: skip

@@ -1,0 +1,109 @@
+"""From a call's tensors to the launch of the Hopper kernel for few queries."""
+
+import secrets
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_STAGES
+from onchip.kernels.hopper.decode import TILE_N, decode_kernel
+from onchip.kernels.hopper.tensors import descriptor, num_sms, padded, scales
+from onchip.kernels.protocol import Result, empty_result
+from onchip.problem import Problem, Tensors
+
+
+def decode(problem: Problem, x: Tensors) -> Result:
+    out, lse = empty_result(problem, x)
+    width = padded(problem.head_dim)
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
+    most = max(1, num_sms(out.device) // problem.num_kv_heads)
+    num_slots = (most + problem.batch) * problem.num_kv_heads
+    anything = lse  # stands for pointers that the compiled variant does not read
+    part = min(TILE_N.value, problem.page_size or TILE_N.value)
+    scale, inner = scales(problem)
+    decode_kernel[(most * problem.num_kv_heads,)](
+        x.q,
+        descriptor(x.k, part, width),
+        descriptor(x.v, part, width),
+        anything if x.page_table is None else _rows(x.page_table),
+        anything if x.cache_seqlens is None else x.cache_seqlens,
+        anything if x.sinks is None else x.sinks,
+        out,
+        lse,
+        _scratch(problem, num_slots, width, lse),
+        *x.q.stride()[:3],
+        0 if x.page_table is None else x.page_table.stride(0),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.batch,
+        x.k.shape[0],
+        problem.num_heads,
+        problem.group_size,
+        problem.head_dim,
+        left or 0,
+        right or 0,
+        most,
+        HOPPER_DECODE_KEYS // TILE_N.value,
+        num_slots,
+        _nonce(),
+        scale,
+        inner,
+        PAGE_SIZE=problem.page_size,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_SINKS=x.sinks is not None,
+        SOFTCAP=problem.softcap != 0,
+        BATCH=_bucket(problem.batch) if problem.page_size else 1,
+        MOST=max(128, 1 << (most - 1).bit_length()),
+        **_constants(width),
+    )
+    return Result(out, lse)
+
+
+def _rows(table: Tensor) -> Tensor:
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
+    """For every slot a flag of 8 bytes, and for each of its rows in fp32 an lse and a state."""
+    rows = problem.seqlen_q * problem.group_size
+    return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
+
+
+class _Nonces:
+    """63-bit numbers that what lies in uninitialised memory will not be: flags of this launch. A
+    captured graph comes with the same one each time, and finds the flags cleared.
+    """
+
+    def __init__(self) -> None:
+        self._next = secrets.randbits(62)
+
+    def __call__(self) -> int:
+        self._next = (self._next + 0x1E3779B97F4A7C15) & ((1 << 62) - 1)
+        return self._next | 1 << 62  # 64 bits wide for any value, or it would be another kernel
+
+
+_nonce = _Nonces()
+
+
+def _bucket(batch: int) -> int:
+    """Sequences that a program counts; few sizes, because each is a kernel to compile."""
+    size = 32
+    while size < batch:
+        size *= 8
+    return size
+
+
+@cache
+def _constants(width: int) -> dict:
+    return {
+        "D": width,
+        "STAGES": HOPPER_DECODE_STAGES[width],
+        "PRODUCER_REGS": 40,
+        "num_warps": 4,
+        "launch_pdl": True,
+        "enable_fp_fusion": True,
+    }
