@@ -1,6 +1,7 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
 from onchip.kernels.configs import DECODE_ROWS
+from onchip.kernels.handles import on_device
 from onchip.problem import DeviceInfo, Problem
 
 FEW_KEYS = 8  # keys a query, from which on few queries are worth splitting
@@ -42,10 +43,12 @@ def _missing(problem: Problem) -> str | None:
 def forward(problem, x):
     from onchip.kernels.hopper.launch import forward as launch
 
-    return launch(problem, x)
+    with on_device(x.q):
+        return launch(problem, x)
 
 
 def backward(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import backward as launch
 
-    return launch(problem, x, out, lse, dout, dlse)
+    with on_device(x.q):
+        return launch(problem, x, out, lse, dout, dlse)

@@ -22,6 +22,7 @@ from onchip.kernels.configs import (
     hopper_backward_config,
     hopper_gradient_config,
 )
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
@@ -194,6 +195,11 @@ def finish_kernel(
     tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
+_prepare_kernel = Handle(prepare_kernel)
+_backward_kernel = Handle(backward_kernel)
+_finish_kernel = Handle(finish_kernel)
+
+
 def _prepare(
     call: Call,
     x: Tensors,
@@ -203,7 +209,7 @@ def _prepare(
     dlse: Tensor | None,
     delta: Tensor | None,
 ) -> None:
-    prepare_kernel[(call.num_programs,)](
+    _prepare_kernel[(call.num_programs,)](
         out,
         dout,
         lse,
@@ -217,13 +223,14 @@ def _prepare(
         HEAD_DIM_V=out.shape[-1],
         WIDTH=call.width,
         TILE_M=call.tile_m,
+        enable_fp_fusion=True,
     )
 
 
 def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
     dq = x.q.new_empty(x.q.shape)
     parts = call.tile_m * call.width // PART.value
-    finish_kernel[(call.num_programs * parts,)](
+    _finish_kernel[(call.num_programs * parts,)](
         call.dq,
         dq,
         x.cu_seqlens_q,
@@ -232,6 +239,7 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
         HEAD_DIM=dq.shape[-1],
         WIDTH=call.width,
         TILE_M=call.tile_m,
+        enable_fp_fusion=True,
     )
     return dq
 
@@ -249,7 +257,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
     anything = call.counter  # stands for pointers that the compiled variant does not read
     cols, tiles = (None, None) if x.mask is None else (x.mask.cols, x.mask.tiles)
     lists, list_strides = mask_arguments(cols, tiles, anything)
-    backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, config.tile_m, width),
         descriptor(x.k, config.tile_n, width),
         descriptor(x.v, config.tile_n, width),
@@ -302,6 +310,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
         "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }
 
 

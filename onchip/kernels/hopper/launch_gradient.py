@@ -9,6 +9,7 @@ from onchip.kernels.configs import (
     HopperGradientConfig,
     hopper_gradient_config,
 )
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
     counter,
@@ -21,6 +22,8 @@ from onchip.kernels.hopper.tensors import (
     section_of,
 )
 from onchip.problem import Problem, Tensors
+
+_gradient_kernel = Handle(gradient_kernel)
 
 
 def query_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
     tickets = counter(x.q)
     tiles = None if x.mask is None else x.mask.tiles
     pointers, list_strides = mask_arguments(lists, tiles, tickets)
-    gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    _gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
         descriptor(side.b0, tile, width),
@@ -132,4 +135,5 @@ def _constants(config: HopperGradientConfig) -> dict:
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
         "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }
