@@ -52,12 +52,12 @@ def backward(
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
     if call.width == 256:
-        dk = key_gradient(problem, x, dout, call.rows)
-        dv = value_gradient(problem, x, dout, call.rows)
+        dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
+        dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
     else:
         dk, dv = _gradients(problem, call, x, dout)
     if call.dq is None:
-        dq = query_gradient(problem, x, dout, call.rows)
+        dq = query_gradient(problem, x, dout, call.rows, call.counters[2])
     else:
         dq = _finish(problem, call, x)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
@@ -77,7 +77,8 @@ def _without_scores(
 class Call(NamedTuple):
     """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
     num_sequences and the number of tiles of the longest sequence. Without an accumulator, dq is
-    computed by a kernel of its own.
+    computed by a kernel of its own. `counters` has one for each kernel that hands out tickets, on
+    16 bytes.
     """
 
     tile_m: int
@@ -85,7 +86,7 @@ class Call(NamedTuple):
     lengths: tuple[int, int, int, int, int]
     rows: Tensor
     dq: Tensor | None
-    counter: Tensor
+    counters: Tensor
 
     @staticmethod
     def of(problem: Problem, x: Tensors) -> "Call":
@@ -99,8 +100,8 @@ class Call(NamedTuple):
         apart = problem.deterministic or width == 256
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
-        counter = x.q.new_empty(1, dtype=torch.int32)  # prepare_kernel sets it to 0
-        return Call(tile_m, width, lengths, rows, dq, counter)
+        counters = x.q.new_empty(4, 4, dtype=torch.int32)
+        return Call(tile_m, width, lengths, rows, dq, counters)
 
     @property
     def num_programs(self) -> int:
@@ -129,17 +130,17 @@ def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counter_ptr, cu_seqlens_q,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counters_ptr, cu_seqlens_q,
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """rows, and zeros in the counter and in the accumulator of dq, if there is one. delta =
+    """rows, and zeros in the counters and in the accumulator of dq, if there is one. delta =
     rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
     = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
     """
     program = tl.program_id(0)
     if program == 0:
-        tl.store(counter_ptr, 0)
+        tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
     h, first, first_lse, length, tile, padded = _place(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program, TILE_M
     )
@@ -217,7 +218,7 @@ def _prepare(
         delta,
         call.rows,
         call.dq,
-        call.counter,
+        call.counters,
         x.cu_seqlens_q,
         *call.lengths,
         HEAD_DIM_V=out.shape[-1],
@@ -254,7 +255,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
     num_tiles = tiles_n * heads
     scale, inner = scales(problem)
     accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
-    anything = call.counter  # stands for pointers that the compiled variant does not read
+    anything = call.counters  # stands for pointers that the compiled variant does not read
     cols, tiles = (None, None) if x.mask is None else (x.mask.cols, x.mask.tiles)
     lists, list_strides = mask_arguments(cols, tiles, anything)
     _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
@@ -268,7 +269,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         descriptor(dv, 64, width),
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        call.counter,
+        call.counters,
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,

@@ -1,4 +1,6 @@
-"""From a call's tensors to a launch of the kernel that computes one gradient."""
+"""From a call's tensors to a launch of the kernel that computes one gradient. Programs draw tickets
+from `counter`, which is 0.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -12,7 +14,6 @@ from onchip.kernels.configs import (
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
-    counter,
     descriptor,
     mask_arguments,
     num_sms,
@@ -26,23 +27,29 @@ from onchip.problem import Problem, Tensors
 _gradient_kernel = Handle(gradient_kernel)
 
 
-def query_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+def query_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dq."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows)
+    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter)
 
 
-def key_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+def key_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dk."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows)
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter)
 
 
-def value_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+def value_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dv."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
     config = config._replace(held=False, b1_stages=2)  # a1 is not there, and leaves room
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows)
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows, counter)
 
 
 class _Side(NamedTuple):
@@ -58,7 +65,7 @@ class _Side(NamedTuple):
     config: HopperGradientConfig
 
 
-def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
+def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Tensor) -> Tensor:
     out = side.of.new_empty(side.of.shape)
     width = padded(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
@@ -76,9 +83,8 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
     num_tiles = tiles_m * problem.batch * heads
     dynamic = any((left is not None, right is not None, problem.packed, problem.has_mask))
     scale, inner = scales(problem)
-    tickets = counter(x.q)
     tiles = None if x.mask is None else x.mask.tiles
-    pointers, list_strides = mask_arguments(lists, tiles, tickets)
+    pointers, list_strides = mask_arguments(lists, tiles, counter)
     _gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
@@ -87,8 +93,8 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
         numbers(rows, (2 * tile,)),
         rows,
         descriptor(out, 64, width),
-        *(tickets if t is None else t for t in offsets),
-        tickets,
+        *(counter if t is None else t for t in offsets),
+        counter,
         *pointers,
         *lengths,
         problem.num_heads,
