@@ -20,8 +20,9 @@ class Handle:
     The key is what Triton itself looks at: types; dtype and alignment of pointers; dtype and block
     of TMA descriptors (their layouts are cached by both, so that identity tells them apart); the
     value of integers that it specialises on, the width of the others (which are not negative); and
-    constants. Where no compiled kernel comes back (the interpreter) every launch takes the usual
-    way. Triton's knobs count when a variant is first launched.
+    constants. Every launch takes the usual way where no compiled kernel comes back (the
+    interpreter), and on AMD, where Triton looks at the sizes of tensors, too. Triton's knobs count
+    when a variant is first launched.
 
     A compiled kernel is launched through `CompiledKernel.__getitem__`, as Triton's tutorials do.
     Descriptors and pointers are the caller's, nothing of them is kept.
@@ -45,7 +46,7 @@ class Handle:
 
     def _launch_first(self, kinds: tuple, grid: tuple, args: tuple, constants: dict) -> None:
         compiled = self.kernel[grid](*args, **constants)
-        if hasattr(type(compiled), "__getitem__"):
+        if hasattr(type(compiled), "__getitem__") and not torch.version.hip:
             family = self._families.setdefault(kinds, _Family.of(self.kernel, args, constants))
             family.compiled[family.variant(args)] = compiled
 

@@ -135,6 +135,13 @@ def test_nothing_is_kept_where_nothing_was_compiled():
     assert len(kernel.compiled) == 2 and not kernel.log
 
 
+def test_amd_takes_the_usual_way(monkeypatch):
+    """Triton's key holds there whether a tensor is larger than 2 GB."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    kernel = launched((PLAIN, {"CAUSAL": True}), (PLAIN, {"CAUSAL": True}))
+    assert len(kernel.compiled) == 2 and not kernel.log
+
+
 def shifted(t):
     """The same, one number further on: no longer on 16 bytes."""
     return t.new_empty(t.numel() + 1)[1:].copy_(t)
