@@ -17,15 +17,17 @@ class Handle:
     """Launch a Triton kernel as ever, `handle[grid](*args, **constants)`, and its variants are
     found again by a shorter key.
 
-    The key is what Triton itself looks at: types; dtype and alignment of pointers; dtype and block
-    of TMA descriptors (their layouts are cached by both, so that identity tells them apart); the
-    value of integers that it specialises on, the width of the others (which are not negative); and
-    constants. Every launch takes the usual way where no compiled kernel comes back (the
+    The key is what Triton itself looks at: the device, which is current (see `on_device`); types;
+    dtype and alignment of pointers, of which there is one at least; dtype and block of TMA
+    descriptors (their layouts are made once for both, so that identity tells them apart); the value
+    of integers that it specialises on, the width of the others (which are not negative); constants
+    and options. Every launch takes the usual way where no compiled kernel comes back (the
     interpreter), and on AMD, where Triton looks at the sizes of tensors, too. Triton's knobs count
     when a variant is first launched.
 
     A compiled kernel is launched through `CompiledKernel.__getitem__`, as Triton's tutorials do.
-    Descriptors and pointers are the caller's, nothing of them is kept.
+    Of arguments, nothing is kept but layouts of descriptors. Threads may share a handle: each entry
+    is written once it is whole, and of two that raced either will do.
     """
 
     def __init__(self, kernel: Any):
@@ -36,7 +38,8 @@ class Handle:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        kinds = tuple(map(type, args)), tuple(constants), tuple(constants.values())
+        values = tuple(constants.values())
+        kinds = (*map(type, args), *map(type, values), *constants, *values)  # 1 is not True
         family = self._families.get(kinds)
         compiled = None if family is None else family.compiled.get(family.variant(args))
         if compiled is None:
@@ -48,7 +51,7 @@ class Handle:
         compiled = self.kernel[grid](*args, **constants)
         if hasattr(type(compiled), "__getitem__") and not torch.version.hip:
             family = self._families.setdefault(kinds, _Family.of(self.kernel, args, constants))
-            family.compiled[family.variant(args)] = compiled
+            family.keep(args, compiled)
 
 
 class _Family(NamedTuple):
@@ -62,11 +65,12 @@ class _Family(NamedTuple):
     lengths: list[int]  # integers of which only the width does
     constants: tuple
     compiled: dict[tuple, Any]
+    layouts: list  # alive, so that none of another takes their identity
 
     @classmethod
     def of(cls, kernel: Any, args: tuple, constants: dict) -> "_Family":
         params = kernel.params
-        found = cls([], [], [], [], _in_order(params[len(args) :], constants), {})
+        found = cls([], [], [], [], _in_order(params[len(args) :], constants), {}, [])
         for i, (param, arg) in enumerate(zip(params, args, strict=False)):
             found._places(param, arg).append(i)
         return found
@@ -79,6 +83,10 @@ class _Family(NamedTuple):
         if isinstance(arg, int):
             return self.lengths if param.do_not_specialize else self.values
         return [] if arg is None or isinstance(arg, float) else self.descriptors
+
+    def keep(self, args: tuple, compiled: Any) -> None:
+        self.layouts.extend(args[i].layout for i in self.descriptors)
+        self.compiled[self.variant(args)] = compiled
 
     def variant(self, args: tuple) -> tuple:
         """What tells the compiled variants apart."""

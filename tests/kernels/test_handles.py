@@ -2,7 +2,10 @@
 the last tests; see also test_handles_triton.py.
 """
 
+import gc
 import inspect
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +19,8 @@ GRID = (7,)
 
 
 class Compiled:
-    def __init__(self, log):
-        self.log = log
+    def __init__(self, log, constants):
+        self.log, self.constants = log, constants
 
     def __getitem__(self, grid):
         return lambda *args: self.log.append((self, grid, args))
@@ -43,7 +46,7 @@ class Kernel:
         return self._launch
 
     def _launch(self, *args, **constants):
-        self.compiled.append(Compiled(self.log))
+        self.compiled.append(Compiled(self.log, constants))
         return self.compiled[-1] if self.compiles else None
 
 
@@ -98,9 +101,10 @@ def test_another_variant_is_compiled(args):
 
 
 def test_constants_and_options_are_part_of_the_variant():
-    options = ({"CAUSAL": True}, {"CAUSAL": False}, {"CAUSAL": True, "num_warps": 8})
+    values = ({"CAUSAL": True}, {"CAUSAL": False}, {"CAUSAL": 1})  # 1 has another type in a kernel
+    options = (*values, {"CAUSAL": True, "num_warps": 8})
     kernel = launched(*((PLAIN, each) for each in options * 2))
-    assert len(kernel.compiled) == 3
+    assert len(kernel.compiled) == 4
     assert [entry[0] for entry in kernel.log] == kernel.compiled
 
 
@@ -126,6 +130,40 @@ def test_descriptors_are_told_apart_by_their_layout():
     assert len(kernel.compiled) == 2
     assert [entry[0] for entry in kernel.log] == kernel.compiled
     assert kernel.log[1][2][1] is calls[3][0][1]
+
+
+class Described:
+    """A descriptor: a base, and a layout that outlives it."""
+
+    def __init__(self, layout):
+        self.base, self.layout = POINTER.clone(), layout
+
+
+class Layout:
+    pass
+
+
+def test_of_tensors_nothing_is_kept():
+    tensor, described = POINTER.clone(), Described(Layout())
+    gone = [weakref.ref(each) for each in (tensor, described, described.base)]
+    layout = weakref.ref(described.layout)
+    handle = Handle(Kernel(kernel_of))
+    handle[GRID](tensor, described, *PLAIN[2:], CAUSAL=True)
+    del tensor, described
+    gc.collect()
+    assert all(each() is None for each in gone)
+    assert layout() is not None  # or another layout could get its identity, and its kernel
+
+
+def test_threads_share_a_handle():
+    """Every launch, whoever came first, is of a kernel that was compiled for its constants."""
+    kernel = Kernel(kernel_of)
+    handle = Handle(kernel)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda i: handle[GRID](*PLAIN, CAUSAL=i % 7), range(2000)))
+    assert len(kernel.log) + len(kernel.compiled) == 2000
+    assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
+    assert len(kernel.compiled) <= 7 * 8
 
 
 def test_nothing_is_kept_where_nothing_was_compiled():

@@ -21,6 +21,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
 
 from onchip.kernels.hopper import launch, launch_backward, launch_gradient  # noqa: E402
+from onchip.kernels.hopper.tensors import Descriptor, TensorDescriptor  # noqa: E402
 from onchip.kernels.triton import backward, forward  # noqa: E402
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
@@ -57,6 +58,7 @@ class Compiled:
 def log(monkeypatch):
     """("usual" or "direct", kernel) of every launch of a kernel that has a handle."""
     found = []
+    monkeypatch.setattr(Descriptor, "__post_init__", TensorDescriptor.__post_init__)  # checks
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
 
