@@ -151,7 +151,7 @@ def paged_attention(
     j only if tree_mask[b, i, j], besides causal and window; everything before the new tokens stays
     visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) stay
     those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
-    rest of the batch or on page_size. No gradient.
+    rest of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
     """
     options = Options(
         causal,
@@ -163,7 +163,9 @@ def paged_attention(
         out_dtype=out_dtype,
     )
     x = Tensors(
-        *_autocast(q, k_pages, v_pages),
+        paged.lowered(q, k_pages),
+        k_pages,
+        v_pages,
         cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -201,6 +203,7 @@ def cascade_attention(
     """
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    q = paged.lowered(q, k_pages)
     if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
         raise ValueError(
             "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"

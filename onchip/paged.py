@@ -64,6 +64,16 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     return problem
 
 
+def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
+    """q as torch.autocast hands it to a paged call: in the dtype of the pages. To cast the pages
+    instead would copy the whole pool, call after call. fp64 is left alone.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k_pages, Tensor)):
+        return q
+    exact = torch.float64 in (q.dtype, k_pages.dtype)
+    return q if exact or not torch.is_autocast_enabled(q.device.type) else q.to(k_pages.dtype)
+
+
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
     """(batch, the longest seqlen_q)."""
     packed = x.cu_seqlens_q is not None
