@@ -13,7 +13,15 @@ from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.problem import Options, Problem, Tensors, Window, describe, device_info
+from onchip.problem import (
+    Options,
+    Problem,
+    Tensors,
+    Window,
+    check_tensor,
+    describe,
+    device_info,
+)
 from onchip.state import merge_at_rest
 
 UNBOUNDED: Window = (None, None)
@@ -203,6 +211,8 @@ def cascade_attention(
     """
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        check_tensor(name, t)
     q = paged.lowered(q, k_pages)
     if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
         raise ValueError(
@@ -243,7 +253,8 @@ def offload_attention(
     source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
     of `onchip.fold`. No gradient.
     """
-    source = source if isinstance(source, offload.Offloaded) else offload.Offloaded(*source)
+    if isinstance(source, tuple | list):
+        source = offload.Offloaded(*source)
     options = {"causal": causal, "window_size": window_size, "sinks": sinks}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
     options |= {"out_dtype": out_dtype, "segment_bytes": segment_bytes}

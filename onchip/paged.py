@@ -21,6 +21,7 @@ from onchip.problem import (
     check_max_seqlen,
     check_offsets_tensor,
     check_options,
+    check_tensor,
     values_are_checked,
 )
 
@@ -100,8 +101,7 @@ def _check_pages(x: Tensors, batch: int) -> None:
     if not x.k.shape[1]:
         raise ValueError(f"k_pages of shape {tuple(x.k.shape)} has pages without slots")
     for name, t, rank in (("page_table", x.page_table, 2), ("cache_seqlens", x.cache_seqlens, 1)):
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        check_tensor(name, t)
         if t.dtype != torch.int32 or t.dim() != rank or t.shape[0] != batch:
             got = f"{t.dtype} {tuple(t.shape)}"
             raise ValueError(f"{name} must be int32 of rank {rank} with batch {batch}, got {got}")

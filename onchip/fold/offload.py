@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onchip.fold.fold import fold
-from onchip.problem import UnsupportedError, Window, check_window
+from onchip.problem import UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, resume
 
 Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
@@ -122,8 +122,9 @@ def _check(
     for name in sorted(set(options) - OPTIONS):
         why = REFUSED.get(name, "it is not an option of attention")
         raise UnsupportedError(f"offload does not take {name}: {why}")
-    if q.dim() != 4:
-        raise ValueError(f"q must be (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
+    if not isinstance(source, Offloaded):
+        raise ValueError(f"source must be (k, v) or an Offloaded, got {type(source).__name__}")
     check_window(window_size)
     if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
         raise ValueError(f"sinks must be (heads,) = ({q.shape[2]},), got {tuple(sinks.shape)}")
