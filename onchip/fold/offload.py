@@ -21,8 +21,9 @@ from onchip.state import add_sink, finalize, resume
 Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
 Span = tuple[int, int]  # keys [lo, hi)
 
-# Two buffers of this size are all the K/V a device holds. Copies of 128 MB reach the full bandwidth
-# of the bus; on the host a segment only bounds what a kernel may convert or copy of it.
+# Two buffers of this size are all the K/V a device holds. A copy of 256 MB takes 5 ms of a PCIe 5
+# bus, beside which starting it costs nothing; on the host a segment only bounds what a kernel may
+# convert or copy of it.
 SEGMENT_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
