@@ -31,7 +31,7 @@ slow: $(VENV)/.test
 	@$(PYTEST) -m slow $(TEST)
 
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper $(TEST)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper tests/kernels/test_handles_triton.py $(TEST)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .

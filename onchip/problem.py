@@ -142,10 +142,12 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 def is_aligned(x: Tensors) -> bool:
     """Whether bases and strides of q, k and v lie on 16 bytes, as the Hopper copy engine wants."""
-    lanes = 16 // x.q.element_size()
-    return all(
-        t.data_ptr() % 16 == 0 and all(s % lanes == 0 for s in t.stride()[:-1]) for t in x[:3]
-    )
+    bits, itemsize = 0, x.q.element_size()
+    for t in x[:3]:
+        bits |= t.data_ptr()
+        for stride in t.stride()[:-1]:
+            bits |= stride * itemsize
+    return bits % 16 == 0
 
 
 class Options(NamedTuple):
@@ -168,18 +170,19 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
     q, k, v = x[:3]
     check_qkv(q, k, v, rank=3 if max_seqlens else 4)
     check_options(options, q)
+    *rows_q, num_heads, head_dim = q.shape
+    *rows_k, num_kv_heads, _ = k.shape
     if max_seqlens:
         batch, (seqlen_q, seqlen_k) = check_packing(x, max_seqlens), max_seqlens
     else:
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    head_dim = q.shape[-1]
+        batch, seqlen_q, seqlen_k = *rows_q, rows_k[1]
     scale = options.softmax_scale
     problem = Problem(
         batch,
         seqlen_q,
         seqlen_k,
-        q.shape[-2],
-        k.shape[-2],
+        num_heads,
+        num_kv_heads,
         head_dim,
         v.shape[-1],
         q.dtype,
@@ -210,9 +213,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
 
 
-def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+def check_tensor(name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+    check_tensor(name, t)
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
     if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():
@@ -242,10 +249,10 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    num_heads, head_dim = q.shape[-2:]
-    num_kv_heads, head_dim_k = k.shape[-2:]
-    head_dim_v = v.shape[-1]
-    if k.shape[:-1] != v.shape[:-1]:
+    *_, num_heads, head_dim = q.shape  # a slice of a Size costs more than all of it
+    *rows_k, num_kv_heads, head_dim_k = k.shape
+    *rows_v, num_heads_v, head_dim_v = v.shape
+    if rows_k != rows_v or num_kv_heads != num_heads_v:
         raise ValueError(
             f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
         )

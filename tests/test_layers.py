@@ -33,7 +33,7 @@ LAW = {
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
-LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
+LEAVES = {"__init__", "handles", "protocol", "planes", "scores", "philox", "configs"}
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper"),
     "torch.distributed": ("parallel",),

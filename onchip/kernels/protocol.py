@@ -64,10 +64,7 @@ def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """Uninitialised (out, lse) in the layout of the call."""
     q = tensors.q
+    *entries, seqlen, heads, _ = q.shape  # a packed tensor has no entries
+    out = q.new_empty(*entries, seqlen, heads, problem.head_dim_v, dtype=problem.out_dtype)
     wide = accumulator_dtype(problem.dtype)
-    out = q.new_empty(*q.shape[:-1], problem.head_dim_v, dtype=problem.out_dtype)
-    return out, q.new_empty(_rows(q), dtype=wide)
-
-
-def _rows(q: Tensor) -> tuple[int, ...]:
-    return (q.shape[0], q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return out, q.new_empty(*entries, heads, seqlen, dtype=wide)

@@ -5,6 +5,7 @@ import importlib
 import math
 import pkgutil
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +14,10 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import kernels
+from onchip.kernels.handles import Handle
+from tests.kernels.gpu import each_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
-KERNELS = [
-    pytest.param("hopper", marks=pytest.mark.hopper),
-    pytest.param("triton", marks=pytest.mark.gpu),
-]
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 GQA = {"num_heads": 4, "num_kv_heads": 2}
 REPEATS = 1000
 
@@ -215,16 +213,26 @@ def difference(got: Tensor, want: Tensor) -> float:
     return ot.rmse(got, want.double()) / want.double().square().mean().sqrt().item()
 
 
-def jit_functions() -> dict[str, object]:
-    """Every kernel of the package that has a cache of compiled variants."""
-    found = {}
+def members() -> Iterator[tuple[str, object]]:
+    """(name, value) of everything that the modules of the GPU kernels hold."""
     for package in ("triton", "hopper"):
         folder = importlib.import_module(f"{kernels.__name__}.{package}")
         for module in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
             for name, value in vars(importlib.import_module(module.name)).items():
-                if hasattr(value, "device_caches"):
-                    found[f"{package}.{name}"] = value
-    return found
+                yield f"{package}.{name}", value
+
+
+def jit_functions() -> dict[str, object]:
+    """Every kernel of the package that has a cache of compiled variants."""
+    return {name: value for name, value in members() if hasattr(value, "device_caches")}
+
+
+def forget_variants() -> None:
+    for function in jit_functions().values():
+        function.device_caches.clear()
+    for _, handle in members():
+        if isinstance(handle, Handle):
+            handle._families.clear()
 
 
 def variants() -> Counter:
@@ -239,8 +247,7 @@ def variants() -> Counter:
 def test_two_hundred_lengths_compile_two_variants(kernel, packed):
     """Forward and backward; and in the steady state nothing is compiled any more."""
     pytest.importorskip("triton")
-    for function in jit_functions().values():
-        function.device_caches.clear()
+    forget_variants()
     draw = torch.Generator().manual_seed(1)
 
     def call() -> None:

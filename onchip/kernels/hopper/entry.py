@@ -1,9 +1,8 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
-from onchip.kernels.configs import DECODE_ROWS
+from onchip.kernels.configs import DECODE_ROWS, FEW_KEYS
+from onchip.kernels.handles import on_device
 from onchip.problem import DeviceInfo, Problem
-
-FEW_KEYS = 8  # keys a query, from which on few queries are worth splitting
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -22,7 +21,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here: triton splits the keys over programs."""
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
-        return f"leaves {problem.seqlen_q} queries to triton, which splits the keys over programs"
+        return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None
 
 
@@ -42,10 +41,12 @@ def _missing(problem: Problem) -> str | None:
 def forward(problem, x):
     from onchip.kernels.hopper.launch import forward as launch
 
-    return launch(problem, x)
+    with on_device(x.q):
+        return launch(problem, x)
 
 
 def backward(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import backward as launch
 
-    return launch(problem, x, out, lse, dout, dlse)
+    with on_device(x.q):
+        return launch(problem, x, out, lse, dout, dlse)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import HopperConfig, hopper_forward_config
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     counter,
@@ -19,6 +20,8 @@ from onchip.kernels.hopper.tensors import (
 )
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
+
+_forward_kernel = Handle(forward_kernel)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -41,7 +44,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
     wide = out.dtype == torch.float32
-    forward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    _forward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, 64, width),
         descriptor(x.k, config.tile_n, width),
         descriptor(x.v, config.tile_n, width_v),
@@ -109,6 +112,7 @@ def _constants(config: HopperConfig) -> dict:
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
         "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }
 
 

@@ -22,11 +22,12 @@ from onchip.kernels.configs import (
     hopper_backward_config,
     hopper_gradient_config,
 )
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
+    Frame,
     descriptor,
-    mask_arguments,
     num_sms,
     numbers,
     padded,
@@ -51,12 +52,12 @@ def backward(
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
     if call.width == 256:
-        dk = key_gradient(problem, x, dout, call.rows)
-        dv = value_gradient(problem, x, dout, call.rows)
+        dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
+        dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
     else:
         dk, dv = _gradients(problem, call, x, dout)
     if call.dq is None:
-        dq = query_gradient(problem, x, dout, call.rows)
+        dq = query_gradient(problem, x, dout, call.rows, call.counters[2])
     else:
         dq = _finish(problem, call, x)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
@@ -76,7 +77,8 @@ def _without_scores(
 class Call(NamedTuple):
     """One call's tile shape, lengths and buffers. `lengths` are num_heads, seqlen_q, total_q,
     num_sequences and the number of tiles of the longest sequence. Without an accumulator, dq is
-    computed by a kernel of its own.
+    computed by a kernel of its own. `counters` has one for each kernel that hands out tickets, on
+    16 bytes.
     """
 
     tile_m: int
@@ -84,7 +86,7 @@ class Call(NamedTuple):
     lengths: tuple[int, int, int, int, int]
     rows: Tensor
     dq: Tensor | None
-    counter: Tensor
+    counters: Tensor
 
     @staticmethod
     def of(problem: Problem, x: Tensors) -> "Call":
@@ -98,8 +100,8 @@ class Call(NamedTuple):
         apart = problem.deterministic or width == 256
         dq = None if apart else x.q.new_empty(num_rows * width, dtype=torch.float32)
         lengths = (problem.num_heads, problem.seqlen_q, total_q, problem.batch, tiles)
-        counter = x.q.new_empty(1, dtype=torch.int32)  # prepare_kernel sets it to 0
-        return Call(tile_m, width, lengths, rows, dq, counter)
+        counters = x.q.new_empty(4, 4, dtype=torch.int32)
+        return Call(tile_m, width, lengths, rows, dq, counters)
 
     @property
     def num_programs(self) -> int:
@@ -128,17 +130,17 @@ def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
 
 @triton.jit(do_not_specialize=_LENGTHS)
 def prepare_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counter_ptr, cu_seqlens_q,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, rows_ptr, dq_ptr, counters_ptr, cu_seqlens_q,
     num_heads, seqlen_q, total_q, num_sequences, num_tiles,
     HEAD_DIM_V: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """rows, and zeros in the counter and in the accumulator of dq, if there is one. delta =
+    """rows, and zeros in the counters and in the accumulator of dq, if there is one. delta =
     rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
     = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
     """
     program = tl.program_id(0)
     if program == 0:
-        tl.store(counter_ptr, 0)
+        tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
     h, first, first_lse, length, tile, padded = _place(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program, TILE_M
     )
@@ -194,6 +196,11 @@ def finish_kernel(
     tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
+_prepare_kernel = Handle(prepare_kernel)
+_backward_kernel = Handle(backward_kernel)
+_finish_kernel = Handle(finish_kernel)
+
+
 def _prepare(
     call: Call,
     x: Tensors,
@@ -203,7 +210,7 @@ def _prepare(
     dlse: Tensor | None,
     delta: Tensor | None,
 ) -> None:
-    prepare_kernel[(call.num_programs,)](
+    _prepare_kernel[(call.num_programs,)](
         out,
         dout,
         lse,
@@ -211,19 +218,20 @@ def _prepare(
         delta,
         call.rows,
         call.dq,
-        call.counter,
+        call.counters,
         x.cu_seqlens_q,
         *call.lengths,
         HEAD_DIM_V=out.shape[-1],
         WIDTH=call.width,
         TILE_M=call.tile_m,
+        enable_fp_fusion=True,
     )
 
 
 def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
     dq = x.q.new_empty(x.q.shape)
     parts = call.tile_m * call.width // PART.value
-    finish_kernel[(call.num_programs * parts,)](
+    _finish_kernel[(call.num_programs * parts,)](
         call.dq,
         dq,
         x.cu_seqlens_q,
@@ -232,6 +240,7 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
         HEAD_DIM=dq.shape[-1],
         WIDTH=call.width,
         TILE_M=call.tile_m,
+        enable_fp_fusion=True,
     )
     return dq
 
@@ -239,17 +248,13 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
     dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
     config, width = hopper_backward_config(call.width), call.width
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
     num_tiles = tiles_n * heads
     scale, inner = scales(problem)
     accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
-    anything = call.counter  # stands for pointers that the compiled variant does not read
-    cols, tiles = (None, None) if x.mask is None else (x.mask.cols, x.mask.tiles)
-    lists, list_strides = mask_arguments(cols, tiles, anything)
-    backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    frame = Frame.of(problem, x, None if x.mask is None else x.mask.cols, call.counters)
+    _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, config.tile_m, width),
         descriptor(x.k, config.tile_n, width),
         descriptor(x.v, config.tile_n, width),
@@ -258,19 +263,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         numbers(accumulator.view(-1, 32), (128, 32)),
         descriptor(dk, 64, width),
         descriptor(dv, 64, width),
-        anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
-        anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        call.counter,
-        *lists,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        x.q.shape[0],
-        x.k.shape[0],
-        problem.num_heads,
-        problem.group_size,
-        left or 0,
-        right or 0,
-        *list_strides,
+        *frame.arguments,
         tiles_n,
         _section(problem, heads, width),
         num_tiles,
@@ -279,13 +272,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         inner,
         problem.softmax_scale,
         WIDTH=width,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_MASK=problem.has_mask,
-        SOFTCAP=problem.softcap != 0,
-        DYNAMIC=any((right is not None, left is not None, problem.packed, problem.has_mask)),
         DQ=call.dq is not None,
+        **frame.constants,
         **_constants(config),
     )
     return dk, dv
@@ -302,6 +290,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
         "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }
 
 

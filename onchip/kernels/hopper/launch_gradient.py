@@ -1,4 +1,6 @@
-"""From a call's tensors to a launch of the kernel that computes one gradient."""
+"""From a call's tensors to a launch of the kernel that computes one gradient. Programs draw tickets
+from `counter`, which is 0.
+"""
 
 from functools import cache
 from typing import NamedTuple
@@ -9,11 +11,11 @@ from onchip.kernels.configs import (
     HopperGradientConfig,
     hopper_gradient_config,
 )
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
-    counter,
+    Frame,
     descriptor,
-    mask_arguments,
     num_sms,
     numbers,
     padded,
@@ -22,24 +24,32 @@ from onchip.kernels.hopper.tensors import (
 )
 from onchip.problem import Problem, Tensors
 
+_gradient_kernel = Handle(gradient_kernel)
 
-def query_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+
+def query_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dq."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows)
+    return _launch(problem, x, _Side(x.q, dout, x.k, x.v, x.q, False, False, config), rows, counter)
 
 
-def key_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+def key_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dk."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows)
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.k, True, False, config), rows, counter)
 
 
-def value_gradient(problem: Problem, x: Tensors, dout: Tensor, rows: Tensor) -> Tensor:
+def value_gradient(
+    problem: Problem, x: Tensors, dout: Tensor, rows: Tensor, counter: Tensor
+) -> Tensor:
     """dv."""
     config = hopper_gradient_config(max(problem.head_dim, problem.head_dim_v))
     config = config._replace(held=False, b1_stages=2)  # a1 is not there, and leaves room
-    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows)
+    return _launch(problem, x, _Side(x.k, x.v, x.q, dout, x.v, True, True, config), rows, counter)
 
 
 class _Side(NamedTuple):
@@ -55,28 +65,20 @@ class _Side(NamedTuple):
     config: HopperGradientConfig
 
 
-def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
+def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Tensor) -> Tensor:
     out = side.of.new_empty(side.of.shape)
     width = padded(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
-    lengths = (problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0])
-    offsets, heads = (x.cu_seqlens_q, x.cu_seqlens_k), problem.num_heads
+    own, other, num_heads = problem.seqlen_q, problem.seqlen_k, problem.num_heads
     lists = None if x.mask is None else x.mask.rows
     if side.keys:
-        left, right = right, left
-        lengths = (lengths[1], lengths[0], lengths[3], lengths[2])
-        offsets, heads = offsets[::-1], problem.num_kv_heads
+        own, other, num_heads = other, own, problem.num_kv_heads
         lists = None if x.mask is None else x.mask.cols
-    tiles_m = -(-lengths[0] // 128)
-    num_tiles = tiles_m * problem.batch * heads
-    dynamic = any((left is not None, right is not None, problem.packed, problem.has_mask))
+    tiles_m, heads = -(-own // 128), problem.batch * num_heads
+    num_tiles = tiles_m * heads
     scale, inner = scales(problem)
-    tickets = counter(x.q)
-    tiles = None if x.mask is None else x.mask.tiles
-    pointers, list_strides = mask_arguments(lists, tiles, tickets)
-    gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    frame = Frame.of(problem, x, lists, counter, side.keys)
+    _gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
         descriptor(side.b0, tile, width),
@@ -84,31 +86,18 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor) -> Tensor:
         numbers(rows, (2 * tile,)),
         rows,
         descriptor(out, 64, width),
-        *(tickets if t is None else t for t in offsets),
-        tickets,
-        *pointers,
-        *lengths,
-        problem.num_heads,
-        problem.group_size,
-        left or 0,
-        right or 0,
-        *list_strides,
+        *frame.arguments,
         tiles_m,
-        section_of(problem.batch * heads, lengths[1] * _bytes_per_row(problem, width, side.keys)),
+        section_of(heads, other * _bytes_per_row(problem, width, side.keys)),
         num_tiles,
         problem.batch,
         scale,
         inner,
         1.0 if side.values else problem.softmax_scale,
         WIDTH=width,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_MASK=problem.has_mask,
-        SOFTCAP=problem.softcap != 0,
         KEYS=side.keys,
         VALUES=side.values,
-        DYNAMIC=dynamic,
+        **frame.constants,
         **_constants(side.config),
     )
     return out
@@ -132,4 +121,5 @@ def _constants(config: HopperGradientConfig) -> dict:
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
         "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Grads, sink_gradient
 from onchip.kernels.triton.bias import bias_gradient
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
@@ -231,6 +232,11 @@ def dq_kernel(
     store_tile(dq_ptr, dq, m0, at.seqlen_q, num_heads * HEAD_DIM, HEAD_DIM, TILE_M, PAD_DIM)
 
 
+_delta_kernel = Handle(delta_kernel)
+_dkdv_kernel = Handle(dkdv_kernel)
+_dq_kernel = Handle(dq_kernel)
+
+
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
@@ -250,7 +256,7 @@ def _delta(
     config = call.config("delta")
     delta, lse_log2 = lse.new_empty(2, *lse.shape)
     if lse.numel():
-        delta_kernel[(triton.cdiv(lse.numel(), config.tile_m),)](
+        _delta_kernel[(triton.cdiv(lse.numel(), config.tile_m),)](
             out, dout, lse, packed(dlse), delta, lse_log2,
             out.shape[-2], out.shape[-3], lse.numel(),
             HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_M=config.tile_m,
@@ -265,7 +271,7 @@ def _dkdv(problem: Problem, call: Call, x: Tensors, saved: tuple) -> tuple[Tenso
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     grid = num_tiles * problem.num_kv_heads * problem.batch
     if grid:
-        dkdv_kernel[(grid,)](
+        _dkdv_kernel[(grid,)](
             *call.tensors, *call.cols, *saved, dk, dv,
             *call.strides, *call.col_strides, *call.scalars, num_tiles,
             *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),
@@ -279,7 +285,7 @@ def _dq(problem: Problem, call: Call, x: Tensors, saved: tuple) -> Tensor:
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
-        dq_kernel[(grid,)](
+        _dq_kernel[(grid,)](
             *call.tensors, *call.rows, *saved, dq,
             *call.strides, *call.row_strides, *call.scalars, num_tiles,
             *call.dims, TILE_M=config.tile_m, TILE_N=config.tile_n, **launch_options(config),

@@ -9,6 +9,7 @@ import os
 import torch
 from torch import Tensor
 
+from onchip.kernels.handles import on_device
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
@@ -33,7 +34,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def forward(problem: Problem, x: Tensors) -> Result:
     from onchip.kernels.triton.forward import forward
 
-    with _on_device(x.q):
+    with on_device(x.q):
         return forward(problem, x)
 
 
@@ -42,7 +43,7 @@ def backward(
 ) -> Grads:
     from onchip.kernels.triton.backward import backward
 
-    with _on_device(x.q):
+    with on_device(x.q):
         return backward(problem, x, out, lse, dout, dlse)
 
 
@@ -52,10 +53,5 @@ def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tup
     """
     from onchip.kernels.triton.merge import merge
 
-    with _on_device(outs[0]):
+    with on_device(outs[0]):
         return merge(outs, lses, out_dtype)
-
-
-def _on_device(q: Tensor):
-    """Triton launches on the current device: make that q's."""
-    return torch.cuda.device(q.device.index if q.device.type == "cuda" else -1)

@@ -5,6 +5,7 @@ they see.
 import triton
 import triton.language as tl
 
+from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.kernels.triton import decode
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
@@ -115,6 +116,9 @@ def forward_kernel(
     store_tile(out_ptr, out, m0, at.seqlen_q, num_heads * HEAD_DIM_V, HEAD_DIM_V, TILE_M, PAD_DIM_V)
 
 
+_forward_kernel = Handle(forward_kernel)
+
+
 def forward(problem: Problem, x: Tensors) -> Result:
     call = Call.of(problem, x)
     if decode.serves(problem):
@@ -125,7 +129,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
-        forward_kernel[(grid,)](
+        _forward_kernel[(grid,)](
             *call.tensors, *call.rows, packed(x.sinks), out, lse, stats,
             *call.strides, *call.row_strides, lse.numel(),
             *call.scalars, num_tiles,

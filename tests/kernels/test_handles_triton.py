@@ -1,0 +1,142 @@
+"""A handle's key is never coarser than Triton's: what was compiled for one call is launched for
+another only if Triton would have chosen the same. Real calls and kernels, launches stubbed.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onchip.testing as ot
+from onchip import masks
+from onchip.kernels.handles import Handle
+from onchip.problem import Options, Tensors, describe
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
+
+from onchip.kernels.hopper import launch, launch_backward, launch_gradient  # noqa: E402
+from onchip.kernels.hopper.tensors import Descriptor, TensorDescriptor  # noqa: E402
+from onchip.kernels.triton import backward, forward  # noqa: E402
+
+BACKEND = make_backend(GPUTarget("cuda", 90, 32))
+MODULES = (launch, launch_backward, launch_gradient, forward, backward)
+KERNELS = {
+    "hopper": (launch.forward, launch_backward.backward),
+    "triton": (forward.forward, backward.backward),
+}
+
+
+def specialization(kernel, args, constants):
+    """What Triton tells variants apart by, options aside."""
+    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    return bind(*args, **constants)[1]
+
+
+class Compiled:
+    """Launched directly, it demands the specialization that it was compiled for."""
+
+    def __init__(self, kernel, args, constants, log):
+        self.kernel, self.log = kernel, log
+        self.expected = specialization(kernel, args, constants)
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+        return self._launch
+
+    def _launch(self, *args):
+        assert specialization(self.kernel, args, {}) == self.expected
+        self.log.append(("direct", self.kernel))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """("usual" or "direct", kernel) of every launch of a kernel that has a handle."""
+    found = []
+    monkeypatch.setattr(Descriptor, "__post_init__", TensorDescriptor.__post_init__)  # checks
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+
+    handles = [h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)]
+    for handle in handles:
+        monkeypatch.setattr(handle, "_families", {})
+
+    def run(kernel, *args, grid, warmup, **constants):
+        if any(handle.kernel is kernel for handle in handles):
+            found.append(("usual", kernel))
+        return Compiled(kernel, args, constants, found)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def shifted(t):
+    """The same, four bytes further on."""
+    room = torch.zeros(t.numel() + 4 // t.element_size(), dtype=t.dtype)
+    return room[4 // t.element_size() :].view(t.shape).copy_(t)
+
+
+def calls():
+    """Calls that differ in one thing each."""
+    cu = torch.tensor([0, 63, 200], dtype=torch.int32)
+    sinks = torch.zeros(4)
+    mask = lambda n: masks.build(masks.causal(), 1, 4, n, n)
+    yield {}, {}
+    yield {"seqlen": 1}, {}
+    yield {"seqlen": 256}, {}
+    yield {"dtype": torch.float16}, {}
+    yield {"head_dim": 128}, {}
+    yield {"head_dim": 256}, {}
+    yield {"num_kv_heads": 1}, {}
+    yield {"batch": 3}, {}
+    for options in ({"causal": True}, {"softcap": 5.0}, {"softmax_scale": 0.3}):
+        yield {}, {"options": Options(**options)}
+    for window in ((3, None), (None, 3), (3, 4), (1 << 40, 1)):
+        yield {}, {"options": Options(window_size=window)}
+    yield {}, {"options": Options(deterministic=True)}
+    yield {}, {"options": Options(out_dtype=torch.float32)}
+    for tensor in (sinks, shifted(sinks), sinks.bfloat16()):
+        yield {}, {"sinks": tensor}
+    yield {"seqlen": 400}, {"mask": mask(400)}
+    for tensor in (cu, shifted(cu)):
+        yield {}, {"cu_seqlens_q": tensor, "cu_seqlens_k": cu}
+
+
+def pose(shape, extras):
+    shape = {"batch": 1, "seqlen": 200, "head_dim": 64, "num_heads": 4} | shape
+    shape.setdefault("dtype", torch.bfloat16)
+    seqlen = shape.pop("seqlen")
+    q, k, v = ot.make_qkv(shape.pop("batch"), seqlen, seqlen, **shape)
+    extras = dict(extras)
+    options = extras.pop("options", Options())
+    packed = "cu_seqlens_q" in extras
+    if packed:
+        q, k, v = q[0], k[0], v[0]
+    x = Tensors(q, k, v, **extras)
+    return describe(x, options, (seqlen, seqlen) if packed else ()), x
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_variant_serves_only_what_it_was_compiled_for(log, kernel):
+    run_forward, run_backward = KERNELS[kernel]
+    for turn in range(2):
+        log.clear()
+        for shape, extras in calls():
+            problem, x = pose(shape, extras)
+            out, lse, _ = run_forward(problem, x)
+            run_backward(problem, x, out, lse.zero_(), out.to(problem.dtype).zero_(), None)
+        usual = [launched for way, launched in log if way == "usual"]
+        assert not usual if turn else 0 < len(usual) < len(log)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lengths_share_a_variant(log, kernel):
+    for n in (129, 200, 256, 257, 400):
+        problem, x = pose({"seqlen": n}, {})
+        KERNELS[kernel][0](problem, x)
+    assert [way for way, _ in log] == ["usual"] + ["direct"] * 4
