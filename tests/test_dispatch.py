@@ -33,8 +33,36 @@ def test_only_the_forward_is_deferred():
     assert plan(problem(1, 4096), H200, None, backward=True).kernel == "hopper"
 
 
-def test_pages_are_read_by_triton():
-    paged = problem(512, 4096, page_size=16)
+@pytest.mark.parametrize(
+    ("seqlen_q", "fields", "reason"),
+    [
+        (1, {}, "splits the keys"),
+        (128, {"packed": True}, "splits the keys"),
+        (512, {"deterministic": True}, "one kernel for all lengths"),
+    ],
+)
+def test_few_or_deterministic_queries_over_pages_are_left_to_triton(seqlen_q, fields, reason):
+    paged = problem(seqlen_q, 4096, page_size=16, **fields)
+    found = plan(paged, H200)
+    assert found.kernel == "triton" and reason in found.reasons["hopper"]
+    assert plan(paged, H200, "hopper").kernel == "hopper"
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_chunks_over_pages_go_to_hopper(packed):
+    assert plan(problem(512, 4096, page_size=16, packed=packed), H200).kernel == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": 8}, "of 16, 32, 64, 128, 256 slots, not of 8"),
+        ({"page_size": 16, "has_tree_mask": True}, "has no tree_mask"),
+        ({"page_size": 16, "aligned": False}, "whole slots apart"),
+    ],
+)
+def test_pages_that_hopper_refuses(fields, reason):
+    paged = problem(512, 4096, **fields)
     assert plan(paged, H200).kernel == "triton"
-    with pytest.raises(onchip.UnsupportedError, match="has no pages"):
+    with pytest.raises(onchip.UnsupportedError, match=reason):
         plan(paged, H200, "hopper")

@@ -1,8 +1,9 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
-from onchip.kernels.configs import DECODE_ROWS
+from onchip.kernels.configs import DECODE_ROWS, HOPPER_PAGE_SIZES, HOPPER_PAGED_ROWS
 from onchip.problem import DeviceInfo, Problem
 
+READS_PAGES = True
 FEW_KEYS = 8  # keys a query, from which on few queries are worth splitting
 
 
@@ -14,21 +15,37 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype.itemsize != 2:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
-        return "TMA needs 16-byte aligned rows, strides and base addresses"
+        apart = ", and pages whole slots apart" if problem.page_size else ""
+        return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
+    if problem.page_size not in (0, *HOPPER_PAGE_SIZES):
+        sizes = ", ".join(map(str, HOPPER_PAGE_SIZES))
+        return f"copies page by page, of {sizes} slots, not of {problem.page_size}"
     return _missing(problem)
 
 
 def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here: triton splits the keys over programs."""
+    if problem.page_size:
+        return _defers_pages(problem)
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
         return f"leaves {problem.seqlen_q} queries to triton, which splits the keys over programs"
     return None
 
 
+def _defers_pages(problem: Problem) -> str | None:
+    """Of packed queries no more is known than the longest sequence."""
+    if problem.deterministic:
+        return "leaves deterministic calls over pages to triton: one kernel for all lengths"
+    sequences = 1 if problem.packed else problem.batch
+    if sequences * problem.seqlen_q * problem.num_heads < HOPPER_PAGED_ROWS:
+        return f"leaves {problem.seqlen_q} queries to triton, which splits the keys over programs"
+    return None
+
+
 def _missing(problem: Problem) -> str | None:
     options = {
-        "pages": problem.page_size,
+        "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,
         "dropout": problem.dropout_p,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks
+from onchip import masks, paged
 from onchip.kernels.hopper import entry
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
 
@@ -34,14 +34,15 @@ SHARED_BYTES = 232448
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
+PAGED = {"causal": True, "num_kv_heads": 1}
 
 FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
 
 class Variant(NamedTuple):
-    """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask shape
-    the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and with later ones:
-    what was measured (2026-11-15), so that it cannot grow unseen.
+    """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask and
+    page_size shape the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and
+    with later ones: what was measured (2026-11-15), so that it cannot grow unseen.
     """
 
     head_dim: int
@@ -68,6 +69,11 @@ FORWARD = [
     Variant(256, {"mask": True}),
     Variant(128, {"out_dtype": torch.float32}),
     Variant(256, {"out_dtype": torch.float32, "causal": True}),
+    Variant(128, {"causal": True, "num_kv_heads": 1, "lengths": (17, 300)}),  # heads share a tile
+    Variant(64, {**PAGED, "page_size": 64}),
+    Variant(128, {**PAGED, "page_size": 16}),
+    Variant(128, {**PAGED, **PACKED, **WINDOW, "page_size": 256, "sinks": True, "softcap": 5.0}),
+    Variant(256, {**PAGED, "page_size": 32}),
 ]
 BACKWARD = [
     Variant(128, {"causal": True}, FEW),
@@ -118,7 +124,7 @@ def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
     shape |= take("dtype", "head_dim_v", "num_kv_heads")
     q, k, v = ot.make_qkv(1, *lengths, **shape)
-    extras, max_seqlens = {}, ()
+    extras, max_seqlens, page_size = {}, (), options.pop("page_size", 0)
     if options.pop("sinks", False):
         extras["sinks"] = torch.zeros(4)
     if options.pop("mask", False):
@@ -129,7 +135,20 @@ def _pose(variant: Variant) -> tuple[Problem, Tensors]:
         q, k, v, max_seqlens = q[0], k[0], v[0], lengths
         extras |= zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)
     x = Tensors(q, k, v, **extras)
+    if page_size:
+        return _pose_paged(x, page_size, Options(**options), max_seqlens)
     return describe(x, Options(**options), max_seqlens), x
+
+
+def _pose_paged(
+    x: Tensors, page_size: int, options: Options, max_seqlens: tuple[int, ...]
+) -> tuple[Problem, Tensors]:
+    keys = (x.k, x.v) if max_seqlens else (x.k[0], x.v[0])
+    offsets = torch.tensor([0, len(keys[0])], dtype=torch.int32)
+    names = ("k", "v", "page_table", "cache_seqlens")
+    pages = dict(zip(names, ot.make_pages(*keys, offsets, page_size), strict=True))
+    x = x._replace(**pages, cu_seqlens_k=None)
+    return paged.describe(x, options, max_seqlens[0] if max_seqlens else None), x
 
 
 class Machine(NamedTuple):
