@@ -5,6 +5,7 @@ and what reading shared pages once would save.
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
+from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
+from onchip.kernels.hopper.entry import splits_keys
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
 
@@ -182,6 +185,8 @@ def _explain_paged(
     pages = _pages(problem, x, lengths, found.plan.kernel)
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
+    elif found.plan.kernel == "hopper" and splits_keys(problem):
+        found = found._replace(splits=_ranges(problem, x, lengths))
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths)
     sharing = None if shared is None else _sharing(shared, x, [n for _, n in lengths])
@@ -268,6 +273,24 @@ def _splits(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) ->
         2 * slots * problem.num_kv_heads * launched.part_rows * row_bytes,
         _why(problem, launched.cut, config.tile_n, processors, sum(tiles)),
     )
+
+
+def _ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
+    """What kernels/hopper/decode.py will do on the device with these lengths."""
+    processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+    most, least = max(1, processors // problem.num_kv_heads), HOPPER_DECODE_KEYS // 64
+    config = TileConfig(0, 64)
+    tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
+    total = sum(tiles)
+    ranges = min(most, max(1, total // least))
+    holder = lambda tile: ((tile + 1) * ranges - 1) // total
+    stops = list(accumulate(tiles))
+    counts = [holder(b - 1) - holder(b - n) + 1 for b, n in zip(stops, tiles, strict=True)]
+    rows = problem.seqlen_q * problem.num_heads
+    states = sum(n for n in counts if n > 1) * rows
+    why = f"{total} tiles of 64 keys in {ranges} even ranges ({processors} processors)"
+    row_bytes = 4 * (problem.head_dim_v + 1)
+    return Splits(tuple(counts), ranges * problem.num_kv_heads, 64, 2 * states * row_bytes, why)
 
 
 def _tiles_q(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:

@@ -68,7 +68,7 @@ class Problem(NamedTuple):
     has_sinks: bool = False
     return_stats: bool = False
     deterministic: bool = False
-    aligned: bool = True  # rows, strides and bases of q, k and v lie on 16 bytes
+    aligned: bool = True  # see is_aligned
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
 
@@ -141,13 +141,22 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 
 def is_aligned(x: Tensors) -> bool:
-    """Whether bases and strides of q, k and v lie on 16 bytes, as the Hopper copy engine wants."""
+    """Whether bases and strides of q, k and v lie on 16 bytes, and pages whole slots apart, as the
+    Hopper copy engine wants.
+    """
+    if x.page_table is not None and not all(_slots_apart(pages) for pages in x[1:3]):
+        return False
     bits, itemsize = 0, x.q.element_size()
     for t in x[:3]:
         bits |= t.data_ptr()
         for stride in t.stride()[:-1]:
             bits |= stride * itemsize
     return bits % 16 == 0
+
+
+def _slots_apart(pages: Tensor) -> bool:
+    page, slot = pages.stride()[:2]
+    return slot > 0 and page % slot == 0
 
 
 class Options(NamedTuple):

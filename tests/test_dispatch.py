@@ -17,25 +17,68 @@ def problem(seqlen_q, seqlen_k, **fields):
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "kernel"),
-    [(1, 4096, "triton"), (4, 100, "triton"), (4096, 4096, "hopper"), (16, 16, "hopper")],
+    [(8, 4096, "triton"), (16, 60, "hopper"), (4096, 4096, "hopper"), (16, 16, "hopper")],
 )
-def test_hopper_defers_few_queries_over_many_keys(seqlen_q, seqlen_k, kernel):
+def test_hopper_defers_queries_that_fill_no_tile_over_many_keys(seqlen_q, seqlen_k, kernel):
     found = plan(problem(seqlen_q, seqlen_k), H200)
     assert found.kernel == kernel
     reason = found.reasons.get("hopper", "")
     assert reason.startswith(f"leaves seqlen_q={seqlen_q} to triton") == (kernel == "triton")
 
 
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({}, "hopper"),
+        ({"page_size": 16}, "hopper"),
+        ({"page_size": 8}, "triton"),
+        ({"deterministic": True}, "triton"),
+        ({"page_size": 16, "has_tree_mask": True}, "triton"),
+    ],
+)
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_few_queries_go_to_hopper_unless_cuts_must_be_fixed(seqlen_q, fields, kernel):
+    assert plan(problem(seqlen_q, 4096, **fields), H200).kernel == kernel
+
+
 def test_a_kernel_that_is_named_does_not_defer():
-    assert plan(problem(1, 4096), H200, "hopper").kernel == "hopper"
+    assert plan(problem(8, 4096), H200, "hopper").kernel == "hopper"
 
 
 def test_only_the_forward_is_deferred():
-    assert plan(problem(1, 4096), H200, None, backward=True).kernel == "hopper"
+    assert plan(problem(8, 4096), H200, None, backward=True).kernel == "hopper"
 
 
-def test_pages_are_read_by_triton():
-    paged = problem(512, 4096, page_size=16)
+@pytest.mark.parametrize(
+    ("seqlen_q", "fields", "reason"),
+    [
+        (8, {}, "splits the keys"),
+        (128, {"packed": True}, "splits the keys"),
+        (512, {"deterministic": True}, "one kernel for all lengths"),
+    ],
+)
+def test_few_or_deterministic_queries_over_pages_are_left_to_triton(seqlen_q, fields, reason):
+    paged = problem(seqlen_q, 4096, page_size=16, **fields)
+    found = plan(paged, H200)
+    assert found.kernel == "triton" and reason in found.reasons["hopper"]
+    assert plan(paged, H200, "hopper").kernel == "hopper"
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_chunks_over_pages_go_to_hopper(packed):
+    assert plan(problem(512, 4096, page_size=16, packed=packed), H200).kernel == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"page_size": 8}, "of 16, 32, 64, 128, 256 slots, not of 8"),
+        ({"page_size": 16, "has_tree_mask": True}, "has no tree_mask"),
+        ({"page_size": 16, "aligned": False}, "whole slots apart"),
+    ],
+)
+def test_pages_that_hopper_refuses(fields, reason):
+    paged = problem(512, 4096, **fields)
     assert plan(paged, H200).kernel == "triton"
-    with pytest.raises(onchip.UnsupportedError, match="has no pages"):
+    with pytest.raises(onchip.UnsupportedError, match=reason):
         plan(paged, H200, "hopper")

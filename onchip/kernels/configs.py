@@ -200,14 +200,34 @@ HOPPER_SHORT = 1024
 # A program's rows must be those of one block of a mask: two consumers.
 HOPPER_FORWARD_MASK = {64: _D64_TWO, 128: _D128, 256: _D256}
 
+# A producer that looks pages up needs 40 registers; with 24 it would spill some sixty times a tile.
+_LOOKING_UP = {"consumer_regs": 232, "producer_regs": 40}
+HOPPER_FORWARD_PAGED = {
+    64: _D64_TWO._replace(**_LOOKING_UP),
+    128: _D128._replace(**_LOOKING_UP),
+    256: _D256._replace(**_LOOKING_UP),
+}
 
-def hopper_forward_config(head_dim: int, cut: bool, has_mask: bool, seqlen_k: int) -> HopperConfig:
+
+def hopper_forward_config(
+    head_dim: int, cut: bool, has_mask: bool, seqlen_k: int, page_size: int = 0
+) -> HopperConfig:
     """`cut`: tiles differ in length, because of causal or a window."""
     dim = max(64, 1 << (head_dim - 1).bit_length())
     if has_mask:
         return HOPPER_FORWARD_MASK[dim]
+    if page_size:
+        return HOPPER_FORWARD_PAGED[dim]
     short = HOPPER_FORWARD_SHORT.get(dim) if cut and seqlen_k <= HOPPER_SHORT else None
     return short or HOPPER_FORWARD[dim]
+
+
+# Keys come page by page, each by a copy of its own: a tile must be whole pages (or lie in one), and
+# parts of fewer than 16 rows would be more copies than the producer can start in time.
+HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
+# Queries x heads, from which on pages are read here: tiles of 128 of them for half of the
+# processors of an H200. Triton's kernel is half as fast, and splits the keys to use all of them.
+HOPPER_PAGED_ROWS = 64 * 128
 
 
 class HopperBackwardConfig(NamedTuple):

@@ -297,11 +297,12 @@ class Out:
         """Fold `count` states, from slot `first` on, into the result."""
         S: gl.constexpr = gl.BlockedLayout([LOT, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
         L: gl.constexpr = gl.SliceLayout(0, S)
+        ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, S))
         rows = seqlen_q * self.group_size
         k = gl.arange(0, LOT, gl.SliceLayout(1, gl.SliceLayout(2, S)))
         d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, S)))
         for r0 in range(0, rows, WARPS):
-            r = r0 + gl.arange(0, WARPS, gl.SliceLayout(0, gl.SliceLayout(2, S)))
+            r = r0 + gl.arange(0, WARPS, ROW)
             m = gl.full([WARPS], float("-inf"), gl.float32, gl.SliceLayout(1, L))
             l = gl.zeros([WARPS], gl.float32, gl.SliceLayout(1, L))
             acc = gl.zeros([WARPS, D], gl.float32, L)
@@ -314,7 +315,7 @@ class Out:
                 m_new = gl.maximum(m, gl.convert_layout(gl.max(lse, 0), m.type.layout))
                 pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
                 alpha = gl.exp2(m - pivot)
-                beta = gl.exp2(lse - gl.convert_layout(pivot, gl.SliceLayout(0, lse.type.layout))[None, :])
+                beta = gl.exp2(lse - gl.convert_layout(pivot, ROW)[None, :])
                 l = l * alpha + gl.convert_layout(gl.sum(beta, 0), l.type.layout)
                 acc = acc * alpha[:, None] + gl.sum(part * beta[:, :, None], 0)
                 m = m_new

@@ -1,8 +1,17 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
-from onchip.kernels.configs import DECODE_ROWS, FEW_KEYS
+from onchip.kernels.configs import (
+    DECODE_ROWS,
+    FEW_KEYS,
+    HOPPER_DECODE_BATCH,
+    HOPPER_DECODE_ROWS,
+    HOPPER_PAGE_SIZES,
+    HOPPER_PAGED_ROWS,
+)
 from onchip.kernels.handles import on_device
 from onchip.problem import DeviceInfo, Problem
+
+READS_PAGES = True
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -13,21 +22,50 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype.itemsize != 2:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
-        return "TMA needs 16-byte aligned rows, strides and base addresses"
+        apart = ", and pages whole slots apart" if problem.page_size else ""
+        return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
+    if problem.page_size not in (0, *HOPPER_PAGE_SIZES):
+        sizes = ", ".join(map(str, HOPPER_PAGE_SIZES))
+        return f"copies page by page, of {sizes} slots, not of {problem.page_size}"
     return _missing(problem)
 
 
+def splits_keys(problem: Problem) -> bool:
+    """Whether the queries are so few, and the keys so many, that the keys are split over programs.
+    Where the cuts must not depend on the batch, triton makes them.
+    """
+    rows = problem.seqlen_q * problem.group_size
+    simple = not (problem.packed or problem.has_mask or problem.deterministic)
+    alike = problem.head_dim == problem.head_dim_v and problem.batch <= HOPPER_DECODE_BATCH
+    many = problem.seqlen_k >= FEW_KEYS * problem.seqlen_q
+    return simple and alike and many and rows <= HOPPER_DECODE_ROWS
+
+
 def defers(problem: Problem) -> str | None:
-    """Few queries leave most processors idle here: triton splits the keys over programs."""
+    """Few queries leave most processors idle here unless keys are split."""
+    if splits_keys(problem):
+        return None
+    if problem.page_size:
+        return _defers_pages(problem)
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None
 
 
+def _defers_pages(problem: Problem) -> str | None:
+    """Of packed queries no more is known than the longest sequence."""
+    if problem.deterministic:
+        return "leaves deterministic calls over pages to triton: one kernel for all lengths"
+    sequences = 1 if problem.packed else problem.batch
+    if sequences * problem.seqlen_q * problem.num_heads < HOPPER_PAGED_ROWS:
+        return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
+    return None
+
+
 def _missing(problem: Problem) -> str | None:
     options = {
-        "pages": problem.page_size,
+        "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,
         "dropout": problem.dropout_p,
@@ -40,9 +78,10 @@ def _missing(problem: Problem) -> str | None:
 
 def forward(problem, x):
     from onchip.kernels.hopper.launch import forward as launch
+    from onchip.kernels.hopper.launch_decode import decode
 
     with on_device(x.q):
-        return launch(problem, x)
+        return (decode if splits_keys(problem) else launch)(problem, x)
 
 
 def backward(problem, x, out, lse, dout, dlse):

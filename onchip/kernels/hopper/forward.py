@@ -25,6 +25,7 @@ from onchip.kernels.hopper.pipe import (
 from onchip.kernels.hopper.schedule import (
     Blocks,
     Order,
+    Pages,
     Shape,
     block_tiles,
     hide,
@@ -123,14 +124,16 @@ class Scale:
 class Job:
     shape: Shape
     blocks: Blocks
+    pages: Pages
     order: Order
     scale: Scale
     cfg: Config
 
     @gluon.constexpr_function
-    def __init__(self, shape, blocks, order, scale, cfg):
+    def __init__(self, shape, blocks, pages, order, scale, cfg):
         self.shape = shape
         self.blocks = blocks
+        self.pages = pages
         self.order = order
         self.scale = scale
         self.cfg = cfg
@@ -140,16 +143,30 @@ class Job:
         """The tile of queries of a ticket, or from consumer C on."""
         shape = self.shape
         tile, plane = self.order.tile(ticket)
-        batch = plane // shape.num_heads
-        q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
-        row = tile * (64 * self.cfg.CONSUMERS) + 64 * C
-        return Place(batch, plane % shape.num_heads, row, q0, seqlen_q, k0, seqlen_k)
+        batch = plane // shape.planes()
+        q0, seqlen_q = shape.queries(batch)
+        if self.pages.SIZE:
+            k0, seqlen_k = 0, self.pages.length(batch)
+        else:
+            k0, seqlen_k = shape.keys(batch)
+        ROWS: gl.constexpr = 64 // shape.GROUP
+        row = tile * (ROWS * self.cfg.CONSUMERS) + ROWS * C
+        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
 
     @gluon.jit
-    def keys(self, place, rows):
-        """The key tiles that `rows` queries of a place see."""
+    def keys(self, place, CONSUMERS: gl.constexpr):
+        """The key tiles that the queries of so many consumers see, from a place on."""
         TILE_N: gl.constexpr = self.cfg.TILE_N
-        return keys_of(self.shape, place.row, rows, place.seqlen_q, place.seqlen_k, TILE_N)
+        ROWS: gl.constexpr = 64 // self.shape.GROUP * CONSUMERS
+        return keys_of(self.shape, place.row, ROWS, place.seqlen_q, place.seqlen_k, TILE_N)
+
+    @gluon.jit
+    def heads(self, place, layout: gl.constexpr):
+        """The head of each of a consumer's 64 rows."""
+        if self.shape.GROUP == 1:
+            return place.head
+        else:
+            return place.head + gl.arange(0, 64, gl.SliceLayout(1, layout)) % self.shape.GROUP
 
     @gluon.jit
     def listed(self, place):
@@ -160,7 +177,7 @@ class Job:
 
 @aggregate
 class Place:
-    """Queries of one head from `row` of their sequence on."""
+    """Queries from `row` of their sequence on, of one head, or of the group that begins there."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -207,8 +224,22 @@ class Out:
 
 
 @gluon.jit
+def load_pages(ring, i, desc, job, place, n, found, span):
+    """Fill slot i with key tile n, out of the pages that were found for its parts."""
+    pages, shape = job.pages, job.shape
+    kv_head = place.head // shape.group_size
+    start = 0
+    if shape.HAS_LEFT:
+        start = place.row + place.seqlen_k - place.seqlen_q - shape.left
+    ends, rests = pages.places(found, span, n * job.cfg.TILE_N, start, place.seqlen_k)
+    ring.announce(i, desc, pages.PARTS)
+    for x in gl.static_range(pages.PARTS):
+        ring.load_part(i, desc, pages.at(ends, rests, x, kv_head), x)
+
+
+@gluon.jit
 def produce(q_desc, k_desc, v_desc, counter, pipes, job):
-    shape, cfg = job.shape, job.cfg
+    shape, cfg, pages = job.shape, job.cfg, job.pages
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
     given = 0
@@ -222,9 +253,11 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
         if job.blocks.ON:
             entries, count = job.listed(place)
         else:
-            keys = job.keys(place, 64 * cfg.CONSUMERS)
+            keys = job.keys(place, cfg.CONSUMERS)
             count = keys.hi - keys.lo
         if place.row < place.seqlen_q:
+            if pages.SIZE:
+                found = pages.look_up(place.batch, (keys.hi - 1) * cfg.TILE_N)
             for j in range(count):
                 if job.blocks.ON:
                     n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
@@ -232,16 +265,25 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                     n = keys.hi - 1 - j
                 at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
                 pipes.k.wait_empty(i)
-                pipes.k.load(i, k_desc, at)
+                if pages.SIZE:
+                    load_pages(pipes.k, i, k_desc, job, place, n, found, pages.span_k)
+                else:
+                    pipes.k.load(i, k_desc, at)
                 if j == 0:
                     for c in gl.static_range(cfg.CONSUMERS):
-                        row = place.row + 64 * c
-                        q_at = shape.coord(place.batch, place.head, place.q0, place.seqlen_q, row)
+                        row = place.row + 64 // shape.GROUP * c
+                        q_at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
                         pipes.q.wait_empty(t * cfg.CONSUMERS + c)
                         pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
                     t += 1
+                if pages.SIZE:  # one look-up runs ahead
+                    ahead = pages.look_up(place.batch, (n - 1) * cfg.TILE_N)
                 pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
-                pipes.v.load(i, v_desc, at)
+                if pages.SIZE:
+                    load_pages(pipes.v, i, v_desc, job, place, n, found, pages.span_v)
+                    found = ahead
+                else:
+                    pipes.v.load(i, v_desc, at)
                 i += 1
         if cfg.DYNAMIC:
             ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -417,7 +459,7 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
     would be repacked in every iteration (64 more instructions of 520).
     """
     shape, cfg = job.shape, job.cfg
-    ROWS: gl.constexpr = 64 * cfg.CONSUMERS
+    ROWS: gl.constexpr = 64 // shape.GROUP * cfg.CONSUMERS
     CUTS: gl.constexpr = (ROWS + cfg.TILE_N - 2) // cfg.TILE_N + 1  # tiles that one edge can cut
     alpha = gl.full_like(l, 1.0)
     for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):
@@ -474,19 +516,20 @@ def finish_rows(out, job, place, m, l):
     shape = job.shape
     m_log2 = m * job.scale.scale_log2
     shrink = gl.full_like(l, 1.0)
+    head = job.heads(place, job.cfg.S)
     if out.HAS_SINKS:
-        sink = gl.load(out.sinks + place.head).to(gl.float32) * LOG2E
+        sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
         top = gl.maximum(m_log2, sink)
         shrink = gl.exp2(m_log2 - top)
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
     seen = l > 0.0
     lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
-    rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, job.cfg.S))
+    rows = place.row + shape.queries_of(64, job.cfg.S)
     if shape.PACKED:
-        first = place.head.to(gl.int64) * shape.total_q + place.q0
+        first = head.to(gl.int64) * shape.total_q + place.q0
     else:
-        first = (place.batch.to(gl.int64) * shape.num_heads + place.head) * place.seqlen_q
+        first = (place.batch.to(gl.int64) * shape.num_heads + head) * place.seqlen_q
     gl.store(out.lse + first + rows, lse, mask=rows < place.seqlen_q)
     return gl.where(seen, shrink / l, 0.0)
 
@@ -496,16 +539,16 @@ def store_out(out, job, place, acc, C: gl.constexpr):
     """64 rows of the output."""
     shape, cfg = job.shape, job.cfg
     if out.WIDE:
-        rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, cfg.O))
+        rows = place.row + shape.queries_of(64, cfg.O)
         cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
         first = place.q0.to(gl.int64)
         if not shape.PACKED:
             first = place.batch.to(gl.int64) * place.seqlen_q
-        places = ((first + rows) * shape.num_heads + place.head) * out.dim
+        places = ((first + rows) * shape.num_heads + job.heads(place, cfg.O)) * out.dim
         inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
         gl.store(out.ref + places[:, None] + cols[None, :], acc, mask=inside)
     else:
-        at = shape.coord(place.batch, place.head, place.q0, place.seqlen_q, place.row)
+        at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, place.row)
         store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
 
 
@@ -523,8 +566,8 @@ def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
         count = loaded
         n, bits = job.blocks.tile(entries, 0, cfg.TILE_N)
     else:
-        keys = job.keys(first, 64 * cfg.CONSUMERS)
-        mine = job.keys(place, 64)
+        keys = job.keys(first, cfg.CONSUMERS)
+        mine = job.keys(place, 1)
         loaded = keys.hi - keys.lo
         count = mine.hi - mine.lo
         n = mine.hi - 1
@@ -592,6 +635,7 @@ def consume(out, pipes, job, C: gl.constexpr):
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
     "mask_b", "mask_h", "dim", "tiles_m", "section", "num_tiles",
+    "table_stride", "columns", "num_pages", "span_k", "span_v",
 ]  # fmt: skip
 
 
@@ -601,23 +645,28 @@ def forward_kernel(
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
     tiles_m, section, num_tiles, scale_log2, inner,
+    page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     POLY: gl.constexpr, UNDER: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
-                  num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
+                  num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
+                  GROUP)  # fmt: skip
     blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,
                     tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
-    job = Job(shape, blocks, Order(tiles_m, section, num_tiles, HAS_RIGHT),
+    pages = Pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
+                  PAGE_SIZE, TILE_N)  # fmt: skip
+    job = Job(shape, blocks, pages, Order(tiles_m, section, num_tiles, HAS_RIGHT),
               Scale(scale_log2, inner, SOFTCAP), cfg)  # fmt: skip
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_ring(k_desc, STAGES, CONSUMERS)
-    v = make_ring(v_desc, STAGES, CONSUMERS)
+    k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
+    v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS), make_baton(CONSUMERS))
     slots = q.slots
     if not (OUT_IN_Q or WIDE):

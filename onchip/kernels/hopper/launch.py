@@ -1,6 +1,5 @@
 """From a call's tensors to a launch of the Hopper kernels: descriptors, grid, tile table."""
 
-import math
 from functools import cache
 
 import torch
@@ -10,13 +9,18 @@ from onchip.kernels.configs import HopperConfig, hopper_forward_config
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
+    Descriptor,
     counter,
     descriptor,
+    grouped,
     mask_arguments,
     num_sms,
     padded,
+    paged,
     scales,
     section_of,
+    span,
+    without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
@@ -28,16 +32,18 @@ def forward(problem: Problem, x: Tensors) -> Result:
     out, lse = empty_result(problem, x)
     if not out.numel():
         return Result(out, lse)
-    if not x.k.numel():
-        return _without_keys(out, lse, x.sinks)
+    if not x.k.numel() or not problem.seqlen_k:
+        return without_keys(out, lse, x.sinks)
     left, right = problem.window_size
     right = 0 if problem.causal else right
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     config = _config(problem, width, width_v, right is not None)
-    tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
-    heads = problem.batch * problem.num_heads
-    num_tiles = tiles_m * heads
+    group = _rows_of_a_query(problem, config)
+    tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
+    planes = problem.batch * problem.num_heads // group
+    num_tiles = tiles_m * planes
     uneven = right is not None or left is not None or problem.packed or problem.has_mask
+    uneven = uneven or problem.page_size > 0
     dynamic = uneven or config.dynamic
     scale, inner = scales(problem)
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -45,10 +51,10 @@ def forward(problem: Problem, x: Tensors) -> Result:
     lists, list_strides = mask_arguments(rows, tiles, anything)
     wide = out.dtype == torch.float32
     _forward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
-        descriptor(x.q, 64, width),
-        descriptor(x.k, config.tile_n, width),
-        descriptor(x.v, config.tile_n, width_v),
-        out if wide else descriptor(out, 64, width_v),
+        grouped(x.q, 64, group, width),
+        _keys(problem, x.k, config.tile_n, width),
+        _keys(problem, x.v, config.tile_n, width_v),
+        out if wide else grouped(out, 64, group, width_v),
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
@@ -66,10 +72,11 @@ def forward(problem: Problem, x: Tensors) -> Result:
         *list_strides,
         problem.head_dim_v,
         tiles_m,
-        _section(problem, heads),
+        _section(problem, planes, group),
         num_tiles,
         scale,
         inner,
+        *_page_arguments(x, anything),
         WIDTH=width_v,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
@@ -79,21 +86,45 @@ def forward(problem: Problem, x: Tensors) -> Result:
         SOFTCAP=problem.softcap != 0,
         WIDE=wide,
         DYNAMIC=dynamic,
+        PAGE_SIZE=problem.page_size,
+        GROUP=group,
         **_constants(config),
     )
     return Result(out, lse)
 
 
 def _config(problem: Problem, width: int, width_v: int, cut: bool) -> HopperConfig:
-    config = hopper_forward_config(max(width, width_v), cut, problem.has_mask, problem.seqlen_k)
+    dim, seqlen_k = max(width, width_v), problem.seqlen_k
+    config = hopper_forward_config(dim, cut, problem.has_mask, seqlen_k, problem.page_size)
     if width != width_v:
         return config._replace(out_in_q=False)  # the tiles differ, and there is room
     return config
 
 
-def _without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
-    lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse))
-    return Result(out.zero_(), lse)
+def _rows_of_a_query(problem: Problem, config: HopperConfig) -> int:
+    """How many heads share a tile, and with it the keys they read: all of a group, over pages and
+    where a tile has room for all of its queries.
+    """
+    group = problem.group_size
+    few = problem.seqlen_q * group <= 64 * config.consumers
+    fits = group <= 64 and 64 % group == 0 and not problem.has_mask
+    return group if fits and (few or problem.page_size) else 1
+
+
+def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:
+    if problem.page_size:
+        return paged(t, min(problem.page_size, tile_n), width)
+    return descriptor(t, tile_n, width)
+
+
+def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
+    """The page table as the kernel takes it."""
+    table, seqlens = x.page_table, x.cache_seqlens
+    if table is None or seqlens is None:
+        return anything, anything, 0, 0, 0, 0, 0
+    table = table if table.stride(1) == 1 else table.contiguous()
+    sizes = table.stride(0), table.shape[1], x.k.shape[0], span(x.k), span(x.v)
+    return table, seqlens.contiguous(), *sizes
 
 
 @cache
@@ -116,6 +147,6 @@ def _constants(config: HopperConfig) -> dict:
     }
 
 
-def _section(problem: Problem, planes: int) -> int:
+def _section(problem: Problem, planes: int, group: int) -> int:
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return section_of(planes, per_head // problem.group_size)
+    return section_of(planes, per_head * group // problem.group_size)

@@ -7,14 +7,21 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_STAGES
+from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.decode import TILE_N, decode_kernel
-from onchip.kernels.hopper.tensors import descriptor, num_sms, padded, scales
+from onchip.kernels.hopper.tensors import descriptor, num_sms, padded, scales, without_keys
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
+
+_decode_kernel = Handle(decode_kernel)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
     out, lse = empty_result(problem, x)
+    if not out.numel():
+        return Result(out, lse)
+    if not x.k.numel():
+        return without_keys(out, lse, x.sinks)
     width = padded(problem.head_dim)
     left, right = problem.window_size
     right = 0 if problem.causal else right
@@ -24,12 +31,12 @@ def decode(problem: Problem, x: Tensors) -> Result:
     anything = lse  # stands for pointers that the compiled variant does not read
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
     scale, inner = scales(problem)
-    decode_kernel[(most * problem.num_kv_heads,)](
+    _decode_kernel[(most * problem.num_kv_heads,)](
         x.q,
         descriptor(x.k, part, width),
         descriptor(x.v, part, width),
         anything if x.page_table is None else _rows(x.page_table),
-        anything if x.cache_seqlens is None else x.cache_seqlens,
+        anything if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
         anything if x.sinks is None else x.sinks,
         out,
         lse,

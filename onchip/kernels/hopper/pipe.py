@@ -42,6 +42,15 @@ def _as_matrices(smem, shape, layout, _semantic=None):
 _reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 
 
+@gluon.constexpr_function
+def _matrix(shape):
+    """The shape of a tile as rows and columns, whatever boxes its rows come in."""
+    rows = 1
+    for n in shape[:-1]:
+        rows *= n
+    return [rows, shape[-1]]
+
+
 @aggregate
 class Ring:
     """`num_stages` slots, each with a barrier for being full and one for being empty."""
@@ -62,7 +71,7 @@ class Ring:
     def slot(self, i):
         """The i-th filling, as a matrix."""
         slot = self.slots.index(i % self.num_stages)
-        return slot.reshape([slot.shape[-2], slot.shape[-1]])
+        return slot.reshape(_matrix(slot.shape))
 
     @gluon.jit
     def tile(self, i):
@@ -100,6 +109,19 @@ class Ring:
         _load(desc, coord, full, self.slots.index(i % self.num_stages))
 
     @gluon.jit
+    def announce(self, i, desc, parts: gl.constexpr):
+        """Producer: slot i will be filled by `parts` calls of load_part."""
+        mbarrier.expect(self.full.index(i % self.num_stages), desc.block_type.nbytes * parts)
+
+    @gluon.jit
+    def load_part(self, i, desc, coord, part: gl.constexpr):
+        """Producer: fill the part-th of equal parts of the rows of slot i."""
+        rows: gl.constexpr = desc.block_shape[-2]
+        slot = self.slots.index(i % self.num_stages)
+        part_of_slot = slot.slice(part * rows, rows, len(slot.shape) - 2)
+        _load(desc, coord, self.full.index(i % self.num_stages), part_of_slot)
+
+    @gluon.jit
     def load_with(self, i, desc, coord, other, other_desc, other_coord):
         """Producer: fill slot i and, under the same barrier, slot i of `other`, equally deep and
         with no barrier of its own.
@@ -110,10 +132,16 @@ class Ring:
         _load(other_desc, other_coord, full, other.slots.index(i % self.num_stages))
 
 
+@gluon.constexpr_function
+def _slots(num_stages, box, parts):
+    return [num_stages, *box[:-2], parts * box[-2], box[-1]]
+
+
 @gluon.jit
-def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr):
-    """A ring of tiles as desc loads them, released once by each consumer."""
-    slots = gl.allocate_shared_memory(desc.dtype, [num_stages] + desc.block_shape, desc.layout)
+def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1):
+    """A ring of tiles as desc loads them, in so many parts, released once by each consumer."""
+    shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
+    slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(num_stages):
@@ -240,9 +268,7 @@ class Boxes:
 
 
 @gluon.jit
-def make_boxes(
-    k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, warps: gl.constexpr
-):
+def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, warps: gl.constexpr):
     """Tiles of tile_n keys, in boxes as k_desc and v_desc load them."""
     ROWS: gl.constexpr = k_desc.block_shape[-2]
     PARTS: gl.constexpr = tile_n // ROWS
@@ -377,7 +403,7 @@ def store_tile(desc, coord, smem, value):
     asynchronous.
     """
     store_wait(0)  # the last store of this slot must have been read
-    smem.reshape([smem.shape[-2], smem.shape[-1]]).store(value)
+    smem.reshape(_matrix(smem.shape)).store(value)
     fence_async_shared()
     _store(desc, coord, smem)
 

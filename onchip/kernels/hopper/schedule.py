@@ -7,7 +7,9 @@ from triton.language.core import _aggregate as aggregate
 
 @aggregate
 class Shape:
-    """The runtime shape of a call. Windows count from the diagonal; causal is a right side of 0."""
+    """The runtime shape of a call. Windows count from the diagonal; causal is a right side of 0. A
+    tile holds GROUP rows of each query, one for each of GROUP neighbouring heads.
+    """
 
     cu_seqlens_q: gl.tensor
     cu_seqlens_k: gl.tensor
@@ -22,11 +24,12 @@ class Shape:
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    GROUP: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
-        num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
+        num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT, GROUP=1,
     ):  # fmt: skip
         self.cu_seqlens_q = cu_seqlens_q
         self.cu_seqlens_k = cu_seqlens_k
@@ -41,20 +44,55 @@ class Shape:
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.GROUP = gl.constexpr(GROUP)
 
     @gluon.jit
     def sequence(self, batch):
         """(first row of q, rows, first key, keys) of one sequence, within the tensors whatever
         cu_seqlens says.
         """
+        q0, seqlen_q = self.queries(batch)
+        k0, seqlen_k = self.keys(batch)
+        return q0, seqlen_q, k0, seqlen_k
+
+    @gluon.jit
+    def queries(self, batch):
+        """(first row of q, rows) of one sequence."""
         if self.PACKED:
-            q0 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_q + batch), 0), self.total_q)
-            q1 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_q + batch + 1), q0), self.total_q)
-            k0 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_k + batch), 0), self.total_k)
-            k1 = gl.minimum(gl.maximum(gl.load(self.cu_seqlens_k + batch + 1), k0), self.total_k)
-            return q0, q1 - q0, k0, k1 - k0
+            return _clamped(self.cu_seqlens_q + batch, self.total_q)
         else:
-            return 0, self.seqlen_q, 0, self.seqlen_k
+            return 0, self.seqlen_q
+
+    @gluon.jit
+    def keys(self, batch):
+        """(first key, keys) of one sequence."""
+        if self.PACKED:
+            return _clamped(self.cu_seqlens_k + batch, self.total_k)
+        else:
+            return 0, self.seqlen_k
+
+    @gluon.jit
+    def planes(self):
+        """Of one batch entry: heads, or groups of them that share tiles."""
+        if self.GROUP == 1:
+            return self.num_heads
+        else:
+            return self.num_heads // self.GROUP
+
+    @gluon.jit
+    def first_head(self, plane):
+        if self.GROUP == 1:
+            return plane % self.num_heads
+        else:
+            return plane * self.GROUP % self.num_heads
+
+    @gluon.jit
+    def queries_of(self, rows: gl.constexpr, layout: gl.constexpr):
+        """Whose rows a tile holds, from its first query on."""
+        if self.GROUP == 1:
+            return gl.arange(0, rows, gl.SliceLayout(1, layout))
+        else:
+            return gl.arange(0, rows, gl.SliceLayout(1, layout)) // self.GROUP
 
     @gluon.jit
     def coord(self, batch, head, first, length, row):
@@ -64,6 +102,108 @@ class Shape:
             return [far, first + length, head, far - length + row, 0]
         else:
             return [batch, head, row, 0]
+
+    @gluon.jit
+    def q_coord(self, batch, head, first, length, row):
+        """The same for rows of q and out: see tensors.grouped."""
+        if self.GROUP == 1:
+            return self.coord(batch, head, first, length, row)
+        elif self.PACKED:
+            far: gl.constexpr = 1 << 30
+            return [far, first + length, far - length + row, head, 0]
+        else:
+            return [batch, row, head, 0]
+
+
+@gluon.jit
+def _clamped(offsets, total):
+    """(first, how many) between two neighbours of cu_seqlens, whatever they say."""
+    start = gl.minimum(gl.maximum(gl.load(offsets), 0), total)
+    stop = gl.minimum(gl.maximum(gl.load(offsets + 1), start), total)
+    return start, stop - start
+
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
+
+
+@aggregate
+class Pages:
+    """Where keys lie in pages of SIZE slots (0: nowhere): a row of the table for each sequence, of
+    `columns` entries and `stride` apart. A tile is copied in PARTS of BOX slots. Pages begin span_k
+    (span_v) rows of the pool apart.
+    """
+
+    table: gl.tensor
+    seqlens: gl.tensor
+    stride: gl.tensor
+    columns: gl.tensor
+    num_pages: gl.tensor
+    span_k: gl.tensor
+    span_v: gl.tensor
+    SIZE: gl.constexpr
+    BOX: gl.constexpr
+    PARTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, table, seqlens, stride, columns, num_pages, span_k, span_v, SIZE, TILE_N):
+        self.table = table
+        self.seqlens = seqlens
+        self.stride = stride
+        self.columns = columns
+        self.num_pages = num_pages
+        self.span_k = span_k
+        self.span_v = span_v
+        self.SIZE = gl.constexpr(SIZE)
+        self.BOX = gl.constexpr(min(SIZE, TILE_N))
+        self.PARTS = gl.constexpr(max(1, TILE_N // SIZE) if SIZE else 1)
+
+    @gluon.jit
+    def length(self, batch):
+        """Keys of one sequence, as many as its row of the table has room for at most."""
+        return gl.minimum(gl.maximum(gl.load(self.seqlens + batch), 0), self.columns * self.SIZE)
+
+    @gluon.jit
+    def look_up(self, batch, key):
+        """The pages from that of a key on, one in each lane of the producer; bad entries give one
+        that exists.
+        """
+        lanes = gl.arange(0, 32, LANES)
+        column = gl.minimum(gl.maximum(key // self.SIZE + lanes, 0), self.columns - 1)
+        page = gl.load(self.table + batch * self.stride + column)
+        return gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
+
+    @gluon.jit
+    def places(self, found, span, key, start, stop):
+        """(ends, rests) of the parts of a tile of keys from `key` on, one in each lane, for `at`.
+        Keys from `stop` on arrive as 0, and so does a part before `start`: its page may be gone.
+        """
+        far: gl.constexpr = 1 << 30
+        key += gl.arange(0, 32, LANES) * self.BOX
+        length = gl.minimum(gl.maximum(stop - key, 0), self.BOX)
+        length = gl.where(key + self.BOX <= start, 0, length)
+        return found * span + key % self.SIZE + length, _opaque(far - length)
+
+    @gluon.jit
+    def at(self, ends, rests, part: gl.constexpr, head):
+        """Where a part of a tile lies for TMA: see tensors.paged."""
+        far: gl.constexpr = 1 << 30
+        return [far, _lane(ends, part), head, _lane(rests, part), 0]
+
+
+@gluon.jit
+def _lane(x, lane: gl.constexpr):
+    """The number in one lane, none of which is negative."""
+    return gl.max(gl.where(gl.arange(0, 32, LANES) == lane, x, 0), 0)
+
+
+@gluon.jit
+def _opaque(x):
+    """x, but the compiler cannot know: it would take what k and v have in common out of the lanes
+    once, and spill it until v has room.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @aggregate
@@ -110,7 +250,7 @@ def keys_of(shape, row, rows, seqlen_q, seqlen_k, TILE_N: gl.constexpr):
 @gluon.jit
 def visible(shape, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
     """s with -inf at keys past the end or outside the window; row, col: position of its corner."""
-    rows = row + seqlen_k - seqlen_q + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+    rows = row + seqlen_k - seqlen_q + shape.queries_of(s.shape[0], layout)
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
     last = gl.zeros_like(rows) + (seqlen_k - 1 - col)
     if shape.HAS_RIGHT:

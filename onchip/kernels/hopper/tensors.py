@@ -9,11 +9,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockLists
 from onchip.problem import Problem, Tensors
 
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 30  # as in schedule.Shape.coord
+_MOST = 0x7FFF0000  # no coordinate is larger
 _L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
 
 
@@ -119,10 +121,43 @@ def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     else:
         _, h, d = t.shape
         ss, sh, _ = t.stride()
-        most = 0x7FFF0000
-        shape, strides = [most, most, h, _FAR, d], [2**34 - ss, ss, sh, ss, 1]
-    block = [1] * (len(shape) - 2) + [rows, width]
-    return Descriptor(t, shape, strides, block, _layout(t.dtype, tuple(block)))
+        shape, strides = [_MOST, _MOST, h, _FAR, d], [2**34 - ss, ss, sh, ss, 1]
+    return _tiles(t, shape, strides, (rows, width))
+
+
+def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
+    """The same with `rows` that are queries x heads of a group (coordinates:
+    schedule.Shape.q_coord).
+    """
+    if group == 1:
+        return descriptor(t, rows, width)
+    if t.dim() == 4:
+        shape, strides = list(t.shape), [*t.stride()[:3], 1]
+    else:
+        _, h, d = t.shape
+        ss, sh, _ = t.stride()
+        shape, strides = [_MOST, _MOST, _FAR, h, d], [2**34 - ss, ss, ss, sh, 1]
+    return _tiles(t, shape, strides, (rows // group, group, width))
+
+
+def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
+    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.coord). They may lie apart
+    by any number of slots: `span`.
+    """
+    _, _, h, d = pages.shape
+    _, ss, sh, _ = pages.stride()
+    shape, strides = [_MOST, _MOST, h, _FAR, d], [2**34 - ss, ss, sh, ss, 1]
+    return _tiles(pages, shape, strides, (rows, width))
+
+
+def span(pages: Tensor) -> int:
+    """From one page to the next, in slots."""
+    return pages.stride(0) // pages.stride(1)
+
+
+def _tiles(t: Tensor, shape: list[int], strides: list[int], tile: tuple[int, ...]) -> Descriptor:
+    block = (1,) * (len(shape) - len(tile)) + tile
+    return Descriptor(t, shape, strides, list(block), _layout(t.dtype, block))
 
 
 def numbers(t: Tensor, block: tuple[int, ...]) -> Descriptor:
@@ -147,3 +182,8 @@ def section_of(planes: int, plane_bytes: int) -> int:
 def _divisor(n: int, limit: int) -> int:
     """The largest divisor of n that is at most limit."""
     return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
+
+
+def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
+    lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse))
+    return Result(out.zero_(), lse)

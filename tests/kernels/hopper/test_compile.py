@@ -1,7 +1,7 @@
 """The Hopper kernels, compiled where there is no Hopper: what ptxas makes of them.
 
 Each variant is a real call whose launches are recorded instead of run, so that host code, tile
-tables and signatures are tested together. A new variant is one line of FORWARD or BACKWARD.
+tables and signatures are tested together. A new variant is one line of FORWARD, DECODE or BACKWARD.
 """
 
 import re
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks
+from onchip import masks, paged
 from onchip.kernels.hopper import entry
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
 
@@ -33,14 +33,15 @@ SHARED_BYTES = 232448
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
+PAGED = {"causal": True, "num_kv_heads": 1}
 
 FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
 
 class Variant(NamedTuple):
-    """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask shape
-    the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and with later ones:
-    what was measured (2026-11-15), so that it cannot grow unseen.
+    """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask and
+    page_size shape the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and
+    with later ones: what was measured (2026-11-15), so that it cannot grow unseen.
     """
 
     head_dim: int
@@ -67,6 +68,18 @@ FORWARD = [
     Variant(256, {"mask": True}),
     Variant(128, {"out_dtype": torch.float32}),
     Variant(256, {"out_dtype": torch.float32, "causal": True}),
+    Variant(128, {"causal": True, "num_kv_heads": 1, "lengths": (17, 300)}),  # heads share a tile
+    Variant(64, {**PAGED, "page_size": 64}),
+    Variant(128, {**PAGED, "page_size": 16}),
+    Variant(128, {**PAGED, **PACKED, **WINDOW, "page_size": 256, "sinks": True, "softcap": 5.0}),
+    Variant(256, {**PAGED, "page_size": 32}),
+]
+DECODE = [
+    Variant(128, {**PAGED, "page_size": 16}),
+    Variant(64, {**PAGED, "page_size": 64}),
+    Variant(256, {**PAGED, "page_size": 32}, (0.05, 0.05)),
+    Variant(128, {"num_kv_heads": 1}),
+    Variant(128, {**WINDOW, "num_kv_heads": 1, "page_size": 256, "sinks": True, "softcap": 5.0}),
 ]
 BACKWARD = [
     Variant(128, {"causal": True}, FEW),
@@ -105,7 +118,7 @@ def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
     shape |= take("dtype", "head_dim_v", "num_kv_heads")
     q, k, v = ot.make_qkv(1, *lengths, **shape)
-    extras, max_seqlens = {}, ()
+    extras, max_seqlens, page_size = {}, (), options.pop("page_size", 0)
     if options.pop("sinks", False):
         extras["sinks"] = torch.zeros(4)
     if options.pop("mask", False):
@@ -116,7 +129,20 @@ def _pose(variant: Variant) -> tuple[Problem, Tensors]:
         q, k, v, max_seqlens = q[0], k[0], v[0], lengths
         extras |= zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)
     x = Tensors(q, k, v, **extras)
+    if page_size:
+        return _pose_paged(x, page_size, Options(**options), max_seqlens)
     return describe(x, Options(**options), max_seqlens), x
+
+
+def _pose_paged(
+    x: Tensors, page_size: int, options: Options, max_seqlens: tuple[int, ...]
+) -> tuple[Problem, Tensors]:
+    keys = (x.k, x.v) if max_seqlens else (x.k[0], x.v[0])
+    offsets = torch.tensor([0, len(keys[0])], dtype=torch.int32)
+    names = ("k", "v", "page_table", "cache_seqlens")
+    pages = dict(zip(names, ot.make_pages(*keys, offsets, page_size), strict=True))
+    x = x._replace(**pages, cu_seqlens_k=None)
+    return paged.describe(x, options, max_seqlens[0] if max_seqlens else None), x
 
 
 class Machine(NamedTuple):
@@ -179,16 +205,20 @@ def _hot_loops(flow: networkx.DiGraph, names: list[str]) -> list[list[int]]:
     """Instructions that reach one another are a loop; without its entries, the loops inside."""
     hot = []
     for loop in networkx.strongly_connected_components(flow):
-        if len(loop) > 1 and any(names[i].startswith("HGMMA") for i in loop):
+        if len(loop) > 1 and any(names[i].startswith(("HGMMA", "HMMA")) for i in loop):
             entries = {i for i in loop if any(j not in loop for j in flow.predecessors(i))}
             hot += _hot_loops(flow.subgraph(loop - entries), names) or [sorted(loop)]
     return hot
 
 
+def _spills(loop: list[str]) -> int:
+    return sum(name.startswith(("LDL", "STL")) for name in loop)
+
+
 def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     allowed = variant.spills[0 if triton.__version__.startswith("3.6") else 1]
     for loop in machine.loops:
-        spilled = sum(name.startswith(("LDL", "STL")) for name in loop)
+        spilled = _spills(loop)
         assert spilled <= allowed * len(loop), f"{spilled} of {len(loop)} instructions are spills"
     assert len(machine.loops) >= 2  # every consumer has one
     assert machine.shared <= SHARED_BYTES
@@ -207,6 +237,21 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     forward(problem, x)
     ((kernel, args, kwargs),) = launches
     _check(_compile(kernel, args, kwargs, tmp_path), variant, kwargs["maxnreg"])
+
+
+@pytest.mark.parametrize("variant", variants(DECODE))
+def test_few_queries_stay_in_registers(launches, tmp_path, variant):
+    from onchip.kernels.hopper.launch_decode import decode
+
+    problem, x = _pose(variant._replace(options={**variant.options, "lengths": (1, 300)}))
+    assert entry.supports(problem, HOPPER) is None and entry.splits_keys(problem)
+    decode(problem, x)
+    ((kernel, args, kwargs),) = launches
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    allowed = variant.spills[0 if triton.__version__.startswith("3.6") else 1]
+    (loop,) = machine.loops
+    assert _spills(loop) <= allowed * len(loop)
+    assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
 
 
 @pytest.mark.parametrize("variant", variants(BACKWARD))
