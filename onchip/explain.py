@@ -15,7 +15,6 @@ from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
-from onchip.kernels.hopper.entry import splits_keys
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
 
@@ -185,7 +184,7 @@ def _explain_paged(
     pages = _pages(problem, x, lengths, found.plan.kernel)
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
-    elif found.plan.kernel == "hopper" and splits_keys(problem):
+    elif found.plan.kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
         found = found._replace(splits=_ranges(problem, x, lengths))
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths)

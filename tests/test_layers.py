@@ -24,7 +24,7 @@ LAW = {
     "paged": {"problem", "masks", "kernels.leaf"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
-    "explain": {"problem", "dispatch", "fold", "paged", "ops"},
+    "explain": {"problem", "kernels.leaf", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},
     "models": {"problem", "ops", "kvcache"},

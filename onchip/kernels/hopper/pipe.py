@@ -256,15 +256,13 @@ class Boxes:
     @gluon.jit
     def keys(self, i):
         """Filling i: (WARPS, 16, dim)."""
-        shape: gl.constexpr = [self.WARPS, 16, self.k.shape[-1]]
-        slot = self.k.index(i % self.num_stages * self.PARTS)
-        return _as_matrices(slot, shape, self.LAYOUT)
+        shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.k.shape[-1]]
+        return _as_matrices(self.k, shape, self.LAYOUT).index(i % self.num_stages)
 
     @gluon.jit
     def values(self, i):
-        shape: gl.constexpr = [self.WARPS, 16, self.v.shape[-1]]
-        slot = self.v.index(i % self.num_stages * self.PARTS)
-        return _as_matrices(slot, shape, self.LAYOUT)
+        shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.v.shape[-1]]
+        return _as_matrices(self.v, shape, self.LAYOUT).index(i % self.num_stages)
 
 
 @gluon.jit

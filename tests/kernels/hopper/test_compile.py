@@ -77,7 +77,7 @@ FORWARD = [
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),
     Variant(64, {**PAGED, "page_size": 64}),
-    Variant(256, {**PAGED, "page_size": 32}, (0.05, 0.05)),
+    Variant(256, {**PAGED, "page_size": 32}, (0.05, 0.07)),
     Variant(128, {"num_kv_heads": 1}),
     Variant(128, {**WINDOW, "num_kv_heads": 1, "page_size": 256, "sinks": True, "softcap": 5.0}),
 ]
