@@ -74,6 +74,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         scale,
         inner,
         *_page_arguments(x, anything),
+        problem.batch,
         WIDTH=width_v,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
