@@ -8,7 +8,7 @@ import torch
 
 import onchip
 from onchip import library, paged
-from onchip.problem import DeviceInfo, Options, Problem, Tensors
+from onchip.problem import Options, Tensors
 from onchip.testing import make_packed, make_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -223,13 +223,6 @@ def test_refused_options(match, options):
         onchip.paged_attention(
             torch.randn(2, 1, HEADS, DIM), k_pages, v_pages, table, seqlens, **options
         )
-
-
-def test_hopper_refuses_pages_in_a_sentence():
-    from onchip.kernels.hopper import entry
-
-    problem = Problem(1, 1, 64, 4, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.1, page_size=16)
-    assert "pages" in entry.supports(problem, DeviceInfo("cuda", "H200", (9, 0)))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
