@@ -225,9 +225,10 @@ def hopper_forward_config(
 # Keys come page by page, each by a copy of its own: a tile must be whole pages (or lie in one), and
 # parts of fewer than 16 rows would be more copies than the producer can start in time.
 HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
-# Queries x heads, from which on pages are read here: tiles of 128 of them for half of the
-# processors of an H200. Triton's kernel is half as fast, and splits the keys to use all of them.
-HOPPER_PAGED_ROWS = 64 * 128
+# Queries x heads, lengths rounded up as dispatch does, from which on pages are read here: tiles of
+# 128 for all processors of an H200, or for half of them if half is rounding. Triton's kernel is
+# half as fast, and splits the keys to use all.
+HOPPER_PAGED_ROWS = 128 * 128
 
 
 class HopperBackwardConfig(NamedTuple):

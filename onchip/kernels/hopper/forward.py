@@ -28,6 +28,7 @@ from onchip.kernels.hopper.schedule import (
     Pages,
     Shape,
     block_tiles,
+    find_tile,
     hide,
     keys_of,
     visible,
@@ -128,15 +129,27 @@ class Job:
     order: Order
     scale: Scale
     cfg: Config
+    batch: gl.tensor
+    SPARSE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, shape, blocks, pages, order, scale, cfg):
+    def __init__(self, shape, blocks, pages, order, scale, cfg, batch):
         self.shape = shape
         self.blocks = blocks
         self.pages = pages
         self.order = order
         self.scale = scale
         self.cfg = cfg
+        self.batch = batch
+        self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
+
+    @gluon.jit
+    def find(self, number, block, passed):
+        """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
+        see schedule.find_tile.
+        """
+        ROWS: gl.constexpr = 64 // self.shape.GROUP * self.cfg.CONSUMERS
+        return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
 
     @gluon.jit
     def place(self, ticket, C: gl.constexpr):
@@ -243,7 +256,11 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
     given = 0
+    block = 0
+    passed = 0
     ticket = gl.program_id(0)
+    if job.SPARSE:
+        ticket, block, passed = job.find(ticket, block, passed)
     while ticket < job.order.num_tiles:
         if cfg.DYNAMIC:
             pipes.tickets.give(given, ticket)
@@ -289,6 +306,8 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
             ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
         else:
             ticket += gl.num_programs(0)
+        if job.SPARSE:
+            ticket, block, passed = job.find(ticket, block, passed)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, ticket)
 
@@ -635,7 +654,7 @@ def consume(out, pipes, job, C: gl.constexpr):
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
     "mask_b", "mask_h", "dim", "tiles_m", "section", "num_tiles",
-    "table_stride", "columns", "num_pages", "span_k", "span_v",
+    "table_stride", "columns", "num_pages", "span_k", "span_v", "batch",
 ]  # fmt: skip
 
 
@@ -645,7 +664,7 @@ def forward_kernel(
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
     tiles_m, section, num_tiles, scale_log2, inner,
-    page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
+    page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -662,8 +681,8 @@ def forward_kernel(
                     tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
     pages = Pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
                   PAGE_SIZE, TILE_N)  # fmt: skip
-    job = Job(shape, blocks, pages, Order(tiles_m, section, num_tiles, HAS_RIGHT),
-              Scale(scale_log2, inner, SOFTCAP), cfg)  # fmt: skip
+    order = Order(tiles_m, section, num_tiles, HAS_RIGHT and not (PACKED and PAGE_SIZE))
+    job = Job(shape, blocks, pages, order, Scale(scale_log2, inner, SOFTCAP), cfg, batch)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HopperConfig, hopper_forward_config
+from onchip.kernels.configs import HOPPER_FORWARD_SHORT, HopperConfig, hopper_forward_config
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
@@ -38,7 +38,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     right = 0 if problem.causal else right
     width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
     config = _config(problem, width, width_v, right is not None)
-    group = _rows_of_a_query(problem, config)
+    group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
     num_tiles = tiles_m * planes
@@ -77,6 +77,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         scale,
         inner,
         *_page_arguments(x, anything),
+        problem.batch,
         WIDTH=width_v,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,
@@ -101,14 +102,17 @@ def _config(problem: Problem, width: int, width_v: int, cut: bool) -> HopperConf
     return config
 
 
-def _rows_of_a_query(problem: Problem, config: HopperConfig) -> int:
+def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
     """How many heads share a tile, and with it the keys they read: all of a group, over pages and
     where a tile has room for all of its queries.
     """
     group = problem.group_size
-    few = problem.seqlen_q * group <= 64 * config.consumers
-    fits = group <= 64 and 64 % group == 0 and not problem.has_mask
-    return group if fits and (few or problem.page_size) else 1
+    if problem.has_mask or 64 % group:
+        return 1
+    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    varied = cut and dim in HOPPER_FORWARD_SHORT  # a third variant would be one too many
+    few = problem.seqlen_q * group <= 64 * config.consumers and not varied
+    return group if few or problem.page_size else 1
 
 
 def _keys(problem: Problem, t: Tensor, tile_n: int, width: int) -> Descriptor:

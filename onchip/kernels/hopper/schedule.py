@@ -444,3 +444,42 @@ class Order:
             )
         else:
             return ticket % self.tiles_m, ticket // self.tiles_m
+
+
+@gluon.jit
+def find_tile(shape, order, batch, number, block, passed, ROWS: gl.constexpr):
+    """(ticket, block, passed): where among all tickets the number-th tile of packed queries is that
+    exists, of ROWS queries each; the tiles of a sequence come last first, for all its heads one
+    after another. A ticket too many if there are not as many.
+
+    `passed` tiles lie before the 32 sequences from `block` on, in which the last one was found:
+    numbers rise, so that a producer counts no sequence twice.
+    """
+    planes = shape.planes()
+    tile = number // planes
+    stops = _count_tiles(shape, batch, block, ROWS)
+    count = gl.max(stops, 0)
+    while (passed + count <= tile) & (block < batch):
+        passed += count
+        block += 32
+        stops = _count_tiles(shape, batch, block, ROWS)
+        count = gl.max(stops, 0)
+    before = passed + stops <= tile
+    sequence = block + gl.sum(before.to(gl.int32), 0)
+    stop = passed + gl.min(gl.where(before, 1 << 30, stops), 0)
+    ticket = (sequence * planes + number % planes) * order.tiles_m + stop - 1 - tile
+    return gl.where(sequence < batch, ticket, order.num_tiles), block, passed
+
+
+@gluon.jit
+def _count_tiles(shape, batch, block, ROWS: gl.constexpr):
+    """Tiles of queries up to and with each of 32 sequences from `block` on, in the lanes."""
+    b = block + gl.arange(0, 32, LANES)
+    _, seqlen_q = shape.queries(gl.minimum(b, batch - 1))
+    tiles = gl.where(b < batch, (seqlen_q + ROWS - 1) // ROWS, 0)
+    return gl.associative_scan(tiles, 0, _plus)
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
