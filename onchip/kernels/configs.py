@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+from onchip.kernels import tapes
+
 
 class TileConfig(NamedTuple):
     tile_m: int  # queries
@@ -265,8 +267,13 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
     before = rows[key]
     try:
         rows[key] = row
-        triton_config.cache_clear()
+        _forget()
         yield
     finally:
         rows[key] = before
-        triton_config.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    triton_config.cache_clear()
+    tapes.forget()
