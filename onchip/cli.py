@@ -5,6 +5,7 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,8 +64,8 @@ def _add_bench(commands) -> None:
     p.add_argument("--json", type=Path, metavar="FILE", help="write the rows as a results file")
     p.add_argument("--quick", action="store_true", help="small sizes, no bars")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default 2)")
-    p.add_argument("--seqlens", type=_positive, nargs="+", default=(), help="GPU: these alone")
-    p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="GPU: these alone")
+    _add_list(p, "--seqlens", "N", "GPU: these alone")
+    _add_list(p, "--head-dims", "D", "GPU: these alone")
     p.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts of it alone")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
@@ -77,7 +78,7 @@ def _add_tune(commands) -> None:
     p.add_argument(
         "--pass", dest="ways", choices=("forward", "backward", "decode"), nargs="+", default=()
     )
-    p.add_argument("--head-dims", type=_positive, nargs="+", default=(), help="these alone")
+    _add_list(p, "--head-dims", "D", "these alone")
     p.add_argument("--quick", action="store_true", help="one field at a time, few rounds")
     p.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     p.set_defaults(run=_tune)
@@ -113,6 +114,10 @@ def _add_doctor(commands) -> None:
     p.set_defaults(run=_doctor)
 
 
+def _add_list(p: argparse.ArgumentParser, flag: str, metavar: str, what: str) -> None:
+    p.add_argument(flag, type=_positive, nargs="+", default=(), metavar=metavar, help=what)
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -141,52 +146,77 @@ def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from onchip import bench
-    from onchip.bench import harness, plots
+    from onchip.bench import harness
 
     if args.name is None:
         for name, what in bench.BENCHES.items():
             print(f"{name:<10} {what}")
         return 0
-    module, report = bench.load(args.name), bench.report(args.name)
-    drawn = (*plots.BENCHES, *bench.REPORTS)
-    if args.plot and args.name not in drawn:
-        raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
-    _check_parts(args.name, args.only, getattr(module, "PARTS", ()))
-    for path in filter(None, (args.json, args.plot)):
-        _check_writable(path)
+    module = bench.load(args.name)
+    _check_bench(args, getattr(module, "PARTS", ()))
     console = Console()
-
-    def keep(row: harness.Row) -> None:
-        if report is None:
-            harness.print_row(console, row)
-        if args.json:
-            harness.write_results(session.rows, args.json, session.where)
-
-    session = harness.Session(args.quick, args.threads, keep=keep)
-    session.seqlens, session.head_dims, session.flex = args.seqlens, args.head_dims, args.flex
-    session.only = args.only
-    session.say = lambda sentence: console.print(
-        sentence, markup=False, highlight=False, soft_wrap=True
-    )
+    session = _session(args, console)
     with _progress(console) as session.tell:
         module.run(session)
-    if args.json:
-        harness.write_results(session.rows, args.json, session.where)
-    if report is not None:
-        report.print_report(console, session.rows, args.plot)
-    elif args.plot:
-        plots.draw(harness.document(session.rows, session.where), args.plot)
+    _keep_results(args, console, session)
     bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
     verdicts = [] if args.quick else harness.judge(session.rows, bars)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
 
 
-def _check_parts(name: str, asked: Sequence[str], parts: Sequence[str]) -> None:
-    for part in asked:
+def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
+    from onchip import bench
+    from onchip.bench import plots
+
+    drawn = (*plots.BENCHES, *bench.REPORTS)
+    if args.plot and args.name not in drawn:
+        raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
+    for part in args.only:
         if part not in parts:
             known = f"choose from: {', '.join(parts)}" if parts else "it has none"
-            raise ValueError(f"{name} has no part {part!r}; {known}")
+            raise ValueError(f"{args.name} has no part {part!r}; {known}")
+    for path in filter(None, (args.json, args.plot)):
+        _check_writable(path)
+
+
+def _session(args: argparse.Namespace, console):
+    """Rows are shown, and kept in the results file, as they come."""
+    from onchip import bench
+    from onchip.bench import harness
+
+    shown = bench.report(args.name) is None
+
+    def keep(row: harness.Row) -> None:
+        if shown:
+            harness.print_row(console, row)
+        if args.json:
+            harness.write_results(session.rows, args.json, session.where)
+
+    session = harness.Session(
+        args.quick,
+        args.threads,
+        keep=keep,
+        say=partial(console.print, markup=False, highlight=False, soft_wrap=True),
+        seqlens=args.seqlens,
+        head_dims=args.head_dims,
+        only=args.only,
+        flex=args.flex,
+    )
+    return session
+
+
+def _keep_results(args: argparse.Namespace, console, session) -> None:
+    from onchip import bench
+    from onchip.bench import harness, plots
+
+    if args.json:
+        harness.write_results(session.rows, args.json, session.where)
+    report = bench.report(args.name)
+    if report is not None:
+        report.print_report(console, session.rows, args.plot)
+    elif args.plot:
+        plots.draw(harness.document(session.rows, session.where), args.plot)
 
 
 def _tune(args: argparse.Namespace) -> int:

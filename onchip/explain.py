@@ -193,7 +193,7 @@ def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Pr
     foreign = [name for name in options if name == "dropout_p" or name not in Options._fields]
     if foreign:
         raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
-    scalars, x = _scalars(options, causal=True), x._replace(**given)
+    scalars, x = _scalars(options, causal=True), x._replace(q=paged.lowered(x.q, x.k), **given)
     if torch.are_deterministic_algorithms_enabled():
         scalars = scalars._replace(deterministic=True)
     problem = paged.describe(x, scalars, max_seqlen_q)

@@ -13,7 +13,15 @@ from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.problem import Options, Problem, Tensors, Window, describe, device_info
+from onchip.problem import (
+    Options,
+    Problem,
+    Tensors,
+    Window,
+    check_tensor,
+    describe,
+    device_info,
+)
 from onchip.state import merge_at_rest
 
 UNBOUNDED: Window = (None, None)
@@ -151,7 +159,7 @@ def paged_attention(
     j only if tree_mask[b, i, j], besides causal and window; everything before the new tokens stays
     visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) stay
     those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
-    rest of the batch or on page_size. No gradient.
+    rest of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
     """
     options = Options(
         causal,
@@ -163,7 +171,9 @@ def paged_attention(
         out_dtype=out_dtype,
     )
     x = Tensors(
-        *_autocast(q, k_pages, v_pages),
+        paged.lowered(q, k_pages),
+        k_pages,
+        v_pages,
         cu_seqlens_q,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
@@ -201,6 +211,9 @@ def cascade_attention(
     """
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        check_tensor(name, t)
+    q = paged.lowered(q, k_pages)
     if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
         raise ValueError(
             "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
@@ -240,7 +253,8 @@ def offload_attention(
     source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
     of `onchip.fold`. No gradient.
     """
-    source = source if isinstance(source, offload.Offloaded) else offload.Offloaded(*source)
+    if isinstance(source, tuple | list):
+        source = offload.Offloaded(*source)
     options = {"causal": causal, "window_size": window_size, "sinks": sinks}
     options |= {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
     options |= {"out_dtype": out_dtype, "segment_bytes": segment_bytes}

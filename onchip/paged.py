@@ -21,6 +21,7 @@ from onchip.problem import (
     check_max_seqlen,
     check_offsets_tensor,
     check_options,
+    check_tensor,
     values_are_checked,
 )
 
@@ -64,6 +65,16 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     return problem
 
 
+def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
+    """q as torch.autocast hands it to a paged call: in the dtype of the pages. To cast the pages
+    instead would copy the whole pool, call after call. fp64 is left alone.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k_pages, Tensor)):
+        return q
+    exact = torch.float64 in (q.dtype, k_pages.dtype)
+    return q if exact or not torch.is_autocast_enabled(q.device.type) else q.to(k_pages.dtype)
+
+
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
     """(batch, the longest seqlen_q)."""
     packed = x.cu_seqlens_q is not None
@@ -90,8 +101,7 @@ def _check_pages(x: Tensors, batch: int) -> None:
     if not x.k.shape[1]:
         raise ValueError(f"k_pages of shape {tuple(x.k.shape)} has pages without slots")
     for name, t, rank in (("page_table", x.page_table, 2), ("cache_seqlens", x.cache_seqlens, 1)):
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        check_tensor(name, t)
         if t.dtype != torch.int32 or t.dim() != rank or t.shape[0] != batch:
             got = f"{t.dtype} {tuple(t.shape)}"
             raise ValueError(f"{name} must be int32 of rank {rank} with batch {batch}, got {got}")

@@ -213,9 +213,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
 
 
-def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+def check_tensor(name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+    check_tensor(name, t)
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
     if t.stride(-1) != 1 and t.shape[-1] != 1 and t.numel():

@@ -1,6 +1,8 @@
-"""Shared by all tests: reproducible draws, missing devices skip their tests, a stand-in for
-streams.
+"""Shared by all tests: reproducible draws, missing devices skip their tests, stand-ins for streams
+and for launches.
 """
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,3 +76,19 @@ def late():
         tier._mover = LateMover(tier._mover)
 
     return delay
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """(kernel, positional arguments, keyword arguments) of every launch of Triton, none of which
+    happens; the card has 132 processors.
+    """
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    found = []
+    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found

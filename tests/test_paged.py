@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import onchip
 from onchip import library, paged
@@ -147,11 +148,40 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.onchip.forward.default, arguments)
 
 
-def test_autocast_lowers_pages_too():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("call", [onchip.paged_attention, onchip.cascade_attention])
+def test_autocast_lowers_the_queries_and_copies_no_page(call, dtype):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    args = (k_pages.to(dtype), v_pages.to(dtype), table, seqlens)
     q = torch.randn(2, 1, HEADS, DIM)
+    expected = call(q.to(dtype), *args)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        out = call(q, *args)
+        assert str(onchip.explain(q, *args[:2], page_table=table, cache_seqlens=seqlens))
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert not any(shape == k_pages.shape for shape in casts.shapes)
+
+
+class Casts(TorchFunctionMode):
+    """Shapes of the tensors that are converted inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+def test_autocast_leaves_fp64_alone():
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    q, pages = torch.randn(2, 1, HEADS, DIM).double(), (k_pages.double(), v_pages.double())
     with torch.autocast("cpu", torch.bfloat16):
-        assert onchip.paged_attention(q, k_pages, v_pages, table, seqlens).dtype == torch.bfloat16
+        assert onchip.paged_attention(q, *pages, table, seqlens).dtype == torch.float64
+        with pytest.raises(ValueError, match="share a dtype"):
+            onchip.paged_attention(q.float(), *pages, table, seqlens)
 
 
 @pytest.mark.parametrize("name", ["q", "k_pages", "sinks"])

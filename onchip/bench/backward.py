@@ -15,9 +15,8 @@ from torch import Tensor
 import onchip
 from onchip.bench import gpu, patterns
 from onchip.bench.forward import flex_rivals, our_claims, sdpa_rivals
-from onchip.bench.gpu import Claim, Contender, Inputs
-from onchip.bench.harness import CHECKED_ROWS, Bar, Case, Inaccurate, Row, Rows, Session, worst_cell
-from onchip.bench.measure import sample_rows
+from onchip.bench.gpu import Claim, Contender, Inputs, Sampled
+from onchip.bench.harness import Bar, Case, Inaccurate, Row, Rows, Session, worst_cell
 from onchip.dispatch import plan
 from onchip.testing import Report, Verdict, max_error, rmse, ulp
 
@@ -113,7 +112,7 @@ class Problem64(NamedTuple):
         return self.q.shape[-1] ** -0.5
 
 
-class GradientJudge:
+class GradientJudge(Sampled):
     """dq at sampled query rows, dk and dv at sampled keys, of the very backward that is timed.
 
     dq_i needs row i of the scores; dk_j and dv_j need column j, and of every row only lse_i and
@@ -125,15 +124,6 @@ class GradientJudge:
     error above the model's largest by more than one ulp at max|ref|. The errors reported are RMSEs
     over dq, dk and dv together.
     """
-
-    def __init__(self, samples: dict[str, Inputs], visible: Rows):
-        self.samples, self.visible = samples, visible
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """Of queries and of keys alike."""
-        q = next(iter(self.samples.values()))[0]
-        return sample_rows(q.shape[1], CHECKED_ROWS).to(q.device)
 
     @cached_property
     def columns_seen(self) -> Tensor:

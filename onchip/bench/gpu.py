@@ -184,11 +184,9 @@ class Claim(NamedTuple):
     against: Sequence[Contender]
 
 
-class OutputJudge:
-    """fp64 on a sample of query rows, of the very call that is timed and of further inputs.
-
-    The rows go through `onchip.testing.assert_accurate`, the one rule of the package; only
-    (sampled rows x seqlen_k) scores are ever stored. visible(rows) -> bool (rows, seqlen_k).
+class Sampled:
+    """Inputs by name, and the rows of queries (and of keys) on which fp64 judges what a contender
+    makes of them. visible(rows) -> bool (rows, seqlen_k).
     """
 
     def __init__(self, samples: dict[str, Inputs], visible: Rows):
@@ -198,6 +196,14 @@ class OutputJudge:
     def rows(self) -> Tensor:
         q = next(iter(self.samples.values()))[0]
         return sample_rows(q.shape[1], CHECKED_ROWS).to(q.device)
+
+
+class OutputJudge(Sampled):
+    """fp64 on a sample of query rows, of the very call that is timed and of further inputs.
+
+    The rows go through `onchip.testing.assert_accurate`, the one rule of the package; only
+    (sampled rows x seqlen_k) scores are ever stored.
+    """
 
     @cached_property
     def exact(self) -> dict[str, Tensor]:

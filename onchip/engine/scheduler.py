@@ -74,7 +74,9 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ):
         if limits.max_num_seqs > cache.max_seqs:
-            raise ValueError(f"{limits.max_num_seqs=} exceeds the cache's {cache.max_seqs=}")
+            raise ValueError(
+                f"max_num_seqs={limits.max_num_seqs} exceeds the cache's max_seqs={cache.max_seqs}"
+            )
         if (tier is None) != (costs is None):
             raise ValueError("a tier needs costs to choose by, and costs need a tier")
         self.limits, self.clock = limits, clock
@@ -212,7 +214,7 @@ class Scheduler:
                 f" {longest} tokens that a sequence may have"
             )
         if request.widest > limits.max_num_seqs:
-            return Refused(f"{request.widest} samples exceed {limits.max_num_seqs=}")
+            return Refused(f"{request.widest} samples exceed max_num_seqs={limits.max_num_seqs}")
         pages = request.pages(pool.page_size, total - 1)  # the last token is never computed
         if pages > pool.capacity:
             return Refused(

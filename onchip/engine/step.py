@@ -26,8 +26,8 @@ class Limits:
                 raise ValueError(f"{name}={value} must be above 0")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"{self.max_num_batched_tokens=} must be at least {self.max_num_seqs=}: each"
-                " running sample computes a token in a step"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least"
+                f" max_num_seqs={self.max_num_seqs}: each running sample computes a token in a step"
             )
 
 

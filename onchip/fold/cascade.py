@@ -220,7 +220,7 @@ def _packed(plan: Plan, q: Tensor, pages: Pair) -> Tensor:
     """q as (total_q, heads, head_dim), if queries and pages are those that were planned."""
     if pages[0].shape[1] != plan.page_size:
         raise ValueError(
-            f"k_pages {tuple(pages[0].shape)} must have {plan.page_size=} slots a page"
+            f"k_pages {tuple(pages[0].shape)} must have page_size={plan.page_size} slots a page"
         )
     lengths = plan.lengths_q
     uniform = q.dim() == 4 and lengths == (q.shape[1],) * q.shape[0]

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from onchip.fold.fold import fold
-from onchip.problem import UnsupportedError, Window, check_window
+from onchip.problem import UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, resume
 
 Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
 Span = tuple[int, int]  # keys [lo, hi)
 
-# Two buffers of this size are all the K/V a device holds. Copies of 128 MB reach the full bandwidth
-# of the bus; on the host a segment only bounds what a kernel may convert or copy of it.
+# Two buffers of this size are all the K/V a device holds. A copy of 256 MB takes 5 ms of a PCIe 5
+# bus, beside which starting it costs nothing; on the host a segment only bounds what a kernel may
+# convert or copy of it.
 SEGMENT_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
@@ -122,8 +123,9 @@ def _check(
     for name in sorted(set(options) - OPTIONS):
         why = REFUSED.get(name, "it is not an option of attention")
         raise UnsupportedError(f"offload does not take {name}: {why}")
-    if q.dim() != 4:
-        raise ValueError(f"q must be (batch, seqlen_q, heads, head_dim), got {tuple(q.shape)}")
+    check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
+    if not isinstance(source, Offloaded):
+        raise ValueError(f"source must be (k, v) or an Offloaded, got {type(source).__name__}")
     check_window(window_size)
     if sinks is not None and tuple(sinks.shape) != (q.shape[2],):
         raise ValueError(f"sinks must be (heads,) = ({q.shape[2]},), got {tuple(sinks.shape)}")

@@ -81,7 +81,9 @@ TRITON_FP32 = _triton_rows(
     dbias=(_T(32, 32, 8, 1), _T(16, 16, 8, 1), _T(16, 16, 8, 1)),
 )
 # Few queries: bound by memory, so keys come in long tiles, and a group of query heads shares them
-# (tile_m follows their number). Keys: (itemsize, padded head_dim).
+# (tile_m follows their number). Keys: (itemsize, padded head_dim). head_dim 256 by ptxas reports
+# (2026-11-15, Triton 3.6), not timed: 4 warps spill with 64 rows, and 64 keys a tile of three
+# buffers fill the shared memory (224 kB).
 TRITON_DECODE = {
     (2, 64): _T(0, 128, 4, 3),
     (2, 128): _T(0, 64, 4, 3),
@@ -96,7 +98,9 @@ TRITON_DECODE = {
 # 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
 TRITON_PAGED_STAGES = 5
 TRITON_FULL_REGISTERS = 128  # of 168: four programs of four warps on a processor, not three
-# Many queries over pages: rows of queries x heads of a group.
+# Many queries over pages: rows of queries x heads of a group. By ptxas reports (2026-11-15, Triton
+# 3.6), not timed: no spills, and two programs on a processor (56, 112 and 96 kB). 128 keys a tile
+# spill at head_dim 128 with 4 warps. fp32 has the tiles of the plain forward.
 TRITON_CHUNK = {
     (2, 64): _T(64, 64, 4, 5),
     (2, 128): _T(64, 64, 4, 5),
@@ -106,6 +110,9 @@ TRITON_CHUNK = {
     (4, 256): _T(32, 16, 8, 2),
 }
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
+# Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
+# decodes or verifies lies far above, what trains (as many keys as queries) below.
+FEW_KEYS = 8
 SPLIT_WAVES = 2  # programs per processor
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch

@@ -36,9 +36,13 @@ class Spec:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if max(self.head_dim, self.head_dim_v) > MAX_HEAD_DIM:
-            raise ValueError(f"{self.head_dim=}, {self.head_dim_v=} exceed {MAX_HEAD_DIM}")
+            raise ValueError(
+                f"head_dim={self.head_dim}, head_dim_v={self.head_dim_v} exceed {MAX_HEAD_DIM}"
+            )
         if not 1 <= self.page_size <= MAX_PAGE_SIZE or self.page_size & (self.page_size - 1):
-            raise ValueError(f"{self.page_size=} must be a power of two up to {MAX_PAGE_SIZE}")
+            raise ValueError(
+                f"page_size={self.page_size} must be a power of two up to {MAX_PAGE_SIZE}"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
 
@@ -74,7 +78,10 @@ class Pages:
 
     def __init__(self, spec: Spec, pool: Pool):
         if pool.num_pages * spec.page_size >= 2**31:
-            raise ValueError(f"{pool.num_pages=} of {spec.page_size=}: slots do not fit into int32")
+            raise ValueError(
+                f"num_pages={pool.num_pages} of page_size={spec.page_size}: slots do not fit into"
+                " int32"
+            )
         self.spec = spec
         self._pool = pool
         self.k, self.v = (

@@ -133,16 +133,24 @@ class ModelConfig:
         if not 1 <= len(self.layers) <= MAX_LAYERS:
             raise ValueError(f"num_layers={len(self.layers)} must lie in [1, {MAX_LAYERS}]")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}")
+            raise ValueError(
+                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"{self.head_dim=} exceeds {MAX_HEAD_DIM}, the most that is served")
+            raise ValueError(
+                f"head_dim={self.head_dim} exceeds {MAX_HEAD_DIM}, the most that is served"
+            )
         for name, kinds in (("norm", Norm), ("activation", Activation)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not one of {get_args(kinds)}")
         if not self.norm_eps > 0 or not (self.softmax_scale is None or self.softmax_scale > 0):
-            raise ValueError(f"{self.norm_eps=} and {self.softmax_scale=} must be above 0")
+            raise ValueError(
+                f"norm_eps={self.norm_eps} and softmax_scale={self.softmax_scale} must be above 0"
+            )
         if not self.softcap >= 0 or not self.logit_softcap >= 0:
-            raise ValueError(f"{self.softcap=} and {self.logit_softcap=} must not be negative")
+            raise ValueError(
+                f"softcap={self.softcap} and logit_softcap={self.logit_softcap} must be at least 0"
+            )
         for layer in self.layers:
             self._check_layer(layer)
 
@@ -186,7 +194,7 @@ class ModelConfig:
         if layer.window is not None:
             check_size("window", layer.window)
         if layer.rotary is not None and layer.rotary.dim > self.head_dim:
-            raise ValueError(f"rotary dim={layer.rotary.dim} exceeds {self.head_dim=}")
+            raise ValueError(f"rotary dim={layer.rotary.dim} exceeds head_dim={self.head_dim}")
         if (layer.rotary is None) != self.learned_positions:
             raise ValueError("a layer rotates its queries if and only if no positions are learned")
 

@@ -25,7 +25,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"{self.rank=} must lie in [0, world_size={self.world_size})")
+            raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
 
     def of(self, piece: Tensor, cut: int | None) -> Tensor:
         """cut: as in `Target`."""

@@ -36,11 +36,13 @@ class Rotary:
         if self.dim < 2 or self.dim % 2:
             raise ValueError(f"rotary dim={self.dim} must be even and at least 2")
         if not self.theta > 1 or not self.factor > 0:
-            raise ValueError(f"{self.theta=} must be above 1 and {self.factor=} above 0")
+            raise ValueError(f"theta={self.theta} must be above 1 and factor={self.factor} above 0")
         if self.kind in ("llama3", "yarn") and not (self.original > 0 and self.low > 0):
-            raise ValueError(f"{self.kind} needs {self.original=} and {self.low=} above 0")
+            raise ValueError(
+                f"{self.kind} needs original={self.original} and low={self.low} above 0"
+            )
         if self.kind in ("llama3", "yarn") and not self.high > self.low:
-            raise ValueError(f"{self.kind} needs {self.high=} above {self.low=}")
+            raise ValueError(f"{self.kind} needs high={self.high} above low={self.low}")
 
     @classmethod
     def from_hf(

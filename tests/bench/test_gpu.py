@@ -28,6 +28,7 @@ from onchip.bench import versions as versions_bench
 from onchip.bench.gpu import Claim, Contender, Lane, OutputJudge, paired, race
 from onchip.bench.harness import Bar, Case, Inaccurate, Session, judge, worst_cell
 from onchip.cli import main
+from tests.bench.skewed import skewed
 
 CPU = torch.device("cpu")
 MODULES = {
@@ -303,17 +304,8 @@ def test_a_wrong_gradient_gets_no_row():
     inputs = gpu.draw(case, CPU)
     judge = backward.GradientJudge({"normal": inputs}, patterns.causal(111).visible)
 
-    class Skewed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dx):
-            return dx * 1.01
-
     right = lambda q, k, v: onchip.attention(q, k, v, causal=True)
-    wrong = lambda q, k, v: right(q, Skewed.apply(k), v)
+    wrong = lambda q, k, v: right(q, skewed(k, 1.01), v)
     ours = lambda attend: Contender("onchip", attend, [inputs], judge, ours=True)
     assert 0 < judge(ours(right), strict=True)["normal"] < 0.01
     with pytest.raises(Inaccurate, match="dk .*FAILS"):

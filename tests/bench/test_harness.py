@@ -9,6 +9,7 @@ from onchip.bench.harness import Bar, Case, Contender, Exact, Inaccurate, Sessio
 from onchip.bench.patterns import blocks, causal, dense, documents, window
 from onchip.bench.peers import heads_first, sdpa, standard
 from onchip.testing import make_qkv
+from tests.bench.skewed import skewed
 
 COLUMNS = ["bench", "kernel", "pass", "mask", "dtype", "head_dim", "seqlen", "batch", "num_heads"]
 COLUMNS += ["num_kv_heads", "value", "unit", "peers", "best_peer", "ratio", "error", "peer_error"]
@@ -60,20 +61,10 @@ def test_a_wrong_answer_gets_no_row(problem, backward):
 
 def test_a_wrong_gradient_gets_no_row(problem):
     inputs, exact = problem
-
-    class Skewed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, dx):
-            return dx * 1.001
-
-    skewed = ours(inputs, lambda q, k, v: onchip.attention(q, Skewed.apply(k), v, causal=True))
-    exact.check(skewed, backward=False)
+    wrong = ours(inputs, lambda q, k, v: onchip.attention(q, skewed(k, 1.001), v, causal=True))
+    exact.check(wrong, backward=False)
     with pytest.raises(Inaccurate, match="dk"):
-        exact.check(skewed, backward=True)
+        exact.check(wrong, backward=True)
 
 
 def test_the_fastest_peer_is_the_one_that_counts(problem, monkeypatch):

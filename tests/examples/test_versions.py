@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,20 +72,6 @@ def test_interpreted_with_other_strides(name):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(70, head_dim=128))
     q, k, v = q.half(), k.half(), v.half()
     assert_accurate(load(name).attention, q, k, v, causal=True)
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """(kernel, positional arguments, keyword arguments) of every launch, which does not happen."""
-    from triton.runtime.jit import JITFunction
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
-    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
-    monkeypatch.setattr(JITFunction, "run", run)
-    chip = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
-    return found
 
 
 def compiled(kernel, args, kwargs):

@@ -344,6 +344,15 @@ class TestRun:
         with pytest.raises(ValueError, match="page_size=4 slots a page"):
             run(self.q, tuple(p[:, :2] for p in self.pages), own)
 
+    @pytest.mark.parametrize("place, name", [(0, "q"), (1, "k_pages"), (2, "v_pages")])
+    @pytest.mark.parametrize("planned", [True, False])
+    def test_what_is_no_tensor_is_named(self, place, name, planned):
+        args = [self.q, *self.pages]
+        args[place] = None
+        plan = self.plan if planned else None
+        with pytest.raises(ValueError, match=f"{name} must be a torch.Tensor, got NoneType"):
+            onchip.cascade_attention(*args, self.table, self.seqlens, plan=plan)
+
 
 @pytest.mark.parametrize(
     "match, args",

@@ -158,8 +158,12 @@ class TestErrors:
         q, k, v = tensors(2, 5)
         with pytest.raises(ValueError, match="segment_bytes=0 must be at least 1"):
             streamed(q, k, v, 0)
-        with pytest.raises(ValueError, match="q must be"):
+        with pytest.raises(ValueError, match="q must have rank 4"):
             streamed(q[0], k, v, 2)
+        with pytest.raises(ValueError, match="q must be a torch.Tensor, got NoneType"):
+            onchip.offload_attention(None, (k, v))
+        with pytest.raises(ValueError, match="source must be .* got Tensor"):
+            onchip.offload_attention(q, k)
         with pytest.raises(ValueError, match="window_size left=-1"):
             streamed(q, k, v, 2, window_size=(-1, None))
         with pytest.raises(ValueError, match=r"sinks must be \(heads,\) = \(6,\), got \(1,\)"):

@@ -15,13 +15,9 @@ import onchip
 import onchip.testing as ot
 from onchip import kernels
 from onchip.kernels.handles import Handle
+from tests.kernels.gpu import each_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16
-KERNELS = [
-    pytest.param("hopper", marks=pytest.mark.hopper),
-    pytest.param("triton", marks=pytest.mark.gpu),
-]
-each_kernel = pytest.mark.parametrize("kernel", KERNELS)
 GQA = {"num_heads": 4, "num_kv_heads": 2}
 REPEATS = 1000
 

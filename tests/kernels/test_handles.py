@@ -14,6 +14,7 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip.kernels.handles import Handle
+from tests.kernels.gpu import each_kernel
 
 GRID = (7,)
 
@@ -185,16 +186,7 @@ def shifted(t):
     return t.new_empty(t.numel() + 1)[1:].copy_(t)
 
 
-on_gpu = pytest.mark.parametrize(
-    "kernel",
-    [
-        pytest.param("hopper", marks=pytest.mark.hopper),
-        pytest.param("triton", marks=pytest.mark.gpu),
-    ],
-)
-
-
-@on_gpu
+@each_kernel
 def test_every_launch_is_right_the_first_and_the_later_ones(kernel):
     sinks = torch.randn(4, device="cuda")
     attend = lambda *x, **options: onchip.attention(*x, return_lse=True, kernel=kernel, **options)
@@ -206,7 +198,7 @@ def test_every_launch_is_right_the_first_and_the_later_ones(kernel):
                 ot.assert_accurate(attend, q, k, v, grad=True, **options)
 
 
-@on_gpu
+@each_kernel
 def test_a_direct_launch_follows_the_stream_and_can_be_captured(kernel):
     q, k, v = ot.make_qkv(2, 200, num_heads=4, dtype=torch.bfloat16, device="cuda")
     attend = lambda: onchip.attention(q, k, v, causal=True, kernel=kernel)

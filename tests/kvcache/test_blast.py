@@ -302,7 +302,7 @@ def test_two_thousand_random_steps(late):
         (4, {"num_pages": 80, "page_size": 1, "max_seqs": 10, "host_pages": 60}),
     ],
 )
-def test_twenty_thousand_random_steps(late, seed, sizes):
+def test_twenty_four_thousand_random_steps(late, seed, sizes):
     """Three profiles of 8,000: page size 1 has no page that is filled in part."""
     seen = blast(late, 8_000, seed, **sizes)
     never = {"copied", "shared_write"} if sizes["page_size"] == 1 else set()

@@ -345,7 +345,7 @@ def test_writes_are_checked():
     [
         ({"num_layers": 0}, "num_layers=0"),
         ({"head_dim": 257}, "exceed 256"),
-        ({"page_size": 12}, "power of two"),
+        ({"page_size": 12}, "^page_size=12 must be a power of two"),
         ({"page_size": 512}, "power of two"),
         ({"dtype": torch.int8}, "torch.int8 is not one of"),
     ],

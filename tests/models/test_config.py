@@ -232,8 +232,8 @@ def test_frequencies_fall_from_one(rotary):
         ((1e4, 7), "must be even"),
         ((0.5, 8), "must be above 1"),
         ((1e4, 8, "linear", 0.0), "above 0"),
-        ((1e4, 8, "llama3", 8.0, 4.0, 4.0, 100), "self.high=4.0 above self.low=4.0"),
-        ((1e4, 8, "yarn", 8.0, 1.0, 4.0, 0), "self.original=0"),
+        ((1e4, 8, "llama3", 8.0, 4.0, 4.0, 100), "high=4.0 above low=4.0"),
+        ((1e4, 8, "yarn", 8.0, 1.0, 4.0, 0), "original=0"),
     ],
 )
 def test_rotations_that_make_no_sense_are_refused(values, sentence):

@@ -1,10 +1,8 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
-from onchip.kernels.configs import DECODE_ROWS
+from onchip.kernels.configs import DECODE_ROWS, FEW_KEYS
 from onchip.kernels.handles import on_device
 from onchip.problem import DeviceInfo, Problem
-
-FEW_KEYS = 8  # keys a query, from which on few queries are worth splitting
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -23,7 +21,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here: triton splits the keys over programs."""
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
-        return f"leaves {problem.seqlen_q} queries to triton, which splits the keys over programs"
+        return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None
 
 

@@ -26,8 +26,8 @@ from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
+    Frame,
     descriptor,
-    mask_arguments,
     num_sms,
     numbers,
     padded,
@@ -248,16 +248,12 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
     dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
     config, width = hopper_backward_config(call.width), call.width
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
     num_tiles = tiles_n * heads
     scale, inner = scales(problem)
     accumulator = call.rows if call.dq is None else call.dq  # in its place, not written
-    anything = call.counters  # stands for pointers that the compiled variant does not read
-    cols, tiles = (None, None) if x.mask is None else (x.mask.cols, x.mask.tiles)
-    lists, list_strides = mask_arguments(cols, tiles, anything)
+    frame = Frame.of(problem, x, None if x.mask is None else x.mask.cols, call.counters)
     _backward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(x.q, config.tile_m, width),
         descriptor(x.k, config.tile_n, width),
@@ -267,19 +263,7 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         numbers(accumulator.view(-1, 32), (128, 32)),
         descriptor(dk, 64, width),
         descriptor(dv, 64, width),
-        anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
-        anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        call.counters,
-        *lists,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        x.q.shape[0],
-        x.k.shape[0],
-        problem.num_heads,
-        problem.group_size,
-        left or 0,
-        right or 0,
-        *list_strides,
+        *frame.arguments,
         tiles_n,
         _section(problem, heads, width),
         num_tiles,
@@ -288,13 +272,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         inner,
         problem.softmax_scale,
         WIDTH=width,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_MASK=problem.has_mask,
-        SOFTCAP=problem.softcap != 0,
-        DYNAMIC=any((right is not None, left is not None, problem.packed, problem.has_mask)),
         DQ=call.dq is not None,
+        **frame.constants,
         **_constants(config),
     )
     return dk, dv

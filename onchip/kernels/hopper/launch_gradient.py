@@ -14,8 +14,8 @@ from onchip.kernels.configs import (
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
+    Frame,
     descriptor,
-    mask_arguments,
     num_sms,
     numbers,
     padded,
@@ -69,22 +69,15 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
     out = side.of.new_empty(side.of.shape)
     width = padded(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
-    lengths = (problem.seqlen_q, problem.seqlen_k, x.q.shape[0], x.k.shape[0])
-    offsets, heads = (x.cu_seqlens_q, x.cu_seqlens_k), problem.num_heads
+    own, other, num_heads = problem.seqlen_q, problem.seqlen_k, problem.num_heads
     lists = None if x.mask is None else x.mask.rows
     if side.keys:
-        left, right = right, left
-        lengths = (lengths[1], lengths[0], lengths[3], lengths[2])
-        offsets, heads = offsets[::-1], problem.num_kv_heads
+        own, other, num_heads = other, own, problem.num_kv_heads
         lists = None if x.mask is None else x.mask.cols
-    tiles_m = -(-lengths[0] // 128)
-    num_tiles = tiles_m * problem.batch * heads
-    dynamic = any((left is not None, right is not None, problem.packed, problem.has_mask))
+    tiles_m, heads = -(-own // 128), problem.batch * num_heads
+    num_tiles = tiles_m * heads
     scale, inner = scales(problem)
-    tiles = None if x.mask is None else x.mask.tiles
-    pointers, list_strides = mask_arguments(lists, tiles, counter)
+    frame = Frame.of(problem, x, lists, counter, side.keys)
     _gradient_kernel[(min(num_tiles, num_sms(x.q.device)),)](
         descriptor(side.a0, 64, width),
         descriptor(side.a1, 64, width),
@@ -93,31 +86,18 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
         numbers(rows, (2 * tile,)),
         rows,
         descriptor(out, 64, width),
-        *(counter if t is None else t for t in offsets),
-        counter,
-        *pointers,
-        *lengths,
-        problem.num_heads,
-        problem.group_size,
-        left or 0,
-        right or 0,
-        *list_strides,
+        *frame.arguments,
         tiles_m,
-        section_of(problem.batch * heads, lengths[1] * _bytes_per_row(problem, width, side.keys)),
+        section_of(heads, other * _bytes_per_row(problem, width, side.keys)),
         num_tiles,
         problem.batch,
         scale,
         inner,
         1.0 if side.values else problem.softmax_scale,
         WIDTH=width,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_MASK=problem.has_mask,
-        SOFTCAP=problem.softcap != 0,
         KEYS=side.keys,
         VALUES=side.values,
-        DYNAMIC=dynamic,
+        **frame.constants,
         **_constants(side.config),
     )
     return out

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.masks.blockmask import BlockLists
-from onchip.problem import Problem
+from onchip.problem import Problem, Tensors
 
 _GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 _FAR = 1 << 30  # as in schedule.Shape.coord
@@ -32,6 +33,51 @@ def mask_arguments(
     b, h, _ = lists.full_offsets.shape
     stride_b, stride_h, _ = lists.full_offsets.stride()
     return (*lists, tiles), (stride_b if b > 1 else 0, stride_h if h > 1 else 0)
+
+
+class Frame(NamedTuple):
+    """Lengths, window and mask as the kernels of the backward take them: `arguments` stand from
+    cu_seqlens to mask_h in their signatures, `constants` go by name.
+    """
+
+    arguments: tuple
+    constants: dict[str, bool]
+
+    @staticmethod
+    def of(
+        problem: Problem, x: Tensors, lists: BlockLists | None, counter: Tensor, keys: bool = False
+    ) -> "Frame":
+        """lists: rows or columns of the mask. keys: queries and keys exchanged, as keys see it. The
+        counter also stands for what the compiled variant does not read.
+        """
+        left, right = problem.window_size
+        right = 0 if problem.causal else right
+        own = problem.seqlen_q, x.q.shape[0], x.cu_seqlens_q
+        other = problem.seqlen_k, x.k.shape[0], x.cu_seqlens_k
+        if keys:
+            left, right, own, other = right, left, other, own
+        (length, total, cu), (length_other, total_other, cu_other) = own, other
+        offsets = counter if cu is None else cu, counter if cu_other is None else cu_other
+        tiles = None if x.mask is None else x.mask.tiles
+        pointers, strides = mask_arguments(lists, tiles, counter)
+        lengths = length, length_other, total, total_other, problem.num_heads, problem.group_size
+        arguments = (*offsets, counter, *pointers, *lengths, left or 0, right or 0, *strides)
+        has_window = left is not None, right is not None
+        capped = problem.softcap != 0
+        return Frame(arguments, _variant(problem.packed, *has_window, problem.has_mask, capped))
+
+
+@cache
+def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -> dict[str, bool]:
+    """Tiles that see more or less than others are handed out one by one."""
+    return {
+        "PACKED": packed,
+        "HAS_LEFT": left,
+        "HAS_RIGHT": right,
+        "HAS_MASK": mask,
+        "SOFTCAP": softcap,
+        "DYNAMIC": packed or left or right or mask,
+    }
 
 
 def counter(like: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ tables and signatures are tested together. A new variant is one line of FORWARD 
 import re
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import networkx  # torch needs it too
@@ -23,7 +22,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
-from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
@@ -97,18 +96,6 @@ def variants(table: list[Variant]) -> list:
         pytest.param(v, id=f"{v.head_dim}-{named(v.options)}", marks=marks(i))
         for i, v in enumerate(table)
     ]
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """(kernel, positional arguments, keyword arguments) of every launch, which does not happen."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    card = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    found = []
-    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
-    monkeypatch.setattr(JITFunction, "run", run)
-    return found
 
 
 def _pose(variant: Variant) -> tuple[Problem, Tensors]:

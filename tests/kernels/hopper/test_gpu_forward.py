@@ -5,25 +5,14 @@ import torch
 
 import onchip
 from onchip.kernels import configs
-from onchip.testing import assert_accurate, make_packed, make_qkv
+from onchip.testing import assert_accurate, make_packed
+from tests.kernels.gpu import DIMS, inputs
 
-pytestmark = [
-    pytest.mark.hopper,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs a Hopper GPU",
-    ),
-]
-DIMS = [64, 128, 256]
+pytestmark = pytest.mark.hopper
 
 
 def attend(q, k, v, **options):
     return onchip.attention(q, k, v, kernel="hopper", return_lse=True, **options)
-
-
-def inputs(seqlen_q, seqlen_k=None, dim=128, dtype=torch.bfloat16, **shape):
-    shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": dim, "dtype": dtype} | shape
-    return make_qkv(2, seqlen_q, seqlen_k, device="cuda", **shape)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -20,7 +20,7 @@ from onchip.problem import DeviceInfo, Options, Tensors, describe
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, make_backend  # noqa: E402
-from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
@@ -35,16 +35,6 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-
-
-@pytest.fixture
-def launches(monkeypatch, tmp_path):
-    """(kernel, positional arguments, keyword arguments) of every launch, which does not happen."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = []
-    run = lambda self, *args, grid, warmup, **kwargs: found.append((self, args, kwargs))
-    monkeypatch.setattr(JITFunction, "run", run)
-    return found
 
 
 def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True):
