@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels.protocol import Grads, Result, Stats, empty_result
+from onchip.kernels.tapes import replayed
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Problem,
@@ -239,6 +240,10 @@ def _forward(*args):
 def _run(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     check_values(problem, x)
     paged.check_values(problem, x)
+    return replayed(_compute, problem, x, kernel)
+
+
+def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     forward = _forward_of(_module(problem, x, kernel), problem)
     if not torch.is_autocast_enabled(x.q.device.type):
         return forward(problem, x)
@@ -266,8 +271,19 @@ def _run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
+    return replayed(_compute_backward, problem, x, kernel, out, lse, dout.contiguous(), dlse)
+
+
+def _compute_backward(
+    problem: Problem,
+    x: Tensors,
+    kernel: str | None,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Grads:
     backward = _module(problem, x, kernel, backward=True).backward
-    dout = dout.contiguous()
     if not torch.is_autocast_enabled(x.q.device.type):
         return backward(problem, x, out, lse, dout, dlse)
     with _no_autocast(x.q):

@@ -33,9 +33,19 @@ LAW = {
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
-LEAVES = {"__init__", "handles", "protocol", "planes", "scores", "philox", "configs"}
+LEAVES = {
+    "__init__",
+    "handles",
+    "flat",
+    "tapes",
+    "protocol",
+    "planes",
+    "scores",
+    "philox",
+    "configs",
+}
 ONLY_UNDER = {
-    "triton": ("kernels/triton", "kernels/hopper"),
+    "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
     "torch.distributed": ("parallel",),
 }
 # What decides about pages and requests: testable without tensors, and no step waits for a device.

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+from onchip.kernels import tapes
+
 
 class TileConfig(NamedTuple):
     tile_m: int  # queries
@@ -231,6 +233,15 @@ HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
 HOPPER_PAGED_ROWS = 128 * 128
 
 
+# Few queries: tiles of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
+# many some processors run ahead of others, and all wait for the last (H200, 2026-11-15, 16 x 4k
+# keys: 61 to 66 us with three stages of head_dim 128, 49 to 68 us with six).
+HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}
+HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
+HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
+HOPPER_DECODE_BATCH = 2048  # more sequences than that take too long to count in every program
+
+
 class HopperBackwardConfig(NamedTuple):
     """One producer warp and two consumer warpgroups of 64 keys each. dq leaves in parts of 64 x 64,
     one of each consumer for a tile: tile_m * head_dim = 2 * 64 * 64.
@@ -293,17 +304,13 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
     before = rows[key]
     try:
         rows[key] = row
-        triton_config.cache_clear()
+        _forget()
         yield
     finally:
         rows[key] = before
-        triton_config.cache_clear()
+        _forget()
 
 
-# Few queries: tiles of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
-# many some processors run ahead of others, and all wait for the last (H200, 2026-11-15, 16 x 4k
-# keys: 61 to 66 us with three stages of head_dim 128, 49 to 68 us with six).
-HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}
-HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
-HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
-HOPPER_DECODE_BATCH = 2048  # more sequences than that take too long to count in every program
+def _forget() -> None:
+    triton_config.cache_clear()
+    tapes.forget()

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.kernels.configs import BIAS_PROGRAMS
+from onchip.kernels.handles import Handle
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
 from onchip.kernels.triton.tile import (
     BLOCK,
@@ -119,6 +120,9 @@ def _digits(x, a, b, c):
     return x % a, x // a % b, x // a // b % c, x // a // b // c
 
 
+_dbias_kernel = Handle(dbias_kernel)
+
+
 def bias_gradient(problem: Problem, call: Call, saved: tuple) -> Tensor:
     """dbias in fp32. Where the bias has few tiles, the sum over all else is cut into parts, so that
     there are programs enough; their number depends on shapes alone.
@@ -136,7 +140,7 @@ def bias_gradient(problem: Problem, call: Call, saved: tuple) -> Tensor:
     num_summed = triton.cdiv(summed * own * tiles_k, max(own * tiles_k, BIAS_PROGRAMS))
     num_parts = triton.cdiv(summed, num_summed)
     parts = bias.new_empty(num_parts, *bias.shape, dtype=torch.float32)
-    dbias_kernel[(num_parts * own * tiles_k,)](
+    _dbias_kernel[(num_parts * own * tiles_k,)](
         *call.tensors, *call.rows, *saved, parts,
         *call.strides, *call.row_strides, *call.scalars,
         problem.batch, tiles_q, tiles_k, num_summed,

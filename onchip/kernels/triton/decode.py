@@ -21,6 +21,7 @@ from onchip.kernels.configs import (
     SPLIT_WAVES,
     TritonConfig,
 )
+from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed, padded
 from onchip.kernels.triton.merge import merge_kernel
@@ -298,6 +299,10 @@ def decode_kernel(
         store_result(results, state, rows, at, sinks_ptr, num_heads, total_q, HEAD_DIM_V, PAD_DIM_V)
 
 
+_decode_kernel = Handle(decode_kernel)
+_merge_kernel = Handle(merge_kernel)
+
+
 def serves(problem: Problem) -> bool:
     """Whether the keys lie in pages, or the queries of a group fit one tile, with options that this
     kernel knows.
@@ -331,7 +336,7 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     scratch = _scratch(launch, problem, out)
     sinks, options = packed(x.sinks), _options(config, call)
     table, tree = _table(x), _tree(x)
-    decode_kernel[(launch.num_units * problem.num_kv_heads,)](
+    _decode_kernel[(launch.num_units * problem.num_kv_heads,)](
         *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, out, lse, stats, *scratch,
         *call.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
         *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
@@ -341,7 +346,7 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     )  # fmt: skip
     if launch.num_records:
         config = call.config("merge")
-        merge_kernel[(launch.num_records * problem.num_kv_heads * launch.part_rows,)](
+        _merge_kernel[(launch.num_records * problem.num_kv_heads * launch.part_rows,)](
             *scratch, sinks, out, lse,
             *call.scalars[:3], launch.part_rows,
             HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_S=config.tile_n,

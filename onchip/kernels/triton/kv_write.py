@@ -2,12 +2,12 @@
 outside the pool touch nothing: -1 is how a caller says so.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
+from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.triton.launch import launch_options, packed
 
 
@@ -69,6 +69,10 @@ def copy_kernel(
     tl.store(pages_ptr + target.to(tl.int64) * stride_page + element, x, mask=inside)
 
 
+_write_kernel = Handle(write_kernel)
+_copy_kernel = Handle(copy_kernel)
+
+
 def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) into the slots of
     slot_mapping, int (tokens,): slot = page * page_size + place in the page; one outside the pages,
@@ -80,8 +84,8 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
     head_dim_v = v_pages.shape[-1]
     pad = triton.next_power_of_2
-    with _on_device(k):
-        write_kernel[(k.shape[0],)](
+    with on_device(k):
+        _write_kernel[(k.shape[0],)](
             k, v, k_pages, v_pages, packed(slot_mapping),
             *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
             num_pages * page_size, page_size, num_kv_heads,
@@ -104,14 +108,9 @@ def copy_pages(pages: Tensor, pairs: Tensor) -> None:
     if not layers[0, 0].is_contiguous():
         raise ValueError(f"pages must be contiguous one by one, got strides {pages.stride()}")
     num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
-    with _on_device(pages):
-        copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
+    with on_device(pages):
+        _copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
             layers, packed(pairs), *layers.stride()[:2],
             layers.shape[1], pairs.shape[0], num_tiles, elements,
             TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
         )  # fmt: skip
-
-
-def _on_device(t: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device: make that t's."""
-    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)

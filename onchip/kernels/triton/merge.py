@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import TRITON_STREAMED
+from onchip.kernels.handles import Handle
 from onchip.kernels.triton.launch import launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, rounded
@@ -89,6 +90,9 @@ def pair_kernel(
     tl.store(out_ptr + cells, rounded(out, out_ptr.dtype.element_ty), mask=stored)
 
 
+_pair_kernel = Handle(pair_kernel)
+
+
 def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The packed states merged two by two, in order; only the last result is rounded."""
     out, lse = outs[0], lses[0]
@@ -104,7 +108,7 @@ def _pair(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype
     total_q, num_heads, head_dim_v = out.shape
     num_rows, tile_m = total_q * num_heads, TRITON_STREAMED.tile_m
     if num_rows:
-        pair_kernel[(triton.cdiv(num_rows, tile_m),)](
+        _pair_kernel[(triton.cdiv(num_rows, tile_m),)](
             *tensors, out, lse, num_heads, total_q, num_rows,
             HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m,
             **launch_options(TRITON_STREAMED),

@@ -1,0 +1,172 @@
+"""A call like one that came before does again what that one did: it allocates the same buffers and
+launches the same kernels, without asking anew which.
+
+Calls are alike if they pose the same problem with tensors of the same shapes, strides, dtypes and
+alignment on the same device: all that a kernel's host code looks at. The second of them is recorded
+while it runs: its allocations (seen by a dispatch mode) and its launches (told by `Handle`). The
+recording is a tape if there was nothing else, if no tensor took part that the call was not given
+and did not allocate, and if the launches can be flattened. Otherwise such calls run as ever.
+
+A tape holds no tensor and no address. It runs on the current stream, allocates where a call would,
+and can be captured in a CUDA graph.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onchip.kernels import flat
+from onchip.kernels.handles import listening, on_device
+from onchip.problem import Problem, Tensors
+
+LIMIT = 1024  # kinds of calls that are remembered: a few kB each
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
+_ZEROS = (_aten.zeros.default,)
+
+
+class Buffer(NamedTuple):
+    """What is allocated: make(size, dtype=..., device=...), contiguous."""
+
+    make: Callable[..., Tensor]
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Tape(NamedTuple):
+    """Buffers of a call are its tensors, then those it allocates, of which it returns some."""
+
+    buffers: list[Buffer]
+    launches: list[flat.Flat]
+    result: type
+    returned: list[int | None]
+
+    def play(self, q: Tensor, addresses: list[int]) -> Any:
+        device = q.device
+        with on_device(q):
+            made = [make(size, dtype=d, device=device) for make, size, d in self.buffers]
+            addresses += [t.data_ptr() for t in made]
+            stream = flat.runtime().stream_of(device.index)
+            for launch in self.launches:
+                launch(addresses, stream)
+        return self.result(*[None if i is None else made[i] for i in self.returned])
+
+
+_SEEN = object()  # once: worth a recording if it comes again
+_AS_EVER = object()
+_known: dict[tuple, Any] = {}
+_lock = threading.Lock()
+
+
+def replayed(compute: Callable, problem: Problem, x: Tensors, kernel: str | None, *saved: Any):
+    """compute(problem, x, kernel, *saved), which returns a named tuple of tensors."""
+    if not _is_recordable(x):
+        return compute(problem, x, kernel, *saved)
+    tensors = (*x[:-1], *saved)
+    addresses = [t.data_ptr() for t in tensors if t is not None]
+    key = _key(compute, problem, kernel, tensors, addresses)
+    tape = _known.get(key)
+    if isinstance(tape, Tape) and not flat.runtime().is_hooked:
+        return tape.play(x.q, addresses)
+    if tape is not _SEEN:
+        if tape is None:
+            _remember(key, _SEEN)
+        return compute(problem, x, kernel, *saved)
+    result, tape = _record(compute, problem, x, kernel, saved)
+    _remember(key, tape)
+    return result
+
+
+def forget() -> None:
+    """Whoever changes what calls do, like a row of the tile tables, must say so."""
+    with _lock:
+        _known.clear()
+
+
+def _is_recordable(x: Tensors) -> bool:
+    return x.q.is_cuda and x.mask is None
+
+
+def _key(
+    compute: Callable, problem: Problem, kernel: str | None, tensors: tuple, addresses: list[int]
+) -> tuple:
+    key = [compute, problem, kernel, tensors[0].get_device()]
+    for t in tensors:
+        key += (None,) if t is None else (t.shape, t.stride(), t.dtype)
+    return (*key, *[address & 15 for address in addresses])
+
+
+def _remember(key: tuple, value: Any) -> None:
+    with _lock:
+        if len(_known) >= LIMIT and key not in _known:
+            del _known[next(iter(_known))]
+        _known[key] = value
+
+
+def _record(
+    compute: Callable, problem: Problem, x: Tensors, kernel: str | None, saved: tuple
+) -> tuple[Any, Any]:
+    """(result, tape). Every tensor gets an object of its own, by which it is known: a call may give
+    one tensor twice, the next one may not.
+    """
+    own = [t if t is None else t.detach() for t in (*x[:-1], *saved)]
+    own_x, own_saved = Tensors(*own[: len(x) - 1]), own[len(x) - 1 :]
+    recorder = _Recorder([t for t in own if t is not None])
+    with recorder, listening(recorder.launched):
+        result = compute(problem, own_x, kernel, *own_saved)
+    return result, recorder.tape(result)
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every torch operation and, through `launched`, every launch of a call."""
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        self.tensors = tensors
+        self.made: list[Tensor] = []  # alive, so that none takes another's identity
+        self.buffers: list[Buffer] = []
+        self.launches: list[flat.Flat] = []
+        self.is_complete = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in _EMPTY or func in _ZEROS:
+            self._allocated(torch.empty if func in _EMPTY else torch.zeros, result)
+        elif not func.is_view:
+            self.is_complete = False
+        return result
+
+    def _allocated(self, make: Callable[..., Tensor], t: Tensor) -> None:
+        self.is_complete &= t.is_contiguous() and t.device == self.tensors[0].device
+        self.made.append(t)
+        self.buffers.append(Buffer(make, tuple(t.shape), t.dtype))
+
+    def launched(self, compiled: Any, grid: tuple, args: tuple) -> None:
+        try:
+            self.launches.append(flat.flatten(compiled, grid, args, self._place))
+        except flat.Unknown:
+            self.is_complete = False
+
+    def _place(self, t: Tensor) -> flat.Place:
+        for i, given in enumerate(self.tensors):
+            if t is given:
+                return i, 0
+        for i, made in enumerate(self.made, len(self.tensors)):
+            if t.untyped_storage().data_ptr() == made.data_ptr():
+                return i, t.storage_offset() * t.element_size()
+        raise flat.Unknown
+
+    def tape(self, result: Any) -> Any:
+        """The Tape, or _AS_EVER."""
+        if not self.is_complete or not self.launches:
+            return _AS_EVER
+        places = {id(t): i for i, t in enumerate(self.made)}
+        if any(t is not None and id(t) not in places for t in result):
+            return _AS_EVER
+        returned = [None if t is None else places[id(t)] for t in result]
+        return Tape(self.buffers, self.launches, type(result), returned)
