@@ -278,8 +278,7 @@ class Out:
     def complete(self, slot, first, stride, count):
         """Say that the state in `slot` is there; whether all `count` are, from slot `first` on.
         Several programs may find so, and do the same. Flags are read by writing to them, so that of
-        two programs one sees the other's. They are left cleared: the next call over this memory may
-        come with the same nonce, from a captured graph.
+        two programs one sees the other's. They are left cleared for the next call over this memory.
         """
         k = gl.arange(0, self.MOST, gl.BlockedLayout([self.MOST // 128], [32], [4], [0]))
         flags = self.flags + first + k * stride

@@ -14,6 +14,9 @@ from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
 
 _decode_kernel = Handle(decode_kernel)
+# Flags are this number where a state is there. What lies in uninitialised memory is not it: flags
+# are left cleared, and of the rest nobody knows it. More than 32 bits, or it would be another type.
+_NONCE = 1 << 62 | secrets.randbits(62)
 
 
 def decode(problem: Problem, x: Tensors) -> Result:
@@ -55,7 +58,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         most,
         HOPPER_DECODE_KEYS // TILE_N.value,
         num_slots,
-        _nonce(),
+        _NONCE,
         scale,
         inner,
         PAGE_SIZE=problem.page_size,
@@ -78,22 +81,6 @@ def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tens
     """For every slot a flag of 8 bytes, and for each of its rows in fp32 an lse and a state."""
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
-
-
-class _Nonces:
-    """63-bit numbers that what lies in uninitialised memory will not be: flags of this launch. A
-    captured graph comes with the same one each time, and finds the flags cleared.
-    """
-
-    def __init__(self) -> None:
-        self._next = secrets.randbits(62)
-
-    def __call__(self) -> int:
-        self._next = (self._next + 0x1E3779B97F4A7C15) & ((1 << 62) - 1)
-        return self._next | 1 << 62  # 64 bits wide for any value, or it would be another kernel
-
-
-_nonce = _Nonces()
 
 
 def _bucket(batch: int) -> int:
