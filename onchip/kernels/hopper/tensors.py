@@ -87,8 +87,8 @@ def grouped(t: Tensor, rows: int, group: int, width: int) -> TensorDescriptor:
 
 
 def paged(pages: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.coord). They may lie apart
-    by any number of slots: `span`.
+    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.at). They may lie apart by
+    any number of slots: `span`.
     """
     _, _, h, d = pages.shape
     _, ss, sh, _ = pages.stride()
