@@ -256,7 +256,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
     given = 0
-    block = 0
+    block = 0  # see schedule.find_tile
     passed = 0
     ticket = gl.program_id(0)
     if job.SPARSE:

@@ -30,9 +30,9 @@ _forward_kernel = Handle(forward_kernel)
 
 def forward(problem: Problem, x: Tensors) -> Result:
     out, lse = empty_result(problem, x)
-    if not out.numel():
+    if not out.numel() or not problem.batch:
         return Result(out, lse)
-    if not x.k.numel() or not problem.seqlen_k:
+    if not x.k.numel() or (problem.page_size and not problem.seqlen_k):
         return without_keys(out, lse, x.sinks)
     left, right = problem.window_size
     right = 0 if problem.causal else right
@@ -43,8 +43,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
     planes = problem.batch * problem.num_heads // group
     num_tiles = tiles_m * planes
     uneven = right is not None or left is not None or problem.packed or problem.has_mask
-    uneven = uneven or problem.page_size > 0
-    dynamic = uneven or config.dynamic
+    dynamic = uneven or config.dynamic or problem.page_size > 0
     scale, inner = scales(problem)
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)

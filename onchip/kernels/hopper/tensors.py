@@ -141,8 +141,8 @@ def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
 
 
 def paged(pages: Tensor, rows: int, width: int) -> Descriptor:
-    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.coord). They may lie apart
-    by any number of slots: `span`.
+    """Pages as one ragged sequence of slots (coordinates: schedule.Pages.at). They may lie apart by
+    any number of slots: `span`.
     """
     _, _, h, d = pages.shape
     _, ss, sh, _ = pages.stride()
