@@ -29,6 +29,7 @@ from onchip.kernels.hopper.schedule import (
     block_tiles,
     hide,
     keys_of,
+    next_ticket,
     visible,
 )
 
@@ -244,7 +245,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                 pipes.v.load(i, v_desc, at)
                 i += 1
         if cfg.DYNAMIC:
-            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            ticket = next_ticket(counter, job.order.num_tiles)
         else:
             ticket += gl.num_programs(0)
     if cfg.DYNAMIC:

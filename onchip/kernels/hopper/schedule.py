@@ -304,3 +304,14 @@ class Order:
             )
         else:
             return ticket % self.tiles_m, ticket // self.tiles_m
+
+
+@gluon.jit
+def next_ticket(counter, num_tiles):
+    """The next of `num_tiles`, all of them if there is none. With a program for each tile nobody
+    draws a second one: then the counter is not touched, and need not be at 0.
+    """
+    ticket = num_tiles
+    if num_tiles > gl.num_programs(0):
+        ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
+    return ticket
