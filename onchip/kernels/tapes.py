@@ -141,8 +141,11 @@ class _Recorder(TorchDispatchMode):
         """The Tape, or _AS_EVER."""
         if not self.is_complete or not self.launches:
             return _AS_EVER
-        places = {id(t): i for i, t in enumerate(self.made)}
-        if any(t is not None and id(t) not in places for t in result):
-            return _AS_EVER
-        returned = [None if t is None else places[id(t)] for t in result]
+        wholes = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in self.made]
+        returned = []
+        for t in result:
+            whole = None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype)
+            if whole is not None and whole not in wholes:
+                return _AS_EVER
+            returned.append(None if whole is None else wholes.index(whole))
         return Tape(self.buffers, self.launches, type(result), returned)
