@@ -127,7 +127,7 @@ def explain(
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem, x = pose(q, k, v, _scalars(options), Extras(**options), packing)
+    (problem, _), x = pose(q, k, v, _scalars(options), Extras(**options), packing)
     explanation = _explanation(problem, x, _dense_parts(problem, x), kernel)
     if x.mask is None:
         return explanation

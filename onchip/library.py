@@ -22,11 +22,14 @@ from onchip.kernels.tapes import replayed
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Problem,
+    Question,
     Tensors,
     UnsupportedError,
     check_values,
     device_info,
     is_aligned,
+    is_autocast,
+    is_eager,
 )
 
 _LIB = torch.library.Library("onchip", "DEF")
@@ -45,11 +48,14 @@ _ARGUMENTS = (
 _END = _NUM_TENSORS + 12  # where the mask begins
 
 
-def attend(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    """The Result of a problem, differentiable in out and lse."""
+def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
+    """The Result of a problem, differentiable in out and lse. The op is there for those who watch,
+    and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
+    """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-    if _is_eager(x.q):
-        return _attend_eagerly(problem, x, kernel) if wants_grad else _run(problem, x, kernel)
+    if is_eager(x.q):
+        return _attend_eagerly(question, x, kernel) if wants_grad else _run(question, x, kernel)
+    problem = question.problem
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     if not wants_grad:
@@ -63,21 +69,8 @@ def attend(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _is_eager(q: Tensor) -> bool:
-    """Whether nobody is watching (compilers, tracers, modes, transforms): then the op, which is
-    there for them, would only cost time: 15 us, and 30 where gradients are recorded.
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and type(q) in (Tensor, torch.nn.Parameter)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
-    )
-
-
-def _attend_eagerly(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    out, lse, *stats = _EagerAttention.apply(problem, x, kernel, *_differentiable(x))
+def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
+    out, lse, *stats = _EagerAttention.apply(question, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
 
@@ -87,9 +80,9 @@ class _EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, problem, x, kernel, *_):
-        out, lse, stats = _run(problem, x, kernel)
-        ctx.call = problem, x.mask, kernel
+    def forward(ctx, question, x, kernel, *_):
+        out, lse, stats = _run(question, x, kernel)
+        ctx.call = question, x.mask, kernel
         ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse)
         ctx.set_materialize_grads(False)
         if stats is None:
@@ -100,13 +93,13 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        problem, mask, kernel = ctx.call
+        question, mask, kernel = ctx.call
         *tensors, out, lse = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (3 + len(_DIFFERENTIABLE))
         dout = torch.zeros_like(out) if dout is None else dout
         x = Tensors(*tensors, mask=mask)
-        grads = _gradients(problem, x, kernel, (out, lse, dout, dlse))
+        grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
 
 
@@ -138,12 +131,12 @@ class _Attention(torch.autograd.Function):
         return tuple(grads)
 
 
-def _gradients(problem: Problem, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
+def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
     """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
-    if _is_eager(x.q):
-        return _run_backward(problem, x, kernel, *saved)
+    if is_eager(x.q):
+        return _run_backward(question, x, kernel, *saved)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
-    args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
+    args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     found = _BACKWARD(dout, dlse, out, lse, *args, mask)
     return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
@@ -157,7 +150,9 @@ def _differentiable(x: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _wants_grad(x: Tensors) -> bool:
-    return any(t is not None and t.requires_grad for t in _differentiable(x))
+    if x.q.requires_grad or x.k.requires_grad or x.v.requires_grad:
+        return True
+    return any(t is not None and t.requires_grad for t in (x.bias, x.sinks))
 
 
 def _scalars(problem: Problem, kernel: str | None) -> tuple:
@@ -233,19 +228,20 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 
 
 def _forward(*args):
-    out, lse, stats = _run(*_unflatten(args))
+    problem, x, kernel = _unflatten(args)
+    out, lse, stats = _run(Question(problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
-def _run(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    check_values(problem, x)
-    paged.check_values(problem, x)
-    return replayed(_compute, problem, x, kernel)
+def _run(question: Question, x: Tensors, kernel: str | None) -> Result:
+    check_values(question.problem, x)
+    paged.check_values(question.problem, x)
+    return replayed(_compute, question, x, kernel)
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     forward = _forward_of(_module(problem, x, kernel), problem)
-    if not torch.is_autocast_enabled(x.q.device.type):
+    if not is_autocast(x.q):
         return forward(problem, x)
     with _no_autocast(x.q):
         return forward(problem, x)
@@ -258,12 +254,13 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 
 def _backward(dout, dlse, out, lse, *args):
-    grads = _run_backward(*_unflatten(args), out, lse, dout, dlse)
+    problem, x, kernel = _unflatten(args)
+    grads = _run_backward(Question(problem), x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
 
 
 def _run_backward(
-    problem: Problem,
+    question: Question,
     x: Tensors,
     kernel: str | None,
     out: Tensor,
@@ -271,7 +268,7 @@ def _run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    return replayed(_compute_backward, problem, x, kernel, out, lse, dout.contiguous(), dlse)
+    return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
 def _compute_backward(
@@ -284,7 +281,7 @@ def _compute_backward(
     dlse: Tensor | None,
 ) -> Grads:
     backward = _module(problem, x, kernel, backward=True).backward
-    if not torch.is_autocast_enabled(x.q.device.type):
+    if not is_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)
     with _no_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)

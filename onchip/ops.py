@@ -15,12 +15,14 @@ from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import (
     Options,
-    Problem,
+    Question,
     Tensors,
     Window,
+    ask,
     check_tensor,
     describe,
     device_info,
+    is_autocast,
 )
 from onchip.state import merge_at_rest
 
@@ -74,8 +76,8 @@ def attention(
         out_dtype,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
-    problem, x = pose(q, k, v, options, extras)
-    return _answer(library.attend(problem, x, kernel), return_lse)
+    question, x = pose(q, k, v, options, extras)
+    return _answer(library.attend(question, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -120,8 +122,8 @@ def varlen_attention(
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem, x = pose(q, k, v, options, extras, packing)
-    return _answer(library.attend(problem, x, kernel), return_lse)
+    question, x = pose(q, k, v, options, extras, packing)
+    return _answer(library.attend(question, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -181,8 +183,8 @@ def paged_attention(
         cache_seqlens=cache_seqlens,
         tree_mask=tree_mask,
     )
-    problem = paged.describe(x, options, max_seqlen_q)
-    return _answer(library.attend(problem, x, kernel), return_lse)
+    question = ask(paged.describe, x, options, max_seqlen_q)
+    return _answer(library.attend(question, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -310,7 +312,7 @@ def attention_weights(
     in lse already.
     """
     options = Options(causal, window_size, softmax_scale, softcap)
-    problem, x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
+    (problem, _), x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
     chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").tolist()
     for row in chosen:
         if not 0 <= row < problem.seqlen_q:
@@ -349,8 +351,8 @@ def pose(
     options: Options,
     extras: Extras = Extras(),  # noqa: B008 (immutable)
     packing: Packing | None = None,
-) -> tuple[Problem, Tensors]:
-    """The checked Problem of a call and its tensors."""
+) -> tuple[Question, Tensors]:
+    """The checked Question of a call and its tensors."""
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
     q, k, v = _autocast(q, k, v)
@@ -358,10 +360,10 @@ def pose(
     mask = None if mask is None else _block_mask(mask, q, k)
     cu_q, cu_k = (None, None) if packing is None else packing[:2]
     x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
-    problem = describe(x, options, () if packing is None else packing[2:])
-    if problem.dropout_p:
+    question = ask(describe, x, options, () if packing is None else packing[2:])
+    if question.problem.dropout_p:
         x = x._replace(dropout_seed=_seed(seed, q))
-    return problem, x
+    return question, x
 
 
 def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
@@ -375,7 +377,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What torch.autocast does for its own attention: q, k, v in the autocast dtype (fp64 is left
     alone).
     """
-    if not isinstance(q, Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if not isinstance(q, Tensor) or not is_autocast(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     lower = lambda t: t.to(dtype) if isinstance(t, Tensor) and t.dtype != torch.float64 else t

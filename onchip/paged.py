@@ -22,6 +22,7 @@ from onchip.problem import (
     check_offsets_tensor,
     check_options,
     check_tensor,
+    is_autocast,
     values_are_checked,
 )
 
@@ -72,7 +73,7 @@ def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     if not (isinstance(q, Tensor) and isinstance(k_pages, Tensor)):
         return q
     exact = torch.float64 in (q.dtype, k_pages.dtype)
-    return q if exact or not torch.is_autocast_enabled(q.device.type) else q.to(k_pages.dtype)
+    return q if exact or not is_autocast(q) else q.to(k_pages.dtype)
 
 
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:

@@ -3,10 +3,12 @@ itself again.
 """
 
 import math
+import threading
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -170,6 +172,88 @@ class Options(NamedTuple):
     return_stats: bool = False
     deterministic: bool = False
     out_dtype: torch.dtype | None = None
+
+
+class Question(NamedTuple):
+    """A Problem as it was posed. Calls alike, with the same options and with tensors of the same
+    shapes, strides, dtypes and devices, share one Question and what is known about it: see
+    kernels/tapes.py. `known` is None where nothing may be kept.
+    """
+
+    problem: Problem
+    known: dict[tuple, Any] | None = None
+
+
+MAX_QUESTIONS = 1024  # a few kB each
+Describe = Callable[[Tensors, Options, Any], Problem]
+_questions: dict[tuple | None, Question] = {}
+_lock = threading.Lock()
+
+
+def ask(describe: Describe, x: Tensors, options: Options, lengths: Any) -> Question:
+    """The Question of describe(x, options, lengths). A call like one before is not checked again:
+    all that is checked is in the key, for no values of tensors are.
+    """
+    try:
+        key = _signature(describe, x, options, lengths)
+        question = _questions.get(key)
+    except TypeError:  # an option that is no key is none that would be taken, or a list
+        return Question(describe(x, options, lengths))
+    if question is not None:
+        return question
+    question = Question(describe(x, options, lengths), None if key is None else {})
+    return question if key is None else _kept(key, question)
+
+
+def _signature(describe: Describe, x: Tensors, options: Options, lengths: Any) -> tuple | None:
+    """What tells questions apart. None if they cannot be: where there is a mask, and where somebody
+    watches, to whom lengths are symbols. Of numbers the type counts, too: True is no length.
+    """
+    if x.mask is not None or not is_eager(x.q):
+        return None
+    numbers = lengths if isinstance(lengths, tuple) else (lengths,)
+    key = [describe, options, lengths, *map(type, (*options, *options.window_size, *numbers))]
+    records = torch.is_grad_enabled()
+    for t in x[:-1]:
+        if t is None:
+            key.append(None)
+        elif type(t) in PLAIN:
+            key += (t.shape, t.stride(), t.dtype, t.device, records and t.requires_grad)
+        else:
+            return None
+    return tuple(key)
+
+
+def _kept(key: tuple, question: Question) -> Question:
+    with _lock:
+        if len(_questions) >= MAX_QUESTIONS:
+            del _questions[next(iter(_questions))]
+        return _questions.setdefault(key, question)
+
+
+def forget_questions() -> None:
+    """Whoever changes what calls do, like a row of the tile tables, must say so."""
+    with _lock:
+        _questions.clear()
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_eager(q: Tensor) -> bool:
+    """Whether nobody is watching: compilers, tracers, modes, transforms."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) in PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def is_autocast(q: Tensor) -> bool:
+    """Whether torch.autocast is on for q's device. (To ask for the name of a device takes 1 us.)"""
+    return torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type)
 
 
 def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:

@@ -34,7 +34,7 @@ def qkv(grad=False, dtype=torch.float32):
 def op_arguments(options, grad=False):
     scalars = Options(**{n: x for n, x in options.items() if n in Options._fields})
     extras = Extras(**{n: x for n, x in options.items() if n in Extras._fields})
-    problem, x = pose(*qkv(grad), scalars, extras)
+    (problem, _), x = pose(*qkv(grad), scalars, extras)
     mask = [] if x.mask is None else x.mask.tensors()
     return (*x[:-1], *library._scalars(problem, None), mask)
 
@@ -184,7 +184,7 @@ class TestEager:
     def test_gradients_are_those_of_the_op(self, name, calls, monkeypatch):
         results = {}
         for way in ("eager", "op"):
-            monkeypatch.setattr(library, "_is_eager", lambda q, way=way: way == "eager")
+            monkeypatch.setattr(library, "is_eager", lambda q, way=way: way == "eager")
             x = qkv(grad=True)
             out = first(onchip.attention(*x, **OPTIONS[name]))
             results[way] = out, *torch.autograd.grad(out.square().sum(), x)

@@ -3,13 +3,16 @@ left half-done.
 """
 
 import ast
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import onchip
-from onchip import masks
+from onchip import masks, problem
 
 PACKAGE = Path(onchip.__file__).parent
 
@@ -110,6 +113,95 @@ def test_a_named_kernel_never_falls_back():
         kernel="aten_cpu",
         error=onchip.UnsupportedError,
     )
+
+
+class TestQuestions:
+    """Calls alike are checked once; what is told apart is checked, whatever came before."""
+
+    def ask(self, x, **options):
+        x = problem.Tensors(*x)
+        return problem.ask(problem.describe, x, problem.Options(**options), ())
+
+    def test_calls_alike_share_one(self):
+        assert self.ask(qkv()) is self.ask(qkv())
+        assert self.ask(qkv()).problem == problem.describe(
+            problem.Tensors(*qkv()), problem.Options()
+        )
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            qkv(torch.float64),
+            qkv(seqlen=9),
+            (q, k, v.transpose(1, 2).contiguous().transpose(1, 2)),
+            (q.clone().requires_grad_(), k, v),
+            tuple(t.to("meta") for t in (q, k, v)),
+        ],
+        ids=["dtype", "length", "strides", "gradient", "device"],
+    )
+    def test_tensors_are_told_apart(self, other):
+        assert self.ask((q, k, v)) is not self.ask(other)
+
+    @pytest.mark.parametrize(
+        "match, good, bad",
+        [
+            ("softcap", {"softcap": 1.0}, {"softcap": True}),
+            ("dropout_p", {"dropout_p": 0.0}, {"dropout_p": False}),
+            ("left=True", {"window_size": (1, None)}, {"window_size": (True, None)}),
+            ("left=1.0", {"window_size": (1, None)}, {"window_size": (1.0, None)}),
+        ],
+    )
+    def test_equal_numbers_of_another_type_are_still_refused(self, match, good, bad):
+        for _ in range(2):
+            onchip.attention(q, k, v, **good)
+        refused(match, q, k, v, **bad)
+
+    def test_so_are_lengths(self):
+        cu = torch.tensor([0, 1], dtype=torch.int32)
+        x = (*(t[0, :1] for t in (q, k, v)), cu, cu)
+        onchip.varlen_attention(*x, 1, 1)
+        refused("max_seqlen_q", *x, True, 1, fn=onchip.varlen_attention)
+        refused("max_seqlen_k", *x, 1, 1.0, fn=onchip.varlen_attention)
+
+    def test_options_that_cannot_be_keys(self):
+        window = self.ask((q, k, v), window_size=[3, 0])
+        assert window.known is None and window.problem.window_size == (3, 0)
+        refused("softcap", q, k, v, softcap=[1.0])
+
+    def test_a_mask_is_checked_every_time(self):
+        mask = masks.build(masks.causal(), 2, 4, 8, 8)
+        x = problem.Tensors(q, k, v, mask=mask)
+        assert problem.ask(problem.describe, x, problem.Options(), ()).known is None
+
+    def test_values_are_checked_every_time(self):
+        x = [t[0] for t in (q, k, v)]
+        cu, bad = (torch.tensor([0, n], dtype=torch.int32) for n in (8, 7))
+        for _ in range(3):
+            onchip.varlen_attention(*x, cu, cu, 8, 8)
+        refused("run from 0 to total_q=8", *x, bad, cu, 8, 8, fn=onchip.varlen_attention)
+
+    def test_no_tensor_is_kept(self):
+        x = qkv(seqlen=13)
+        gone = [weakref.ref(t) for t in x]
+        assert self.ask(x).known == {}
+        del x
+        gc.collect()
+        assert not any(each() for each in gone)
+
+    def test_the_oldest_is_forgotten_first(self, monkeypatch):
+        problem.forget_questions()
+        monkeypatch.setattr(problem, "MAX_QUESTIONS", 3)
+        first = self.ask(qkv(seqlen=1))
+        kept = [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)]
+        assert [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
+        assert all(self.ask(qkv(seqlen=n)) is each for n, each in zip((2, 3, 4), kept, strict=True))
+        assert self.ask(qkv(seqlen=1)) is not first
+
+    def test_threads_share_them(self, monkeypatch):
+        monkeypatch.setattr(problem, "MAX_QUESTIONS", 5)  # some are forgotten all the time
+        ask = lambda n: self.ask(qkv(seqlen=1 + n % 9)).problem.seqlen_q
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(ask, range(900))) == [1 + n % 9 for n in range(900)]
 
 
 def test_gradient_of_slopes_is_refused_not_dropped():

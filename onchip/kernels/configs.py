@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-from onchip.kernels import tapes
+from onchip.problem import forget_questions
 
 
 class TileConfig(NamedTuple):
@@ -314,4 +314,4 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
 
 def _forget() -> None:
     triton_config.cache_clear()
-    tapes.forget()
+    forget_questions()

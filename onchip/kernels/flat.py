@@ -82,17 +82,23 @@ def _encoding(form: dict | None, arg: Any, dtypes: dict[int, int]) -> tuple:
 
 
 def launcher_of(compiled: Any) -> Launcher:
+    try:
+        return _find_launcher(compiled)
+    except (AttributeError, KeyError, ImportError) as error:  # not what it is known to be
+        raise Unknown from error
+
+
+def _find_launcher(compiled: Any) -> Launcher:
     import triton
     from triton.backends.nvidia import driver
+    from triton.runtime import driver as active
 
-    known = {"3.6": _launcher_36, "3.9": _launcher_39}
-    find = known.get(".".join(triton.__version__.split(".")[:2]))
-    run = getattr(compiled, "run", None)
-    if find is None or type(run) is not driver.CudaLauncher:
+    find = _LAUNCHERS[".".join(triton.__version__.split(".")[:2])]
+    run = compiled.run
+    needs_scratch = run.global_scratch_size or run.profile_scratch_size
+    if type(run) is not driver.CudaLauncher or needs_scratch:
         raise Unknown
-    if run.global_scratch_size or run.profile_scratch_size:
-        raise Unknown
-    return find(compiled, run, triton.runtime.driver.active.utils, driver)
+    return find(compiled, run, active.active.utils, driver)
 
 
 def _launcher_36(compiled: Any, run: Any, utils: Any, driver: Any) -> Launcher:
@@ -115,6 +121,9 @@ def _launcher_39(compiled: Any, run: Any, utils: Any, driver: Any) -> Launcher:
     dtypes, maps = driver.TMA_DTYPE_DEVICE_TO_HOST, _maps(compiled)
     encode = utils.fill_tma_descriptor_tiled
     return Launcher(utils.launch, options, True, encode, dtypes, maps, compiled)
+
+
+_LAUNCHERS = {"3.6": _launcher_36, "3.9": _launcher_39}
 
 
 def _maps(compiled: Any) -> Sequence[dict]:

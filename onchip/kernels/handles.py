@@ -5,7 +5,7 @@ arguments and 23 constants, on the CPU of a small machine).
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -132,6 +132,12 @@ def _tell(compiled: Any, grid: tuple, args: tuple) -> None:
         tell(compiled, grid, args)
 
 
-def on_device(q: Tensor) -> torch.cuda.device:
+_HERE = nullcontext()
+
+
+def on_device(q: Tensor) -> AbstractContextManager:
     """Triton launches on the current device: make that q's."""
-    return torch.cuda.device(q.device.index if q.device.type == "cuda" else -1)
+    device = q.get_device()  # -1 on the CPU
+    if device < 0 or device == torch.cuda.current_device():
+        return _HERE  # a switch to where one is costs 2 us
+    return torch.cuda.device(device)

@@ -11,7 +11,6 @@ A tape holds no tensor and no address. It runs on the current stream, allocates 
 and can be captured in a CUDA graph.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.kernels import flat
 from onchip.kernels.handles import listening, on_device
-from onchip.problem import Problem, Tensors
-
-LIMIT = 1024  # kinds of calls that are remembered: a few kB each
+from onchip.problem import Problem, Question, Tensors
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -57,55 +54,34 @@ class Tape(NamedTuple):
         return self.result(*[None if i is None else made[i] for i in self.returned])
 
 
+MAX_TAPES = 64  # of a question: kernels, passes, alignments
 _SEEN = object()  # once: worth a recording if it comes again
 _AS_EVER = object()
-_known: dict[tuple, Any] = {}
-_lock = threading.Lock()
 
 
-def replayed(compute: Callable, problem: Problem, x: Tensors, kernel: str | None, *saved: Any):
-    """compute(problem, x, kernel, *saved), which returns a named tuple of tensors."""
-    if not _is_recordable(x):
-        return compute(problem, x, kernel, *saved)
-    tensors = (*x[:-1], *saved)
-    addresses = [t.data_ptr() for t in tensors if t is not None]
-    key = _key(compute, problem, kernel, tensors, addresses)
-    tape = _known.get(key)
+def replayed(compute: Callable, question: Question, x: Tensors, kernel: str | None, *saved: Any):
+    """compute(question.problem, x, kernel, *saved), which returns a named tuple of tensors. The
+    layout of x is the question's, but for those that saved tensors bring back: hooks may change it.
+    """
+    if question.known is None or not is_recordable(x.q):
+        return compute(question.problem, x, kernel, *saved)
+    tensors = [t for t in (*x[:-1], *saved) if t is not None]
+    addresses = [t.data_ptr() for t in tensors]
+    layout = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors] if saved else ()
+    key = (compute, kernel, len(tensors), *layout, *[address & 15 for address in addresses])
+    tape = question.known.get(key)
     if isinstance(tape, Tape) and not flat.runtime().is_hooked:
         return tape.play(x.q, addresses)
-    if tape is not _SEEN:
-        if tape is None:
-            _remember(key, _SEEN)
-        return compute(problem, x, kernel, *saved)
-    result, tape = _record(compute, problem, x, kernel, saved)
-    _remember(key, tape)
-    return result
+    if tape is _SEEN:
+        result, question.known[key] = _record(compute, question.problem, x, kernel, saved)
+        return result
+    if tape is None and len(question.known) < MAX_TAPES:
+        question.known[key] = _SEEN
+    return compute(question.problem, x, kernel, *saved)
 
 
-def forget() -> None:
-    """Whoever changes what calls do, like a row of the tile tables, must say so."""
-    with _lock:
-        _known.clear()
-
-
-def _is_recordable(x: Tensors) -> bool:
-    return x.q.is_cuda and x.mask is None
-
-
-def _key(
-    compute: Callable, problem: Problem, kernel: str | None, tensors: tuple, addresses: list[int]
-) -> tuple:
-    key = [compute, problem, kernel, tensors[0].get_device()]
-    for t in tensors:
-        key += (None,) if t is None else (t.shape, t.stride(), t.dtype)
-    return (*key, *[address & 15 for address in addresses])
-
-
-def _remember(key: tuple, value: Any) -> None:
-    with _lock:
-        if len(_known) >= LIMIT and key not in _known:
-            del _known[next(iter(_known))]
-        _known[key] = value
+def is_recordable(q: Tensor) -> bool:
+    return q.is_cuda
 
 
 def _record(
@@ -158,15 +134,18 @@ class _Recorder(TorchDispatchMode):
                 return i, 0
         for i, made in enumerate(self.made, len(self.tensors)):
             if t.untyped_storage().data_ptr() == made.data_ptr():
-                return i, t.storage_offset() * t.element_size()
+                return i, int(t.storage_offset()) * t.element_size()
         raise flat.Unknown
 
     def tape(self, result: Any) -> Any:
         """The Tape, or _AS_EVER."""
         if not self.is_complete or not self.launches:
             return _AS_EVER
-        places = {id(t): i for i, t in enumerate(self.made)}
-        if any(t is not None and id(t) not in places for t in result):
-            return _AS_EVER
-        returned = [None if t is None else places[id(t)] for t in result]
+        wholes = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in self.made]
+        returned = []
+        for t in result:
+            whole = None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype)
+            if whole is not None and whole not in wholes:
+                return _AS_EVER
+            returned.append(None if whole is None else wholes.index(whole))
         return Tape(self.buffers, self.launches, type(result), returned)

@@ -22,10 +22,10 @@ if triton.knobs.runtime.interpret:
 
 from onchip.kernels.hopper import launch, launch_backward, launch_gradient  # noqa: E402
 from onchip.kernels.hopper.tensors import Descriptor, TensorDescriptor  # noqa: E402
-from onchip.kernels.triton import backward, forward  # noqa: E402
+from onchip.kernels.triton import backward, bias, decode, forward  # noqa: E402
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
-MODULES = (launch, launch_backward, launch_gradient, forward, backward)
+MODULES = (launch, launch_backward, launch_gradient, forward, backward, bias, decode)
 KERNELS = {
     "hopper": (launch.forward, launch_backward.backward),
     "triton": (forward.forward, backward.backward),

@@ -31,6 +31,7 @@ from onchip.kernels.hopper.schedule import (
     find_tile,
     hide,
     keys_of,
+    next_ticket,
     visible,
 )
 
@@ -303,7 +304,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                     pipes.v.load(i, v_desc, at)
                 i += 1
         if cfg.DYNAMIC:
-            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
+            ticket = next_ticket(counter, job.order.num_tiles)
         else:
             ticket += gl.num_programs(0)
         if job.SPARSE:

@@ -49,7 +49,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
     wide = out.dtype == torch.float32
-    _forward_kernel[(min(num_tiles, num_sms(x.q.device)),)](
+    programs = min(num_tiles, num_sms(x.q.device))
+    _forward_kernel[(programs,)](
         grouped(x.q, 64, group, width),
         _keys(problem, x.k, config.tile_n, width),
         _keys(problem, x.v, config.tile_n, width_v),
@@ -58,7 +59,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse) if dynamic else lse,
+        counter(lse) if dynamic and num_tiles > programs else lse.view(torch.int32),
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,

@@ -483,3 +483,14 @@ def _count_tiles(shape, batch, block, ROWS: gl.constexpr):
 @gluon.jit
 def _plus(a, b):
     return a + b
+
+
+@gluon.jit
+def next_ticket(counter, num_tiles):
+    """The next of `num_tiles`, all of them if there is none. With a program for each tile nobody
+    draws a second one: then the counter is not touched, and need not be at 0.
+    """
+    ticket = num_tiles
+    if num_tiles > gl.num_programs(0):
+        ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
+    return ticket

@@ -1,0 +1,257 @@
+"""A replayed call launches what Triton would have launched: real calls and kernels down to the
+launcher in C, which is a stand-in. On Triton 3.6 and 3.9; others are not replayed.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onchip
+import onchip.testing as ot
+from onchip import library, problem
+from onchip.kernels import flat, tapes
+from onchip.kernels.handles import Handle
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.compiler import CompiledKernel  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
+
+from onchip.kernels.hopper import launch as hopper  # noqa: E402
+from onchip.kernels.hopper import launch_backward, launch_gradient  # noqa: E402
+from onchip.kernels.triton import backward, bias, decode, forward, launch  # noqa: E402
+
+MODULES = (hopper, launch_backward, launch_gradient, backward, bias, decode, forward)
+HOPPER = problem.DeviceInfo("cuda", "NVIDIA H200", (9, 0))
+FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 64, 64]}
+FORM["fp4_padded"] = False
+
+
+class Driver:
+    """Launches are logged as (kernel, arguments of the launcher in C)."""
+
+    def __init__(self):
+        self.log = []
+        self.utils = SimpleNamespace(
+            fill_tma_descriptor=self.encode,
+            fill_tma_descriptor_tiled=self.encode,
+            launch=partial(self.launch, None),
+            unload_module=lambda module: None,
+        )
+
+    def encode(self, address, *how):
+        return ("map", address, *how)
+
+    def launch(self, name, *args):
+        *_, last = args
+        nested = isinstance(last, (tuple, list))
+        self.log.append((name, args[:5], last if nested else args[13:]))
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 77
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(driver, "_active", found)
+    compile = lambda kernel, key, signature, *_: compiled(found, kernel, key, signature)
+    monkeypatch.setattr(JITFunction, "_do_compile", compile)
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(library, "device_info", lambda device: HOPPER)
+    monkeypatch.setattr(launch, "device_info", lambda device: HOPPER)
+    monkeypatch.setattr(library, "check_values", lambda *_: None)
+    monkeypatch.setattr(library.paged, "check_values", lambda *_: None)
+    monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
+    for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
+        monkeypatch.setattr(handle, "_families", {})
+    flat.runtime.cache_clear()
+    problem.forget_questions()
+    yield found
+    flat.runtime.cache_clear()
+    problem.forget_questions()
+
+
+def compiled(fake, kernel, key, signature):
+    """What Triton would make of a kernel, but for its code."""
+    made = CompiledKernel.__new__(CompiledKernel)
+    is_map = lambda kind: isinstance(kind, str) and kind.startswith("tensordesc")
+    forms = [FORM for kind in signature.values() if is_map(kind)]
+    made.metadata = SimpleNamespace(tensordesc_meta=forms, num_warps=4)
+    made.module, made.function, made._module_pid = 1, hash(key) % 1000, None
+    made.packed_metadata, made.src, made.name = (4, 1, 0), None, kernel.__name__
+    run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    run.num_ctas, run.gsan_enabled = 1, False
+    run.global_scratch_size = run.profile_scratch_size = 0
+    run.global_scratch_align = run.profile_scratch_align = 1
+    run.launch_cooperative_grid, run.launch_pdl = False, True
+    run.arg_annotations, run.kernel_signature = [], b""
+    run.launch = nvidia.wrap_handle_tensordesc(partial(fake.launch, None), signature, forms)
+    made._run = run
+    return made
+
+
+def told(log, given):
+    """The launches, with addresses of tensors that the call was given by number, of those it has
+    allocated by the order in which they come.
+    """
+    names = {t.data_ptr(): i for i, t in enumerate(given) if t is not None}
+    fresh = {}
+
+    def address(value):
+        if value in names:
+            return f"given {names[value]}"
+        return f"new {fresh.setdefault(value, len(fresh))}"
+
+    def word(arg):
+        if isinstance(arg, torch.Tensor):
+            return address(arg.data_ptr())
+        if isinstance(arg, tuple):
+            return ("map", address(arg[1]), *arg[2:])
+        return address(arg) if isinstance(arg, int) and arg > 1 << 40 else arg
+
+    return [(*where, [word(arg) for arg in args]) for _, where, args in log]
+
+
+def dense(n=199, heads=4, kv_heads=2, dim=128, dtype=torch.bfloat16, **options):
+    shape = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, "dtype": dtype}
+    x = ot.make_qkv(2, n, n + 5, **shape)
+    return onchip.attention, x, options
+
+
+def packed(**options):
+    cu = torch.tensor([0, 63, 200], dtype=torch.int32)
+    x = [t[0] for t in ot.make_qkv(1, 200, num_heads=4, head_dim=64, dtype=torch.bfloat16)]
+    return onchip.varlen_attention, (*x, cu, cu, 137, 137), options
+
+
+def paged(seqlen_q=1, batch=3, **options):
+    q = torch.randn(batch, seqlen_q, 8, 64).bfloat16()
+    pages = torch.randn(2, 40, 16, 2, 64).bfloat16()
+    table = torch.arange(batch * 12, dtype=torch.int32).view(batch, 12)
+    lengths = torch.full((batch,), 100, dtype=torch.int32)
+    return onchip.paged_attention, (q, *pages, table, lengths), options
+
+
+CALLS = {
+    "dense": dense(),
+    "causal, many tiles": dense(n=1999, causal=True),
+    "window, sinks": dense(window_size=(30, 4), sinks=torch.randn(4)),
+    "head_dim 64 in fp16": dense(dim=64, dtype=torch.float16, softcap=5.0),
+    "head_dim 256": dense(dim=256, causal=True),
+    "wide": dense(out_dtype=torch.float32),
+    "portable": dense(kernel="triton"),
+    "portable, bias": dense(kernel="triton", bias=torch.randn(1, 4, 1, 204)),
+    "portable, dropout": dense(kernel="triton", dropout_p=0.1, dropout_seed=torch.tensor(5)),
+    "one query": dense(n=1),
+    "packed": packed(causal=True),
+    "packed, portable": packed(kernel="triton"),
+    "paged": paged(),
+    "paged, a chunk": paged(seqlen_q=40),
+    "paged, fixed splits": paged(deterministic=True, sinks=torch.randn(8)),
+}
+
+
+def run(fake, call, grad):
+    attend, args, options = call
+    fake.log.clear()
+    leaves = [t.detach().requires_grad_(grad) for t in args[:3]]
+    out = attend(*leaves, *args[3:], **options)
+    given = [*args, *options.values()]
+    if grad:
+        dout = torch.ones_like(out)
+        torch.autograd.grad(out, leaves, dout)
+        given.append(dout)
+    return told(fake.log, [t for t in given if isinstance(t, torch.Tensor)])
+
+
+@pytest.fixture
+def plays(monkeypatch):
+    """The tapes that were played."""
+    found = []
+    play = tapes.Tape.play
+
+    def noted(tape, *args):
+        found.append(tape)
+        return play(tape, *args)
+
+    monkeypatch.setattr(tapes.Tape, "play", noted)
+    return found
+
+
+def test_a_replay_has_the_addresses_of_its_own_call(fake, plays):
+    """Not those of the recorded one, even if that was given one tensor three times."""
+    x = dense(kv_heads=4)[1][0]
+    attend = partial(onchip.attention, causal=True)
+    for _ in range(2):
+        attend(x, x, x)
+    q, k, v = (x.clone() for _ in range(3))
+    fake.log.clear()
+    out = attend(q, k, v)
+    ((_, _, args),) = fake.log
+    assert len(plays) == 1
+    assert [arg[1] for arg in args if isinstance(arg, tuple)] == [
+        t.data_ptr() for t in (q, k, v, out)
+    ]
+
+
+def test_a_profiler_hears_of_every_launch(fake, plays, monkeypatch):
+    attend, args, options = CALLS["paged"]
+    for _ in range(3):
+        attend(*args, **options)
+    assert len(plays) == 1
+    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", lambda metadata: None)
+    fake.log.clear()
+    attend(*args, **options)
+    assert len(plays) == 1 and len(fake.log) == 1
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "4.0.0"])
+def test_another_triton_is_launched_the_usual_way(fake, plays, monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    for _ in range(4):
+        run(fake, CALLS["dense"], True)
+    assert not plays
+
+
+def test_so_is_a_kernel_that_needs_memory_of_tritons(fake, plays, monkeypatch):
+    init = compiled
+
+    def needy(*args):
+        made = init(*args)
+        made._run.global_scratch_size = 16
+        return made
+
+    scratch = lambda size, align, stream: torch.empty(size, dtype=torch.int8)
+    triton.set_allocator(scratch)
+    monkeypatch.setitem(globals(), "compiled", needy)
+    for _ in range(4):
+        run(fake, CALLS["dense"], False)
+    assert not plays
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_replay_launches_the_same(fake, plays, name, grad):
+    if grad and name.startswith("paged"):
+        pytest.skip("pages have no gradient")
+    call = CALLS[name]
+    usual = run(fake, call, grad)
+    for _ in range(3):
+        assert run(fake, call, grad) == usual
+    passes = 1 + (grad and name not in ("window, sinks", "portable, bias"))  # torch sums there
+    assert len(plays) == 2 * passes
