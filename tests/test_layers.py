@@ -30,7 +30,7 @@ LAW = {
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
     "parallel": {"models"},
-    "engine": {"kvcache", "models", "ops"},
+    "engine": {"kvcache", "models", "ops", "problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top

@@ -268,9 +268,13 @@ class Decoder(nn.Module):
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
         return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., vocab_size) in fp32 (fp64 for fp64)."""
+    def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
+        """(..., vocab_size) in fp32 (fp64 for fp64). Not wide: as the matrix product rounds them,
+        unless they are capped, for who reads them once and widens them on the way.
+        """
         out = F.linear(hidden, self.embed if self.head is None else self.head)
+        if not wide and not self.config.logit_softcap:
+            return out
         out = out if out.dtype == torch.float64 else out.float()
         return soft_cap(out, self.config.logit_softcap)
 

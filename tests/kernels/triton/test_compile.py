@@ -31,6 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -254,6 +255,25 @@ def test_pointwise_kernels_move_sixteen_bytes_at_a_time(monkeypatch, launches, a
         compiled = _compile(kernel, args, kwargs, arch)
         ptx, sass = compiled.asm["ptx"], _sass(compiled.asm["cubin"])
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, kernel.fn.__name__
+        assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
+
+
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_draws_fit_into_registers(launches, arch):
+    """With all that a row may ask for, and with none of it."""
+    from onchip.kernels.triton import draw
+
+    logits, rows = torch.zeros(2, 151_936, dtype=BF16), torch.zeros(2)
+    top_k, top_p = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
+    draw.draw(logits, None, rows, top_p)
+    draw.draw(logits, logits.float(), rows, top_p, rows, top_k, top_p)
+    names = [kernel.fn.__name__ for kernel, _, _ in launches]
+    assert names == ["scan_kernel", "pick_kernel", "cut_kernel", "scan_kernel", "pick_kernel"]
+    for kernel, args, kwargs in launches[:3]:
+        compiled = _compile(kernel, args, kwargs, arch)
+        wide = "v2.b32" if kernel is draw.cut_kernel else "v4.b32"
+        assert f"ld.global.{wide}" in compiled.asm["ptx"], kernel.fn.__name__
+        sass = _sass(compiled.asm["cubin"])
         assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
 
 
