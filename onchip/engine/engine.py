@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+import torch
+
 from onchip.engine.costs import Costs
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import Request, RequestOutput, Sample, Status
@@ -166,7 +168,7 @@ class Engine:
         """End a request now: its pages are free when this returns, and no step reports it any
         more. False: there is no such request, or it is done.
         """
-        request = self.scheduler.find(request_id)
+        request = None if self._runner is None else self.scheduler.find(request_id)
         if request is None:
             return False
         self._forget(request)
@@ -198,8 +200,11 @@ class Engine:
         self._streamed.clear()
         self._watched.clear()
         self._flight = None
+        on_gpu = self.cache.device.type == "cuda"
         del self.model, self.cache, self.tier, self.scheduler
         self._runner = None
+        if on_gpu:
+            torch.cuda.empty_cache()  # what this process keeps for itself, others may have
 
     def _check_open(self) -> None:
         if self._runner is None:
@@ -283,7 +288,20 @@ class Engine:
             if request.finished:
                 self._forget(request)
                 self._complete(request)
+            if self.tokenizer is not None:
+                self._name_tokens(request)
         return [request.output() for request in told]
+
+    def _name_tokens(self, request: Request) -> None:
+        """Logprobs that are not shown yet say which texts they are about."""
+        for tables in (*(s.logprobs for s in request.samples), request.prompt_logprobs or ()):
+            for place in range(len(tables) - 1, -1, -1):
+                table = tables[place]
+                if table is None or next(iter(table.values())).decoded_token is not None:
+                    break
+                for token, logprob in table.items():
+                    name = self.tokenizer.decode([token])
+                    table[token] = logprob._replace(decoded_token=name)
 
     def _read(self, request: Request) -> None:
         """The texts of the samples that grow."""
