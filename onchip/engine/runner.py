@@ -99,7 +99,8 @@ class Runner:
     def _draw(self, hidden: Tensor, samples: Sequence[Sample]) -> Sampled:
         for place, one in enumerate(samples):
             one.place = place
-        sampled = sample(self._model.logits(hidden), self._drawers.rows(samples))
+        logits = self._model.logits(hidden, wide=False)  # the sampler widens them as it reads
+        sampled = sample(logits, self._drawers.rows(samples))
         self._last[: len(samples)].copy_(sampled.token)
         return sampled
 

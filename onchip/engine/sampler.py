@@ -1,4 +1,5 @@
 """Draws the next token of every row of a batch, on the device, without sorting and without waiting.
+What is said here in torch is three launches where a GPU has Triton (kernels/triton/draw.py).
 
 Probabilities are integers here: the weight exp(s - max s) of a token is rounded to a multiple of
 2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
@@ -15,11 +16,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from onchip.engine.request import Drawn, Request, Sample
+from onchip.problem import device_info
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -40,10 +44,12 @@ class Edits:
     repeat: tuple[Tensor, Tensor, Tensor] | None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits with the changes; no (row, token) is named twice in one list."""
+        """The logits with the changes, in fp32, or as they came if there are none; no (row, token)
+        is named twice in one list.
+        """
         if self.repeat is None and self.add is None:
             return logits
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=True)
         if self.repeat is not None:
             rows, tokens, factors = self.repeat
             seen = logits[rows, tokens]
@@ -187,9 +193,12 @@ class Drawers:
 
 def sample(logits: Tensor, rows: Rows) -> Sampled:
     """logits: (rows, vocab_size), any float type, not changed."""
-    raw = logits.float()
+    raw = logits
     if rows.beam_temperature is not None:
-        raw = raw / rows.beam_temperature[:, None]
+        raw = logits.float() / rows.beam_temperature[:, None]
+    if (kernel := _kernel(raw)) and len(raw):
+        return _draw(kernel, raw, rows)
+    raw = raw.float()
     return report(raw, _choose(rows.edits.apply(raw), rows), rows.num_top)
 
 
@@ -197,11 +206,49 @@ def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
     """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
     nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
     """
+    logits = logits.float()
     chosen = logits.gather(1, token[:, None])
     norm = logits.logsumexp(-1, keepdim=True)
     rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
     top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
     return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
+
+
+def _draw(kernel: ModuleType, raw: Tensor, rows: Rows) -> Sampled:
+    """`sample` by one pass over the logits in the type that they have."""
+    raw = raw if raw.stride(-1) == 1 else raw.contiguous()
+    logits = rows.edits.apply(raw)
+    asked = None if logits is raw else raw
+    token, logprob = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
+    if rows.num_top is not None:
+        return report(raw, token, rows.num_top)
+    nothing = token.new_empty(len(raw), 0)
+    return Sampled(token, logprob, torch.zeros_like(token), nothing, nothing.float())
+
+
+def _columns(rows: Rows, count: int, device: torch.device) -> list[Tensor | None]:
+    """temperature, uniform, min_p, top_k and top_p of all rows: 0 is the temperature of the greedy
+    ones, which keep all their tokens.
+    """
+    if rows.random is None:
+        zeros = torch.zeros(count, dtype=torch.float64, device=device)
+        return [zeros.float(), zeros, None, None, None]
+    values = [rows.temperature, rows.uniform, rows.min_p, rows.top_k, rows.top_p]
+    if len(rows.random) == count:
+        return values
+    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, rows.random, t)
+    return [
+        None if t is None else spread(t, off)
+        for t, off in zip(values, (0, 0, 0, 0, 1), strict=True)
+    ]
+
+
+def _kernel(logits: Tensor) -> ModuleType | None:
+    """The module that draws in few launches, where Triton runs."""
+    device = logits.device
+    if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
+        return None
+    return import_module("onchip.kernels.triton.draw")
 
 
 def _choose(logits: Tensor, rows: Rows) -> Tensor:
