@@ -30,8 +30,8 @@ LAW = {
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
     "parallel": {"models"},
-    "engine": {"kvcache", "models", "ops", "problem"},
-    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models"},
+    "engine": {"kvcache", "models", "ops", "parallel", "problem"},
+    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
 LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}

@@ -5,15 +5,16 @@ Probabilities are integers here: the weight exp(s - max s) of a token is rounded
 2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
 tokens whatever else is in the batch. The smallest set of top tokens that holds a mass (top_p) or a
 count (top_k) is found by three histograms over the bits of the weights instead of a sort; tokens of
-equal weight stay or go together. The draw itself is one uniform number per row, a hash of the
+equal weight stay or go together. The draw itself is one uniform number per row, made of the
 request's seed, the sample and the position, looked up in the running sum.
 
 Order of things, as vLLM's: bias, penalties, minimum length; temperature; min_p; top_k; top_p.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from importlib import import_module
 from types import ModuleType
@@ -21,10 +22,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onchip.engine.request import Drawn, Sample
+from onchip.engine.request import Drawn, Request, Sample
 from onchip.problem import device_info
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
+_GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _DIGITS = (
     (20, 11),
     (10, 10),
@@ -93,6 +95,10 @@ class Sampled:
 
     def drawn(self, samples: Sequence[Sample]) -> list[Drawn]:
         """For `Scheduler.update`. Waits for the device."""
+        if not any(
+            [one.request.beams or one.request.params.logprobs is not None for one in samples]
+        ):
+            return list(map(Drawn, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
         rows = zip(samples, *(column.tolist() for column in columns), strict=True)
         return [
@@ -100,43 +106,89 @@ class Sampled:
                 token,
                 logprob,
                 rank or None,
-                tuple(zip(ids, tops, strict=True))[: num_top(one) or 0],
+                tuple(zip(ids, tops, strict=True))[: num_top(one.request) or 0],
             )
             for one, token, logprob, rank, ids, tops in rows
         ]
 
 
-def num_top(sample: Sample) -> int | None:
-    """How many of the most probable tokens a sample wants to know; None: nothing about them."""
-    beams = sample.request.beams
-    return 2 * beams.beam_width if beams else sample.request.params.logprobs
+def num_top(request: Request) -> int | None:
+    """How many of the most probable tokens are wanted; None: nothing about them."""
+    beams = request.beams
+    return 2 * beams.beam_width if beams else request.params.logprobs
 
 
-def uniform(sample: Sample) -> float:
-    """The number in [0, 1) that draws this sample's next token: 53 bits of a hash."""
-    words = (sample.request.draw_seed, sample.index, len(sample.token_ids))
+def uniforms(samples: Sequence[Sample]) -> Tensor:
+    """The numbers in [0, 1) that draw the next token of each sample, fp64: 53 bits of SplitMix64
+    (Steele, Lea, Flood 2014), which starts from a hash of seed and sample and steps by tokens.
+    """
+    keys = _words([s.draw_key or _key(s) for s in samples])
+    z = keys + (_words([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
+    z = (z ^ _shifted(z, 30)) * _MIX[0]
+    z = (z ^ _shifted(z, 27)) * _MIX[1]
+    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
+
+
+def _key(sample: Sample) -> int:
+    words = (sample.request.draw_seed, sample.index)
     data = b"".join(word.to_bytes(9, "little", signed=True) for word in words)
-    bits = int.from_bytes(blake2b(data, digest_size=8, person=b"onchip.draw").digest(), "little")
-    return (bits >> 11) * 2.0**-53
+    digest = blake2b(data, digest_size=8, person=b"onchip.draw").digest()
+    sample.draw_key = int.from_bytes(digest, "little", signed=True)
+    return sample.draw_key
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, as if it had no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _words(values: Sequence[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
     """One row for each sample, in order."""
     device = torch.device(device)
-    random = [i for i, s in enumerate(samples) if not (s.request.params.greedy or s.request.beams)]
-    drawn = [samples[i] for i in random]
-    params = [s.request.params for s in drawn]
+    requests = [s.request for s in samples]
+    random = [i for i, r in enumerate(requests) if r.params.temperature and not r.beams]
+    params = [requests[i].params for i in random]
+    searched = any([r.beams for r in requests])
+    tops = {num_top(r) for r in requests if r.beams or r.params.logprobs is not None}
     return Rows(
         _edits(samples, device),
         _to(random, torch.int64, device) if random else None,
         _to([p.temperature for p in params], torch.float32, device),
-        _to([uniform(s) for s in drawn], torch.float64, device),
+        _sent(uniforms([samples[i] for i in random]) if random else torch.zeros(0), device),
         _column([p.min_p for p in params], 0, torch.float32, device),
         _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
         _column([p.top_p for p in params], 1, torch.float64, device),
-        max((k for k in map(num_top, samples) if k is not None), default=None),
-        _column([_beam_temperature(s) for s in samples], 1, torch.float32, device),
+        max(tops, default=None),
+        _to(list(map(_beam_temperature, requests)), torch.float32, device) if searched else None,
     )
+
+
+class Drawers:
+    """`rows_of` for batches that follow one another: while the same samples draw, only the numbers
+    that they draw with change.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._device = torch.device(device)
+        self._samples: Sequence[Sample] = ()
+        self._rows: Rows | None = None
+        self._random: list[Sample] = []
+
+    def rows(self, samples: Sequence[Sample]) -> Rows:
+        if self._rows is not None and samples == self._samples:
+            if not self._random:
+                return self._rows
+            return replace(self._rows, uniform=_sent(uniforms(self._random), self._device))
+        rows = rows_of(samples, self._device)
+        edited = any([one.request.params.edits for one in samples])
+        self._samples, self._rows = samples, None if edited else rows
+        drawing = [one for one in samples if not one.request.beams]
+        self._random = [one for one in drawing if not one.request.params.greedy]
+        return rows
 
 
 def sample(logits: Tensor, rows: Rows) -> Sampled:
@@ -261,13 +313,14 @@ def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
 def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
-    for row, one in enumerate(samples):
+    edited = [(row, one) for row, one in enumerate(samples) if one.request.params.edits]
+    for row, one in edited:
         params, request = one.request.params, one.request
         values: Counter[int] = Counter(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
             for token, count in Counter(one.token_ids).items():
                 values[token] -= params.presence_penalty + params.frequency_penalty * count
-        if len(one.token_ids) < params.min_tokens:
+        if one.num_tokens < params.min_tokens:
             values.update(dict.fromkeys(request.ends, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:
@@ -289,17 +342,20 @@ def _cells(
     )
 
 
-def _beam_temperature(sample: Sample) -> float:
-    beams = sample.request.beams
-    return (beams.temperature or 1.0) if beams else 1.0
+def _beam_temperature(request: Request) -> float:
+    return (request.beams.temperature or 1.0) if request.beams else 1.0
 
 
 def _column(values: list, off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """None if no row asks for anything."""
-    return None if all(v == off for v in values) else _to(values, dtype, device)
+    return None if values.count(off) == len(values) else _to(values, dtype, device)
 
 
 def _to(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _sent(torch.tensor(values, dtype=dtype), device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
     """To the device behind the work that is queued there: from pinned memory nobody waits."""
-    staged = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    staged = values.pin_memory() if device.type == "cuda" else values
     return staged.to(device, non_blocking=True)
