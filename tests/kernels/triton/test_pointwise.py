@@ -33,7 +33,6 @@ BASE = {
 }
 FAMILIES = {
     "qwen3": {"head_dim": 20},
-    "qwen2": {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2},
     "gemma2": {
         "head_dim": 20,
         "sliding_window": 7,
@@ -43,6 +42,7 @@ FAMILIES = {
     },
     "phi3": {"hidden_size": 60, "partial_rotary_factor": 0.5, "pad_token_id": 0},
 }
+MORE = {"qwen2": {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 67}
 
 
@@ -83,7 +83,7 @@ def exact_norm(x, weight, eps, offset):
 
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(1, 1), (3, 63), (7, 1024), (2, 2304)])
+@pytest.mark.parametrize("rows, width", [(1, 1), (3, 63), (2, 2304)])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_sum_and_norm(kernels, dtype, rows, width, offset):
     x, y, weight = (randn(*s, dtype=dtype) for s in ((rows, width), (rows, width), (width,)))
@@ -151,7 +151,7 @@ def expected_place(qkv, turn, weights, heads, head_dim, offset):
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("offset", [None, 0.0, 1.0], ids=["no norm", "norm", "norm + 1"])
+@pytest.mark.parametrize("offset", [None, 1.0], ids=["no norm", "norm"])
 def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset):
     """Nothing but the slots of the tokens changes, in the pages or beside them."""
     monkeypatch.setattr(pointwise, "fused", lambda *tensors: None)  # the judge is torch
@@ -211,7 +211,7 @@ def test_gates_far_out(kernels):
 def config_of(family):
     if family == "gpt2":
         return ModelConfig.from_hf({"model_type": "gpt2"} | GPT2)
-    return ModelConfig.from_hf({"model_type": family} | BASE | FAMILIES[family])
+    return ModelConfig.from_hf({"model_type": family} | BASE | (FAMILIES | MORE)[family])
 
 
 def steps(model, page_size):
@@ -230,7 +230,7 @@ def steps(model, page_size):
 
 
 @here
-@pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
+@pytest.mark.parametrize("family", FAMILIES if INTERPRETED else [*FAMILIES, "qwen2", "gpt2"])
 @torch.no_grad()
 def test_a_decoder_of_fused_kernels_is_the_decoder(kernels, monkeypatch, family):
     model = random_model(config_of(family), seed=3, device=DEVICE)
