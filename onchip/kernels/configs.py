@@ -115,7 +115,7 @@ TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up
 # Logits of a row. scan: a span, the same for all batches, or rows would draw by their company;
 # cut: 16 sums for each element of the tile, in registers.
 TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)
-TRITON_CUT = _T(0, 2048, 16, 1)
+TRITON_CUT = _T(0, 1024, 16, 1)
 COPY_ELEMENTS = 2048  # of a page, to one program of a copy
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 

@@ -134,7 +134,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
         qkv = self.qkv(x)
         if isinstance(attend, Paged) and self._fuses(qkv):
-            q = self._write(qkv, turned, attend)
+            q = self.write(qkv, turned, attend)
             return self.out(attend.read(self.index, q, **self.options).flatten(-2))
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
         q, k = self._place(q, self.q_norm, turned), self._place(k, self.k_norm, turned)
@@ -145,8 +145,10 @@ class Attention(nn.Module):
         norm = self.q_norm
         return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
 
-    def _write(self, qkv: Tensor, turned: Turns, paged: Paged) -> Tensor:
-        """Queries, placed; keys and values go to their pages."""
+    def write(self, qkv: Tensor, turned: Turns, paged: Paged) -> Tensor:
+        """Queries, normed and turned; keys, treated alike, and values go to their pages: one
+        launch.
+        """
         turn = None if self.turned is None else turned[self.turned]
         norms = None if self.q_norm is None else self._norms()
         pages, slots = paged.cache.layer(self.index), paged.batch.slot_mapping

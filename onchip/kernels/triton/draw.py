@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.kernels.configs import TRITON_CUT, TRITON_PICK, TRITON_SCAN
-from onchip.kernels.triton.launch import launch_options
+from onchip.kernels.triton.launch import launch_options, on_device
 from onchip.kernels.triton.tile import LN2, LOG2E
 
 WAYS = tl.constexpr(16)  # a pass of the search finds one of 16 digits: four bits of a logit
@@ -257,7 +257,7 @@ def draw(
     num_spans, stride_raw = triton.cdiv(vocab, span), 0 if raw is None else raw.stride(0)
     parts = torch.empty(rows * num_spans * _PARTS, dtype=torch.float32, device=logits.device)
     strides = logits.stride(0), stride_raw, vocab, num_spans
-    with _on_device(logits):
+    with on_device(logits):
         scan_kernel[(rows * num_spans,)](
             logits, raw, temperature, floor, parts, *strides, span, **launch_options(TRITON_SCAN)
         )
@@ -270,14 +270,9 @@ def draw(
 
 def _floor(logits: Tensor, temperature: Tensor, *least: Tensor | None) -> Tensor:
     floor = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    with _on_device(logits):
+    with on_device(logits):
         cut_kernel[(logits.shape[0],)](
             logits, temperature, *least, floor, logits.stride(0), logits.shape[1],
             _PASSES[logits.dtype], TRITON_CUT.tile_n, **launch_options(TRITON_CUT),
         )  # fmt: skip
     return floor
-
-
-def _on_device(t: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device: make that t's."""
-    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
-from onchip.kernels.triton.launch import launch_options
+from onchip.kernels.triton.launch import launch_options, on_device
 from onchip.kernels.triton.tile import rounded
 from onchip.problem import device_info
 
@@ -178,7 +178,7 @@ def add_rms_norm(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         pad = triton.next_power_of_2(width)
-        with _on_device(x):
+        with on_device(x):
             norm_kernel[(a.shape[0],)](
                 a, b, weight, None if y is None else total, out,
                 a.stride(0), 0 if b is None else b.stride(0), float(eps), float(offset),
@@ -213,7 +213,7 @@ def place(
     tile, pad = TRITON_PLACE.tile_m, triton.next_power_of_2
     tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(num_kv_heads, tile)
     if q.numel():
-        with _on_device(qkv):
+        with on_device(qkv):
             place_kernel[(qkv.shape[0] * tiles,)](
                 qkv, cos, sin, *(weights or (None, None)), slot_mapping.contiguous(), q, k_pages,
                 v_pages, qkv.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
@@ -231,7 +231,7 @@ def gated_activation(x: Tensor, name: str) -> Tensor:
     if out.numel():
         rows, tile = _rows(x), TRITON_GATE.tile_n
         num_tiles = triton.cdiv(inner, tile)
-        with _on_device(x):
+        with on_device(x):
             gate_kernel[(rows.shape[0] * num_tiles,)](
                 rows, out, rows.stride(0), inner, num_tiles, name, tile, **_options(TRITON_GATE, x)
             )
@@ -255,8 +255,3 @@ def _options(config: TritonConfig, x: Tensor) -> dict:
     if capability is None or capability < (9, 0):
         return launch_options(config) | {"PDL": False}
     return launch_options(config) | {"PDL": True, "launch_pdl": True}
-
-
-def _on_device(t: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device: make that t's."""
-    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)

@@ -271,7 +271,7 @@ def test_draws_fit_into_registers(launches, arch):
     assert names == ["scan_kernel", "pick_kernel", "cut_kernel", "scan_kernel", "pick_kernel"]
     for kernel, args, kwargs in launches[:3]:
         compiled = _compile(kernel, args, kwargs, arch)
-        wide = "v2.b32" if kernel is draw.cut_kernel else "v4.b32"
+        wide = "b32" if kernel is draw.cut_kernel else "v4.b32"
         assert f"ld.global.{wide}" in compiled.asm["ptx"], kernel.fn.__name__
         sass = _sass(compiled.asm["cubin"])
         assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__

@@ -19,6 +19,7 @@ here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
 VOCAB = 299
+DTYPES = (BF16, FP32) if INTERPRETED else (BF16, FP16, FP32)
 PARAMS = [
     SamplingParams(temperature=0),
     SamplingParams(),
@@ -88,12 +89,13 @@ def randn(*shape, dtype=FP32):
 
 
 @here
-@pytest.mark.parametrize("dtype, spread", [(BF16, 0.5), (FP16, 1.0), (FP32, 4.0)], ids=str)
-def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype, spread):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     """All options side by side. A token differs only where the last bit of a sum decides."""
     count = len(PARAMS) if INTERPRETED else 1024
     samples = members(PARAMS, count)
-    logits = randn(count, VOCAB, dtype=dtype) * spread
+    logits = randn(count, VOCAB, dtype=dtype)
+    logits[::3] *= 4
     ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
     assert ours.token.dtype == theirs.token.dtype
     assert (ours.token != theirs.token).sum() <= count // 500
@@ -122,9 +124,10 @@ def test_ranks_and_top_tokens_are_reported(sample):
 @here
 def test_a_row_draws_the_same_whatever_the_batch(sample):
     """The same bits of its log probability, too."""
-    samples, logits = members(PARAMS, 16), randn(16, VOCAB) * 3
+    count = 7 if INTERPRETED else 64
+    samples, logits = members([*PARAMS[3:], *PARAMS[:3]], count), randn(count, VOCAB) * 3
     together = sample(logits, rows_of(samples))
-    alone = [sample(logits[i : i + 1], rows_of(samples[i : i + 1])) for i in range(16)]
+    alone = [sample(logits[i : i + 1], rows_of(samples[i : i + 1])) for i in range(count)]
     assert together.token.tolist() == [one.token.item() for one in alone]
     assert together.logprob.tolist() == [one.logprob.item() for one in alone]
 
@@ -147,7 +150,7 @@ def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
 
 
 @here
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
     logits = randn(4, VOCAB, dtype=dtype) * 5
     logits[:, 100:200] = logits[:, 99:100]  # ties
