@@ -12,16 +12,21 @@ and nobody starves. When pages run out, the running request of the last rank mak
 travel to the host or are given up and computed again, whichever is estimated to be cheaper; either
 way it stands in line where it stood.
 
-Progress: while there are requests, every step computes at least one token. Each request fits into
-the pool alone (checked when it is added), the first in line is never preempted for another, and for
-it even requests on the host give up the pages they still share.
+A step takes its time on the device. `advance` says that it is under way: from then on its tokens
+count, though nobody knows which they are, and the next step may be scheduled. `resolve` tells them
+when they are there. A sample that is then found to have ended leaves what was computed for it in
+vain. Beams and penalties look at tokens: while such a request draws, steps follow one another.
+
+Progress: while there are requests and no step is under way, every step computes at least one token.
+Each request fits into the pool alone (checked when it is added), the first in line is never
+preempted for another, and for it even requests on the host give up the pages they still share.
 """
 
 import math
 import time
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -41,27 +46,25 @@ class _Plan:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.chunks: dict[Request, list[Chunk]] = {}
+        self.runs: dict[Request, list[Run]] = {}
         self.blocked = False  # somebody lacks pages: nobody new may take them
 
-    def add(self, request: Request, chunks: list[Chunk]) -> None:
-        if chunks:
-            self.chunks[request] = chunks
-            self.budget -= sum(count for _, count in chunks)
+    def add(self, runs: dict[Request, list[Run]]) -> None:
+        self.runs |= runs
+        self.budget -= sum([run.stop - run.start for many in runs.values() for run in many])
 
     def drop(self, request: Request) -> None:
-        self.budget += sum(count for _, count in self.chunks.pop(request, ()))
+        self.budget += sum(run.num_tokens for run in self.runs.pop(request, ()))
 
-    def runs(self) -> tuple[Run, ...]:
-        return tuple(
-            run for request, chunks in self.chunks.items() for run in _runs(request, chunks)
-        )
+    def step(self, news: dict[str, list[Request]]) -> Step:
+        runs = tuple([run for many in self.runs.values() for run in many])
+        return Step(runs, **{what: tuple(who) for what, who in news.items()})
 
 
 class Scheduler:
     """Takes requests, gives steps, takes what was drawn: `add`, then `schedule` and `update` in
-    turns. cache and tier belong to it alone. tier and costs: none, and preempted requests are
-    always computed again.
+    turns; or `schedule`, `advance` and later `resolve`. cache and tier belong to it alone. tier and
+    costs: none, and preempted requests are always computed again.
     """
 
     def __init__(
@@ -83,12 +86,14 @@ class Scheduler:
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
         self._home = Residence(cache, tier, costs)
         self.totals = Counter[str]()  # how often what a Step tells has happened
+        self.num_cached_tokens = 0  # of prompts, found in the cache when they came first
         self._requests: dict[str, Request] = {}
         self._waiting, self._running = Line(), Line()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._queued_tokens = 0
-        self._step: Step | None = None
+        self._step: Step | None = None  # scheduled last, not under way yet
+        self._flying: deque[Step] = deque()  # under way, oldest first
         self._news: dict[str, list[Request]] = {}
 
     @property
@@ -103,6 +108,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def must_resolve(self) -> bool:
+        """The next step cannot be scheduled before the oldest one under way is resolved."""
+        flying = self._flying
+        return len(flying) > 1 or (bool(flying) and flying[0].needs_tokens)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this name, if it is not done."""
+        return self._requests.get(request_id)
 
     def add(self, request: Request) -> Refused | None:
         """None if it is in line now."""
@@ -137,11 +152,23 @@ class Scheduler:
             request.error = error
             self._end(request, Status.FINISHED_ERROR)
 
+    def collapse(self, error: str) -> list[Request]:
+        """End all requests where they stand, after a failure that leaves nothing to rely on: lines
+        and pages are not tidied up, and the scheduler is of no use afterwards.
+        """
+        requests = list(self._requests.values())
+        for request in requests:
+            request.error, request.status = error, Status.FINISHED_ERROR
+            for sample in request.samples:
+                sample.end = sample.end or Status.FINISHED_ERROR
+        self._requests.clear()
+        return requests
+
     def stop(self, sample: Sample, stop_reason: str | int | None = None) -> None:
         """End a sample (a stop text was seen); its pages are free when this returns."""
         if sample.finished:
             return
-        sample.end, sample.stop_reason = Status.FINISHED_STOPPED, stop_reason
+        sample.finish(Status.FINISHED_STOPPED, stop_reason)
         self._home.release(sample)
         request = sample.request
         if not request.live:
@@ -158,15 +185,17 @@ class Scheduler:
         self._preempt(request)
 
     def schedule(self) -> Step:
-        """The next step; empty only if there is no request."""
+        """The next step; empty only if there is no request, or if a step is under way."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
+        if self.must_resolve:
+            raise ValueError("a step is under way whose tokens must be known: resolve it first")
         self._expire()
         plan = self._plan()
-        if not plan.chunks and self._requests:
+        if not plan.runs and self._requests and not self._flying:
             self._home.synchronize()  # everyone waits for pages that are on their way out
             plan = self._plan()
-        self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
+        self._step = plan.step(self._news)
         self._news.clear()
         return self._step
 
@@ -174,22 +203,50 @@ class Scheduler:
         """The step was computed, and this was drawn for `step.draws`. Answers the requests that are
         finished by it. Whoever was cancelled meanwhile is passed over.
         """
-        if step is not self._step:
+        if step is not self._step or self._flying:
             raise ValueError("update takes the step that was scheduled last, once")
-        draws, drawn = step.draws, list(drawn)
-        if len(drawn) != len(draws):
-            raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
+        drawn = _as_many(drawn, step.draws)
+        self.advance(step)
+        return self.resolve(step, drawn)
+
+    def advance(self, step: Step) -> None:
+        """The step is on its way, and everything that is queued on the device from now on comes
+        after it.
+        """
+        if step is not self._step:
+            raise ValueError("advance takes the step that was scheduled last, once")
         self._step = None
-        served = {run.sample.request: None for run in step.runs}
-        served = [request for request in served if not request.finished]
+        self._flying.append(step)
+        self._home.commit([run for run in step.runs if run.sample.sequence is not None])
         for run in step.runs:
-            self._computed(run)
-        for (_, sample), one in zip(draws, drawn, strict=True):
-            if sample.status is Status.RUNNING:
-                self._take(sample, one)
-        for request in served:
+            if run.sample.request.solo is None:
+                self._fork(run)
+        for _, sample in step.draws:
+            request = sample.request
+            if sample.end is None and request.status is Status.RUNNING and not request.beams:
+                sample.pending += 1
+
+    def resolve(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
+        """This was drawn for `step.draws`, of the oldest step under way. Answers the requests that
+        are finished by it.
+        """
+        if not self._flying or step is not self._flying[0]:
+            raise ValueError("resolve takes the oldest step that is under way, once")
+        drawn = _as_many(drawn, step.draws)
+        self._flying.popleft()
+        touched: dict[Request, None] = {}
+        for (_, sample), one in zip(step.draws, drawn, strict=True):
+            if sample.pending:
+                sample.take(one)
+                if sample.end is not None:
+                    touched[sample.request] = None
+            elif sample.request.beams and sample.status is Status.RUNNING:
+                self._take_candidates(sample, one)
+                touched[sample.request] = None
+        self._told(step)
+        for request in touched:
             self._close(request)
-        return [request for request in served if request.finished]
+        return [request for request in touched if request.finished]
 
     def check(self) -> None:
         """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
@@ -252,8 +309,8 @@ class Scheduler:
         self._home.poll()
         plan = _Plan(self.limits.max_num_batched_tokens)
         self._decode(plan)
-        for request in self._running:
-            if request.status is Status.RUNNING and request not in plan.chunks:
+        for request in self._running if len(plan.runs) < len(self._running) else ():
+            if request.status is Status.RUNNING and request not in plan.runs:
                 self._serve(request, plan)
         self._admit(plan)
         return plan
@@ -262,10 +319,10 @@ class Scheduler:
         """One token for each sample that lacks one, with one call to the cache if there is room
         for all of them: prompts never hold them up.
         """
-        ready = {r: chunks for r in self._running if (chunks := _decoding(r))}
-        if self._home.append([chunk for chunks in ready.values() for chunk in chunks]) is None:
-            for request, chunks in ready.items():
-                plan.add(request, chunks)
+        ready = {r: runs for r in self._running if (runs := _decoding(r))}
+        samples = [run.sample for runs in ready.values() for run in runs]
+        if self._home.append_each(samples) is None:
+            plan.add(ready)
             return
         for request in ready:
             if request.status is Status.RUNNING:
@@ -276,7 +333,7 @@ class Scheduler:
         while chunks := list(request.chunks(plan.budget)):
             full = self._home.append(chunks)
             if full is None:
-                plan.add(request, chunks)
+                plan.add({request: _runs(request, chunks)})
                 return
             plan.blocked = True
             if not self._make_room(request, full, plan):
@@ -335,6 +392,8 @@ class Scheduler:
         """
         while self._waiting and plan.budget and not plan.blocked:
             request = self._waiting[0]
+            if any(sample.pending for sample in request.samples):
+                return  # its last token is on its way
             if self._seats() + request.width > self.limits.max_num_seqs:
                 return
             if not self._enter(request):
@@ -344,6 +403,7 @@ class Scheduler:
             request.status = Status.RUNNING
             if request.metrics.first_scheduled_s is None:
                 request.num_cached_tokens = request.live[0].sequence.hit_tokens
+                self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
             self._serve(request, plan)
 
@@ -365,35 +425,25 @@ class Scheduler:
     def _seats(self) -> int:
         return sum(request.width for request in self._running)
 
-    def _computed(self, run: Run) -> None:
-        """The keys and values of a run are written. The prompt is there: the others fork."""
-        sample = run.sample
-        request = sample.request
-        if sample.sequence is None:  # stopped or cancelled while it was computed
-            return
-        self._home.commit(sample, run.stop)
-        if run.stop != len(request.prompt_token_ids):
+    def _fork(self, run: Run) -> None:
+        """The prompt is there: the other samples fork."""
+        parent, request = run.sample, run.sample.request
+        if run.stop != len(request.prompt_token_ids) or parent.sequence is None:
             return
         for other in request.live:
-            if other.sequence is None and not self._fork(sample, other):
+            if other.sequence is None and not self._home.fork(parent, other):
+                self.fail(request, f"no room to fork a sequence, {_ELSEWHERE}")
                 return
 
-    def _fork(self, parent: Sample, child: Sample) -> bool:
-        done = self._home.fork(parent, child)
-        if not done:
-            self.fail(parent.request, f"no room to fork a sequence, {_ELSEWHERE}")
-        return done
-
-    def _take(self, sample: Sample, drawn: Drawn) -> None:
-        request = sample.request
-        if request.metrics.first_token_s is None:
-            request.metrics = replace(request.metrics, first_token_s=self.clock())
-        if request.beams:
-            self._take_candidates(sample, drawn)
-            return
-        sample.take(drawn)
-        if sample.finished:
-            self._home.release(sample)
+    def _told(self, step: Step) -> None:
+        """Tokens of a step are known: the sample leaves, or the cache is told."""
+        for _, sample in step.draws:
+            if sample.end is not None:
+                self._home.release(sample)
+            request = sample.request
+            if request.metrics.first_token_s is None and (sample.token_ids or sample.candidates):
+                request.metrics = replace(request.metrics, first_token_s=self.clock())
+        self._home.tell_last([sample for _, sample in step.draws])
 
     def _take_candidates(self, beam: Sample, drawn: Drawn) -> None:
         if drawn.top and math.isfinite(drawn.logprob):
@@ -403,7 +453,7 @@ class Scheduler:
 
     def _close(self, request: Request) -> None:
         """After a draw: beams that are complete are chosen from, and the request may be done."""
-        if request.status is not Status.RUNNING:
+        if request.finished:
             return
         if request.beams and all(s.candidates for s in request.live):
             if end := beams.advance(request, self._home):
@@ -428,26 +478,26 @@ class Scheduler:
             del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, request.rank[1]))]
 
 
-def _decoding(request: Request) -> list[Chunk]:
+def _decoding(request: Request) -> list[Run]:
     """Its samples that lack one token, if none lacks more."""
-    chunks = []
-    for sample in request.live:
-        if sample.sequence is None:
-            return []
-        pending = sample.length - sample.sequence.computed
-        if pending > 1:
-            return []
-        if pending:
-            chunks.append((sample, 1))
-    return chunks
+    if (solo := request.solo) is not None:
+        start, stop = solo.sequence.computed, solo.goal
+        return [Run(solo, start, stop, (solo,))] if stop - start == 1 else []
+    live = request.live
+    if any([sample.sequence is None for sample in live]):
+        return []
+    lacking = [(sample, sample.goal - sample.sequence.computed) for sample in live]
+    if any([count > 1 for _, count in lacking]):
+        return []
+    return _runs(request, [chunk for chunk in lacking if chunk[1]])
 
 
-def _runs(request: Request, chunks: list[Chunk]) -> list[Run]:
+def _runs(request: Request, chunks: Sequence[Chunk]) -> list[Run]:
     """Who draws: all of whom everything that is known is computed. Before the prompt is, all
     samples draw from the run of the first.
     """
     live = request.live
-    forks = any(sample.sequence is None for sample in live)
+    forks = any([sample.sequence is None for sample in live])
     runs = []
     for sample, num_tokens in chunks:
         start = sample.sequence.computed
@@ -455,6 +505,13 @@ def _runs(request: Request, chunks: list[Chunk]) -> list[Run]:
         drawing = live if forks else (sample,)
         runs.append(Run(sample, start, stop, tuple([s for s in drawing if s.length == stop])))
     return runs
+
+
+def _as_many(drawn: Iterable[Drawn], draws: Sequence[tuple[int, Sample]]) -> list[Drawn]:
+    drawn = list(drawn)
+    if len(drawn) != len(draws):
+        raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
+    return drawn
 
 
 def _law(holds: bool, broken: str) -> None:

@@ -26,7 +26,7 @@ class Arrival(Protocol):
 class Sequence:
     """A handle: the pages of one sequence, its tokens, and how far they are computed.
 
-    tokens: the ids that were appended; shorter than `length` if some were only reserved. computed:
+    tokens: the ids that are known; fewer than `length` if slots were reserved for others. computed:
     tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how many of them
     `KVCache.open` found in the cache, copied_tokens of these by copying a page.
     """
@@ -127,7 +127,7 @@ class KVCache:
         """`append` for many sequences, all or none, with one batch of page copies."""
         ids = [_ids(more) for more in tokens]
         lengths = [s.length for s in sequences]
-        if full := self._extend(sequences, [len(more) for more in ids]):
+        if full := self.reserve_all(sequences, [len(more) for more in ids]):
             return full
         for sequence, length, more in zip(sequences, lengths, ids, strict=True):
             if len(sequence.tokens) == length:
@@ -135,10 +135,49 @@ class KVCache:
         return None
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> NoRoom | None:
-        """Slots for tokens whose ids are not told (embeddings, say): they and what follows them
-        are never found by others.
+        """Slots for tokens whose ids are not known. Until they are told, neither these nor what
+        follows them is found by others; of embeddings, say, they never are.
         """
-        return self._extend([sequence], [num_tokens])
+        return self.reserve_all([sequence], [num_tokens])
+
+    def reserve_all(
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
+    ) -> NoRoom | None:
+        """`reserve` for many sequences, all or none, with one batch of page copies."""
+        tables = [self.resident(s) for s in sequences]
+        size = self.spec.page_size
+        places = [t.length // size for t in tables]
+        for table, count in zip(tables, counts, strict=False):
+            self._check_fits(table.length + count)
+        copies = self.pool.extend_all(tables, counts)
+        if isinstance(copies, NoRoom):
+            return copies
+        self.pages.copy(copies)
+        for sequence, table, place in zip(sequences, tables, places, strict=True):
+            self.host_table.put(sequence.row, place, table.since(place))
+        return None
+
+    def reserve_each(self, sequences: abc.Sequence[Sequence]) -> NoRoom | None:
+        """`reserve` of one token for many sequences, all or none."""
+        tables = self._residents(sequences)
+        self._check_fits(1 + max([t.length for t in tables], default=0))
+        grown = self.pool.extend_each(tables)
+        if isinstance(grown, NoRoom):
+            return grown
+        moved, copies = grown
+        self.pages.copy(copies)
+        for i in moved:
+            place = len(tables[i]) - 1
+            self.host_table.put(sequences[i].row, place, tables[i].since(place))
+        return None
+
+    def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
+        """The ids of the first reserved tokens that have none."""
+        if len(sequence.tokens) + len(tokens) > sequence.length:
+            raise ValueError(
+                f"{len(tokens)} ids for {sequence.length - len(sequence.tokens)} reserved tokens"
+            )
+        sequence.tokens += tokens
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
         """A second sequence with the same past; pages are shared until one of them writes. All its
@@ -167,13 +206,23 @@ class KVCache:
         """Keys and values of the first `length` tokens (all) are written in every layer: from now
         on others may find them.
         """
-        length = self.resident(sequence).length if length is None else length
-        if not sequence.computed <= length <= sequence.length:
-            raise ValueError(
-                f"cannot commit {length=}: {sequence.computed} of {sequence.length} are computed"
-            )
-        sequence.computed = length
-        self._publish(sequence, final=False)
+        self.commit_all([sequence], [sequence.length if length is None else length])
+
+    def commit_all(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
+        """`commit` for many sequences."""
+        size = self.spec.page_size
+        tables = self._residents(sequences)
+        for sequence, table, length in zip(sequences, tables, lengths, strict=True):
+            before = sequence.computed
+            if not before <= length <= table.length:
+                raise ValueError(
+                    f"cannot commit {length=}: {before} of {table.length} are computed"
+                )
+            sequence.computed = length
+            # Token by token, what others find changes when a page is full and when one begins.
+            beyond = min(length, len(sequence.tokens)) - size * len(sequence.chain.keys)
+            if beyond == 1 or beyond >= size or length - before > 1:
+                self._publish(sequence, final=False)
 
     def free(self, sequence: Sequence) -> None:
         """Give the pages back. What was committed can be found until its pages are needed."""
@@ -188,18 +237,27 @@ class KVCache:
         """
         self.pages.write(layer, k, v, slot_mapping)
 
-    def view(self, sequences: abc.Sequence[Sequence], out: PagedBatch | None = None) -> PagedBatch:
+    def view(
+        self,
+        sequences: abc.Sequence[Sequence],
+        out: PagedBatch | None = None,
+        extra: Tensor | None = None,
+    ) -> PagedBatch:
         """The tokens of these sequences that are not computed yet, as one step on the device. out:
-        a batch from `static_batch`, refilled in place (for CUDA graphs).
+        a batch from `static_batch`, refilled in place (for CUDA graphs). extra: int32 words that
+        travel in the same copy.
         """
         members = self._members(sequences)
-        shape = batches.shape_of(members, self.spec.page_size)
+        num_extra = 0 if extra is None else len(extra)
+        shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
             batches.check_room(out, shape)
             shape = out.shape
         staged = batches.empty(shape, pinned=self.device.type == "cuda")
         if members.rows:
             batches.fill(staged, members, self.host_table, self.spec.page_size)
+        if extra is not None:
+            staged.extra[:num_extra] = extra
         if out is None:
             return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
         out.buffer.copy_(staged.buffer, non_blocking=True)
@@ -218,15 +276,25 @@ class KVCache:
 
     def resident(self, sequence: Sequence) -> Table:
         """The table of a sequence on the device; what is queued from now on sees its pages."""
-        if sequence.cache is not self:
-            raise ValueError("a sequence of another cache")
-        if sequence.row is None:
-            gone = sequence.table not in self.pool.tables
-            raise ValueError(f"the sequence was {'freed already' if gone else 'swapped out'}")
+        if sequence.cache is not self or sequence.row is None:
+            raise ValueError(self._stranger(sequence))
         if sequence.arrival is not None:
             sequence.arrival.wait()
             sequence.arrival = None
         return sequence.table
+
+    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
+        """`resident` for many, most of which have long been there."""
+        for s in sequences:
+            if s.cache is not self or s.row is None or s.arrival is not None:
+                self.resident(s)
+        return [s.table for s in sequences]
+
+    def _stranger(self, sequence: Sequence) -> str:
+        if sequence.cache is not self:
+            return "a sequence of another cache"
+        gone = sequence.table not in self.pool.tables
+        return f"the sequence was {'freed already' if gone else 'swapped out'}"
 
     def unseat(self, sequence: Sequence) -> None:
         """The sequence leaves the host table."""
@@ -251,29 +319,13 @@ class KVCache:
         self.pages.copy(copies)
         return num_tokens
 
-    def _extend(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
-    ) -> NoRoom | None:
-        tables = [self.resident(s) for s in sequences]
-        places = [t.length // self.spec.page_size for t in tables]
-        for table, count in zip(tables, counts, strict=False):
-            self._check_fits(table.length + count)
-        copies = self.pool.extend_all(tables, counts)
-        if isinstance(copies, NoRoom):
-            return copies
-        self.pages.copy(copies)
-        for sequence, table, place in zip(sequences, tables, places, strict=True):
-            self.host_table.put(sequence.row, place, table.since(place))
-        return None
-
     def _publish(self, sequence: Sequence, final: bool) -> None:
         if self.prefix_reuse:
             length = min(sequence.computed, len(sequence.tokens))
             self.prefix.publish(sequence.table, sequence.tokens, length, sequence.chain, final)
 
     def _members(self, sequences: abc.Sequence[Sequence]) -> Members:
-        tables = [self.resident(s) for s in sequences]
-        lengths = [t.length for t in tables]
+        lengths = [t.length for t in self._residents(sequences)]
         return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
 
     def _check_fits(self, length: int) -> None:

@@ -103,6 +103,13 @@ class Pool:
         return self._num_cached
 
     @property
+    def num_shared(self) -> int:
+        """Pages that sharing saves: all that tables hold beyond the first holder of each."""
+        held = sum(len(t._pages) for t in self._tables)
+        away = sum(page < 0 for t in self._tables if t._away for page in t._pages)
+        return held - away - (self.capacity - self.num_free)
+
+    @property
     def tables(self) -> frozenset[Table]:
         """The tables that are not freed yet: what is left here at the end has leaked."""
         return frozenset(self._tables)
@@ -149,6 +156,29 @@ class Pool:
         for table, count, (need, tail) in zip(tables, num_tokens, growth, strict=True):
             copies += self._grow(table, count, need, tail)
         return copies
+
+    def extend_each(self, tables: Sequence[Table]) -> tuple[list[int], list[Copy]] | NoRoom:
+        """`extend` by one token for many tables, all or none: (which of them have a new last page,
+        copies to perform first). Most have a free slot on a page of their own: one look each.
+        """
+        size, refs, filled = self.page_size, self._refs, self._filled
+        others = []
+        for i, table in enumerate(tables):
+            if table._pool is not self or table._away:
+                self._held(table)
+            pages, offset = table._pages, table._length % size
+            if not offset or refs[pages[-1]] > 1 or filled[pages[-1]] > offset:
+                others.append(i)
+        if len(set(tables)) != len(tables):
+            raise ValueError(f"{len(tables)} tables: none may be there twice")
+        copies = self.extend_all([tables[i] for i in others], [1] * len(others))
+        if isinstance(copies, NoRoom):
+            return copies
+        for table in tables:
+            table._length += 1
+        for i in others:
+            tables[i]._length -= 1
+        return others, copies
 
     def write(self, table: Table, start: int, stop: int) -> list[Copy] | NoRoom:
         """Positions start to stop - 1, which have slots already, are about to be written again: the
