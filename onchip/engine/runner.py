@@ -186,5 +186,5 @@ def _to_host(sampled: Sampled) -> Sampled:
 
 
 def _copy_out(column: Tensor) -> Tensor:
-    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.numel() > 0)
     return host.copy_(column, non_blocking=True)

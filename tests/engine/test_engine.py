@@ -1,4 +1,4 @@
-"""An engine on a real decoder: however its requests are batched, cached, cut, put off or overlapped,
+"""An engine on a real decoder: however requests are batched, cached, cut, put off or overlapped,
 each gives what it gives anyway (I8), and nothing is left behind (I5).
 """
 
@@ -145,26 +145,27 @@ def test_forks_draw_what_copies_draw(tiny):
     assert len({c.token_ids for c in forks}) == 4
 
 
-def test_a_step_is_launched_before_the_one_before_is_looked_at(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    "params, order",
+    [
+        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "land"]),
+        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "land", "launch"]),
+        (BeamSearchParams(2, 6), ["launch", "land", "launch"]),
+    ],
+    ids=["draws", "penalties", "beams"],
+)
+def test_a_step_is_launched_before_the_one_before_is_looked_at(tiny, monkeypatch, params, order):
     """Except where somebody must know: beams and penalties."""
-    for params, ahead in (
-        (SamplingParams(max_tokens=6, ignore_eos=True), True),
-        (SamplingParams(max_tokens=6, ignore_eos=True, frequency_penalty=1.0), False),
-        (BeamSearchParams(2, 6), False),
-    ):
-        calls = []
-        with tiny.engine(overlap=True) as one:
-            for name in ("launch", "land"):
-                real = getattr(one._runner, name)
-                spy = lambda x, name=name, real=real: (calls.append(name), real(x))[1]
-                monkeypatch.setattr(one._runner, name, spy)
-            one.add("text", params)
-            tiny.drain(one)
-        launches = [i for i, name in enumerate(calls) if name == "launch"]
-        assert calls[:3] == (
-            ["launch", "launch", "land"] if ahead else ["launch", "land", "launch"]
-        )
-        assert len(launches) == 6, "no step is wasted on an end that is known"
+    calls = []
+    with tiny.engine(overlap=True) as one:
+        for name in ("launch", "land"):
+            real = getattr(one._runner, name)
+            spy = lambda x, name=name, real=real: (calls.append(name), real(x))[1]
+            monkeypatch.setattr(one._runner, name, spy)
+        one.add("text", params)
+        tiny.drain(one)
+    assert calls[:3] == order
+    assert calls.count("launch") == 6, "no step is wasted on an end that is known"
 
 
 def test_one_penalised_request_among_others(tiny, expected):

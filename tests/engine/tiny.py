@@ -43,15 +43,16 @@ PARAMS = [
 
 
 @cache
-def model(seed=0):
+def model(device="cpu"):
+    """The same weights on every device."""
     torch.set_num_threads(1)
-    return random_model(ModelConfig.from_hf(CONFIG), seed=seed)
+    return random_model(ModelConfig.from_hf(CONFIG)).to(device)
 
 
-def engine(seed=0, budget=40, max_num_seqs=12, num_pages=300, **options):
+def engine(device="cpu", budget=40, max_num_seqs=12, num_pages=300, **options):
     limits = Limits(256, budget, max_num_seqs)
     fixed = {"page_size": 4, "eos_token_ids": EOS, "seed": 1} | options
-    return Engine(model(seed), ByteTokenizer(), limits=limits, num_pages=num_pages, **fixed)
+    return Engine(model(device), ByteTokenizer(), limits=limits, num_pages=num_pages, **fixed)
 
 
 def ask(one, prompts=PROMPTS, params=PARAMS, **options):
