@@ -37,6 +37,10 @@ LEAVES = {"__init__", "protocol", "planes", "scores", "philox", "configs"}
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper"),
     "torch.distributed": ("parallel",),
+    **dict.fromkeys(
+        ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
+        ("engine/server",),
+    ),
 }
 # What decides about pages and requests: testable without tensors, and no step waits for a device.
 TORCH_FREE = (
