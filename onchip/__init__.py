@@ -28,10 +28,13 @@ __all__ = [
     "varlen_attention",
 ]
 
-_LAZY = ("kvcache", "masks", "models", "testing")
+_LAZY = ("engine", "kvcache", "masks", "models", "testing")
+_ENGINE = ("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams")
 
 
 def __getattr__(name: str):
     if name in _LAZY:
         return import_module(f"onchip.{name}")
+    if name in _ENGINE:
+        return getattr(import_module("onchip.engine"), name)
     raise AttributeError(f"module 'onchip' has no attribute {name!r}")

@@ -1,26 +1,31 @@
 """Requests served from pages: what is asked, who computes what in each step, and the draws.
 
-One turn, with a model that gives the logits of each run's last token:
+`LLM` is the offline interface, `Engine` what it and a server drive. One turn of an engine:
 
     step = scheduler.schedule()
-    logits = model(cache.view(step.sequences))  # (runs, vocab_size)
-    samples = [who for _, who in step.draws]
-    logits = logits[[run for run, _ in step.draws]]  # forks draw from one row
-    drawn = sample(logits, rows_of(samples, device)).drawn(samples)
-    finished = scheduler.update(step, drawn)
+    flight = runner.launch(step)  # forward and draws are queued on the device
+    finished = scheduler.update(step, runner.land(flight))
 """
 
 from .costs import Costs
+from .engine import Engine, EngineError, Stats
+from .llm import LLM
 from .params import BeamSearchParams, SamplingParams
 from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
 from .scheduler import Scheduler
 from .step import Limits, Refused, Run, Step
+from .tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
+    "LLM",
     "BeamSearchParams",
+    "ByteTokenizer",
     "CompletionOutput",
     "Costs",
     "Drawn",
+    "Engine",
+    "EngineError",
+    "FileTokenizer",
     "Limits",
     "Logprob",
     "Refused",
@@ -30,6 +35,8 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Scheduler",
+    "Stats",
     "Status",
     "Step",
+    "Tokenizer",
 ]

@@ -105,7 +105,8 @@ class Sample:
 
     sequence: its handle in the cache, None while it has none: it waits, or its pages were given
     up, or it will fork from its request's first sample when the prompt is computed. candidates: of
-    a beam that waits for the others of its request.
+    a beam that waits for the others of its request. reader: makes `text` of its tokens while they
+    come.
     """
 
     request: "Request"
@@ -118,6 +119,7 @@ class Sample:
     end: Status | None = None
     sequence: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
+    reader: Any = None
 
     @property
     def status(self) -> Status:
@@ -234,6 +236,11 @@ class Request:
     def width(self) -> int:
         """Rows of a batch that it may take."""
         return self.beams.beam_width if self.beams else len(self.live)
+
+    @property
+    def chosen_last(self) -> bool:
+        """Which samples are its outputs is known when it ends, not before."""
+        return bool(self.beams) or len(self.samples) > self.params.n
 
     @property
     def widest(self) -> int:

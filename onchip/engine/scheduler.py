@@ -81,6 +81,7 @@ class Scheduler:
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
         self._home = Residence(cache, tier, costs)
         self.totals = Counter[str]()  # how often what a Step tells has happened
+        self.num_cached_tokens = 0  # of prompts, found in the cache when they came first
         self._requests: dict[str, Request] = {}
         self._waiting, self._running = Line(), Line()
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -101,6 +102,10 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this name, if it is not done."""
+        return self._requests.get(request_id)
 
     def add(self, request: Request) -> Refused | None:
         """None if it is in line now."""
@@ -342,6 +347,7 @@ class Scheduler:
             request.status = Status.RUNNING
             if request.metrics.first_scheduled_s is None:
                 request.num_cached_tokens = request.live[0].sequence.hit_tokens
+                self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
             self._serve(request, plan)
 

@@ -103,6 +103,13 @@ class Pool:
         return self._num_cached
 
     @property
+    def num_shared(self) -> int:
+        """Pages that sharing saves: all that tables hold beyond the first holder of each."""
+        held = sum(len(t._pages) for t in self._tables)
+        away = sum(page < 0 for t in self._tables if t._away for page in t._pages)
+        return held - away - (self.capacity - self.num_free)
+
+    @property
     def tables(self) -> frozenset[Table]:
         """The tables that are not freed yet: what is left here at the end has leaked."""
         return frozenset(self._tables)

@@ -1,5 +1,6 @@
 """Language models: one decoder for the families of `FAMILIES`, loaded from safetensors."""
 
+from . import builtin
 from .config import FAMILIES, Layer, ModelConfig
 from .decoder import Decoder, positions_of
 from .loader import Checkpoint, inspect, load, random_model, save
@@ -14,6 +15,7 @@ __all__ = [
     "ModelConfig",
     "Part",
     "Rotary",
+    "builtin",
     "inspect",
     "load",
     "num_parameters",

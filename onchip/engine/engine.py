@@ -1,0 +1,326 @@
+"""An engine: a model, its cache, and the requests that are served from it.
+
+One thread drives an engine: `add`, `cancel` and `step` are its calls. Nothing is global, so a
+process may have several. `stats` may be called from any thread.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from onchip.engine.costs import Costs
+from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.engine.request import Request, RequestOutput, Sample, Status
+from onchip.engine.runner import Runner
+from onchip.engine.scheduler import Scheduler
+from onchip.engine.step import Limits, Refused, Run, Step
+from onchip.engine.text import Reader, text_of
+from onchip.engine.tokenizer import Tokenizer
+from onchip.kvcache import HostTier, KVCache
+from onchip.models import Decoder
+
+_REFRESH_S = 0.2  # how old what `stats` says about single requests may be
+_MOSTLY_PREFILL = 8  # tokens for each run of a step whose time is that of its tokens
+
+
+class EngineError(RuntimeError):
+    """A step failed, and with it every request; outputs: what those had so far."""
+
+    def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()):
+        super().__init__(message)
+        self.outputs = list(outputs)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """An engine at the end of a step. pages_free: those that can be had, pages_cached of them
+    hold a prefix; pages_shared: those that sharing saves. request_pages: of those that run, at most
+    0.2 s old while there is work. tokens_*: since the start; a token that is computed again counts
+    again among tokens_prefilled.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_shared: int = 0
+    request_pages: dict[str, int] = field(default_factory=dict)
+    tokens_generated: int = 0
+    tokens_prefilled: int = 0
+    tokens_cached: int = 0
+    preempted_by_swap: int = 0
+    preempted_by_recompute: int = 0
+    steps: int = 0
+    last_step_s: float = 0.0  # how long it took
+    last_step_at: float = 0.0  # when it ended, time.monotonic()
+
+
+class Engine:
+    """Serves a decoder. tokenizer: None if prompts are token ids and texts are not wanted.
+
+    num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
+    are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
+    the model's own.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None,
+        *,
+        limits: Limits,
+        num_pages: int,
+        page_size: int = 16,
+        host_pages: int = 0,
+        prefix_caching: bool = True,
+        eos_token_ids: Sequence[int] | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.model, self.tokenizer, self.limits = model, tokenizer, limits
+        self.eos_token_ids = _ends_of(model, tokenizer) if eos_token_ids is None else eos_token_ids
+        spec = model.cache_spec(page_size)
+        self.cache = KVCache(
+            spec,
+            num_pages,
+            max_seqs=limits.max_num_seqs,
+            max_seqlen=limits.max_model_len,
+            prefix_reuse=prefix_caching,
+        )
+        self.tier = HostTier(self.cache, host_pages) if host_pages else None
+        self._costs = Costs(spec.page_bytes) if host_pages else None
+        self._clock = clock
+        self.scheduler = Scheduler(
+            self.cache, limits, tier=self.tier, costs=self._costs, clock=clock
+        )
+        self._runner = Runner(model, self.cache)
+        self._seeds, self._numbers = random.Random(seed), count()
+        self._streamed: set[Request] = set()
+        self._failed: str | None = None
+        self._totals = self._stats = Stats(pages_total=self.cache.pool.capacity)
+        self._look(time.monotonic())
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def has_work(self) -> bool:
+        return self._runner is not None and self.scheduler.has_work
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | BeamSearchParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: bytes = b"",
+        stream: bool = True,
+    ) -> Request | Refused:
+        """A request stands in line now, or is refused. ValueError: it asks for what has no answer.
+
+        deadline_s: seconds from now, after which it is cut off. salt: prefixes are shared between
+        requests of the same salt alone. stream: False if only its last output is wanted.
+        """
+        self._check_open()
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+        request = Request(
+            f"request-{next(self._numbers)}" if request_id is None else request_id,
+            token_ids,
+            params,
+            priority=priority,
+            deadline_s=None if deadline_s is None else self._clock() + deadline_s,
+            salt=salt.decode("latin-1"),
+            eos_token_ids=self.eos_token_ids,
+            vocab_size=self.model.config.vocab_size,
+            draw_seed=self._seeds.getrandbits(63),
+        )
+        self._prepare(request, prompt if isinstance(prompt, str) else None)
+        refused = self.scheduler.add(request)
+        if refused is None and stream and not request.chosen_last:
+            self._streamed.add(request)
+        return refused or request
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request now: its pages are free when this returns, and no step reports it any
+        more. False: there is no such request, or it is done.
+        """
+        request = self.scheduler.find(request_id)
+        if request is None:
+            return False
+        self._streamed.discard(request)
+        return self.scheduler.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """One turn: computes something if there is work. Answers the requests that gained tokens
+        or ended, cumulative. EngineError: every request has failed, and the engine with them.
+        """
+        self._check_open()
+        started = time.monotonic()
+        try:
+            outputs = self._turn()
+        except Exception as error:
+            raise self._fail(error) from error
+        self._look(started)
+        return outputs
+
+    def stats(self) -> Stats:
+        """How the engine was at the end of its last step."""
+        return self._stats
+
+    def close(self) -> None:
+        """Cancel what there is and give all memory back. The engine is of no use afterwards."""
+        if self._runner is None:
+            return
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.abort(request.request_id)
+        self._streamed.clear()
+        del self.model, self.cache, self.tier, self.scheduler
+        self._runner = None
+
+    def _check_open(self) -> None:
+        if self._runner is None:
+            raise ValueError("the engine was closed")
+        if self._failed:
+            raise EngineError(f"the engine has failed: {self._failed}")
+
+    def _encode(self, prompt: str) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: give the prompt as token ids")
+        return self.tokenizer.encode(prompt)
+
+    def _prepare(self, request: Request, prompt: str | None) -> None:
+        request.prompt = prompt
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]  # the first token follows nothing
+        if request.params.stop and self.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer; there is stop_token_ids")
+
+    def _turn(self) -> list[RequestOutput]:
+        step = self.scheduler.schedule()
+        if not step.runs:
+            return self._report(step.ended, ())
+        started = time.monotonic()
+        flight = self._runner.launch(step)
+        drawn = self._runner.land(flight)
+        self._observe(step, time.monotonic() - started)
+        finished = self.scheduler.update(step, drawn)
+        grown = dict.fromkeys(who.request for _, who in step.draws)
+        return self._report((*step.ended, *finished), grown)
+
+    def _observe(self, step: Step, seconds: float) -> None:
+        tokens = step.num_tokens
+        prefilled = sum(run.num_tokens for run in step.runs if not _decodes(run))
+        self._totals = replace(
+            self._totals,
+            tokens_generated=self._totals.tokens_generated + len(step.draws),
+            tokens_prefilled=self._totals.tokens_prefilled + prefilled,
+            steps=self._totals.steps + 1,
+        )
+        if self._costs is not None and tokens >= _MOSTLY_PREFILL * len(step.runs):
+            self._costs.observe(tokens, seconds)
+
+    def _report(self, ended: Sequence[Request], grown: Sequence[Request]) -> list[RequestOutput]:
+        """Texts first: they may end samples, and requests."""
+        for request in grown:
+            self._read(request)
+        told = dict.fromkeys((*ended, *(r for r in grown if r in self._streamed or r.finished)))
+        for request in told:
+            if request.finished:
+                self._streamed.discard(request)
+                self._complete(request)
+        return [request.output() for request in told]
+
+    def _read(self, request: Request) -> None:
+        """The texts of the samples that grow, where somebody looks at them or they may stop it."""
+        streamed = request in self._streamed
+        if self.tokenizer is None or request.beams or not (streamed or request.params.stop):
+            return
+        for sample in request.samples:
+            stop = self._read_sample(sample)
+            if stop is not None:
+                self._stop(sample, stop)
+
+    def _read_sample(self, sample: Sample) -> str | None:
+        """The stop text that its new tokens complete."""
+        reader, request = sample.reader, sample.request
+        if reader is None:
+            reader = Reader(self.tokenizer, request.prompt_token_ids, request.params.stop)
+            sample.reader = reader
+        new = sample.token_ids[reader.num_tokens :]
+        if not new:
+            return None
+        stop = reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
+        sample.text = reader.text
+        return stop
+
+    def _stop(self, sample: Sample, stop: str) -> None:
+        if sample.finished:  # by its length, with the same token
+            sample.end, sample.stop_reason = Status.FINISHED_STOPPED, stop
+        self.scheduler.stop(sample, stop)
+
+    def _complete(self, request: Request) -> None:
+        """The whole text of every sample."""
+        for sample in request.samples if self.tokenizer is not None else ():
+            if sample.reader is None:
+                prompt = request.prompt_token_ids
+                sample.text = text_of(self.tokenizer, prompt, sample.token_ids)
+            elif not isinstance(sample.stop_reason, str):
+                sample.reader.finish()
+                sample.text = sample.reader.text
+            sample.reader = None
+
+    def _fail(self, error: Exception) -> EngineError:
+        self._failed = f"{type(error).__name__}: {error}"
+        outputs = []
+        for request in (*self.scheduler.running, *self.scheduler.waiting):
+            self.scheduler.fail(request, self._failed)
+            outputs.append(request.output())
+        self._streamed.clear()
+        return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
+
+    def _look(self, started: float) -> None:
+        """What `stats` answers from now on."""
+        now, pool, scheduler = time.monotonic(), self.cache.pool, self.scheduler
+        if now - self._totals.last_step_at > _REFRESH_S or not scheduler.has_work:
+            pages = {r.request_id: _num_pages(r) for r in scheduler.running}
+            self._totals = replace(
+                self._totals,
+                pages_shared=pool.num_shared,
+                request_pages=pages,
+                last_step_at=now,
+            )
+        self._stats = replace(
+            self._totals,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            tokens_cached=scheduler.num_cached_tokens,
+            preempted_by_swap=scheduler.totals["swapped_out"],
+            preempted_by_recompute=scheduler.totals["recomputed"],
+            last_step_s=now - started,
+            last_step_at=now,
+        )
+
+
+def _num_pages(request: Request) -> int:
+    """Pages that its samples hold, each once."""
+    tables = [sample.sequence.table for sample in request.rooted]
+    return len(tables[0]) if len(tables) == 1 else len({p for t in tables for p in t.pages})
+
+
+def _decodes(run: Run) -> bool:
+    return run.num_tokens == 1 and run.start >= len(run.sample.request.prompt_token_ids)
+
+
+def _ends_of(model: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    ends = (*model.config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+    return tuple(dict.fromkeys(ends))

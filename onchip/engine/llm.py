@@ -1,0 +1,251 @@
+"""The offline interface: a model by name, prompts in, texts out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onchip.engine import memory
+from onchip.engine.chat import Message, render
+from onchip.engine.engine import Engine, Stats
+from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.engine.progress import Bar
+from onchip.engine.request import Request, RequestOutput
+from onchip.engine.step import Limits, Refused
+from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
+from onchip.models import Decoder, builtin, inspect, load
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | BeamSearchParams
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+
+class LLM:
+    """A model that generates text, served from pages. Arguments as vLLM's where they exist.
+
+    model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, random
+    weights), or a Decoder. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
+    continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
+    host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. seed: of
+    the draws of requests that bring none. num_pages: of the cache; None for what fits.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder = builtin.NAME,
+        *,
+        tokenizer: str | Path | Tokenizer | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        swap_space: float = 4,
+        dtype: str | torch.dtype = "auto",
+        seed: int | None = 0,
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        device: str | torch.device | None = None,
+        num_pages: int | None = None,
+    ):
+        if tensor_parallel_size != 1:
+            raise ValueError(f"{tensor_parallel_size=}")
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        decoder = model if isinstance(model, Decoder) else _decoder(model, device, dtype)
+        longest = decoder.config.max_seqlen
+        if max_model_len is not None and not 1 < max_model_len <= longest:
+            raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
+        limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
+        pages = num_pages or memory.device_pages(
+            decoder, limits, block_size, gpu_memory_utilization
+        )
+        self.engine = Engine(
+            decoder,
+            _tokenizer(model, tokenizer),
+            limits=limits,
+            num_pages=pages,
+            page_size=block_size,
+            host_pages=memory.host_pages(decoder.cache_spec(block_size), swap_space, pages),
+            prefix_caching=enable_prefix_caching,
+            eos_token_ids=_eos(model),
+            seed=seed,
+        )
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.engine.close()
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.engine.tokenizer
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The continuations of each prompt, in the order of the prompts: texts, lists of token ids,
+        or {"prompt": ...} and {"prompt_token_ids": ...}. sampling_params: one for all, or one for
+        each. use_tqdm: show progress where a terminal is.
+        """
+        prompts = _listed(prompts)
+        done: dict[str, RequestOutput] = {}
+        names: list[str] = []
+        with Bar(len(prompts), use_tqdm) as bar:
+            for output in self._serve(prompts, sampling_params, names, stream=False):
+                done[output.request_id] = output
+                bar.advance(sum(len(one.token_ids) for one in output.outputs))
+        return [done[name] for name in names]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Outputs as they grow, cumulative, of all prompts in turns; `request_id` tells which: the
+        place of the prompt. Leaving the loop cancels what is left.
+        """
+        prompts, names = _listed(prompts), []
+        for output in self._serve(prompts, sampling_params, names, stream=True):
+            place = str(names.index(output.request_id))
+            yield RequestOutput(**vars(output) | {"request_id": place})
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or a list of them."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        prompts = [
+            self.chat_prompt(
+                one, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+            )
+            for one in ([messages] if single else messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
+        """The prompt that a conversation becomes: text and token ids."""
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("there is no tokenizer, so no chat template: give token ids")
+        options["template"] = options.pop("chat_template", None)
+        text = render(tokenizer, messages, **options)
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[RequestOutput]:
+        """The most probable continuations of each prompt, best first."""
+        return self.generate(prompts, params, use_tqdm=False)
+
+    def _serve(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params] | None,
+        names: list[str],
+        stream: bool,
+    ) -> Iterator[RequestOutput]:
+        """Outputs of the engine until all prompts are done; names: of their requests, in order.
+        As many stand in line as may; if this is left early, all are cancelled.
+        """
+        asked = list(zip(prompts, _each(params, len(prompts)), strict=True))
+        left = len(asked)
+        try:
+            while left:
+                self._feed(asked, names, stream)
+                for output in self.engine.step():
+                    left -= output.finished
+                    yield output
+        finally:
+            for name in names if left else ():
+                self.engine.cancel(name)
+
+    def _feed(self, asked: list[tuple[Prompt, Params | None]], names: list[str], stream: bool):
+        while len(names) < len(asked):
+            prompt, params = asked[len(names)]
+            answer = self._add(prompt, params, stream)
+            if isinstance(answer, Refused):
+                if answer.later and self.engine.has_work:
+                    return
+                raise ValueError(f"prompt {len(names)} cannot be served: {answer.reason}")
+            names.append(answer.request_id)
+
+    def _add(self, prompt: Prompt, params: Params | None, stream: bool) -> Request | Refused:
+        if not isinstance(prompt, Mapping):
+            return self.engine.add(prompt, params, stream=stream)
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {prompt!r:.80}")
+        answer = self.engine.add(text if ids is None else ids, params, stream=stream)
+        if isinstance(answer, Request):
+            answer.prompt = text
+        return answer
+
+
+def _decoder(model: str | Path, device: torch.device, dtype: str | torch.dtype) -> Decoder:
+    named = None if dtype == "auto" else dtype
+    if isinstance(named, str):
+        if named not in _DTYPES:
+            raise ValueError(f"{dtype=} is not one of auto, {', '.join(_DTYPES)}")
+        named = _DTYPES[named]
+    if model == builtin.NAME:
+        return builtin.tiny(device, named or torch.float32)
+    return load(inspect(model), device, named)
+
+
+def _tokenizer(
+    model: str | Path | Decoder, tokenizer: str | Path | Tokenizer | None
+) -> Tokenizer | None:
+    if isinstance(tokenizer, (str, Path)):
+        return FileTokenizer(tokenizer)
+    if tokenizer is not None or isinstance(model, Decoder):
+        return tokenizer
+    if model == builtin.NAME:
+        return ByteTokenizer()
+    return FileTokenizer(model) if (Path(model) / "tokenizer.json").is_file() else None
+
+
+def _eos(model: str | Path | Decoder) -> tuple[int, ...] | None:
+    """generation_config.json overrides what config.json and the tokenizer say."""
+    if isinstance(model, Decoder) or model == builtin.NAME:
+        return None
+    return generation_eos(model) or None
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt is a list of one; a list of numbers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], int) else several
+
+
+def _each(params: Params | Sequence[Params] | None, count: int) -> list[Params | None]:
+    if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
+        return [params] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
