@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +25,10 @@ from .protocol import ChatRequest, CompletionRequest, Sampling
 from .refusal import Refusal
 from .replies import Order, StreamReply, WholeReply, refuse
 from .service import Ask, Engine, Service, State
+from .texts import Texts
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_CHOICES = 512  # of one request: prompts times samples
 PAGE_POLICY = (
@@ -44,22 +48,12 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
-class Texts:
-    """The model's words: between texts, token ids and chats."""
-
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
-    chat: Callable[[list[dict[str, str]]], str | Sequence[int]]
-
-
-@dataclass(frozen=True)
 class Options:
     """model: the name it is served under. max_request_s: no request may take longer. max_stall_s:
     a step older than this makes the server not ready. hosts: as of Guard.
     """
 
     model: str
-    max_model_len: int
     max_body_bytes: int = 4 << 20
     max_request_s: float = 600.0
     max_stall_s: float = 30.0
@@ -72,8 +66,9 @@ class Server:
     starts, and closes the engine when it ends.
     """
 
-    def __init__(self, engine: Engine, texts: Texts, options: Options, keys: Keyring | None = None):
-        self.options, self.texts, self.keys = options, texts, keys or Keyring()
+    def __init__(self, engine: Engine, options: Options, keys: Keyring | None = None):
+        self.options, self.keys = options, keys or Keyring()
+        self.texts, self.limits = Texts(engine.tokenizer), engine.limits
         self.metrics = Metrics()
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.watch = Watch(self.service, engine, options.model)
@@ -141,7 +136,7 @@ class Server:
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         params = _checked(body.params)
         messages = [{"role": m.role, "content": m.text} for m in body.messages]
-        prompt = _checked(lambda: self.texts.chat(messages))
+        prompt = await self._beside(self.texts.chat, messages)
         form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
         return await self._serve(body, request, params, [prompt], form, Reader(params.n))
 
@@ -184,10 +179,14 @@ class Server:
         return (StreamReply if body.stream else WholeReply)(order, self.metrics)
 
     async def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        """Beside the loop and the engine: a long text keeps nobody waiting."""
-        if isinstance(prompt, str):
-            return await asyncio.to_thread(self.texts.encode, prompt)
-        return prompt
+        return await self._beside(self.texts.encode, prompt) if isinstance(prompt, str) else prompt
+
+    async def _beside(self, work: Callable[[T], R], what: T) -> R:
+        """Neither on the loop nor in the engine's thread: a long text keeps nobody waiting."""
+        try:
+            return await asyncio.to_thread(work, what)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
 
     def _text(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self.texts.decode(prompt)
@@ -210,7 +209,7 @@ class Server:
 
     def _card(self) -> protocol.Model:
         return protocol.Model(
-            id=self.options.model, created=self._started, max_model_len=self.options.max_model_len
+            id=self.options.model, created=self._started, max_model_len=self.limits.max_model_len
         )
 
     async def _health(self) -> Response:

@@ -22,6 +22,7 @@ from .replies import refuse
 OPEN_PATHS = frozenset({"/", "/live.css", "/live.js", "/health", "/ready"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 BODY_TIMEOUT_S = 30.0
+PATIENCE = 8  # times the largest body
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,20 @@ class _Bounded(Request):
             raise HTTPException(400, f"the body is not JSON: {error}") from None
 
     async def _read(self) -> bytes:
-        if int(self.headers.get("content-length", "0")) > self._max_bytes:
+        """A body that is somewhat too large is read and dropped, because who is still sending does
+        not listen; with a much larger one the connection ends.
+        """
+        if int(self.headers.get("content-length", "0")) > PATIENCE * self._max_bytes:
             raise self._too_large()
         chunks, total = [], 0
         async for chunk in self.stream():
             total += len(chunk)
-            if total > self._max_bytes:
-                raise self._too_large()
-            chunks.append(chunk)
+            if total > PATIENCE * self._max_bytes:
+                break
+            if total <= self._max_bytes:
+                chunks.append(chunk)
+        if total > self._max_bytes:
+            raise self._too_large()
         return b"".join(chunks)
 
     def _too_large(self) -> HTTPException:

@@ -104,8 +104,10 @@ class StreamReply(OrderReply):
         order = self.order
         await send(_STREAM_START)
         await self._write(send, list(order.format.opening(order.num_choices)))
-        while not order.ticket.settled:
+        settled = False
+        while not settled:
             await self._wait(send)
+            settled = order.ticket.settled  # more may come while this is written
             await self._write(send, self._chunks())
         if failure := self.failure():
             await _send(send, _event(JSONResponse(failure.body).body))

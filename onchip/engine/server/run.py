@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -53,11 +54,12 @@ class Address:
 
 class Process(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: nothing new is taken, what runs may finish for drain_s,
-    what is left is answered with a sentence. A second one does not wait.
+    what is left is answered with a sentence. A second one does not wait. announce: called once it
+    listens.
     """
 
-    def __init__(self, server: Server, drain_s: float):
-        self.server, self.drain_s = server, drain_s
+    def __init__(self, server: Server, drain_s: float, announce: Callable[[], None] | None = None):
+        self.server, self.drain_s, self._announce = server, drain_s, announce
         self._drain: asyncio.Task[None] | None = None
         super().__init__(
             uvicorn.Config(
@@ -89,6 +91,8 @@ class Process(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.config_loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self._announce:
+            self._announce()
 
     async def _end(self, drain_s: float) -> None:
         await self.server.service.drain(drain_s)

@@ -18,14 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import RequestOutput
-from onchip.engine.step import Refused
+from onchip.engine.step import Limits, Refused
+from onchip.engine.tokenizer import Tokenizer
 
 from .refusal import Refusal
 
+T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
 RETRY_AFTER_S = 1
 TURN_S = 0.02  # of commands between two steps: a flood of requests does not stop those that run
@@ -33,6 +35,9 @@ TURN_S = 0.02  # of commands between two steps: a flood of requests does not sto
 
 class Engine(Protocol):
     """What the thread drives; see onchip.engine.Engine."""
+
+    tokenizer: Tokenizer | None
+    limits: Limits
 
     @property
     def has_work(self) -> bool: ...
@@ -193,6 +198,15 @@ class Service:
         if ids and self._death is None:
             self._commands.put(lambda: self._cancel(ids))
 
+    async def ask(self, look: Callable[[Any], T], patience_s: float) -> T | None:
+        """What `look` sees of the engine between two steps; None: it died, or a step takes longer
+        than patience_s.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._look(look, answer))
+        done, _ = await asyncio.wait([answer], timeout=patience_s)
+        return answer.result() if done else None
+
     @property
     def stats(self) -> Any:
         """The engine's Stats at the end of its last step."""
@@ -330,6 +344,12 @@ class Service:
         if self._death is None:
             for request_id in request_ids:
                 self._engine.cancel(request_id)
+            if not self._engine.has_work:
+                self._engine.step()  # of nothing: its Stats are those of the last step
+
+    def _look(self, look: Callable[[Any], T], answer: asyncio.Future[T | None]) -> None:
+        seen = None if self._death is not None else look(self._engine)
+        self._tell(lambda: None if answer.done() else answer.set_result(seen))
 
     def _die(self, error: BaseException) -> None:
         LOG.critical("the engine died", exc_info=error)

@@ -1,13 +1,18 @@
 """An engine that says what it is told to, behind a real server on the loopback."""
 
+import json
 import time
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 
 from onchip.engine import CompletionOutput, Logprob, Refused, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
+from onchip.engine.step import Limits
+from onchip.engine.tokenizer import ByteTokenizer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -15,18 +20,6 @@ pytest.importorskip("prometheus_client")
 
 VOCAB = 257
 MODEL = "fake"
-
-
-def encode(text):
-    return list(text.encode())
-
-
-def decode(token_ids):
-    return bytes([t for t in token_ids if t < 256]).decode(errors="replace")
-
-
-def chat(messages):
-    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant:"
 
 
 class FakeRequest:
@@ -78,6 +71,7 @@ class FakeEngine:
 
     def __init__(self, *, step_s=0.0, seats=8, queue=1000):
         self.step_s, self.seats, self.queue = step_s, seats, queue
+        self.tokenizer, self.limits = ByteTokenizer(), Limits(4096)
         self.boom = None
         self.requests = {}
         self.salts, self.cancelled, self.closed, self.steps = [], [], False, 0
@@ -91,7 +85,7 @@ class FakeEngine:
         self, prompt, params=None, *, request_id, priority=0, deadline_s=None, salt=b"", stream=True
     ):
         params = params or SamplingParams()
-        prompt = encode(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt = list(prompt)
         if not prompt:
             raise ValueError("the prompt is empty")
         if max(prompt) >= VOCAB:
@@ -169,19 +163,88 @@ def fake():
     return FakeEngine
 
 
-@pytest.fixture
-def serving():
-    """`with serving(engine) as url`: options as of Options; keys: API keys."""
-    from onchip.engine.server.app import Options, Server, Texts
+@contextmanager
+def serve(engine, keys=(), drain_s=5.0, **options):
+    from onchip.engine.server.app import Options, Server
     from onchip.engine.server.keys import Keyring
     from onchip.engine.server.run import Background
 
-    @contextmanager
-    def serve(engine, keys=(), drain_s=5.0, **options):
-        options = Options(MODEL, 4096, **options)
-        server = Server(engine, Texts(encode, decode, chat), options, Keyring(keys))
-        background = Background(server, drain_s=drain_s)
-        with background as url:
-            yield url, server
+    server = Server(engine, Options(MODEL, **options), Keyring(keys))
+    with Background(server, drain_s=drain_s) as url:
+        yield url, server
 
+
+@pytest.fixture
+def serving():
+    """`with serving(engine) as (url, server)`; options as of Options, keys: API keys."""
     return serve
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """The address of a server for all tests that leave nothing behind."""
+    with serve(FakeEngine()) as (url, _):
+        yield url
+
+
+def connect(url):
+    parts = urlsplit(url)
+    return HTTPConnection(parts.hostname, parts.port, timeout=30)
+
+
+@pytest.fixture(name="connect")
+def _connect():
+    return connect
+
+
+@pytest.fixture
+def ask():
+    """ask(url, path, body, **headers): (status, JSON or text, headers). A body that is bytes is
+    sent as it is.
+    """
+
+    def send(url, path, body=None, method=None, **headers):
+        connection = connect(url)
+        if body is not None:
+            headers = {"content-type": "application/json"} | headers
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        text, given = response.read().decode(), dict(response.getheaders())
+        connection.close()
+        is_json = given.get("content-type", "").startswith("application/json")
+        return response.status, json.loads(text) if is_json else text, given
+
+    return send
+
+
+@pytest.fixture
+def open_stream():
+    """open_stream(url, ...): the connection of a streamed completion, its answer unread."""
+    opened = []
+
+    def start(url, **body):
+        connection = connect(url)
+        opened.append(connection)
+        body = {"prompt": "abc", "stream": True} | body
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        return connection
+
+    yield start
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def until():
+    """until(condition): waits for it, and fails after a few seconds."""
+
+    def wait(condition, seconds=10.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.005)
+
+    return wait
