@@ -13,9 +13,9 @@ from itertools import count
 from onchip.engine.costs import Costs
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import Request, RequestOutput, Sample, Status
-from onchip.engine.runner import Runner
+from onchip.engine.runner import Flight, Runner
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.step import Limits, Refused, Run, Step
+from onchip.engine.step import Limits, Refused, Run
 from onchip.engine.text import Reader, text_of
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
@@ -63,7 +63,8 @@ class Engine:
 
     num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
     are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
-    the model's own.
+    the model's own. overlap: schedule a step while the one before is computed; None: where the
+    device is not the host. graphs: replay decoding steps on a GPU.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Engine:
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
+        overlap: bool | None = None,
+        graphs: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
@@ -96,7 +99,10 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, limits, tier=self.tier, costs=self._costs, clock=clock
         )
-        self._runner = Runner(model, self.cache)
+        self._runner = Runner(model, self.cache, graphs)
+        self._overlap = self.cache.device.type == "cuda" if overlap is None else overlap
+        self._flight: Flight | None = None
+        self._landed_at = 0.0
         self._seeds, self._numbers = random.Random(seed), count()
         self._streamed: set[Request] = set()
         self._failed: str | None = None
@@ -111,7 +117,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._runner is not None and self.scheduler.has_work
+        if self._runner is None or self._failed:
+            return False
+        return self.scheduler.has_work or self._flight is not None
 
     def add(
         self,
@@ -148,6 +156,11 @@ class Engine:
             self._streamed.add(request)
         return refused or request
 
+    def warm_up(self) -> None:
+        """Prepare now what the first requests would wait for."""
+        self._check_open()
+        self._runner.warm_up()
+
     def cancel(self, request_id: str) -> bool:
         """End a request now: its pages are free when this returns, and no step reports it any
         more. False: there is no such request, or it is done.
@@ -182,6 +195,7 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         self._streamed.clear()
+        self._flight = None
         del self.model, self.cache, self.tier, self.scheduler
         self._runner = None
 
@@ -204,19 +218,33 @@ class Engine:
             raise ValueError("stop texts need a tokenizer; there is stop_token_ids")
 
     def _turn(self) -> list[RequestOutput]:
+        """The next step is on its way before the last one is looked at, where that can be."""
         step = self.scheduler.schedule()
-        if not step.runs:
-            return self._report(step.ended, ())
-        started = time.monotonic()
-        flight = self._runner.launch(step)
-        drawn = self._runner.land(flight)
-        self._observe(step, time.monotonic() - started)
-        finished = self.scheduler.update(step, drawn)
-        grown = dict.fromkeys(who.request for _, who in step.draws)
-        return self._report((*step.ended, *finished), grown)
+        flight = self._runner.launch(step) if step.runs else None
+        self.scheduler.advance(step)
+        outputs = self._report(step.ended, ())
+        if self._flight is not None:
+            outputs += self._land(self._flight)
+        self._flight = flight
+        if flight is None:
+            self.scheduler.resolve(step, ())
+        elif not self._overlap or self.scheduler.must_resolve:
+            self._flight = None
+            outputs += self._land(flight)
+        return outputs
 
-    def _observe(self, step: Step, seconds: float) -> None:
-        tokens = step.num_tokens
+    def _land(self, flight: Flight) -> list[RequestOutput]:
+        step = flight.step
+        drawn = self._runner.land(flight)
+        self._observe(flight)
+        finished = self.scheduler.resolve(step, drawn)
+        return self._report(finished, dict.fromkeys(who.request for _, who in step.draws))
+
+    def _observe(self, flight: Flight) -> None:
+        """The step has come home: what it did, and how long after the one before."""
+        now, tokens = time.monotonic(), flight.step.num_tokens
+        seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
+        step = flight.step
         prefilled = sum(run.num_tokens for run in step.runs if not _decodes(run))
         self._totals = replace(
             self._totals,
@@ -279,11 +307,9 @@ class Engine:
 
     def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}"
-        outputs = []
-        for request in (*self.scheduler.running, *self.scheduler.waiting):
-            self.scheduler.fail(request, self._failed)
-            outputs.append(request.output())
+        outputs = [request.output() for request in self.scheduler.collapse(self._failed)]
         self._streamed.clear()
+        self._flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
 
     def _look(self, started: float) -> None:

@@ -90,6 +90,12 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def penalised(self) -> bool:
+        """Tokens that came before change the logits."""
+        counted = self.presence_penalty or self.frequency_penalty
+        return bool(counted or self.repetition_penalty != 1)
+
+    @property
     def beams(self) -> BeamSearchParams | None:
         """The search that use_beam_search asks for."""
         if not self.use_beam_search:

@@ -105,8 +105,9 @@ class Sample:
 
     sequence: its handle in the cache, None while it has none: it waits, or its pages were given
     up, or it will fork from its request's first sample when the prompt is computed. candidates: of
-    a beam that waits for the others of its request. reader: makes `text` of its tokens while they
-    come.
+    a beam that waits for the others of its request. pending: tokens that are drawn and not known
+    yet; place: the last one is so far down in its step's draws. reader: makes `text` of its tokens
+    while they come.
     """
 
     request: "Request"
@@ -119,6 +120,8 @@ class Sample:
     end: Status | None = None
     sequence: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
+    pending: int = 0
+    place: int = 0
     reader: Any = None
 
     @property
@@ -130,27 +133,46 @@ class Sample:
         return self.end is not None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the continuation, known or not."""
+        return len(self.token_ids) + self.pending
+
+    @property
     def length(self) -> int:
-        """Tokens that are known, prompt included."""
-        return len(self.request.prompt_token_ids) + len(self.token_ids)
+        """Tokens in all, prompt included."""
+        return len(self.request.prompt_token_ids) + len(self.token_ids) + self.pending
+
+    @property
+    def goal(self) -> int:
+        """Tokens to compute: all but the last one it may have, from which nothing follows."""
+        request = self.request
+        count = min(len(self.token_ids) + self.pending, request.max_tokens - 1)
+        return len(request.prompt_token_ids) + count
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Of prompt and continuation, from position start to stop - 1."""
+        """Of prompt and continuation, from position start to stop - 1, as far as they are known."""
         prompt = self.request.prompt_token_ids
         if start >= len(prompt):
             return self.token_ids[start - len(prompt) : stop - len(prompt)]
         return [*prompt[start:stop], *self.token_ids[: max(0, stop - len(prompt))]]
 
     def take(self, drawn: Drawn) -> None:
-        """One more token; `end` is set if it is the last one."""
+        """One more token is known; `end` is set if it is the last one."""
+        self.pending = max(0, self.pending - 1)
         if not math.isfinite(drawn.logprob):
-            self.end, self.stop_reason = Status.FINISHED_ERROR, "the logits are not finite"
+            self.finish(Status.FINISHED_ERROR, "the logits are not finite")
             return
         self.token_ids.append(drawn.token)
         self.cumulative_logprob += drawn.logprob
         if self.request.params.logprobs is not None:
             self.logprobs.append(drawn.logprobs())
-        self.end, self.stop_reason = self.request.end_of(self)
+        end, reason = self.request.end_of(self)
+        if end is not None:
+            self.finish(end, reason)
+
+    def finish(self, end: Status, stop_reason: int | str | None = None) -> None:
+        """It has ended; what was drawn beyond its end is dropped."""
+        self.end, self.stop_reason, self.pending = end, stop_reason, 0
 
     def output(self) -> CompletionOutput:
         asked = self.request.params.logprobs is not None
@@ -171,7 +193,8 @@ class Request:
     priority: less is more urgent, -100 to 100. deadline_s: on the scheduler's clock; what is not
     done by then is cut off. salt: only requests of the same salt find one another's prefixes.
     eos_token_ids: end a sample unless its params ignore them. draw_seed: makes the draws; the
-    params' seed, or one the caller took from anywhere.
+    params' seed, or one the caller took from anywhere. needs_tokens: what is drawn next depends on
+    the tokens before, so that they must be known.
     """
 
     def __init__(
@@ -194,7 +217,10 @@ class Request:
         self.prompt_token_ids = tuple(words(prompt_token_ids))
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
         self.eos_token_ids = frozenset(eos_token_ids)
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        self.ends = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
         self.draw_seed = draw_seed if self.params.seed is None else self.params.seed
+        self.needs_tokens = bool(self.beams or self.params.penalised)
         self._check(vocab_size)
         self.status = Status.WAITING
         self.error: str | None = None
@@ -215,12 +241,6 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status.finished
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Tokens that end a sample."""
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        return eos | frozenset(self.params.stop_token_ids)
 
     @property
     def live(self) -> list[Sample]:
@@ -254,7 +274,7 @@ class Request:
         rooted = self.rooted
         end = len(self.prompt_token_ids) if len(rooted) < len(self.live) else None
         for sample in rooted:
-            stop = sample.length if end is None else end
+            stop = sample.goal if end is None else end
             count = min(stop - sample.sequence.computed, budget)
             if count > 0:
                 budget -= count
@@ -262,12 +282,10 @@ class Request:
 
     def end_of(self, sample: Sample) -> tuple[Status | None, int | None]:
         """How the last token of a sample ends it: (status, stop_reason), (None, None) if not."""
-        last, count, params = sample.token_ids[-1], len(sample.token_ids), self.params
-        if count >= params.min_tokens and not self.beams:
-            if last in self.eos_token_ids and not params.ignore_eos:
-                return Status.FINISHED_STOPPED, None
-            if last in params.stop_token_ids:
-                return Status.FINISHED_STOPPED, last
+        last, count = sample.token_ids[-1], len(sample.token_ids)
+        if last in self.ends and count >= self.params.min_tokens and not self.beams:
+            silent = last in self.eos_token_ids and not self.params.ignore_eos
+            return Status.FINISHED_STOPPED, None if silent else last
         return (Status.FINISHED_LENGTH, None) if count == self.max_tokens else (None, None)
 
     def pages(self, page_size: int, length: int) -> int:

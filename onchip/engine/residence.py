@@ -24,7 +24,7 @@ class Pages(Protocol):
 
 class Cache(Protocol):
     """What the scheduler asks of a cache; `onchip.kvcache.KVCache` is one. Its sequences have
-    `computed`, `length` and `hit_tokens`.
+    `computed`, `length`, `tokens` and `hit_tokens`.
     """
 
     max_seqs: int
@@ -33,9 +33,8 @@ class Cache(Protocol):
     @property
     def pool(self) -> Pages: ...
     def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
-    def append_all(
-        self, sequences: Sequence[Any], tokens: Sequence[Sequence[int]]
-    ) -> NoRoom | None: ...
+    def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
+    def tell(self, sequence: Any, tokens: Sequence[int]) -> None: ...
     def fork(self, sequence: Any) -> Any: ...
     def truncate(self, sequence: Any, length: int) -> None: ...
     def commit(self, sequence: Any, length: int) -> None: ...
@@ -83,8 +82,19 @@ class Residence:
         if not chunks:
             return None
         sequences = [sample.sequence for sample, _ in chunks]
-        tokens = [s.tokens(s.sequence.computed, s.sequence.computed + n) for s, n in chunks]
-        return self._cache.append_all(sequences, tokens)
+        if full := self._cache.reserve_all(sequences, [count for _, count in chunks]):
+            return full
+        for sample, _ in chunks:
+            self.tell(sample)
+        return None
+
+    def tell(self, sample: Sample) -> None:
+        """What is known of a sample's tokens that have slots; the last may be drawn at this
+        moment.
+        """
+        sequence = sample.sequence
+        if sequence is not None and len(sequence.tokens) < sequence.length:
+            self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
 
     def commit(self, sample: Sample, length: int) -> None:
         """The first `length` tokens are written."""

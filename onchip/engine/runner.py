@@ -1,12 +1,15 @@
 """The tensors of a step: what goes to the device, the model's forward, and the draws."""
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from onchip.engine.graphs import Graphs, filled_in
 from onchip.engine.request import Drawn, Request, Sample
 from onchip.engine.sampler import Sampled, report, rows_of, sample
 from onchip.engine.step import Run, Step
@@ -22,34 +25,45 @@ class Flight:
     on the CPU, where it is there already. prompts: log probabilities of chunks of prompts.
     """
 
-    samples: Sequence[Sample]
+    step: Step
     sampled: Sampled | None
     prompts: Sequence[tuple[Request, Sampled]]
     event: "torch.cuda.Event | None"
+    launched_at: float
 
 
 class Runner:
-    """Computes the steps of a scheduler. Nothing here waits for the device except `land`."""
+    """Computes the steps of a scheduler. Nothing here waits for the device except `land`.
 
-    def __init__(self, model: Decoder, cache: KVCache):
-        self._model, self._cache = model, cache
-        self._device = cache.device
+    Tokens that a step draws stay on the device: the next step finds those it needs there. So steps
+    are launched in order, and a sample whose last token is not known yet is in the next step or in
+    none before it is. graphs: replay steps that only decode (on a GPU).
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, graphs: bool = True):
+        self._model, self._cache, self._device = model, cache, cache.device
+        self._last = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
+        replayed = graphs and cache.device.type == "cuda"
+        self._graphs = Graphs(model, cache, self._last) if replayed else None
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Record the graphs of ordinary steps."""
+        if self._graphs is not None:
+            self._graphs.record_all()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Flight:
         """Queue a step: forward, draws, and their copies to the host."""
-        batch = self._cache.view(step.sequences)
-        tokens = self._to_device([t for run in step.runs for t in _tokens(run)])
-        ends = _ends(step.runs)
-        hidden = self._model(tokens, positions_of(batch), batch, self._cache)
-        prompts = [
-            (run.sample.request, self._prompt_logprobs(run, hidden[end - run.num_tokens : end]))
-            for run, end in zip(step.runs, ends, strict=True)
-            if _asked(run)
-        ]
-        draws = step.draws
-        sampled = self._draw(hidden, ends, draws) if draws else None
-        return self._send([who for _, who in draws], sampled, prompts)
+        prompts, sampled = [], None
+        if self._graphs is not None and _only_decodes(step):
+            ids = _words(_tokens(step.runs))
+            hidden = self._graphs.replay(step.sequences, ids)
+        else:
+            hidden, prompts = self._forward(step)
+        if step.draws:
+            sampled = self._draw(hidden, [sample for _, sample in step.draws])
+        return self._send(step, sampled, prompts)
 
     def land(self, flight: Flight) -> list[Drawn]:
         """Wait for what was drawn, in the order of `step.draws`."""
@@ -57,21 +71,44 @@ class Runner:
             flight.event.synchronize()
         for request, chunk in flight.prompts:
             _keep_prompt(request, chunk)
-        return [] if flight.sampled is None else flight.sampled.drawn(flight.samples)
+        if flight.sampled is None:
+            return []
+        return flight.sampled.drawn([sample for _, sample in flight.step.draws])
 
-    def _draw(
-        self, hidden: Tensor, ends: Sequence[int], draws: Sequence[tuple[int, Sample]]
-    ) -> Sampled:
-        """Forks draw from one row of logits."""
-        rows = self._to_device([ends[run] - 1 for run, _ in draws])
-        logits = self._model.logits(hidden.index_select(0, rows))
-        return sample(logits, rows_of([who for _, who in draws], self._device))
+    def _forward(self, step: Step) -> tuple[Tensor, list[tuple[Request, Sampled]]]:
+        """Hidden states of the rows that are drawn from (forks draw from one), and what was asked
+        about prompts.
+        """
+        tokens, ends = _tokens(step.runs), _ends(step.runs)
+        rows = [ends[run] - 1 for run, _ in step.draws]
+        batch = self._cache.view(step.sequences, extra=_words(tokens + rows))
+        ids, at = batch.extra.split([len(tokens), len(rows)])
+        if min(tokens) < 0:
+            ids = filled_in(ids, self._last)
+        asked = [(run, end) for run, end in zip(step.runs, ends, strict=True) if _asked(run)]
+        if not asked:
+            return self._model(ids, positions_of(batch), batch, self._cache, at), []
+        hidden = self._model(ids, positions_of(batch), batch, self._cache)
+        prompts = [
+            (run.sample.request, self._prompt_logprobs(run, hidden[end - run.num_tokens : end]))
+            for run, end in asked
+        ]
+        return hidden.index_select(0, at), prompts
+
+    def _draw(self, hidden: Tensor, samples: Sequence[Sample]) -> Sampled:
+        for place, one in enumerate(samples):
+            one.place = place
+        sampled = sample(self._model.logits(hidden), rows_of(samples, self._device))
+        self._last[: len(samples)].copy_(sampled.token)
+        return sampled
 
     def _prompt_logprobs(self, run: Run, hidden: Tensor) -> Sampled:
         """Of the tokens of the prompt that the rows of a run predict and nobody knows yet."""
         request, asked = run.sample.request, _asked(run)
         hidden = hidden[asked.start - 1 - run.start : asked.stop - 1 - run.start]
-        tokens = self._to_device(request.prompt_token_ids[asked.start : asked.stop])
+        tokens = _words(request.prompt_token_ids[asked.start : asked.stop]).long()
+        tokens = tokens if self._device.type == "cpu" else tokens.pin_memory()
+        tokens = tokens.to(self._device, non_blocking=True)
         parts = [
             report(self._model.logits(rows), some, request.params.prompt_logprobs)
             for rows, some in zip(
@@ -81,37 +118,41 @@ class Runner:
         return Sampled(*(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)))
 
     def _send(
-        self,
-        samples: Sequence[Sample],
-        sampled: Sampled | None,
-        prompts: Sequence[tuple[Request, Sampled]],
+        self, step: Step, sampled: Sampled | None, prompts: Sequence[tuple[Request, Sampled]]
     ) -> Flight:
         if self._device.type != "cuda":
-            return Flight(samples, sampled, prompts, None)
+            return Flight(step, sampled, prompts, None, time.monotonic())
         home = None if sampled is None else _to_host(sampled)
         prompts = [(request, _to_host(chunk)) for request, chunk in prompts]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return Flight(samples, home, prompts, event)
-
-    def _to_device(self, values: Sequence[int]) -> Tensor:
-        words = torch.frombuffer(array("q", values or (0,)), dtype=torch.int64)[: len(values)]
-        if self._device.type == "cpu":
-            return words
-        return words.pin_memory().to(self._device, non_blocking=True)
+        return Flight(step, home, prompts, event, time.monotonic())
 
 
-def _tokens(run: Run) -> list[int]:
-    return run.sample.tokens(run.start, run.stop)
+def _only_decodes(step: Step) -> bool:
+    """One token for each run, and each draws: rows of hidden states are rows of logits."""
+    runs = step.runs
+    return len(step.draws) == len(runs) and all(run.stop - run.start == 1 for run in runs)
+
+
+def _tokens(runs: Sequence[Run]) -> list[int]:
+    """Token ids of the runs; ~i for the i-th that the last step drew."""
+    tokens = []
+    for run in runs:
+        tokens += run.sample.tokens(run.start, run.stop)
+        if run.sample.pending:
+            tokens.append(~run.sample.place)
+    return tokens
+
+
+def _words(values: Sequence[int]) -> Tensor:
+    """int32, which token ids and rows fit into."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
 def _ends(runs: Sequence[Run]) -> list[int]:
     """Where each run ends among the tokens of the step."""
-    ends, end = [], 0
-    for run in runs:
-        end += run.num_tokens
-        ends.append(end)
-    return ends
+    return list(accumulate(run.num_tokens for run in runs))
 
 
 def _asked(run: Run) -> range:

@@ -108,7 +108,7 @@ def num_top(sample: Sample) -> int | None:
 
 def uniform(sample: Sample) -> float:
     """The number in [0, 1) that draws this sample's next token: 53 bits of a hash."""
-    words = (sample.request.draw_seed, sample.index, len(sample.token_ids))
+    words = (sample.request.draw_seed, sample.index, sample.num_tokens)
     data = b"".join(word.to_bytes(9, "little", signed=True) for word in words)
     bits = int.from_bytes(blake2b(data, digest_size=8, person=b"onchip.draw").digest(), "little")
     return (bits >> 11) * 2.0**-53
@@ -220,7 +220,7 @@ def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
         if params.presence_penalty or params.frequency_penalty:
             for token, count in Counter(one.token_ids).items():
                 values[token] -= params.presence_penalty + params.frequency_penalty * count
-        if len(one.token_ids) < params.min_tokens:
+        if one.num_tokens < params.min_tokens:
             values.update(dict.fromkeys(request.ends, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:

@@ -12,16 +12,21 @@ and nobody starves. When pages run out, the running request of the last rank mak
 travel to the host or are given up and computed again, whichever is estimated to be cheaper; either
 way it stands in line where it stood.
 
-Progress: while there are requests, every step computes at least one token. Each request fits into
-the pool alone (checked when it is added), the first in line is never preempted for another, and for
-it even requests on the host give up the pages they still share.
+A step takes its time on the device. `advance` says that it is under way: from then on its tokens
+count, though nobody knows which they are, and the next step may be scheduled. `resolve` tells them
+when they are there. A sample that is then found to have ended leaves what was computed for it in
+vain. Beams and penalties look at tokens: while such a request draws, steps follow one another.
+
+Progress: while there are requests and no step is under way, every step computes at least one token.
+Each request fits into the pool alone (checked when it is added), the first in line is never
+preempted for another, and for it even requests on the host give up the pages they still share.
 """
 
 import math
 import time
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -60,8 +65,8 @@ class _Plan:
 
 class Scheduler:
     """Takes requests, gives steps, takes what was drawn: `add`, then `schedule` and `update` in
-    turns. cache and tier belong to it alone. tier and costs: none, and preempted requests are
-    always computed again.
+    turns; or `schedule`, `advance` and later `resolve`. cache and tier belong to it alone. tier and
+    costs: none, and preempted requests are always computed again.
     """
 
     def __init__(
@@ -87,7 +92,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._queued_tokens = 0
-        self._step: Step | None = None
+        self._step: Step | None = None  # scheduled last, not under way yet
+        self._flying: deque[Step] = deque()  # under way, oldest first
         self._news: dict[str, list[Request]] = {}
 
     @property
@@ -102,6 +108,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def must_resolve(self) -> bool:
+        """The next step cannot be scheduled before the oldest one under way is resolved."""
+        flying = self._flying
+        return len(flying) > 1 or (bool(flying) and flying[0].needs_tokens)
 
     def find(self, request_id: str) -> Request | None:
         """The request of this name, if it is not done."""
@@ -140,11 +152,23 @@ class Scheduler:
             request.error = error
             self._end(request, Status.FINISHED_ERROR)
 
+    def collapse(self, error: str) -> list[Request]:
+        """End all requests where they stand, after a failure that leaves nothing to rely on: lines
+        and pages are not tidied up, and the scheduler is of no use afterwards.
+        """
+        requests = list(self._requests.values())
+        for request in requests:
+            request.error, request.status = error, Status.FINISHED_ERROR
+            for sample in request.samples:
+                sample.end = sample.end or Status.FINISHED_ERROR
+        self._requests.clear()
+        return requests
+
     def stop(self, sample: Sample, stop_reason: str | int | None = None) -> None:
         """End a sample (a stop text was seen); its pages are free when this returns."""
         if sample.finished:
             return
-        sample.end, sample.stop_reason = Status.FINISHED_STOPPED, stop_reason
+        sample.finish(Status.FINISHED_STOPPED, stop_reason)
         self._home.release(sample)
         request = sample.request
         if not request.live:
@@ -161,12 +185,14 @@ class Scheduler:
         self._preempt(request)
 
     def schedule(self) -> Step:
-        """The next step; empty only if there is no request."""
+        """The next step; empty only if there is no request, or if a step is under way."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
+        if self.must_resolve:
+            raise ValueError("a step is under way whose tokens must be known: resolve it first")
         self._expire()
         plan = self._plan()
-        if not plan.chunks and self._requests:
+        if not plan.chunks and self._requests and not self._flying:
             self._home.synchronize()  # everyone waits for pages that are on their way out
             plan = self._plan()
         self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
@@ -177,22 +203,44 @@ class Scheduler:
         """The step was computed, and this was drawn for `step.draws`. Answers the requests that are
         finished by it. Whoever was cancelled meanwhile is passed over.
         """
-        if step is not self._step:
+        if step is not self._step or self._flying:
             raise ValueError("update takes the step that was scheduled last, once")
-        draws, drawn = step.draws, list(drawn)
-        if len(drawn) != len(draws):
-            raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
+        drawn = _as_many(drawn, step.draws)
+        self.advance(step)
+        return self.resolve(step, drawn)
+
+    def advance(self, step: Step) -> None:
+        """The step is on its way, and everything that is queued on the device from now on comes
+        after it.
+        """
+        if step is not self._step:
+            raise ValueError("advance takes the step that was scheduled last, once")
         self._step = None
-        served = {run.sample.request: None for run in step.runs}
-        served = [request for request in served if not request.finished]
+        self._flying.append(step)
         for run in step.runs:
             self._computed(run)
-        for (_, sample), one in zip(draws, drawn, strict=True):
-            if sample.status is Status.RUNNING:
+        for _, sample in step.draws:
+            request = sample.request
+            if request.status is Status.RUNNING and sample.end is None and not request.beams:
+                sample.pending += 1
+
+    def resolve(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
+        """This was drawn for `step.draws`, of the oldest step under way. Answers the requests that
+        are finished by it.
+        """
+        if not self._flying or step is not self._flying[0]:
+            raise ValueError("resolve takes the oldest step that is under way, once")
+        drawn = _as_many(drawn, step.draws)
+        self._flying.popleft()
+        touched: dict[Request, None] = {}
+        for (_, sample), one in zip(step.draws, drawn, strict=True):
+            if sample.end is None and (sample.pending or sample.request.beams):
                 self._take(sample, one)
-        for request in served:
+                if sample.end is not None or sample.request.beams:
+                    touched[sample.request] = None
+        for request in touched:
             self._close(request)
-        return [request for request in served if request.finished]
+        return [request for request in touched if request.finished]
 
     def check(self) -> None:
         """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
@@ -338,6 +386,8 @@ class Scheduler:
         """
         while self._waiting and plan.budget and not plan.blocked:
             request = self._waiting[0]
+            if any(sample.pending for sample in request.samples):
+                return  # its last token is on its way
             if self._seats() + request.width > self.limits.max_num_seqs:
                 return
             if not self._enter(request):
@@ -393,10 +443,13 @@ class Scheduler:
         if request.metrics.first_token_s is None:
             request.metrics = replace(request.metrics, first_token_s=self.clock())
         if request.beams:
-            self._take_candidates(sample, drawn)
+            if request.status is Status.RUNNING:
+                self._take_candidates(sample, drawn)
             return
         sample.take(drawn)
-        if sample.finished:
+        if sample.end is None:
+            self._home.tell(sample)
+        else:
             self._home.release(sample)
 
     def _take_candidates(self, beam: Sample, drawn: Drawn) -> None:
@@ -407,7 +460,7 @@ class Scheduler:
 
     def _close(self, request: Request) -> None:
         """After a draw: beams that are complete are chosen from, and the request may be done."""
-        if request.status is not Status.RUNNING:
+        if request.finished:
             return
         if request.beams and all(s.candidates for s in request.live):
             if end := beams.advance(request, self._home):
@@ -438,10 +491,10 @@ def _decoding(request: Request) -> list[Chunk]:
     for sample in request.live:
         if sample.sequence is None:
             return []
-        pending = sample.length - sample.sequence.computed
-        if pending > 1:
+        lacking = sample.goal - sample.sequence.computed
+        if lacking > 1:
             return []
-        if pending:
+        if lacking:
             chunks.append((sample, 1))
     return chunks
 
@@ -459,6 +512,13 @@ def _runs(request: Request, chunks: list[Chunk]) -> list[Run]:
         drawing = live if forks else (sample,)
         runs.append(Run(sample, start, stop, tuple([s for s in drawing if s.length == stop])))
     return runs
+
+
+def _as_many(drawn: Iterable[Drawn], draws: Sequence[tuple[int, Sample]]) -> list[Drawn]:
+    drawn = list(drawn)
+    if len(drawn) != len(draws):
+        raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
+    return drawn
 
 
 def _law(holds: bool, broken: str) -> None:

@@ -1,7 +1,8 @@
 """What a scheduler is told, and what it answers."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from onchip.engine.request import Request, Sample
 
@@ -41,8 +42,7 @@ class Refused:
     later: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
     its next token from the logits of the last one.
     """
@@ -80,6 +80,11 @@ class Step:
         return sum(run.num_tokens for run in self.runs)
 
     @property
+    def needs_tokens(self) -> bool:
+        """Some of those who draw cannot go on before they know what was drawn."""
+        return any(sample.request.needs_tokens for _, sample in self.draws)
+
+    @cached_property
     def draws(self) -> list[tuple[int, Sample]]:
         """(which run, who draws from its last row), in the order in which `update` takes them."""
         return [(i, sample) for i, run in enumerate(self.runs) for sample in run.draws]

@@ -13,17 +13,21 @@ _ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
 
 
 class Shape(NamedTuple):
-    """The room of a batch. A static batch (for CUDA graphs) may be larger than what it shows."""
+    """The room of a batch. A static batch (for CUDA graphs) may be larger than what it shows.
+    num_extra: words of the caller's own that travel with it.
+    """
 
     num_seqs: int
     num_tokens: int
     max_pages: int
     max_seqlen_q: int
+    num_extra: int = 0
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Words of page_table, cache_seqlens, slot_mapping and cu_seqlens_q."""
-        return self.num_seqs * self.max_pages, self.num_seqs, self.num_tokens, self.num_seqs + 1
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Words of page_table, cache_seqlens, slot_mapping, cu_seqlens_q and extra."""
+        n = self.num_seqs
+        return n * self.max_pages, n, self.num_tokens, n + 1, self.num_extra
 
     @property
     def starts(self) -> list[int]:
@@ -37,7 +41,8 @@ class PagedBatch(NamedTuple):
 
     page_table: (num_seqs, max_pages), meaningless past a sequence's pages; cache_seqlens:
     (num_seqs,), tokens with the new ones; slot_mapping: (num_tokens,), where the new ones go;
-    cu_seqlens_q: (num_seqs + 1,), the new ones packed; max_seqlen_q: at least the longest.
+    cu_seqlens_q: (num_seqs + 1,), the new ones packed; max_seqlen_q: at least the longest. extra:
+    what the caller sent along.
     """
 
     page_table: Tensor
@@ -46,11 +51,13 @@ class PagedBatch(NamedTuple):
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     buffer: Tensor
+    extra: Tensor
 
     @property
     def shape(self) -> Shape:
         num_seqs, max_pages = self.page_table.shape
-        return Shape(num_seqs, self.slot_mapping.shape[0], max_pages, self.max_seqlen_q)
+        num_tokens, num_extra = self.slot_mapping.shape[0], self.extra.shape[0]
+        return Shape(num_seqs, num_tokens, max_pages, self.max_seqlen_q, num_extra)
 
 
 class Members(NamedTuple):
@@ -87,9 +94,9 @@ class HostTable:
 def carve(buffer: Tensor, shape: Shape) -> PagedBatch:
     """The tensors of a batch in one int32 buffer."""
     parts = (buffer[at : at + n] for at, n in zip(shape.starts, shape.sizes, strict=False))
-    table, seqlens, slots, cu = parts
+    table, seqlens, slots, cu, extra = parts
     table = table.view(shape.num_seqs, shape.max_pages)
-    return PagedBatch(table, seqlens, slots, cu, shape.max_seqlen_q, buffer)
+    return PagedBatch(table, seqlens, slots, cu, shape.max_seqlen_q, buffer, extra)
 
 
 def empty(shape: Shape, device: torch.device | str = "cpu", pinned: bool = False) -> PagedBatch:
@@ -116,11 +123,11 @@ def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -
     batch.slot_mapping[: len(owner)] = page * page_size + position % page_size
 
 
-def shape_of(members: Members, page_size: int) -> Shape:
+def shape_of(members: Members, page_size: int, num_extra: int = 0) -> Shape:
     """The smallest batch that shows these sequences."""
     counts = [n - done for n, done in zip(members.lengths, members.computed, strict=True)]
     pages = -(-max(members.lengths, default=0) // page_size)
-    return Shape(len(counts), sum(counts), max(1, pages), max(counts, default=0))
+    return Shape(len(counts), sum(counts), max(1, pages), max(counts, default=0), num_extra)
 
 
 def check_room(batch: PagedBatch, shape: Shape) -> None:

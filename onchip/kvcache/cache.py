@@ -26,7 +26,7 @@ class Arrival(Protocol):
 class Sequence:
     """A handle: the pages of one sequence, its tokens, and how far they are computed.
 
-    tokens: the ids that were appended; shorter than `length` if some were only reserved. computed:
+    tokens: the ids that are known; fewer than `length` if slots were reserved for others. computed:
     tokens whose keys and values are written (`KVCache.commit`). hit_tokens: how many of them
     `KVCache.open` found in the cache, copied_tokens of these by copying a page.
     """
@@ -127,7 +127,7 @@ class KVCache:
         """`append` for many sequences, all or none, with one batch of page copies."""
         ids = [_ids(more) for more in tokens]
         lengths = [s.length for s in sequences]
-        if full := self._extend(sequences, [len(more) for more in ids]):
+        if full := self.reserve_all(sequences, [len(more) for more in ids]):
             return full
         for sequence, length, more in zip(sequences, lengths, ids, strict=True):
             if len(sequence.tokens) == length:
@@ -135,10 +135,35 @@ class KVCache:
         return None
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> NoRoom | None:
-        """Slots for tokens whose ids are not told (embeddings, say): they and what follows them
-        are never found by others.
+        """Slots for tokens whose ids are not known. Until they are told, neither these nor what
+        follows them is found by others; of embeddings, say, they never are.
         """
-        return self._extend([sequence], [num_tokens])
+        return self.reserve_all([sequence], [num_tokens])
+
+    def reserve_all(
+        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
+    ) -> NoRoom | None:
+        """`reserve` for many sequences, all or none, with one batch of page copies."""
+        tables = [self.resident(s) for s in sequences]
+        size = self.spec.page_size
+        places = [t.length // size for t in tables]
+        for table, count in zip(tables, counts, strict=False):
+            self._check_fits(table.length + count)
+        copies = self.pool.extend_all(tables, counts)
+        if isinstance(copies, NoRoom):
+            return copies
+        self.pages.copy(copies)
+        for sequence, table, place in zip(sequences, tables, places, strict=True):
+            self.host_table.put(sequence.row, place, table.since(place))
+        return None
+
+    def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
+        """The ids of the first reserved tokens that have none."""
+        if len(sequence.tokens) + len(tokens) > sequence.length:
+            raise ValueError(
+                f"{len(tokens)} ids for {sequence.length - len(sequence.tokens)} reserved tokens"
+            )
+        sequence.tokens += tokens
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
         """A second sequence with the same past; pages are shared until one of them writes. All its
@@ -188,18 +213,27 @@ class KVCache:
         """
         self.pages.write(layer, k, v, slot_mapping)
 
-    def view(self, sequences: abc.Sequence[Sequence], out: PagedBatch | None = None) -> PagedBatch:
+    def view(
+        self,
+        sequences: abc.Sequence[Sequence],
+        out: PagedBatch | None = None,
+        extra: Tensor | None = None,
+    ) -> PagedBatch:
         """The tokens of these sequences that are not computed yet, as one step on the device. out:
-        a batch from `static_batch`, refilled in place (for CUDA graphs).
+        a batch from `static_batch`, refilled in place (for CUDA graphs). extra: int32 words that
+        travel in the same copy.
         """
         members = self._members(sequences)
-        shape = batches.shape_of(members, self.spec.page_size)
+        num_extra = 0 if extra is None else len(extra)
+        shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
             batches.check_room(out, shape)
             shape = out.shape
         staged = batches.empty(shape, pinned=self.device.type == "cuda")
         if members.rows:
             batches.fill(staged, members, self.host_table, self.spec.page_size)
+        if extra is not None:
+            staged.extra[:num_extra] = extra
         if out is None:
             return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
         out.buffer.copy_(staged.buffer, non_blocking=True)
@@ -250,21 +284,6 @@ class KVCache:
             return 0
         self.pages.copy(copies)
         return num_tokens
-
-    def _extend(
-        self, sequences: abc.Sequence[Sequence], counts: abc.Sequence[int]
-    ) -> NoRoom | None:
-        tables = [self.resident(s) for s in sequences]
-        places = [t.length // self.spec.page_size for t in tables]
-        for table, count in zip(tables, counts, strict=False):
-            self._check_fits(table.length + count)
-        copies = self.pool.extend_all(tables, counts)
-        if isinstance(copies, NoRoom):
-            return copies
-        self.pages.copy(copies)
-        for sequence, table, place in zip(sequences, tables, places, strict=True):
-            self.host_table.put(sequence.row, place, table.since(place))
-        return None
 
     def _publish(self, sequence: Sequence, final: bool) -> None:
         if self.prefix_reuse:

@@ -86,7 +86,9 @@ def search(request):
 
 
 class Engine:
-    """A scheduler on a real cache with tiny pages, stepped by hand; `delay` makes copies late."""
+    """A scheduler on a real cache with tiny pages, stepped by hand; `delay` makes copies late.
+    ahead: a step is scheduled before the tokens of the one before it are told.
+    """
 
     delay = None
 
@@ -100,6 +102,7 @@ class Engine:
         link_bytes_per_s=1e30,
         prefix_reuse=True,
         late=False,
+        ahead=False,
         device="cpu",
         **limits,
     ):
@@ -120,6 +123,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, limits, tier=self.tier, costs=costs, clock=lambda: self.now
         )
+        self.ahead, self.flying = ahead, None
         self.steps = 0
         self.finished = []
 
@@ -144,6 +148,9 @@ class Engine:
             numbers = pages[at.to(pages.device)].tolist()
             request = run.sample.request
             tokens = run.sample.tokens(run.start, run.stop)
+            if run.sample.pending:
+                draws = [sample for _, sample in self.flying[0].draws]
+                tokens.append(self.flying[1][draws.index(run.sample)].token)
             for i, token in zip(range(run.start, run.stop), tokens, strict=True):
                 numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
             new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
@@ -162,14 +169,32 @@ class Engine:
         scheduler = self.scheduler
         step = scheduler.schedule()
         assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
-        assert step.num_tokens or not scheduler.has_work
+        assert step.num_tokens or self.flying or not scheduler.has_work
         drawn = self.compute(step)
         if between:
             between(step)
-        self.finished += scheduler.update(step, drawn)
+        if self.ahead:
+            self.fly(step, drawn)
+        else:
+            self.finished += scheduler.update(step, drawn)
         self.steps += 1
         self.check()
         return step
+
+    def fly(self, step, drawn):
+        """What the step before it drew is told only now."""
+        self.scheduler.advance(step)
+        self.check()
+        before, self.flying = self.flying, (step, drawn)
+        if before:
+            self.finished += self.scheduler.resolve(*before)
+        if self.scheduler.must_resolve or not step.runs:
+            self.land()
+
+    def land(self):
+        if self.flying:
+            self.finished += self.scheduler.resolve(*self.flying)
+            self.flying = None
 
     def drain(self, limit=3000):
         while self.scheduler.has_work:

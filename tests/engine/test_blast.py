@@ -140,6 +140,11 @@ SHAPES = {
     "no_prefixes": dict(
         num_pages=24, page_size=4, max_num_seqs=9, budget=17, host_pages=40, prefix_reuse=False
     ),
+    "ahead": dict(num_pages=24, page_size=4, max_num_seqs=8, budget=15, host_pages=30, ahead=True),
+    "ahead_late": dict(
+        num_pages=40, page_size=2, max_num_seqs=8, budget=9, host_pages=90, late=True, ahead=True
+    ),
+    "ahead_no_host": dict(num_pages=16, page_size=4, max_num_seqs=6, budget=40, ahead=True),
     "slow_link": dict(
         num_pages=20, page_size=8, max_num_seqs=7, budget=13, host_pages=9, link_bytes_per_s=9e5
     ),
