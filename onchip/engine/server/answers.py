@@ -120,18 +120,15 @@ def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) ->
     )
 
 
-def failure_of(outputs: Sequence[RequestOutput | None], expired: bool) -> Refusal | None:
-    """Why there is no answer although everything has ended: a choice was cut off or failed."""
+def failure_of(outputs: Sequence[RequestOutput | None], late: Refusal | None) -> Refusal | None:
+    """Why there is no answer although everything has ended: a choice was cut off or failed. late:
+    what to say if its deadline has passed.
+    """
     for choice in (c for o in outputs if o for c in o.outputs):
         if choice.finish_reason == "error":
             return Refusal(500, f"the model failed: {choice.stop_reason or 'no reason is known'}")
         if choice.finish_reason == "abort":
-            made = len(choice.token_ids)
-            if expired:
-                return Refusal(
-                    504, f"not done before the deadline; {made} tokens were made", code="deadline"
-                )
-            return Refusal(503, f"cancelled after {made} tokens", code="cancelled")
+            return late or Refusal(503, "the request was cancelled", code="cancelled")
     return None
 
 

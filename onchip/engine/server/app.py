@@ -71,7 +71,7 @@ class Server:
         self.texts, self.limits = Texts(engine.tokenizer), engine.limits
         self.metrics = Metrics()
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
-        self.watch = Watch(self.service, engine, options.model)
+        self.watch = Watch(self.service, options.model)
         self._started = int(time.time())
         self.app = self._application()
 
@@ -174,6 +174,7 @@ class Server:
             reader,
             len(prompts) * params.n,
             time.monotonic() + allowed_s,
+            _late(allowed_s, body.deadline_s),
             body.include_usage,
         )
         return (StreamReply if body.stream else WholeReply)(order, self.metrics)
@@ -243,6 +244,12 @@ class Server:
         if isinstance(error, HTTPException):
             reply.headers.update(error.headers or {})
         return reply
+
+
+def _late(allowed_s: float, asked_s: float | None) -> Refusal:
+    """Whose fault it is depends on who set the deadline."""
+    status = 408 if asked_s == allowed_s else 504
+    return Refusal(status, f"not done within {allowed_s:g} s", code="deadline")
 
 
 def _checked(make: Callable[[], Any]) -> Any:

@@ -51,7 +51,7 @@ class Metrics:
         self._whole = self._histogram("request_seconds", _SECONDS)
         self._token = self._histogram("time_per_output_token_seconds", _TOKEN_SECONDS)
 
-    def observe(self, output: RequestOutput, before: RequestOutput | None) -> None:
+    def observe(self, output: RequestOutput) -> None:
         """Times are known when a request has ended."""
         if not output.finished:
             return

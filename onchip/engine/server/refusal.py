@@ -42,4 +42,9 @@ class Refusal(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
-_KINDS = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
+_KINDS = {
+    401: "authentication_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}

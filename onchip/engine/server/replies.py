@@ -27,7 +27,9 @@ GRACE_S = 5.0  # past its deadline a request is cut off by the engine; past this
 
 @dataclass(frozen=True)
 class Order:
-    """Everything about one accepted request. num_choices: of all its prompts."""
+    """Everything about one accepted request. num_choices: of all its prompts. late: what to say
+    when its deadline has passed, a time of time.monotonic().
+    """
 
     service: Service
     ticket: Ticket
@@ -35,6 +37,7 @@ class Order:
     reader: Reader
     num_choices: int
     deadline_s: float
+    late: Refusal
     include_usage: bool = False
 
     @property
@@ -47,7 +50,8 @@ class Order:
         """Once the ticket is settled."""
         if self.ticket.failure:
             return self.ticket.failure
-        return failure_of(self.ticket.outputs, time.monotonic() >= self.deadline_s)
+        expired = time.monotonic() >= self.deadline_s
+        return failure_of(self.ticket.outputs, self.late if expired else None)
 
     async def changed(self) -> None:
         """Until there is news, or the engine is so late that it will not cut the request off."""
@@ -55,7 +59,7 @@ class Order:
             async with asyncio.timeout_at(_loop_time(self.deadline_s + GRACE_S)):
                 await self.ticket.changed()
         except TimeoutError:
-            self.ticket.fail(Refusal(504, "the engine gave no answer in time", code="deadline"))
+            self.ticket.fail(self.late)
 
 
 class OrderReply(Response):

@@ -76,7 +76,7 @@ class Ask:
     last.
     """
 
-    prompt: str | Sequence[int]
+    prompt: Sequence[int]
     params: SamplingParams
     priority: int = 0
     deadline_s: float | None = None
@@ -119,11 +119,44 @@ class Ticket:
             self._news.set()
 
 
+@dataclass(frozen=True)
+class Standing:
+    """One open request. tokens: made so far, None if nobody looks before it is done."""
+
+    request_id: str
+    since_s: float
+    prompt_tokens: int
+    samples: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which output of which ticket a request is."""
+
+    ticket: Ticket
+    place: int
+    ask: Ask
+    since_s: float
+
+    @property
+    def standing(self) -> Standing:
+        output, params = self.ticket.outputs[self.place], self.ask.params
+        made = sum(len(c.token_ids) for c in output.outputs) if output else 0
+        return Standing(
+            self.ticket.request_ids[self.place],
+            self.since_s,
+            len(self.ask.prompt),
+            params.num_samples,
+            made if self.ask.stream else None,
+        )
+
+
 class Service:
     """Requests in, outputs back, for callers on the event loop on which it was started.
 
     max_open: requests that may be open at a time, whatever the engine would queue. on_output is
-    told each output that arrives, and the one before it.
+    told each output that arrives.
     """
 
     def __init__(
@@ -131,12 +164,12 @@ class Service:
         engine: Engine,
         *,
         max_open: int = 16384,
-        on_output: Callable[[RequestOutput, RequestOutput | None], None] | None = None,
+        on_output: Callable[[RequestOutput], None] | None = None,
     ):
         self._engine, self._max_open = engine, max_open
         self.on_output = on_output
         self._commands = queue.SimpleQueue[Callable[[], None] | None]()
-        self._places: dict[str, tuple[Ticket, int]] = {}
+        self._places: dict[str, _Place] = {}
         self._mail: dict[str, RequestOutput] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -166,6 +199,11 @@ class Service:
         return len(self._places)
 
     @property
+    def standings(self) -> list[Standing]:
+        """All that are open, oldest first."""
+        return [place.standing for place in self._places.values()]
+
+    @property
     def step_age_s(self) -> float:
         """For how long the step that is under way has been computed; 0 between steps."""
         since = self._busy_since
@@ -177,8 +215,9 @@ class Service:
         """
         self._check_open(len(asks))
         ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
-        for place, request_id in enumerate(ticket.request_ids):
-            self._places[request_id] = (ticket, place)
+        now = time.monotonic()
+        for place, (request_id, ask) in enumerate(zip(ticket.request_ids, asks, strict=True)):
+            self._places[request_id] = _Place(ticket, place, ask, now)
         answer = asyncio.get_running_loop().create_future()
         self._commands.put(lambda: self._add(asks, ticket, answer))
         try:
@@ -223,7 +262,7 @@ class Service:
 
     def fail_all(self, failure: Refusal) -> None:
         """Everybody who waits is answered with it, and what they waited for is cancelled."""
-        for ticket in {id(t): t for t, _ in self._places.values()}.values():
+        for ticket in {id(p.ticket): p.ticket for p in self._places.values()}.values():
             ticket.fail(failure)
             self.release(ticket)
 
@@ -261,10 +300,10 @@ class Service:
         for request_id, output in mail.items():
             if request_id not in self._places:
                 continue  # its caller is gone
-            ticket, place = self._places[request_id]
+            found = self._places[request_id]
             if self.on_output:
-                self.on_output(output, ticket.outputs[place])
-            ticket.put(place, output)
+                self.on_output(output)
+            found.ticket.put(found.place, output)
             if output.finished:
                 del self._places[request_id]
 
@@ -348,7 +387,12 @@ class Service:
                 self._engine.step()  # of nothing: its Stats are those of the last step
 
     def _look(self, look: Callable[[Any], T], answer: asyncio.Future[T | None]) -> None:
-        seen = None if self._death is not None else look(self._engine)
+        seen = None
+        if self._death is None:
+            try:
+                seen = look(self._engine)
+            except Exception:  # who only looks does not kill
+                LOG.exception("the engine could not be looked at")
         self._tell(lambda: None if answer.done() else answer.set_result(seen))
 
     def _die(self, error: BaseException) -> None:

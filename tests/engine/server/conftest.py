@@ -124,7 +124,7 @@ class FakeEngine:
         request.made += 1
         request.first = request.first or now
         self.generated += params.n
-        limit = 4096 if params.max_tokens is None else params.max_tokens
+        limit = 64 if params.max_tokens is None else params.max_tokens
         stopped = all(request.choice(i).finished for i in range(params.n))
         if request.deadline and now > request.deadline:
             request.end = "abort"

@@ -7,6 +7,7 @@ import time
 from onchip.engine import SamplingParams
 from onchip.engine.server.answers import CompletionFormat, Reader
 from onchip.engine.server.metrics import Metrics
+from onchip.engine.server.refusal import Refusal
 from onchip.engine.server.replies import Order, StreamReply
 from onchip.engine.server.service import Ask, Service
 
@@ -25,9 +26,8 @@ def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
                 await taken.wait()
 
         ticket = await service.submit([Ask(b"abc", SamplingParams(max_tokens=500))])
-        order = Order(
-            service, ticket, CompletionFormat("m", bytes.decode), Reader(1), 1, time.monotonic() + 9
-        )
+        form, late = CompletionFormat("m", bytes.decode), Refusal(504, "late")
+        order = Order(service, ticket, form, Reader(1), 1, time.monotonic() + 9, late)
         reply = asyncio.ensure_future(StreamReply(order, Metrics())({}, asyncio.Event().wait, send))
         while engine.requests or len(sent) < 2:
             await asyncio.sleep(0.01)
