@@ -85,14 +85,13 @@ def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:
     if cache is None or cache.pool.capacity > MAX_MAPPED:
         return None
     pool = cache.pool
-    owners: list[tuple[str | int, int]] = [
-        (CACHED if pool.filled(page) else BLANK, 0) for page in range(pool.num_pages)
-    ]
+    pages = range(1, pool.num_pages)
+    owners: list[tuple[str | int, int]] = [(CACHED if pool.filled(p) else BLANK, 0) for p in pages]
     for request in engine.scheduler.running:
         for sample in request.rooted:
             for page in sample.sequence.table.pages:
-                owners[page] = (request.request_id, pool.refs(page))
-    return owners[1:]
+                owners[page - 1] = (request.request_id, pool.refs(page))
+    return owners
 
 
 def _listed(pages: dict[str, int], standings: dict[str, Standing]) -> list[tuple[str, int]]:
