@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import resource
-import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of headers
 
 from .app import Server
 from .guard import LOCAL_NAMES
@@ -18,6 +18,7 @@ from .guard import LOCAL_NAMES
 FLUSH_S = 5.0  # for answers that are on their way when everything is done
 STUCK_CLIENT_MS = 60_000  # a client that takes nothing for so long is gone
 MAX_HEADER_BYTES = 64 << 10
+HEADER_S = 10.0
 BACKLOG = 2048
 
 
@@ -52,6 +53,27 @@ class Address:
         return sock
 
 
+class Connection(H11Protocol):
+    """Closes unless the head of a request arrives in time: neither silence nor a byte now and then
+    keeps a connection open.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
+        super().connection_made(transport)
+        self._expect_request()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
+
+    def _close_unless_asked(self, last: object) -> None:
+        if self.cycle is last and (last is None or self.cycle.response_complete):
+            self.transport.close()
+
+
 class Process(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: nothing new is taken, what runs may finish for drain_s,
     what is left is answered with a sentence. A second one does not wait. announce: called once it
@@ -64,7 +86,7 @@ class Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 server.app,
-                http="h11",  # it bounds the size of headers
+                http=Connection,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 ws="none",
                 lifespan="on",
@@ -78,10 +100,10 @@ class Process(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.config_loop.call_soon_threadsafe(self.stop, sig)
+        self.loop.call_soon_threadsafe(self.stop)
 
-    def stop(self, sig: int = signal.SIGTERM) -> None:
-        """On the loop."""
+    def stop(self) -> None:
+        """What a signal does; on the loop."""
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._end(self.drain_s))
         else:
@@ -89,7 +111,7 @@ class Process(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._end(0.0))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config_loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._announce:
             self._announce()
@@ -125,5 +147,5 @@ class Background:
         return self.url
 
     def __exit__(self, *exc: object) -> None:
-        self.process.config_loop.call_soon_threadsafe(self.process.stop)
+        self.process.loop.call_soon_threadsafe(self.process.stop)
         self._thread.join()

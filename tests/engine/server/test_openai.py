@@ -1,21 +1,14 @@
 """The official client is the judge: it completes, streams and cancels."""
 
-import time
-
 import pytest
 
 openai = pytest.importorskip("openai")
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture
-def client(serving, fake):
-    engine = fake()
-    with (
-        serving(engine) as (url, server),
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        client.engine, client.server = engine, server
+@pytest.fixture(scope="module")
+def client(shared):
+    with openai.OpenAI(base_url=f"{shared}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -156,16 +149,15 @@ class TestChats:
 
 
 class TestEnds:
-    def test_a_stream_that_is_closed_is_cancelled(self, client):
-        client.engine.step_s = 0.005
-        stream = client.completions.create(model="fake", prompt="abc", max_tokens=4000, stream=True)
-        next(iter(stream))
-        assert client.engine.requests
-        stream.close()
-        end = time.monotonic() + 5
-        while client.engine.requests and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not client.engine.requests and client.engine.cancelled
+    def test_a_stream_that_is_closed_is_cancelled(self, client, shared_engine, until):
+        shared_engine.step_s = 0.005
+        asked = {"model": "fake", "prompt": "abc", "max_tokens": 4000, "stream": True}
+        with client.completions.create(**asked) as stream:
+            next(iter(stream))
+            assert shared_engine.requests
+        until(lambda: not shared_engine.requests)
+        assert shared_engine.cancelled
+        shared_engine.step_s = 0.0
 
     def test_errors_are_the_clients_own(self, client):
         with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'"):

@@ -4,12 +4,15 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from onchip.engine.server.app import Options, Server
+from onchip.engine.server.run import Background
 
 CLIENT = """
 import sys
@@ -87,17 +90,32 @@ def drive(ask, url, max_tokens, stream):
     return last["error"]["code"] if "error" in last else "done"
 
 
-def test_a_second_signal_does_not_wait(process, ask, until):
-    child, url = process("--drain-s", "60")
-    with ThreadPoolExecutor(1) as pool:
+def test_a_second_signal_does_not_wait(fake, ask, until):
+    engine = fake(step_s=0.01)
+    background = Background(Server(engine, Options("fake")), drain_s=60.0)
+    with background as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(drive, ask, url, 2000, False)
-        until(lambda: stats(ask, url)["running"] == 1)
-        child.send_signal(signal.SIGINT)
+        until(lambda: engine.requests)
+        background.process.handle_exit(signal.SIGINT, None)
         until(lambda: ask(url, "/ready")[0] == 503)
-        started = time.monotonic()
-        child.send_signal(signal.SIGINT)
+        assert not answer.done()
+        background.process.handle_exit(signal.SIGINT, None)
         assert answer.result(10) == "shutdown"
-        assert child.wait(10) == 0 and time.monotonic() - started < 10
+
+
+def test_a_connection_that_asks_nothing_is_closed(shared, monkeypatch):
+    """Neither silence nor a byte now and then keeps it open."""
+    monkeypatch.setattr("onchip.engine.server.run.HEADER_S", 0.3)
+    host, port = shared.removeprefix("http://").split(":")
+    for head in (
+        b"",
+        b"GET /health HTTP/1.1\r\nx: ",
+        b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(head)
+            while connection.recv(4096):
+                pass
 
 
 @pytest.mark.parametrize(

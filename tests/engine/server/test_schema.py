@@ -34,7 +34,7 @@ def test_the_schema_is_kept(schema, path, method, mode):
     if mode is schemathesis.GenerationMode.NEGATIVE and method == "GET":
         return  # nothing about it can be wrong
 
-    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case):
         case.call_and_validate(excluded_checks=UNSAID)
