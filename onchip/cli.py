@@ -1,11 +1,14 @@
-"""The command line: `onchip demo | bench | tune | explain | doctor`, or `python -m onchip ...`."""
+"""The command line: `onchip demo | bench | tune | explain | generate | doctor`, or
+`python -m onchip ...`.
+"""
 
 import argparse
 import os
 import sys
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_tune(commands)
     _add_explain(commands)
+    _add_generate(commands)
     _add_doctor(commands)
     _add_serve(commands)
     return parser
@@ -104,6 +108,31 @@ def _add_explain(commands) -> None:
     p.add_argument("--shared", type=int, default=0, help="keys that all sequences share, in pages")
     p.add_argument("--kernel", help="ask for this kernel by name")
     p.set_defaults(run=_explain)
+
+
+def _add_generate(commands) -> None:
+    p = commands.add_parser("generate", help="continue a text, token by token")
+    p.add_argument("prompt", metavar="PROMPT")
+    p.add_argument(
+        "--model",
+        default="tiny",
+        metavar="FOLDER",
+        help="config.json, safetensors and tokenizer.json; default: a built-in one, random weights",
+    )
+    p.add_argument("--chat", action="store_true", help="the prompt is a message to an assistant")
+    p.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
+    p.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy")
+    p.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    p.add_argument("--top-k", type=int, default=0, metavar="K")
+    p.add_argument("--stop", nargs="+", default=(), metavar="TEXT", help="end before any of these")
+    p.add_argument("--seed", type=int, help="the same seed gives the same text")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
+    p.add_argument(
+        "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float32, ..."
+    )
+    p.add_argument("--device", help="default: a GPU if there is one")
+    p.add_argument("--max-model-len", type=_positive, metavar="N", help="default: the model's own")
+    p.set_defaults(run=_generate)
 
 
 def _add_doctor(commands) -> None:
@@ -276,6 +305,53 @@ def _page_tables(
     table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
     table[:, : shared // page_size] = table[0, : shared // page_size]
     return table, torch.full((batch,), seqlen_k, dtype=torch.int32)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from onchip import models
+    from onchip.engine import LLM, SamplingParams
+
+    params = SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        stop=args.stop,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+    )
+    if args.model == models.builtin.NAME:
+        print(models.builtin.ABOUT, file=sys.stderr)
+    options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
+    device = None if args.device is None else _device(args.device)
+    with LLM(args.model, device=device, max_num_seqs=1, swap_space=0, **options) as llm:
+        prompt = args.prompt
+        if args.chat:
+            prompt = llm.chat_prompt([{"role": "user", "content": args.prompt}])
+        last = _print_stream(llm.stream(prompt, params))
+    print(f"\n{_speed(last)}", file=sys.stderr)
+    return 0
+
+
+def _print_stream(outputs: Iterable[Any]) -> Any:
+    """The text as it grows; on a terminal without characters that would steer it."""
+    shown, output = 0, None
+    for output in outputs:
+        new = output.outputs[0].text[shown:]
+        shown += len(new)
+        if sys.stdout.isatty():
+            new = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in new)
+        print(new, end="", flush=True)
+    return output
+
+
+def _speed(output: Any) -> str:
+    metrics, count = output.metrics, len(output.outputs[0].token_ids)
+    first, total = (s - metrics.arrival_s for s in (metrics.first_token_s, metrics.finished_s))
+    return (
+        f"{len(output.prompt_token_ids)} tokens of prompt, {count} drawn in {total:.2f} s (first"
+        f" after {first:.2f} s); ended by {output.outputs[0].finish_reason}"
+    )
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ calls (`python tests/sanitize.py packed mask`). Exit status 1 if a call fails.
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # before torch is imported
 
@@ -18,10 +19,23 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
+from onchip.engine.sampler import Edits, Rows, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
+from onchip.models import ModelConfig, positions_of, random_model
 
 KERNELS = ("hopper", "triton")
+MODEL = {
+    "model_type": "qwen3",
+    "vocab_size": 4099,
+    "hidden_size": 72,
+    "intermediate_size": 111,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+}
 LENGTHS = ((1, 1), (1, 777), (63, 111), (200, 137), (129, 300))
 DIMS = ((64, 64), (128, 128), (256, 256), (96, 40))
 CALLS = {
@@ -35,6 +49,7 @@ CALLS = {
     "packed": {"packed": True, "causal": True},
     "paged": {"paged": True},
     "cache": {"cache": True},
+    "decoder": {"decoder": True},
 }
 
 
@@ -66,6 +81,8 @@ def call(kernel: str, lengths: tuple[int, int], dims: tuple[int, int], options: 
     shape |= {"dtype": torch.bfloat16, "device": device}
     if options.pop("cache", False):
         return cache(dims, device)
+    if options.pop("decoder", False):
+        return decoder(dims[0], lengths[1], device)
     if options.pop("paged", False):
         return paged(kernel, lengths, shape)
     if options.pop("packed", False):
@@ -108,6 +125,26 @@ def cache(dims: tuple[int, int], device: str) -> None:
     b = held.fork(a)
     held.append_all([a, b], [[1], [2, 3]])
     write(held, [a, b])
+    finish(torch.device(device))
+
+
+@torch.no_grad()
+def decoder(head_dim: int, length: int, device: str) -> None:
+    """Norms, rotations, page writes and gates of a model, and draws with every option."""
+    config = ModelConfig.from_hf(MODEL | {"head_dim": head_dim})
+    model = random_model(config, device=device, dtype=torch.bfloat16)
+    held = KVCache(model.cache_spec(4), 400)
+    sequences = [held.open(), held.open()]
+    held.append_all(sequences, [[3] * length, [5]])
+    batch = held.view(sequences)
+    tokens = torch.tensor([3] * length + [5], device=device)
+    logits = model.logits(model(tokens, positions_of(batch), batch, held), wide=False)
+    row = lambda *values: torch.tensor(values, device=device)
+    cuts = row(0.0, 0.1), row(5, 0), row(1.0, 0.7).double()
+    draws = row(0.6, 1.0), row(0.3, 0.9).double()
+    drawn = Rows(Edits(None, None), row(0, 1), *draws, *cuts)
+    sample(logits[-2:], drawn)
+    sample(logits[-2:].float(), replace(drawn, min_p=None, top_k=None, top_p=None))
     finish(torch.device(device))
 
 

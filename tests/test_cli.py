@@ -120,3 +120,27 @@ def test_an_interrupted_command_says_so(monkeypatch, capsys):
     monkeypatch.setattr("onchip.doctor.findings", stop)
     assert run("doctor") == 130
     assert capsys.readouterr().err == "onchip: stopped\n"
+
+
+def test_generate_works_offline_and_says_that_its_weights_are_random(capfd):
+    texts = []
+    for seed in ("3", "3", "4"):
+        options = ("--max-tokens", "12", "--seed", seed, "--ignore-eos", "--device", "cpu")
+        assert run("generate", "Once upon", *options) == 0
+        out, err = capfd.readouterr()
+        assert "random weights" in err and "9 tokens of prompt, 12 drawn" in err
+        texts.append(out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_stops_chats_and_refuses(capfd):
+    options = ("--max-tokens", "40", "--temperature", "0", "--ignore-eos", "--device", "cpu")
+    assert run("generate", "hello", "--chat", *options) == 0
+    whole, err = capfd.readouterr()
+    assert f"{len('user: hello') + len(' assistant:')} tokens of prompt" in err
+    stop = whole[5]
+    assert run("generate", "hello", "--chat", "--stop", stop, "never", *options) == 0
+    out, err = capfd.readouterr()
+    assert out == whole[: whole.index(stop)] and "ended by stop" in err
+    assert run("generate", "hello", "--model", "no/such/folder") == 2
+    assert "no/such/folder has no config.json" in capfd.readouterr().err

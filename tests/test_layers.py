@@ -27,9 +27,10 @@ LAW = {
     "explain": {"problem", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "kvcache": {"problem"},
-    "models": {"problem", "ops", "kvcache"},
+    "pointwise": {"problem"},
+    "models": {"problem", "ops", "kvcache", "pointwise"},
     "parallel": {"models"},
-    "engine": {"kvcache", "models", "ops", "parallel"},
+    "engine": {"kvcache", "models", "ops", "parallel", "problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top

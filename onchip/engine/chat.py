@@ -23,10 +23,11 @@ def render(
     if template is None:
         raise ValueError("the tokenizer has no chat_template: give one, or a prompt")
     _check(messages)
-    compiled = _environment().from_string(template)
+    environment = _environment()
     variables = {**tokenizer.special, **variables, "messages": list(messages)}
+    variables["add_generation_prompt"] = add_generation_prompt
     try:
-        return compiled.render(add_generation_prompt=add_generation_prompt, **variables)
+        return environment.from_string(template).render(**variables)
     except Exception as error:  # a template is a program of its own, and may fail in any way
         raise ValueError(f"the chat template failed: {error}") from None
 

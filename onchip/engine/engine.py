@@ -6,16 +6,18 @@ process may have several. `stats` may be called from any thread.
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+
+import torch
 
 from onchip.engine.costs import Costs
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import Request, RequestOutput, Sample, Status
 from onchip.engine.runner import Flight, Runner
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.step import Limits, Refused, Run
+from onchip.engine.step import Limits, Refused
 from onchip.engine.text import Reader, text_of
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
@@ -37,8 +39,8 @@ class EngineError(RuntimeError):
 class Stats:
     """An engine at the end of a step. pages_free: those that can be had, pages_cached of them
     hold a prefix; pages_shared: those that sharing saves. request_pages: of those that run, at most
-    0.2 s old while there is work. tokens_*: since the start; a token that is computed again counts
-    again among tokens_prefilled.
+    0.2 s old while there is work. tokens_*: since the start; prefilled are those from which nothing
+    was drawn, each time they are computed.
     """
 
     running: int = 0
@@ -105,6 +107,7 @@ class Engine:
         self._landed_at = 0.0
         self._seeds, self._numbers = random.Random(seed), count()
         self._streamed: set[Request] = set()
+        self._watched: set[Request] = set()
         self._failed: str | None = None
         self._totals = self._stats = Stats(pages_total=self.cache.pool.capacity)
         self._look(time.monotonic())
@@ -152,8 +155,8 @@ class Engine:
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
         refused = self.scheduler.add(request)
-        if refused is None and stream and not request.chosen_last:
-            self._streamed.add(request)
+        if refused is None:
+            self._watch(request, stream)
         return refused or request
 
     def warm_up(self) -> None:
@@ -165,10 +168,10 @@ class Engine:
         """End a request now: its pages are free when this returns, and no step reports it any
         more. False: there is no such request, or it is done.
         """
-        request = self.scheduler.find(request_id)
+        request = None if self._runner is None else self.scheduler.find(request_id)
         if request is None:
             return False
-        self._streamed.discard(request)
+        self._forget(request)
         return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
@@ -195,9 +198,13 @@ class Engine:
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         self._streamed.clear()
+        self._watched.clear()
         self._flight = None
+        on_gpu = self.cache.device.type == "cuda"
         del self.model, self.cache, self.tier, self.scheduler
         self._runner = None
+        if on_gpu:
+            torch.cuda.empty_cache()  # what this process keeps for itself, others may have
 
     def _check_open(self) -> None:
         if self._runner is None:
@@ -238,14 +245,15 @@ class Engine:
         drawn = self._runner.land(flight)
         self._observe(flight)
         finished = self.scheduler.resolve(step, drawn)
-        return self._report(finished, dict.fromkeys(who.request for _, who in step.draws))
+        watched = self._watched and {who.request: None for _, who in step.draws}
+        return self._report(finished, [request for request in watched if request in self._watched])
 
     def _observe(self, flight: Flight) -> None:
         """The step has come home: what it did, and how long after the one before."""
         now, tokens = time.monotonic(), flight.step.num_tokens
         seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
         step = flight.step
-        prefilled = sum(run.num_tokens for run in step.runs if not _decodes(run))
+        prefilled = tokens - sum([bool(run.draws) for run in step.runs])
         self._totals = replace(
             self._totals,
             tokens_generated=self._totals.tokens_generated + len(step.draws),
@@ -255,22 +263,48 @@ class Engine:
         if self._costs is not None and tokens >= _MOSTLY_PREFILL * len(step.runs):
             self._costs.observe(tokens, seconds)
 
-    def _report(self, ended: Sequence[Request], grown: Sequence[Request]) -> list[RequestOutput]:
+    def _watch(self, request: Request, stream: bool) -> None:
+        """Whose samples are looked at in every step: they are shown, or a text may end them."""
+        if request.chosen_last:
+            return
+        if stream:
+            self._streamed.add(request)
+        if stream or request.params.stop:
+            self._watched.add(request)
+
+    def _forget(self, request: Request) -> None:
+        self._streamed.discard(request)
+        self._watched.discard(request)
+
+    def _report(self, ended: Sequence[Request], grown: Iterable[Request]) -> list[RequestOutput]:
         """Texts first: they may end samples, and requests."""
+        told = dict.fromkeys(ended)
         for request in grown:
-            self._read(request)
-        told = dict.fromkeys((*ended, *(r for r in grown if r in self._streamed or r.finished)))
+            if self.tokenizer is not None:
+                self._read(request)
+            if request.finished or request in self._streamed:
+                told[request] = None
         for request in told:
             if request.finished:
-                self._streamed.discard(request)
+                self._forget(request)
                 self._complete(request)
+            if self.tokenizer is not None:
+                self._name_tokens(request)
         return [request.output() for request in told]
 
+    def _name_tokens(self, request: Request) -> None:
+        """Logprobs that are not shown yet say which texts they are about."""
+        for tables in (*(s.logprobs for s in request.samples), request.prompt_logprobs or ()):
+            for place in range(len(tables) - 1, -1, -1):
+                table = tables[place]
+                if table is None or next(iter(table.values())).decoded_token is not None:
+                    break
+                for token, logprob in table.items():
+                    name = self.tokenizer.decode([token])
+                    table[token] = logprob._replace(decoded_token=name)
+
     def _read(self, request: Request) -> None:
-        """The texts of the samples that grow, where somebody looks at them or they may stop it."""
-        streamed = request in self._streamed
-        if self.tokenizer is None or request.beams or not (streamed or request.params.stop):
-            return
+        """The texts of the samples that grow."""
         for sample in request.samples:
             stop = self._read_sample(sample)
             if stop is not None:
@@ -309,6 +343,7 @@ class Engine:
         self._failed = f"{type(error).__name__}: {error}"
         outputs = [request.output() for request in self.scheduler.collapse(self._failed)]
         self._streamed.clear()
+        self._watched.clear()
         self._flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
 
@@ -341,10 +376,6 @@ def _num_pages(request: Request) -> int:
     """Pages that its samples hold, each once."""
     tables = [sample.sequence.table for sample in request.rooted]
     return len(tables[0]) if len(tables) == 1 else len({p for t in tables for p in t.pages})
-
-
-def _decodes(run: Run) -> bool:
-    return run.num_tokens == 1 and run.start >= len(run.sample.request.prompt_token_ids)
 
 
 def _ends_of(model: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onchip.kvcache import KVCache, PagedBatch, Shape
 from onchip.models import Decoder, positions_of
+from onchip.models.rotary import frequencies
 
 _FIRST_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _SIZE_STEP = 32
@@ -28,15 +29,17 @@ class Graphs:
     """Graphs of a model on a GPU by batch size and length of the longest sequence; smaller batches
     are padded with sequences of no tokens, which read and write nothing.
 
-    A graph holds addresses: of the weights, of the pages, of `last` (the tokens drawn last), and of
-    a batch of its own. All of them live as long as this object. Graphs share one memory pool: they
-    are replayed one after another, and hidden states are used before the next replay.
+    A graph holds addresses: of the weights, of the pages, of the frequencies of rotary embeddings,
+    of `last` (the tokens drawn last), and of a batch of its own. All of them live as long as this
+    object. Graphs share one memory pool: they are replayed one after another, and hidden states are
+    used before the next replay.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
         self._model, self._cache, self._last = model, cache, last
         self.sizes = sizes_up_to(cache.max_seqs)
         self.widths = widths_up_to(cache.host_table.pages.shape[1])
+        self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
         self._recorded: dict[tuple[int, int], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 

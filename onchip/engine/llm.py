@@ -11,20 +11,14 @@ from onchip.engine.chat import Message, render
 from onchip.engine.engine import Engine, Stats
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
+from onchip.engine.ranks import Ranks
 from onchip.engine.request import Request, RequestOutput
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
-from onchip.models import Decoder, builtin, inspect, load
+from onchip.models import Decoder, builtin
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "float": torch.float32,
-}
 
 
 class LLM:
@@ -34,7 +28,12 @@ class LLM:
     weights), or a Decoder. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
     host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. seed: of
-    the draws of requests that bring none. num_pages: of the cache; None for what fits.
+    the draws of requests that bring none. enforce_eager: replay no CUDA graphs. num_pages: of the
+    cache; None for what fits.
+
+    tensor_parallel_size: torchrun starts as many processes, which all make the same calls. They
+    decide alike, so nothing in them may depend on time: no swapping, no graphs, and metrics count
+    calls instead of seconds.
     """
 
     def __init__(
@@ -52,31 +51,35 @@ class LLM:
         enable_prefix_caching: bool = True,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
+        enforce_eager: bool = False,
         device: str | torch.device | None = None,
         num_pages: int | None = None,
     ):
-        if tensor_parallel_size != 1:
-            raise ValueError(f"{tensor_parallel_size=}")
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        decoder = model if isinstance(model, Decoder) else _decoder(model, device, dtype)
+        ranks = Ranks(tensor_parallel_size, seed)
+        decoder = ranks.load(model, device, dtype)
         longest = decoder.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
-        pages = num_pages or memory.device_pages(
-            decoder, limits, block_size, gpu_memory_utilization
-        )
+        if num_pages is None:
+            room = memory.device_pages(decoder, limits, block_size, gpu_memory_utilization)
+            num_pages = ranks.agree(room)
+        spec = decoder.cache_spec(block_size)
         self.engine = Engine(
             decoder,
             _tokenizer(model, tokenizer),
             limits=limits,
-            num_pages=pages,
+            num_pages=num_pages,
             page_size=block_size,
-            host_pages=memory.host_pages(decoder.cache_spec(block_size), swap_space, pages),
+            host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.alone else 0,
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
+            graphs=ranks.alone and not enforce_eager,
+            clock=ranks.clock,
         )
+        self._ranks = ranks
+        self.engine.warm_up()
 
     def __enter__(self) -> "LLM":
         return self
@@ -87,6 +90,7 @@ class LLM:
     def close(self) -> None:
         """Give all memory back."""
         self.engine.close()
+        self._ranks.leave()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
@@ -203,17 +207,6 @@ class LLM:
         if isinstance(answer, Request):
             answer.prompt = text
         return answer
-
-
-def _decoder(model: str | Path, device: torch.device, dtype: str | torch.dtype) -> Decoder:
-    named = None if dtype == "auto" else dtype
-    if isinstance(named, str):
-        if named not in _DTYPES:
-            raise ValueError(f"{dtype=} is not one of auto, {', '.join(_DTYPES)}")
-        named = _DTYPES[named]
-    if model == builtin.NAME:
-        return builtin.tiny(device, named or torch.float32)
-    return load(inspect(model), device, named)
 
 
 def _tokenizer(

@@ -27,8 +27,8 @@ def device_pages(model: Decoder, limits: Limits, page_size: int, utilization: fl
     pages = min(most, spec.pages_in(max(0, room)))
     if pages < 2:
         raise ValueError(
-            f"there is no room for pages of {spec.page_bytes:,} bytes: {max(0, room):,} bytes are"
-            f" left on {spec.device} at gpu_memory_utilization={utilization}"
+            f"there is no room for pages of {spec.page_bytes:,} bytes on {spec.device}: of what it"
+            f" may use, {max(0, room):,} bytes are left"
         )
     return pages
 
@@ -59,7 +59,8 @@ def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
     pages = 2 + count * -(-(length + 2) // page_size)
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    with Engine(model, None, limits=limits, num_pages=pages, page_size=page_size) as engine:
+    options = {"page_size": page_size, "prefix_caching": False, "graphs": False}
+    with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         for i in range(count):

@@ -4,6 +4,7 @@ then on can be served, and no number in it is clipped, rounded or ignored.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 MAX_SAMPLES = 128  # n, best_of, beam_width: each holds pages and a row of the batch
@@ -94,6 +95,11 @@ class SamplingParams:
         """Tokens that came before change the logits."""
         counted = self.presence_penalty or self.frequency_penalty
         return bool(counted or self.repetition_penalty != 1)
+
+    @cached_property
+    def edits(self) -> bool:
+        """Single logits may be changed."""
+        return bool(self.penalised or self.logit_bias or self.min_tokens)
 
     @property
     def beams(self) -> BeamSearchParams | None:

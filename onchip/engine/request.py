@@ -106,8 +106,8 @@ class Sample:
     sequence: its handle in the cache, None while it has none: it waits, or its pages were given
     up, or it will fork from its request's first sample when the prompt is computed. candidates: of
     a beam that waits for the others of its request. pending: tokens that are drawn and not known
-    yet; place: the last one is so far down in its step's draws. reader: makes `text` of its tokens
-    while they come.
+    yet; place: the last one is so far down in its step's draws. draw_key: makes the draws. reader:
+    makes `text` of the tokens while they come.
     """
 
     request: "Request"
@@ -122,6 +122,7 @@ class Sample:
     candidates: tuple[tuple[int, float], ...] = ()
     pending: int = 0
     place: int = 0
+    draw_key: int = 0
     reader: Any = None
 
     @property
@@ -158,17 +159,20 @@ class Sample:
 
     def take(self, drawn: Drawn) -> None:
         """One more token is known; `end` is set if it is the last one."""
-        self.pending = max(0, self.pending - 1)
+        if self.pending:
+            self.pending -= 1
         if not math.isfinite(drawn.logprob):
             self.finish(Status.FINISHED_ERROR, "the logits are not finite")
             return
-        self.token_ids.append(drawn.token)
+        request, token_ids = self.request, self.token_ids
+        token_ids.append(drawn.token)
         self.cumulative_logprob += drawn.logprob
-        if self.request.params.logprobs is not None:
+        if request.params.logprobs is not None:
             self.logprobs.append(drawn.logprobs())
-        end, reason = self.request.end_of(self)
-        if end is not None:
-            self.finish(end, reason)
+        if drawn.token in request.ends or len(token_ids) == request.max_tokens:
+            end, reason = request.end_of(self)
+            if end is not None:
+                self.finish(end, reason)
 
     def finish(self, end: Status, stop_reason: int | str | None = None) -> None:
         """It has ended; what was drawn beyond its end is dropped."""
@@ -227,6 +231,7 @@ class Request:
         self.samples = [
             Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
         ]
+        self.solo = self.samples[0] if len(self.samples) == 1 and not self.beams else None
         self.max_tokens = params.max_tokens or 0  # 0: until the scheduler knows the room
         self.family: Any = None  # of sequences on the host, while SWAPPED
         self.rank: tuple[float, int] = (0.0, 0)  # its place in every line, given once

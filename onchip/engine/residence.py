@@ -1,10 +1,11 @@
 """Which requests have pages on the device, and how they come and go. No tensors here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from onchip.engine.costs import Costs
 from onchip.engine.request import Request, Sample, Status
+from onchip.engine.step import Run
 from onchip.kvcache.pool import NoRoom
 
 Chunk = tuple[Sample, int]  # a sample, and how many tokens it computes
@@ -34,10 +35,11 @@ class Cache(Protocol):
     def pool(self) -> Pages: ...
     def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
     def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
+    def reserve_each(self, sequences: Sequence[Any]) -> NoRoom | None: ...
     def tell(self, sequence: Any, tokens: Sequence[int]) -> None: ...
     def fork(self, sequence: Any) -> Any: ...
     def truncate(self, sequence: Any, length: int) -> None: ...
-    def commit(self, sequence: Any, length: int) -> None: ...
+    def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
     def free(self, sequence: Any) -> None: ...
 
 
@@ -88,17 +90,30 @@ class Residence:
             self.tell(sample)
         return None
 
-    def tell(self, sample: Sample) -> None:
-        """What is known of a sample's tokens that have slots; the last may be drawn at this
-        moment.
-        """
-        sequence = sample.sequence
-        if sequence is not None and len(sequence.tokens) < sequence.length:
-            self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
+    def append_each(self, samples: Sequence[Sample]) -> NoRoom | None:
+        """A slot for the next token of each of these samples, all or none."""
+        if full := self._cache.reserve_each([sample.sequence for sample in samples]):
+            return full
+        for sample in samples:
+            if not sample.pending:
+                self.tell(sample)
+        return None
 
-    def commit(self, sample: Sample, length: int) -> None:
-        """The first `length` tokens are written."""
-        self._cache.commit(sample.sequence, length)
+    def tell(self, sample: Sample) -> None:
+        """What is known of the tokens of a sample that have slots."""
+        sequence = sample.sequence
+        self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
+
+    def tell_last(self, samples: Iterable[Sample]) -> None:
+        """The last token of each is known now; those that went on have a slot for it already."""
+        for sample in samples:
+            sequence = sample.sequence
+            if sequence is not None and len(sequence.tokens) < sequence.length:
+                self._cache.tell(sequence, (sample.token_ids[-1],))
+
+    def commit(self, runs: Sequence[Run]) -> None:
+        """What these runs compute is written."""
+        self._cache.commit_all([run.sample.sequence for run in runs], [run.stop for run in runs])
 
     def fork(self, parent: Sample, child: Sample) -> bool:
         """The child goes on where the parent is. False: there is no row for one more sequence."""

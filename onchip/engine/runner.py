@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.engine.graphs import Graphs, filled_in
 from onchip.engine.request import Drawn, Request, Sample
-from onchip.engine.sampler import Sampled, report, rows_of, sample
+from onchip.engine.sampler import Drawers, Sampled, report, sample
 from onchip.engine.step import Run, Step
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, positions_of
@@ -43,6 +43,7 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs: bool = True):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
+        self._drawers = Drawers(cache.device)
         replayed = graphs and cache.device.type == "cuda"
         self._graphs = Graphs(model, cache, self._last) if replayed else None
 
@@ -98,7 +99,8 @@ class Runner:
     def _draw(self, hidden: Tensor, samples: Sequence[Sample]) -> Sampled:
         for place, one in enumerate(samples):
             one.place = place
-        sampled = sample(self._model.logits(hidden), rows_of(samples, self._device))
+        logits = self._model.logits(hidden, wide=False)  # the sampler widens them as it reads
+        sampled = sample(logits, self._drawers.rows(samples))
         self._last[: len(samples)].copy_(sampled.token)
         return sampled
 
@@ -138,10 +140,11 @@ def _only_decodes(step: Step) -> bool:
 def _tokens(runs: Sequence[Run]) -> list[int]:
     """Token ids of the runs; ~i for the i-th that the last step drew."""
     tokens = []
-    for run in runs:
-        tokens += run.sample.tokens(run.start, run.stop)
-        if run.sample.pending:
-            tokens.append(~run.sample.place)
+    for one, start, stop, _ in runs:
+        if one.pending:  # decoding, and its only token was drawn by the last step
+            tokens.append(~one.place)
+        else:
+            tokens += one.tokens(start, stop)
     return tokens
 
 
@@ -183,5 +186,5 @@ def _to_host(sampled: Sampled) -> Sampled:
 
 
 def _copy_out(column: Tensor) -> Tensor:
-    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.numel() > 0)
     return host.copy_(column, non_blocking=True)

@@ -1,26 +1,32 @@
 """Draws the next token of every row of a batch, on the device, without sorting and without waiting.
+What is said here in torch is two or three launches where a GPU has Triton: kernels/triton/draw.py.
 
 Probabilities are integers here: the weight exp(s - max s) of a token is rounded to a multiple of
 2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
 tokens whatever else is in the batch. The smallest set of top tokens that holds a mass (top_p) or a
 count (top_k) is found by three histograms over the bits of the weights instead of a sort; tokens of
-equal weight stay or go together. The draw itself is one uniform number per row, a hash of the
+equal weight stay or go together. The draw itself is one uniform number per row, made of the
 request's seed, the sample and the position, looked up in the running sum.
 
 Order of things, as vLLM's: bias, penalties, minimum length; temperature; min_p; top_k; top_p.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from onchip.engine.request import Drawn, Sample
+from onchip.engine.request import Drawn, Request, Sample
+from onchip.problem import device_info
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
+_GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _DIGITS = (
     (20, 11),
     (10, 10),
@@ -38,10 +44,12 @@ class Edits:
     repeat: tuple[Tensor, Tensor, Tensor] | None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits with the changes; no (row, token) is named twice in one list."""
+        """The logits with the changes, in fp32, or as they came if there are none; no (row, token)
+        is named twice in one list.
+        """
         if self.repeat is None and self.add is None:
             return logits
-        logits = logits.clone()
+        logits = logits.to(torch.float32, copy=True)
         if self.repeat is not None:
             rows, tokens, factors = self.repeat
             seen = logits[rows, tokens]
@@ -87,6 +95,10 @@ class Sampled:
 
     def drawn(self, samples: Sequence[Sample]) -> list[Drawn]:
         """For `Scheduler.update`. Waits for the device."""
+        if not any(
+            [one.request.beams or one.request.params.logprobs is not None for one in samples]
+        ):
+            return list(map(Drawn, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
         rows = zip(samples, *(column.tolist() for column in columns), strict=True)
         return [
@@ -94,50 +106,99 @@ class Sampled:
                 token,
                 logprob,
                 rank or None,
-                tuple(zip(ids, tops, strict=True))[: num_top(one) or 0],
+                tuple(zip(ids, tops, strict=True))[: num_top(one.request) or 0],
             )
             for one, token, logprob, rank, ids, tops in rows
         ]
 
 
-def num_top(sample: Sample) -> int | None:
-    """How many of the most probable tokens a sample wants to know; None: nothing about them."""
-    beams = sample.request.beams
-    return 2 * beams.beam_width if beams else sample.request.params.logprobs
+def num_top(request: Request) -> int | None:
+    """How many of the most probable tokens are wanted; None: nothing about them."""
+    beams = request.beams
+    return 2 * beams.beam_width if beams else request.params.logprobs
 
 
-def uniform(sample: Sample) -> float:
-    """The number in [0, 1) that draws this sample's next token: 53 bits of a hash."""
-    words = (sample.request.draw_seed, sample.index, sample.num_tokens)
+def uniforms(samples: Sequence[Sample]) -> Tensor:
+    """The numbers in [0, 1) that draw the next token of each sample, fp64: 53 bits of SplitMix64
+    (Steele, Lea, Flood 2014), which starts from a hash of seed and sample and steps by tokens.
+    """
+    keys = _words([s.draw_key or _key(s) for s in samples])
+    z = keys + (_words([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
+    z = (z ^ _shifted(z, 30)) * _MIX[0]
+    z = (z ^ _shifted(z, 27)) * _MIX[1]
+    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
+
+
+def _key(sample: Sample) -> int:
+    words = (sample.request.draw_seed, sample.index)
     data = b"".join(word.to_bytes(9, "little", signed=True) for word in words)
-    bits = int.from_bytes(blake2b(data, digest_size=8, person=b"onchip.draw").digest(), "little")
-    return (bits >> 11) * 2.0**-53
+    digest = blake2b(data, digest_size=8, person=b"onchip.draw").digest()
+    sample.draw_key = int.from_bytes(digest, "little", signed=True)
+    return sample.draw_key
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, as if it had no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _words(values: Sequence[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
     """One row for each sample, in order."""
     device = torch.device(device)
-    random = [i for i, s in enumerate(samples) if not (s.request.params.greedy or s.request.beams)]
-    drawn = [samples[i] for i in random]
-    params = [s.request.params for s in drawn]
+    requests = [s.request for s in samples]
+    random = [i for i, r in enumerate(requests) if r.params.temperature and not r.beams]
+    params = [requests[i].params for i in random]
+    searched = any([r.beams for r in requests])
+    tops = {num_top(r) for r in requests if r.beams or r.params.logprobs is not None}
     return Rows(
         _edits(samples, device),
         _to(random, torch.int64, device) if random else None,
         _to([p.temperature for p in params], torch.float32, device),
-        _to([uniform(s) for s in drawn], torch.float64, device),
+        _sent(uniforms([samples[i] for i in random]) if random else torch.zeros(0), device),
         _column([p.min_p for p in params], 0, torch.float32, device),
         _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
         _column([p.top_p for p in params], 1, torch.float64, device),
-        max((k for k in map(num_top, samples) if k is not None), default=None),
-        _column([_beam_temperature(s) for s in samples], 1, torch.float32, device),
+        max(tops, default=None),
+        _to(list(map(_beam_temperature, requests)), torch.float32, device) if searched else None,
     )
+
+
+class Drawers:
+    """`rows_of` for batches that follow one another: while the same samples draw, only the numbers
+    that they draw with change.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._device = torch.device(device)
+        self._samples: Sequence[Sample] = ()
+        self._rows: Rows | None = None
+        self._random: list[Sample] = []
+
+    def rows(self, samples: Sequence[Sample]) -> Rows:
+        if self._rows is not None and samples == self._samples:
+            if not self._random:
+                return self._rows
+            return replace(self._rows, uniform=_sent(uniforms(self._random), self._device))
+        rows = rows_of(samples, self._device)
+        edited = any([one.request.params.edits for one in samples])
+        self._samples, self._rows = samples, None if edited else rows
+        drawing = [one for one in samples if not one.request.beams]
+        self._random = [one for one in drawing if not one.request.params.greedy]
+        return rows
 
 
 def sample(logits: Tensor, rows: Rows) -> Sampled:
     """logits: (rows, vocab_size), any float type, not changed."""
-    raw = logits.float()
+    raw = logits
     if rows.beam_temperature is not None:
-        raw = raw / rows.beam_temperature[:, None]
+        raw = logits.float() / rows.beam_temperature[:, None]
+    if (kernel := _kernel(raw)) and len(raw):
+        return _draw(kernel, raw, rows)
+    raw = raw.float()
     return report(raw, _choose(rows.edits.apply(raw), rows), rows.num_top)
 
 
@@ -145,11 +206,49 @@ def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
     """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
     nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
     """
+    logits = logits.float()
     chosen = logits.gather(1, token[:, None])
     norm = logits.logsumexp(-1, keepdim=True)
     rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
     top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
     return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
+
+
+def _draw(kernel: ModuleType, raw: Tensor, rows: Rows) -> Sampled:
+    """`sample` by one pass over the logits in the type that they have."""
+    raw = raw if raw.stride(-1) == 1 else raw.contiguous()
+    logits = rows.edits.apply(raw)
+    asked = None if logits is raw else raw
+    token, logprob = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
+    if rows.num_top is not None:
+        return report(raw, token, rows.num_top)
+    nothing = token.new_empty(len(raw), 0)
+    return Sampled(token, logprob, torch.zeros_like(token), nothing, nothing.float())
+
+
+def _columns(rows: Rows, count: int, device: torch.device) -> list[Tensor | None]:
+    """temperature, uniform, min_p, top_k and top_p of all rows: 0 is the temperature of the greedy
+    ones, which keep all their tokens.
+    """
+    if rows.random is None:
+        zeros = torch.zeros(count, dtype=torch.float64, device=device)
+        return [zeros.float(), zeros, None, None, None]
+    values = [rows.temperature, rows.uniform, rows.min_p, rows.top_k, rows.top_p]
+    if len(rows.random) == count:
+        return values
+    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, rows.random, t)
+    return [
+        None if t is None else spread(t, off)
+        for t, off in zip(values, (0, 0, 0, 0, 1), strict=True)
+    ]
+
+
+def _kernel(logits: Tensor) -> ModuleType | None:
+    """The module that draws in few launches, where Triton runs."""
+    device = logits.device
+    if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
+        return None
+    return import_module("onchip.kernels.triton.draw")
 
 
 def _choose(logits: Tensor, rows: Rows) -> Tensor:
@@ -214,7 +313,8 @@ def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
 def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
-    for row, one in enumerate(samples):
+    edited = [(row, one) for row, one in enumerate(samples) if one.request.params.edits]
+    for row, one in edited:
         params, request = one.request.params, one.request
         values: Counter[int] = Counter(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
@@ -242,17 +342,20 @@ def _cells(
     )
 
 
-def _beam_temperature(sample: Sample) -> float:
-    beams = sample.request.beams
-    return (beams.temperature or 1.0) if beams else 1.0
+def _beam_temperature(request: Request) -> float:
+    return (request.beams.temperature or 1.0) if request.beams else 1.0
 
 
 def _column(values: list, off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """None if no row asks for anything."""
-    return None if all(v == off for v in values) else _to(values, dtype, device)
+    return None if values.count(off) == len(values) else _to(values, dtype, device)
 
 
 def _to(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _sent(torch.tensor(values, dtype=dtype), device)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
     """To the device behind the work that is queued there: from pinned memory nobody waits."""
-    staged = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    staged = values.pin_memory() if device.type == "cuda" else values
     return staged.to(device, non_blocking=True)

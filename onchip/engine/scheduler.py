@@ -46,21 +46,19 @@ class _Plan:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.chunks: dict[Request, list[Chunk]] = {}
+        self.runs: dict[Request, list[Run]] = {}
         self.blocked = False  # somebody lacks pages: nobody new may take them
 
-    def add(self, request: Request, chunks: list[Chunk]) -> None:
-        if chunks:
-            self.chunks[request] = chunks
-            self.budget -= sum(count for _, count in chunks)
+    def add(self, runs: dict[Request, list[Run]]) -> None:
+        self.runs |= runs
+        self.budget -= sum([run.stop - run.start for many in runs.values() for run in many])
 
     def drop(self, request: Request) -> None:
-        self.budget += sum(count for _, count in self.chunks.pop(request, ()))
+        self.budget += sum(run.num_tokens for run in self.runs.pop(request, ()))
 
-    def runs(self) -> tuple[Run, ...]:
-        return tuple(
-            run for request, chunks in self.chunks.items() for run in _runs(request, chunks)
-        )
+    def step(self, news: dict[str, list[Request]]) -> Step:
+        runs = tuple([run for many in self.runs.values() for run in many])
+        return Step(runs, **{what: tuple(who) for what, who in news.items()})
 
 
 class Scheduler:
@@ -192,10 +190,10 @@ class Scheduler:
             raise ValueError("a step is under way whose tokens must be known: resolve it first")
         self._expire()
         plan = self._plan()
-        if not plan.chunks and self._requests and not self._flying:
+        if not plan.runs and self._requests and not self._flying:
             self._home.synchronize()  # everyone waits for pages that are on their way out
             plan = self._plan()
-        self._step = Step(plan.runs(), **{name: tuple(who) for name, who in self._news.items()})
+        self._step = plan.step(self._news)
         self._news.clear()
         return self._step
 
@@ -217,11 +215,13 @@ class Scheduler:
             raise ValueError("advance takes the step that was scheduled last, once")
         self._step = None
         self._flying.append(step)
+        self._home.commit([run for run in step.runs if run.sample.sequence is not None])
         for run in step.runs:
-            self._computed(run)
+            if run.sample.request.solo is None:
+                self._fork(run)
         for _, sample in step.draws:
             request = sample.request
-            if request.status is Status.RUNNING and sample.end is None and not request.beams:
+            if sample.end is None and request.status is Status.RUNNING and not request.beams:
                 sample.pending += 1
 
     def resolve(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
@@ -234,10 +234,14 @@ class Scheduler:
         self._flying.popleft()
         touched: dict[Request, None] = {}
         for (_, sample), one in zip(step.draws, drawn, strict=True):
-            if sample.end is None and (sample.pending or sample.request.beams):
-                self._take(sample, one)
-                if sample.end is not None or sample.request.beams:
+            if sample.pending:
+                sample.take(one)
+                if sample.end is not None:
                     touched[sample.request] = None
+            elif sample.request.beams and sample.status is Status.RUNNING:
+                self._take_candidates(sample, one)
+                touched[sample.request] = None
+        self._told(step)
         for request in touched:
             self._close(request)
         return [request for request in touched if request.finished]
@@ -303,8 +307,8 @@ class Scheduler:
         self._home.poll()
         plan = _Plan(self.limits.max_num_batched_tokens)
         self._decode(plan)
-        for request in self._running:
-            if request.status is Status.RUNNING and request not in plan.chunks:
+        for request in self._running if len(plan.runs) < len(self._running) else ():
+            if request.status is Status.RUNNING and request not in plan.runs:
                 self._serve(request, plan)
         self._admit(plan)
         return plan
@@ -313,10 +317,10 @@ class Scheduler:
         """One token for each sample that lacks one, with one call to the cache if there is room
         for all of them: prompts never hold them up.
         """
-        ready = {r: chunks for r in self._running if (chunks := _decoding(r))}
-        if self._home.append([chunk for chunks in ready.values() for chunk in chunks]) is None:
-            for request, chunks in ready.items():
-                plan.add(request, chunks)
+        ready = {r: runs for r in self._running if (runs := _decoding(r))}
+        samples = [run.sample for runs in ready.values() for run in runs]
+        if self._home.append_each(samples) is None:
+            plan.add(ready)
             return
         for request in ready:
             if request.status is Status.RUNNING:
@@ -327,7 +331,7 @@ class Scheduler:
         while chunks := list(request.chunks(plan.budget)):
             full = self._home.append(chunks)
             if full is None:
-                plan.add(request, chunks)
+                plan.add({request: _runs(request, chunks)})
                 return
             plan.blocked = True
             if not self._make_room(request, full, plan):
@@ -419,38 +423,25 @@ class Scheduler:
     def _seats(self) -> int:
         return sum(request.width for request in self._running)
 
-    def _computed(self, run: Run) -> None:
-        """The keys and values of a run are written. The prompt is there: the others fork."""
-        sample = run.sample
-        request = sample.request
-        if sample.sequence is None:  # stopped or cancelled while it was computed
-            return
-        self._home.commit(sample, run.stop)
-        if run.stop != len(request.prompt_token_ids):
+    def _fork(self, run: Run) -> None:
+        """The prompt is there: the other samples fork."""
+        parent, request = run.sample, run.sample.request
+        if run.stop != len(request.prompt_token_ids) or parent.sequence is None:
             return
         for other in request.live:
-            if other.sequence is None and not self._fork(sample, other):
+            if other.sequence is None and not self._home.fork(parent, other):
+                self.fail(request, f"no room to fork a sequence, {_ELSEWHERE}")
                 return
 
-    def _fork(self, parent: Sample, child: Sample) -> bool:
-        done = self._home.fork(parent, child)
-        if not done:
-            self.fail(parent.request, f"no room to fork a sequence, {_ELSEWHERE}")
-        return done
-
-    def _take(self, sample: Sample, drawn: Drawn) -> None:
-        request = sample.request
-        if request.metrics.first_token_s is None:
-            request.metrics = replace(request.metrics, first_token_s=self.clock())
-        if request.beams:
-            if request.status is Status.RUNNING:
-                self._take_candidates(sample, drawn)
-            return
-        sample.take(drawn)
-        if sample.end is None:
-            self._home.tell(sample)
-        else:
-            self._home.release(sample)
+    def _told(self, step: Step) -> None:
+        """Tokens of a step are known: the sample leaves, or the cache is told."""
+        for _, sample in step.draws:
+            if sample.end is not None:
+                self._home.release(sample)
+            request = sample.request
+            if request.metrics.first_token_s is None and (sample.token_ids or sample.candidates):
+                request.metrics = replace(request.metrics, first_token_s=self.clock())
+        self._home.tell_last([sample for _, sample in step.draws])
 
     def _take_candidates(self, beam: Sample, drawn: Drawn) -> None:
         if drawn.top and math.isfinite(drawn.logprob):
@@ -485,26 +476,26 @@ class Scheduler:
             del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, request.rank[1]))]
 
 
-def _decoding(request: Request) -> list[Chunk]:
+def _decoding(request: Request) -> list[Run]:
     """Its samples that lack one token, if none lacks more."""
-    chunks = []
-    for sample in request.live:
-        if sample.sequence is None:
-            return []
-        lacking = sample.goal - sample.sequence.computed
-        if lacking > 1:
-            return []
-        if lacking:
-            chunks.append((sample, 1))
-    return chunks
+    if (solo := request.solo) is not None:
+        start, stop = solo.sequence.computed, solo.goal
+        return [Run(solo, start, stop, (solo,))] if stop - start == 1 else []
+    live = request.live
+    if any([sample.sequence is None for sample in live]):
+        return []
+    lacking = [(sample, sample.goal - sample.sequence.computed) for sample in live]
+    if any([count > 1 for _, count in lacking]):
+        return []
+    return _runs(request, [chunk for chunk in lacking if chunk[1]])
 
 
-def _runs(request: Request, chunks: list[Chunk]) -> list[Run]:
+def _runs(request: Request, chunks: Sequence[Chunk]) -> list[Run]:
     """Who draws: all of whom everything that is known is computed. Before the prompt is, all
     samples draw from the run of the first.
     """
     live = request.live
-    forks = any(sample.sequence is None for sample in live)
+    forks = any([sample.sequence is None for sample in live])
     runs = []
     for sample, num_tokens in chunks:
         start = sample.sequence.computed

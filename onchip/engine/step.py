@@ -75,14 +75,14 @@ class Step:
     def sequences(self) -> list[Any]:
         return [run.sample.sequence for run in self.runs]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(run.num_tokens for run in self.runs)
+        return sum([run.stop - run.start for run in self.runs])
 
-    @property
+    @cached_property
     def needs_tokens(self) -> bool:
         """Some of those who draw cannot go on before they know what was drawn."""
-        return any(sample.request.needs_tokens for _, sample in self.draws)
+        return any([sample.request.needs_tokens for _, sample in self.draws])
 
     @cached_property
     def draws(self) -> list[tuple[int, Sample]]:

@@ -109,6 +109,13 @@ SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share o
 FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do
 TRITON_MERGE = _T(0, 32, 4, 1)  # splits at a time: one after the other, each would cost a latency
+TRITON_NORM = _T(0, 8, 16, 1)  # elements of a thread: 16 bytes of each tensor; at most 16 warps
+TRITON_PLACE = _T(4, 0, 1, 1)  # heads of a token: 16 elements of a thread at head_dim 128
+TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up to a thread
+# Logits of a row. scan: a span, the same for all batches, or rows would draw by their company;
+# cut: 16 sums for each element of the tile, in registers.
+TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)
+TRITON_CUT = _T(0, 1024, 16, 1)
 COPY_ELEMENTS = 2048  # of a page, to one program of a copy
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 

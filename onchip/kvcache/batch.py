@@ -113,14 +113,17 @@ def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -
     counts = lengths - computed
     ends = counts.cumsum(0)
     n, width = len(rows), min(batch.page_table.shape[1], host.pages.shape[1])
-    batch.page_table[:n, :width] = host.pages[:, :width].index_select(0, rows)
+    table = batch.page_table[:n]
+    table[:, :width] = host.pages[:, :width].index_select(0, rows)
     batch.cache_seqlens[:n] = lengths
     batch.cu_seqlens_q[1 : n + 1] = ends
     batch.cu_seqlens_q[n + 1 :] = ends[-1]
-    owner = torch.repeat_interleave(counts)
-    position = torch.arange(len(owner)) + (lengths - ends)[owner]
-    page = batch.page_table[owner, position // page_size].long()
-    batch.slot_mapping[: len(owner)] = page * page_size + position % page_size
+    each = torch.arange(int(ends[-1]))
+    decodes = len(each) == n and not (counts - 1).any()
+    owner = each if decodes else torch.repeat_interleave(counts)
+    position = each + (lengths - ends)[owner]
+    page, slot = table[owner, position // page_size], position % page_size
+    batch.slot_mapping[: len(each)] = page * page_size + slot
 
 
 def shape_of(members: Members, page_size: int, num_extra: int = 0) -> Shape:

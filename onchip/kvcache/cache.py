@@ -157,6 +157,20 @@ class KVCache:
             self.host_table.put(sequence.row, place, table.since(place))
         return None
 
+    def reserve_each(self, sequences: abc.Sequence[Sequence]) -> NoRoom | None:
+        """`reserve` of one token for many sequences, all or none."""
+        tables = self._residents(sequences)
+        self._check_fits(1 + max([t.length for t in tables], default=0))
+        grown = self.pool.extend_each(tables)
+        if isinstance(grown, NoRoom):
+            return grown
+        moved, copies = grown
+        self.pages.copy(copies)
+        for i in moved:
+            place = len(tables[i]) - 1
+            self.host_table.put(sequences[i].row, place, tables[i].since(place))
+        return None
+
     def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """The ids of the first reserved tokens that have none."""
         if len(sequence.tokens) + len(tokens) > sequence.length:
@@ -192,13 +206,23 @@ class KVCache:
         """Keys and values of the first `length` tokens (all) are written in every layer: from now
         on others may find them.
         """
-        length = self.resident(sequence).length if length is None else length
-        if not sequence.computed <= length <= sequence.length:
-            raise ValueError(
-                f"cannot commit {length=}: {sequence.computed} of {sequence.length} are computed"
-            )
-        sequence.computed = length
-        self._publish(sequence, final=False)
+        self.commit_all([sequence], [sequence.length if length is None else length])
+
+    def commit_all(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
+        """`commit` for many sequences."""
+        size = self.spec.page_size
+        tables = self._residents(sequences)
+        for sequence, table, length in zip(sequences, tables, lengths, strict=True):
+            before = sequence.computed
+            if not before <= length <= table.length:
+                raise ValueError(
+                    f"cannot commit {length=}: {before} of {table.length} are computed"
+                )
+            sequence.computed = length
+            # Token by token, what others find changes when a page is full and when one begins.
+            beyond = min(length, len(sequence.tokens)) - size * len(sequence.chain.keys)
+            if beyond == 1 or beyond >= size or length - before > 1:
+                self._publish(sequence, final=False)
 
     def free(self, sequence: Sequence) -> None:
         """Give the pages back. What was committed can be found until its pages are needed."""
@@ -252,15 +276,25 @@ class KVCache:
 
     def resident(self, sequence: Sequence) -> Table:
         """The table of a sequence on the device; what is queued from now on sees its pages."""
-        if sequence.cache is not self:
-            raise ValueError("a sequence of another cache")
-        if sequence.row is None:
-            gone = sequence.table not in self.pool.tables
-            raise ValueError(f"the sequence was {'freed already' if gone else 'swapped out'}")
+        if sequence.cache is not self or sequence.row is None:
+            raise ValueError(self._stranger(sequence))
         if sequence.arrival is not None:
             sequence.arrival.wait()
             sequence.arrival = None
         return sequence.table
+
+    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
+        """`resident` for many, most of which have long been there."""
+        for s in sequences:
+            if s.cache is not self or s.row is None or s.arrival is not None:
+                self.resident(s)
+        return [s.table for s in sequences]
+
+    def _stranger(self, sequence: Sequence) -> str:
+        if sequence.cache is not self:
+            return "a sequence of another cache"
+        gone = sequence.table not in self.pool.tables
+        return f"the sequence was {'freed already' if gone else 'swapped out'}"
 
     def unseat(self, sequence: Sequence) -> None:
         """The sequence leaves the host table."""
@@ -291,8 +325,7 @@ class KVCache:
             self.prefix.publish(sequence.table, sequence.tokens, length, sequence.chain, final)
 
     def _members(self, sequences: abc.Sequence[Sequence]) -> Members:
-        tables = [self.resident(s) for s in sequences]
-        lengths = [t.length for t in tables]
+        lengths = [t.length for t in self._residents(sequences)]
         return Members([s.row for s in sequences], lengths, [s.computed for s in sequences])
 
     def _check_fits(self, length: int) -> None:

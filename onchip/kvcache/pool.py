@@ -157,6 +157,29 @@ class Pool:
             copies += self._grow(table, count, need, tail)
         return copies
 
+    def extend_each(self, tables: Sequence[Table]) -> tuple[list[int], list[Copy]] | NoRoom:
+        """`extend` by one token for many tables, all or none: (which of them have a new last page,
+        copies to perform first). Most have a free slot on a page of their own: one look each.
+        """
+        size, refs, filled = self.page_size, self._refs, self._filled
+        others = []
+        for i, table in enumerate(tables):
+            if table._pool is not self or table._away:
+                self._held(table)
+            pages, offset = table._pages, table._length % size
+            if not offset or refs[pages[-1]] > 1 or filled[pages[-1]] > offset:
+                others.append(i)
+        if len(set(tables)) != len(tables):
+            raise ValueError(f"{len(tables)} tables: none may be there twice")
+        copies = self.extend_all([tables[i] for i in others], [1] * len(others))
+        if isinstance(copies, NoRoom):
+            return copies
+        for table in tables:
+            table._length += 1
+        for i in others:
+            tables[i]._length -= 1
+        return others, copies
+
     def write(self, table: Table, start: int, stop: int) -> list[Copy] | NoRoom:
         """Positions start to stop - 1, which have slots already, are about to be written again: the
         page copies to perform first.

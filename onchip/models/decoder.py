@@ -5,7 +5,7 @@ are three here: sequences in pages (serving), dense batches and packed sequences
 scoring). Any other fold will do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -18,6 +18,15 @@ from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
 from onchip.models.rotary import rotate, turns
 from onchip.ops import attention, paged_attention, varlen_attention
+from onchip.pointwise import (
+    Norms,
+    activate,
+    add_rms_norm,
+    fused,
+    gated_activation,
+    place,
+    rms_norm,
+)
 from onchip.problem import DTYPES, checks
 
 Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
@@ -38,8 +47,12 @@ class Paged(NamedTuple):
     cache: KVCache
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.cache.write(layer, k, v, self.batch.slot_mapping)
+        return self.read(layer, q, **options)
+
+    def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
+        """Attention over what is in the pages, the keys and values of the new tokens included."""
         batch, cache = self
-        cache.write(layer, k, v, batch.slot_mapping)
         options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
         tables = batch.page_table, batch.cache_seqlens
         return cast(Tensor, paged_attention(q, *cache.layer(layer), *tables, **options))
@@ -119,10 +132,31 @@ class Attention(nn.Module):
         self.k_norm = NormLayer(config, dim, place) if config.qk_norm else None
 
     def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(self.heads, dim=-2)
+        qkv = self.qkv(x)
+        if isinstance(attend, Paged) and self._fuses(qkv):
+            q = self.write(qkv, turned, attend)
+            return self.out(attend.read(self.index, q, **self.options).flatten(-2))
+        q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
         q, k = self._place(q, self.q_norm, turned), self._place(k, self.k_norm, turned)
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
+
+    def _fuses(self, qkv: Tensor) -> bool:
+        """Whether norms, rotation and page write are one launch. Checked writes are not."""
+        norm = self.q_norm
+        return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
+
+    def write(self, qkv: Tensor, turned: Turns, paged: Paged) -> Tensor:
+        """Queries, normed and turned; keys, treated alike, and values go to their pages: one
+        launch.
+        """
+        turn = None if self.turned is None else turned[self.turned]
+        norms = None if self.q_norm is None else self._norms()
+        pages, slots = paged.cache.layer(self.index), paged.batch.slot_mapping
+        return place(qkv, self.heads[0], turn, norms, pages, slots)
+
+    def _norms(self) -> Norms:
+        q, k = self.q_norm, self.k_norm
+        return Norms(q.weight, k.weight, q.eps, q.offset)
 
     def _place(self, x: Tensor, norm: NormLayer | None, turned: Turns) -> Tensor:
         x = optional(norm, x)
@@ -236,9 +270,13 @@ class Decoder(nn.Module):
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
         return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """(..., vocab_size) in fp32 (fp64 for fp64)."""
+    def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
+        """(..., vocab_size) in fp32 (fp64 for fp64). Not wide: as the matrix product rounds them,
+        unless they are capped, for who reads them once and widens them on the way.
+        """
         out = F.linear(hidden, self.embed if self.head is None else self.head)
+        if not wide and not self.config.logit_softcap:
+            return out
         out = out if out.dtype == torch.float64 else out.float()
         return soft_cap(out, self.config.logit_softcap)
 
@@ -299,6 +337,8 @@ def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
 
 def add_norm(x: Tensor, y: Tensor | None, norm: NormLayer) -> tuple[Tensor, Tensor]:
     """(x + y, norm(x + y)); no y at the start of the residual stream."""
+    if y is not None and norm.bias is None:
+        return add_rms_norm(x, y, norm.weight, norm.eps, norm.offset)
     x = x if y is None else x + y
     return x, norm(x)
 
@@ -307,29 +347,5 @@ def optional(norm: NormLayer | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """x / rms(x) * (offset + weight), in fp32 and rounded once."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return F.rms_norm(wide, weight.shape, offset + weight.to(wide.dtype), eps).to(x.dtype)
-
-
-def activate(x: Tensor, name: str) -> Tensor:
-    return _ACTIVATE[name](x)
-
-
-def gated_activation(x: Tensor, name: str) -> Tensor:
-    """activation(gate) * up of a projection that holds both."""
-    gate, up = x.chunk(2, -1)
-    return activate(gate, name) * up
-
-
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap) if cap else x
-
-
-_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}

@@ -7,9 +7,12 @@ projections are cut piece by piece, which the even chunks of a DTensor would not
 torch's `parallelize_module` are the sums.
 """
 
+import os
+
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from onchip.models import Decoder
@@ -32,6 +35,32 @@ class SumOutput(ParallelStyle):
 
 
 PLAN = {"layers.*.attention.out": SumOutput(), "layers.*.mlp.down": SumOutput()}
+
+
+def join(world_size: int, device: torch.device) -> DeviceMesh:
+    """The ranks of the job that torchrun started this process in, one for each part."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != world_size:
+        raise ValueError(
+            f"{world_size} parts need {world_size} processes, and this is one of {started}: start"
+            f" the program with torchrun --nproc-per-node {world_size}"
+        )
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return init_device_mesh(device.type, (world_size,))
+
+
+def leave() -> None:
+    """End the job's communication."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def smallest(number: int, mesh: DeviceMesh) -> int:
+    """Of the numbers that the ranks bring."""
+    numbers = torch.tensor([number], device=mesh.device_type)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN, group=mesh.get_group())
+    return int(numbers)
 
 
 def connect(part: Decoder, mesh: DeviceMesh) -> Decoder:

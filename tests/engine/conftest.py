@@ -1,7 +1,9 @@
 """A model that is a hash: what it says next depends on every number it reads from the cache."""
 
+import importlib.util
 import random
 from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 import torch
@@ -215,6 +217,15 @@ class Engine:
         pool = self.cache.pool
         assert not pool.tables and pool.num_free == pool.capacity
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module tiny.py beside this one."""
+    spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from onchip.engine import BeamSearchParams, Request, SamplingParams
-from onchip.engine.sampler import masses_of, pick, rows_of, sample, threshold, uniform
+from onchip.engine.sampler import (
+    Drawers,
+    masses_of,
+    pick,
+    rows_of,
+    sample,
+    threshold,
+    uniforms,
+)
 
 VOCAB = 799
 INF = float("inf")
@@ -121,17 +129,48 @@ def test_a_row_draws_the_same_whatever_the_batch():
 def test_seeds_samples_and_positions_draw_apart():
     """seed s of sample 1 is not seed s + 1 of sample 0, as it is where seeds are added up."""
     draws = {
-        (seed, index, place): uniform(
-            member(SamplingParams(seed=seed), output=[0] * place, index=index)
-        )
+        (seed, index, place): uniforms(
+            [member(SamplingParams(seed=seed), output=[0] * place, index=index)]
+        ).item()
         for seed in (-(2**63), 0, 1, 2, 2**63 - 1)
         for index in (0, 1, 2)
         for place in (0, 1, 2)
     }
     assert len(set(draws.values())) == len(draws)
     assert all(0 <= u < 1 for u in draws.values())
-    again = uniform(member(SamplingParams(seed=1), output=[0], index=2))
+    again = uniforms([member(SamplingParams(seed=1), output=[0], index=2)]).item()
     assert again == draws[1, 2, 1]
+    one = member(SamplingParams(seed=1), index=2)
+    one.pending = 1  # drawn, though nobody knows it yet
+    assert uniforms([one]).item() == again
+
+
+def test_splitmix_by_its_definition():
+    """In Python's integers, from the reference in C of Vigna, 2015."""
+    one = member(SamplingParams(seed=3), output=[0] * 6)
+    uniforms([one])
+    z = (one.draw_key + 7 * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    assert uniforms([one]).item() == ((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def test_the_same_samples_again_draw_with_new_numbers():
+    greedy, random = (
+        member(SamplingParams(temperature=0)),
+        member(SamplingParams(seed=1, top_p=0.8)),
+    )
+    short = member(SamplingParams(seed=2, min_tokens=1))
+    drawers = Drawers("cpu")
+    both = [greedy, random]
+    for samples in ([greedy], both, both, [random, short], [random, short]):
+        got, expected = drawers.rows(samples), rows_of(samples, "cpu")
+        logits = torch.randn(len(samples), VOCAB)
+        assert torch.equal(got.uniform, expected.uniform)
+        assert torch.equal(sample(logits, got).token, sample(logits, expected).token)
+        for one in samples:
+            one.token_ids.append(1)
+    assert got.edits.add is None, "short is long enough by now"
 
 
 def test_draws_follow_the_probabilities():
@@ -140,7 +179,7 @@ def test_draws_follow_the_probabilities():
     one = member(SamplingParams(seed=11))
     places = []
     for _ in range(20_000):
-        places.append(uniform(one))
+        places.append(uniforms([one]).item())
         one.token_ids.append(0)
     rows = rows_of([member(SamplingParams())], "cpu")
     masses = masses_of(logits[None], rows).expand(len(places), -1)

@@ -2,13 +2,12 @@
 outside the pool touch nothing: -1 is how a caller says so.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
-from onchip.kernels.triton.launch import launch_options, packed
+from onchip.kernels.triton.launch import launch_options, on_device, packed
 
 
 @triton.jit(do_not_specialize=("num_slots",))
@@ -80,7 +79,7 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
     head_dim_v = v_pages.shape[-1]
     pad = triton.next_power_of_2
-    with _on_device(k):
+    with on_device(k):
         write_kernel[(k.shape[0],)](
             k, v, k_pages, v_pages, packed(slot_mapping),
             *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
@@ -104,14 +103,9 @@ def copy_pages(pages: Tensor, pairs: Tensor) -> None:
     if not layers[0, 0].is_contiguous():
         raise ValueError(f"pages must be contiguous one by one, got strides {pages.stride()}")
     num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
-    with _on_device(pages):
+    with on_device(pages):
         copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
             layers, packed(pairs), *layers.stride()[:2],
             layers.shape[1], pairs.shape[0], num_tiles, elements,
             TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
         )  # fmt: skip
-
-
-def _on_device(t: Tensor) -> torch.cuda.device:
-    """Triton launches on the current device: make that t's."""
-    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)

@@ -4,6 +4,7 @@ every call.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.kernels.configs import TritonConfig, TritonUse, triton_config
@@ -69,6 +70,11 @@ def launch_options(config: TritonConfig) -> dict:
         "enable_fp_fusion": True,
     }
     return options | {"maxnreg": config.max_registers} if config.max_registers else options
+
+
+def on_device(t: Tensor) -> torch.cuda.device:
+    """Triton launches on the current device: make that t's."""
+    return torch.cuda.device(t.device.index if t.device.type == "cuda" else -1)
 
 
 def packed(t: Tensor | None) -> Tensor | None:

@@ -31,6 +31,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -232,6 +233,50 @@ def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, kernel.fn.__name__
 
 
+def _pointwise(monkeypatch, arch):
+    """Every kernel of pointwise.py, at the sizes of Qwen3-0.6B; some of them twice."""
+    from onchip.kernels.triton import pointwise
+
+    info = DeviceInfo("cuda", "", divmod(arch, 10))
+    monkeypatch.setattr(pointwise, "device_info", lambda _: info)
+    x, weight, heads = (torch.zeros(*n, dtype=BF16) for n in ((3, 1024), (1024,), (128,)))
+    pointwise.add_rms_norm(x, x, weight, 1e-6, 0.0)
+    qkv, pages = torch.zeros(3, 4096, dtype=BF16), torch.zeros(2, 4, 16, 8, 128, dtype=BF16)
+    turn, slots = (torch.zeros(3, 1, 64), torch.zeros(3, 1, 64)), torch.zeros(3, dtype=torch.int32)
+    pointwise.place(qkv, 16, turn, (heads, heads), (1e-6, 0.0), tuple(pages), slots)
+    pointwise.gated_activation(torch.zeros(3, 6144, dtype=BF16), "silu")
+
+
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_pointwise_kernels_move_sixteen_bytes_at_a_time(monkeypatch, launches, arch):
+    _pointwise(monkeypatch, arch)
+    assert len(launches) == 3
+    for kernel, args, kwargs in launches:
+        compiled = _compile(kernel, args, kwargs, arch)
+        ptx, sass = compiled.asm["ptx"], _sass(compiled.asm["cubin"])
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx, kernel.fn.__name__
+        assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
+
+
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_draws_fit_into_registers(launches, arch):
+    """With all that a row may ask for, and with none of it."""
+    from onchip.kernels.triton import draw
+
+    logits, rows = torch.zeros(2, 151_936, dtype=BF16), torch.zeros(2)
+    top_k, top_p = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
+    draw.draw(logits, None, rows, top_p)
+    draw.draw(logits, logits.float(), rows, top_p, rows, top_k, top_p)
+    names = [kernel.fn.__name__ for kernel, _, _ in launches]
+    assert names == ["scan_kernel", "pick_kernel", "cut_kernel", "scan_kernel", "pick_kernel"]
+    for kernel, args, kwargs in launches[:3]:
+        compiled = _compile(kernel, args, kwargs, arch)
+        wide = "b32" if kernel is draw.cut_kernel else "v4.b32"
+        assert f"ld.global.{wide}" in compiled.asm["ptx"], kernel.fn.__name__
+        sass = _sass(compiled.asm["cubin"])
+        assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
+
+
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])
 def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_dim, few):
     """head_dim 20: strides are aligned or not; few queries: split or not."""
@@ -254,6 +299,7 @@ def test_nothing_is_read_or_written_before_the_wait_for_the_kernel_before(monkey
     options = {"page_size": 16, "lengths": (1, 4000), "sinks": True}
     _call(monkeypatch, 90, BF16, GQA, options, backward=False)
     assert [kernel.fn.__name__ for kernel, _, _ in launches] == ["decode_kernel", "merge_kernel"]
+    _pointwise(monkeypatch, 90)
     for kernel, args, kwargs in launches:
         assert kwargs["launch_pdl"]
         sass = _sass(_compile(kernel, args, kwargs, 90).asm["cubin"])

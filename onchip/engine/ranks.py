@@ -1,0 +1,100 @@
+"""One process, or the ranks of a job that hold a model together."""
+
+import os
+import time
+from collections.abc import Callable
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onchip.models import Decoder, builtin, inspect, load
+
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+
+
+class Ranks:
+    """As many processes as parts of a model; one is alone, and communicates with nobody."""
+
+    def __init__(self, world_size: int, seed: int | None):
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"tensor_parallel_size={world_size!r} must be a number from 1 on")
+        if world_size > 1 and seed is None:
+            raise ValueError("the ranks of a model must draw alike: give a seed")
+        self._world_size = world_size
+        self._mesh: Any = None
+
+    @property
+    def alone(self) -> bool:
+        return self._world_size == 1
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The same on all ranks: seconds for one alone, else how often it was asked."""
+        return time.monotonic if self.alone else count().__next__
+
+    def load(
+        self,
+        model: str | Path | Decoder,
+        device: str | torch.device | None,
+        dtype: str | torch.dtype,
+    ) -> Decoder:
+        """The model, or the part of this rank."""
+        if isinstance(model, Decoder):
+            return self._whole(model)
+        device, chosen = self._device(device), _dtype(dtype)
+        if model == builtin.NAME:
+            return self._whole(builtin.tiny(device, chosen or torch.float32))
+        if self.alone:
+            return load(inspect(model), device, chosen)
+        tensor, checkpoint = _tensor(), inspect(model)
+        self._mesh = tensor.join(self._world_size, device)
+        sizes = {"rank": self._mesh.get_local_rank(), "world_size": self._world_size}
+        return tensor.connect(load(checkpoint, device, chosen, **sizes), self._mesh)
+
+    def agree(self, number: int) -> int:
+        """The smallest of all ranks."""
+        return number if self.alone else _tensor().smallest(number, self._mesh)
+
+    def leave(self) -> None:
+        if self._mesh is not None:
+            self._mesh = None
+            _tensor().leave()
+
+    def _whole(self, model: Decoder) -> Decoder:
+        if not self.alone:
+            raise ValueError(
+                f"tensor_parallel_size={self._world_size} cuts the checkpoint of a folder into"
+                " parts: name one"
+            )
+        return model
+
+    def _device(self, device: str | torch.device | None) -> torch.device:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None and not self.alone:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        return device
+
+
+def _tensor() -> Any:
+    """Imported by those who need it: torch.distributed takes its time."""
+    return import_module("onchip.parallel.tensor")
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype | None:
+    if isinstance(name, torch.dtype) or name == "auto":
+        return None if name == "auto" else name
+    if name not in _DTYPES:
+        raise ValueError(f"dtype={name!r} is not one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,257 @@
+"""What lies between the matrix products of a decoder layer, in Triton: residual sum and RMSNorm;
+norm, rotation and page write of a fused q, k and v; activation of a gate times its partner.
+
+Computed in fp32. A number is rounded where a tensor is: the residual sum, the normed q and k. Each
+kernel may be launched while its predecessor ends, for which it then waits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
+from onchip.kernels.triton.launch import launch_options, on_device
+from onchip.kernels.triton.tile import rounded
+from onchip.problem import device_info
+
+Turn = tuple[Tensor, Tensor]
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr, y_ptr, weight_ptr, sum_ptr, out_ptr, stride_x, stride_y, eps, offset,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: sum = x + y (if there is a y), out = sum / rms(sum) * (offset + weight)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, PAD)
+    inside = cols < WIDTH
+    x = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+    if y_ptr is not None:
+        y = tl.load(y_ptr + row * stride_y + cols, mask=inside, other=0.0).to(tl.float32)
+        total = rounded(x + y, sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * WIDTH + cols, total, mask=inside)
+        x = total.to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
+    out = rounded(x * factor * (offset + weight), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * WIDTH + cols, out, mask=inside)
+
+
+@triton.jit(do_not_specialize=("num_slots",))
+def place_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, q_ptr, k_pages_ptr,
+    v_pages_ptr,
+    stride_qkv, stride_kp, stride_kps, stride_kph, stride_vp, stride_vps, stride_vph,
+    eps, offset, num_slots, page_size, num_heads, num_kv_heads,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
+    TILE_H: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE_H heads of one token: of q to the queries, of k or v to the token's slot. A row of qkv
+    holds the heads of q, then k, then v; no tile has heads of two of them.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    tiles_q, tiles_kv = tl.cdiv(num_heads, TILE_H), tl.cdiv(num_kv_heads, TILE_H)
+    tiles = tiles_q + 2 * tiles_kv
+    token, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    qkv_ptr += token * stride_qkv
+    if HALF > 0:
+        cos_ptr += token * HALF
+        sin_ptr += token * HALF
+    if tile < tiles_q:
+        h = tile * TILE_H
+        _turn(
+            qkv_ptr + h * HEAD_DIM, q_ptr + (token * num_heads + h) * HEAD_DIM, HEAD_DIM,
+            num_heads - h, cos_ptr, sin_ptr, q_weight_ptr, eps, offset,
+            HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        if (slot >= 0) & (slot < num_slots):
+            page, place = slot // page_size, slot % page_size
+            if tile < tiles_q + tiles_kv:
+                h = (tile - tiles_q) * TILE_H
+                _turn(
+                    qkv_ptr + (num_heads + h) * HEAD_DIM,
+                    k_pages_ptr + page * stride_kp + place * stride_kps + h * stride_kph,
+                    stride_kph, num_kv_heads - h, cos_ptr, sin_ptr, k_weight_ptr, eps, offset,
+                    HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
+                )  # fmt: skip
+            else:
+                h = (tile - tiles_q - tiles_kv) * TILE_H
+                _turn(
+                    qkv_ptr + (num_heads + num_kv_heads + h) * HEAD_DIM,
+                    v_pages_ptr + page * stride_vp + place * stride_vps + h * stride_vph,
+                    stride_vph, num_kv_heads - h, None, None, None, eps, offset,
+                    HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
+                )  # fmt: skip
+
+
+@triton.jit
+def _turn(
+    source, target, stride, num_heads, cos_ptr, sin_ptr, weight_ptr, eps, offset,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
+    TILE_H: tl.constexpr,
+):  # fmt: skip
+    """Heads of one token, HEAD_DIM apart, to places `stride` apart: normed if there is a weight,
+    elements i and i + HALF turned if there is a cosine, those from 2 HALF on not.
+    """
+    DTYPE: tl.constexpr = source.dtype.element_ty
+    heads, dims, rests = tl.arange(0, TILE_H), tl.arange(0, PAD_HALF), tl.arange(0, PAD_REST)
+    rows, cols, ends = heads[:, None], dims[None, :], 2 * HALF + rests[None, :]
+    turned = (rows < num_heads) & (cols < HALF)
+    stays = (rows < num_heads) & (ends < HEAD_DIM)
+    a = tl.load(source + rows * HEAD_DIM + cols, mask=turned, other=0.0)
+    b = tl.load(source + rows * HEAD_DIM + HALF + cols, mask=turned, other=0.0)
+    c = tl.load(source + rows * HEAD_DIM + ends, mask=stays, other=0.0)
+    if weight_ptr is not None:
+        x, y, z = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+        squares = tl.sum(x * x + y * y, 1) + tl.sum(z * z, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        at = weight_ptr + cols
+        a = _normed(x * factor, at, cols < HALF, offset, DTYPE)
+        b = _normed(y * factor, at + HALF, cols < HALF, offset, DTYPE)
+        c = _normed(z * factor, weight_ptr + ends, ends < HEAD_DIM, offset, DTYPE)
+    if cos_ptr is not None:
+        cos = tl.load(cos_ptr + dims, mask=dims < HALF, other=0.0)[None, :]
+        sin = tl.load(sin_ptr + dims, mask=dims < HALF, other=0.0)[None, :]
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        a, b = rounded(x * cos - y * sin, DTYPE), rounded(y * cos + x * sin, DTYPE)
+    target += rows.to(tl.int64) * stride
+    tl.store(target + cols, a, mask=turned)
+    tl.store(target + HALF + cols, b, mask=turned)
+    tl.store(target + ends, c, mask=stays)
+
+
+@triton.jit
+def _normed(x, weight_ptr, inside, offset, DTYPE: tl.constexpr):
+    weight = tl.load(weight_ptr, mask=inside, other=0.0).to(tl.float32)
+    return rounded(x * (offset + weight), DTYPE)
+
+
+@triton.jit
+def gate_kernel(
+    x_ptr, out_ptr, stride_x, inner, num_tiles,
+    ACTIVATION: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """TILE elements of a row: activation(x[i]) * x[inner + i]."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    cols = tile * TILE + tl.arange(0, TILE)
+    inside = cols < inner
+    gate = tl.load(x_ptr + row * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * stride_x + inner + cols, mask=inside, other=0.0).to(tl.float32)
+    out = rounded(_activate(gate, ACTIVATION) * up, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * inner + cols, out, mask=inside)
+
+
+@triton.jit
+def _activate(x, NAME: tl.constexpr):
+    if NAME == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif NAME == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif NAME == "gelu_tanh":  # (1 + tanh(t)) / 2 = 1 / (1 + exp(-2 t))
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        tl.static_assert(NAME == "relu")
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return y
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor | None, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """(x + y, rms_norm(x + y)), one dtype and shape (..., width); without y (x, rms_norm(x))."""
+    width = x.shape[-1]
+    a, b = _rows(x), None if y is None else _rows(y)
+    total = x if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        pad = triton.next_power_of_2(width)
+        with on_device(x):
+            norm_kernel[(a.shape[0],)](
+                a, b, weight, None if y is None else total, out,
+                a.stride(0), 0 if b is None else b.stride(0), float(eps), float(offset),
+                width, pad, **_options(_warps(TRITON_NORM, pad), x),
+            )  # fmt: skip
+    return total, out
+
+
+def place(
+    qkv: Tensor,
+    num_heads: int,
+    turn: Turn | None,
+    weights: tuple[Tensor, Tensor] | None,
+    eps_offset: tuple[float, float],
+    pages: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+) -> Tensor:
+    """q (tokens, num_heads, head_dim) of qkv (tokens, (num_heads + 2 num_kv_heads) head_dim),
+    normed and turned; k, treated alike, and v go to the slots of their tokens in (k_pages,
+    v_pages).
+
+    turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair, those
+    from 2 half on stay. weights: of the norms of q and k, with eps and what is added to a weight.
+    slot_mapping: int (tokens,); a slot outside the pages, like -1, writes nothing. Two tokens must
+    not share a slot.
+    """
+    k_pages, v_pages = pages
+    num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
+    q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
+    half = 0 if cos is None else cos.shape[-1]
+    tile, pad = TRITON_PLACE.tile_m, triton.next_power_of_2
+    tiles = triton.cdiv(num_heads, tile) + 2 * triton.cdiv(num_kv_heads, tile)
+    if q.numel():
+        with on_device(qkv):
+            place_kernel[(qkv.shape[0] * tiles,)](
+                qkv, cos, sin, *(weights or (None, None)), slot_mapping.contiguous(), q, k_pages,
+                v_pages, qkv.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
+                *map(float, eps_offset), num_pages * page_size, page_size, num_heads, num_kv_heads,
+                head_dim, half, pad(max(half, 1)), pad(max(head_dim - 2 * half, 1)), tile,
+                **_options(TRITON_PLACE, qkv),
+            )  # fmt: skip
+    return q
+
+
+def gated_activation(x: Tensor, name: str) -> Tensor:
+    """activation(gate) * up, rounded once, of x (..., 2 inner) that holds gate, then up."""
+    inner = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], inner), dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows, tile = _rows(x), TRITON_GATE.tile_n
+        num_tiles = triton.cdiv(inner, tile)
+        with on_device(x):
+            gate_kernel[(rows.shape[0] * num_tiles,)](
+                rows, out, rows.stride(0), inner, num_tiles, name, tile, **_options(TRITON_GATE, x)
+            )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(rows, width), the last dimension contiguous."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _warps(config: TritonConfig, elements: int) -> TritonConfig:
+    """A thread takes config.tile_n elements, as long as there are threads."""
+    warps = max(1, min(config.num_warps, elements // (32 * config.tile_n)))
+    return config._replace(num_warps=warps)
+
+
+def _options(config: TritonConfig, x: Tensor) -> dict:
+    capability = device_info(x.device).capability
+    if capability is None or capability < (9, 0):
+        return launch_options(config) | {"PDL": False}
+    return launch_options(config) | {"PDL": True, "launch_pdl": True}

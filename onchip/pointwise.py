@@ -1,0 +1,115 @@
+"""What a decoder computes between its matrix products: the definitions, in torch, and one launch
+for each of them where a GPU has Triton.
+
+The fused kernels serve inference: with gradients enabled, in a compiler's hands and in fp64 the
+definitions run.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.problem import device_info
+
+
+class Norms(NamedTuple):
+    """The RMSNorms of the heads of q and k: weights (head_dim,), eps, what is added to a weight."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / rms(x) * (offset + weight) over the last dimension, in fp32 and rounded once."""
+    if kernel := fused(x, weight):
+        return kernel.add_rms_norm(x, None, weight, eps, offset)[1]
+    wide = x if x.dtype == torch.float64 else x.float()
+    return F.rms_norm(wide, weight.shape, offset + weight.to(wide.dtype), eps).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(x + y, rms_norm(x + y)): the sum is rounded, then normed."""
+    if (kernel := fused(x, weight)) and x.shape == y.shape and x.dtype == y.dtype:
+        return kernel.add_rms_norm(x, y, weight, eps, offset)
+    total = x + y
+    return total, rms_norm(total, weight, eps, offset)
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    return _ACTIVATE[name](x)
+
+
+def gated_activation(x: Tensor, name: str) -> Tensor:
+    """activation(gate) * up of a projection (..., 2 inner) that holds both."""
+    if kernel := fused(x):
+        return kernel.gated_activation(x, name)
+    gate, up = x.chunk(2, -1)
+    return activate(gate, name) * up
+
+
+def place(
+    qkv: Tensor,
+    num_heads: int,
+    turn: tuple[Tensor, Tensor] | None,
+    norms: Norms | None,
+    pages: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Only where `fused(qkv)`: q (tokens, num_heads, head_dim), normed and turned; k and v of the
+    same tokens, k normed and turned too, are in their slots.
+
+    qkv: (tokens, (num_heads + 2 num_kv_heads) head_dim), a row of which holds q, then k, then v.
+    turn: (cos, sin), fp32 (tokens, 1, half), or None where nothing turns. pages: k_pages, v_pages
+    (num_pages, page_size, num_kv_heads, head_dim); slot_mapping: int32 (tokens,), a slot outside
+    the pages, like -1, writes nothing.
+    """
+    _check_place(qkv, num_heads, pages, slot_mapping)
+    kernel = import_module(_KERNEL)
+    weights, rest = (norms[:2], norms[2:]) if norms else (None, (0.0, 0.0))
+    return kernel.place(qkv, num_heads, turn, weights, rest, pages, slot_mapping)
+
+
+def _check_place(
+    qkv: Tensor, num_heads: int, pages: tuple[Tensor, Tensor], slot_mapping: Tensor
+) -> None:
+    k_pages, v_pages = pages
+    num_kv_heads, head_dim = k_pages.shape[2:]
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    if qkv.shape != (slot_mapping.shape[0], width) or k_pages.shape != v_pages.shape:
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} has no place in pages {tuple(k_pages.shape)} and"
+            f" {tuple(v_pages.shape)} with {num_heads=} and {slot_mapping.shape[0]} slots"
+        )
+    if k_pages.dtype != qkv.dtype or v_pages.dtype != qkv.dtype:
+        raise ValueError(f"qkv is {qkv.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}")
+
+
+def fused(*tensors: Tensor) -> ModuleType | None:
+    """The kernels that compute all of these functions, and `place`, in one launch each; None where
+    the definitions run.
+    """
+    x = tensors[0]
+    if x.device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    same = all(t.dtype == x.dtype and t.device == x.device for t in tensors)
+    if not same or x.dtype == torch.float64 or not device_info(x.device).has_triton:
+        return None
+    return import_module(_KERNEL)
+
+
+_KERNEL = "onchip.kernels.triton.pointwise"
+_ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}

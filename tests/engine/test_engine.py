@@ -1,0 +1,415 @@
+"""An engine on a real decoder: however requests are batched, cached, cut, put off or overlapped,
+each gives what it gives anyway (I8), and nothing is left behind (I5).
+"""
+
+import gc
+import itertools
+import threading
+import weakref
+
+import pytest
+import torch
+
+from onchip.engine import (
+    BeamSearchParams,
+    ByteTokenizer,
+    EngineError,
+    Limits,
+    Refused,
+    SamplingParams,
+    Status,
+)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    """Of an engine with room for everybody, no prefixes, and one step after the other."""
+    with tiny.engine(prefix_caching=False, overlap=False, budget=500, num_pages=900) as one:
+        tiny.ask(one)
+        return tiny.told(tiny.drain(one)[0])
+
+
+def greedy(tiny, prompt, count):
+    """By whole sequences, with no cache."""
+    decoder, tokens = tiny.model(), list(prompt.encode())
+    while count:
+        logits = decoder.logits(decoder.full(torch.tensor([tokens]))[0, -1])
+        tokens.append(int(logits.argmax()))
+        count -= 1
+    return tuple(tokens[len(prompt) :])
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_the_model_alone(tiny):
+    prompts = ["a", "some text", tiny.PREFIX]
+    params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)]
+    with tiny.engine() as one:
+        tiny.ask(one, prompts, params)
+        outputs, _ = tiny.drain(one)
+    for prompt, output in zip(prompts, outputs.values(), strict=True):
+        assert output.outputs[0].token_ids == greedy(tiny, prompt, 12)
+
+
+@torch.no_grad()
+def test_beams_are_the_search_over_whole_sequences(tiny):
+    decoder, width, prompt = tiny.model(), 3, list(b"beams")
+    alive = [((), 0.0)]
+    for _ in range(6):
+        branches = []
+        for tokens, total in alive:
+            hidden = decoder.full(torch.tensor([prompt + list(tokens)]))[0, -1]
+            for p, token in zip(
+                *decoder.logits(hidden).log_softmax(-1).topk(2 * width), strict=True
+            ):
+                branches.append(((*tokens, int(token)), total + float(p)))
+        alive = sorted(branches, key=lambda b: -b[1])[:width]
+    with tiny.engine() as one:
+        one.add("beams", BeamSearchParams(width, 6, ignore_eos=True))
+        outputs, _ = tiny.drain(one)
+    got = [(c.token_ids, c.cumulative_logprob) for c in outputs["request-0"].outputs]
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in alive]
+    assert [p for _, p in got] == pytest.approx([p for _, p in alive], abs=1e-4)
+
+
+WAYS = {
+    "plain": {},
+    "no_prefixes": {"prefix_caching": False},
+    "pages_of_1": {"page_size": 1, "num_pages": 900},
+    "pages_of_64": {"page_size": 64, "num_pages": 60},
+    "chunks_of_13": {"budget": 13},
+    "few_pages": {"num_pages": 40},
+    "few_pages_and_a_host": {"num_pages": 40, "host_pages": 200},
+    "few_pages_and_small_chunks": {"num_pages": 36, "host_pages": 90, "budget": 12},
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_gives_the_same(tiny, expected, way, overlap):
+    with tiny.engine(overlap=overlap, **WAYS[way]) as one:
+        if one.tier:
+            one._costs.link_bytes_per_s = 1e30
+        tiny.ask(one)
+        assert tiny.told(tiny.drain(one)[0]) == expected
+        stats = one.stats()
+        assert bool(stats.preempted_by_swap) == ("host_pages" in WAYS[way])
+        assert bool(stats.preempted_by_recompute) == (way == "few_pages")
+        assert bool(stats.tokens_cached) == (way != "no_prefixes")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
+@pytest.mark.parametrize("host_pages", [0, 300], ids=["recompute", "swap"])
+def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, overlap):
+    """All that run are put out, at a different step each time."""
+    for when in (1, 2, 3, 5, 8, 13):
+        with tiny.engine(overlap=overlap, host_pages=host_pages) as one:
+            if host_pages:
+                one._costs.link_bytes_per_s = 1e30
+            tiny.ask(one)
+            outputs = [output for _ in range(when) for output in one.step()]
+            for request in one.scheduler.running:
+                one.scheduler.preempt(request)
+            outputs += tiny.drain(one)[1]
+            stats = one.stats()
+            assert bool(host_pages) == (stats.preempted_by_swap > 0)
+        last = {output.request_id: output for output in outputs}
+        assert tiny.told(last) == expected, when
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", range(1, 40))
+@pytest.mark.parametrize("host_pages", [0, 300])
+@pytest.mark.parametrize("budget", [12, 40, 500])
+def test_preempted_at_every_step_of_every_cut(tiny, expected, when, host_pages, budget):
+    with tiny.engine(overlap=True, host_pages=host_pages, budget=budget) as one:
+        tiny.ask(one)
+        outputs = [output for _ in range(when) for output in one.step()]
+        for request in one.scheduler.running:
+            one.scheduler.preempt(request)
+        outputs += tiny.drain(one)[1]
+    last = {output.request_id: output for output in outputs}
+    assert tiny.told(last) == expected
+
+
+def test_forks_draw_what_copies_draw(tiny):
+    """n samples of a request, and each of them as a request of its own."""
+    params = {"seed": 3, "max_tokens": 14, "temperature": 1.2}
+    with tiny.engine(overlap=True) as one:
+        one.add(tiny.PREFIX, SamplingParams(n=4, **params))
+        forks = tiny.drain(one)[0]["request-0"].outputs
+    with tiny.engine(prefix_caching=False) as one:
+        for index in range(4):
+            one.add(tiny.PREFIX, SamplingParams(**params)).samples[0].index = index
+        copies = [output.outputs[0] for output in tiny.drain(one)[0].values()]
+    assert [c.token_ids for c in forks] == [c.token_ids for c in copies]
+    assert len({c.token_ids for c in forks}) == 4
+
+
+@pytest.mark.parametrize(
+    "params, order",
+    [
+        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "land"]),
+        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "land", "launch"]),
+        (BeamSearchParams(2, 6), ["launch", "land", "launch"]),
+    ],
+    ids=["draws", "penalties", "beams"],
+)
+def test_a_step_is_launched_before_the_one_before_is_looked_at(tiny, monkeypatch, params, order):
+    """Except where somebody must know: beams and penalties."""
+    calls = []
+    with tiny.engine(overlap=True) as one:
+        for name in ("launch", "land"):
+            real = getattr(one._runner, name)
+            spy = lambda x, name=name, real=real: (calls.append(name), real(x))[1]
+            monkeypatch.setattr(one._runner, name, spy)
+        one.add("text", params)
+        tiny.drain(one)
+    assert calls[:3] == order
+    assert calls.count("launch") == 6, "no step is wasted on an end that is known"
+
+
+def test_one_penalised_request_among_others(tiny, expected):
+    with tiny.engine(overlap=True) as one:
+        for seed in range(5):
+            one.add(f"{seed}", SamplingParams(seed=seed, max_tokens=10 + seed, n=2))
+        requests = tiny.ask(one)
+        last, _ = tiny.drain(one)
+    assert tiny.told({r.request_id: last[r.request_id] for r in requests}) == expected
+
+
+def test_what_is_drawn_beyond_an_end_is_dropped(tiny):
+    """The end of a sample is known one step late, and one token was computed for nothing."""
+    with tiny.engine(overlap=False) as one:
+        one.add("no prefix", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        token_ids = tiny.drain(one)[0]["request-0"].outputs[0].token_ids
+    stop = token_ids[7]
+    first = token_ids.index(stop)
+    with tiny.engine(overlap=True) as one:
+        params = SamplingParams(
+            temperature=0, max_tokens=30, stop_token_ids=[stop], ignore_eos=True
+        )
+        request = one.add("no prefix", params)
+        output = tiny.drain(one)[0]["request-0"].outputs[0]
+        assert output.token_ids == token_ids[: first + 1] == tuple(request.samples[0].token_ids)
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        assert one.stats().steps == first + 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stream_grows_and_ends_as_the_whole(tiny, expected, overlap):
+    """Texts only grow, no character is cut, and n of best_of is told at the end alone."""
+    with tiny.engine(overlap=overlap) as one:
+        requests = {r.request_id: r for r in tiny.ask(one)}
+        last, outputs = tiny.drain(one)
+    assert tiny.told(last) == expected
+    seen = dict.fromkeys(itertools.product(requests, range(3)), "")
+    for output in outputs:
+        if requests[output.request_id].chosen_last:
+            assert output.finished
+        for c in output.outputs:
+            before = seen[output.request_id, c.index]
+            assert c.text.startswith(before) or requests[output.request_id].chosen_last
+            assert c.finished or not c.text.endswith("\ufffd")
+            seen[output.request_id, c.index] = c.text
+
+
+def test_who_does_not_stream_is_told_at_the_end(tiny, expected):
+    with tiny.engine(overlap=True) as one:
+        tiny.ask(one, stream=False)
+        last, outputs = tiny.drain(one)
+    assert len(outputs) == len(last) and tiny.told(last) == expected
+
+
+def test_two_engines_in_one_process(tiny, expected):
+    with tiny.engine(overlap=True, num_pages=70) as a, tiny.engine(overlap=True) as b:
+        tiny.ask(a)
+        tiny.ask(b)
+        outputs = [], []
+        while a.has_work or b.has_work:
+            outputs[0].extend(a.step())
+            outputs[1].extend(b.step())
+        for one, many in zip((a, b), outputs, strict=True):
+            last = {output.request_id: output for output in many}
+            assert tiny.told(last) == expected
+            tiny.check_empty(one)
+
+
+def test_stop_texts_end_a_sample_before_them(tiny):
+    with tiny.engine() as one:
+        one.add("no prefix", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        text = tiny.drain(one)[0]["request-0"].outputs[0].text
+        stop = text[5:8]  # three characters: it appears within one token, and over several
+        cut = text.index(stop)
+        params = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+        one.add("no prefix", SamplingParams(stop=["never there", stop], **params))
+        late = one.add("no prefix", SamplingParams(stop=[stop], min_tokens=40, **params))
+        last, outputs = tiny.drain(one)
+    output = last["request-1"].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == (text[:cut], "stop", stop)
+    assert all(
+        text[:cut].startswith(o.outputs[0].text) for o in outputs if o.request_id == "request-1"
+    )
+    assert late.samples[0].num_tokens == 40
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cancelled_at_any_step_its_pages_are_free_at_once(tiny, overlap):
+    for when in range(6):
+        with tiny.engine(overlap=overlap, budget=16) as one:
+            one.add(tiny.PREFIX, SamplingParams(n=3, max_tokens=9), request_id="gone")
+            for _ in range(when):
+                one.step()
+            assert one.cancel("gone") and not one.cancel("gone") and not one.cancel("never there")
+            assert not one.cache.pool.tables
+            one.add("x", SamplingParams(max_tokens=3), request_id="gone")
+            last, outputs = tiny.drain(one)
+            assert list(last) == ["gone"] and last["gone"].prompt == "x"
+
+
+def test_a_deadline_cuts_a_request_off(tiny):
+    now = [0.0]
+    with tiny.engine(clock=lambda: now[0]) as one:
+        one.add("x", SamplingParams(max_tokens=50, ignore_eos=True), deadline_s=5.0)
+        for _ in range(4):
+            one.step()
+        now[0] = 6.0
+        (output,) = one.step()
+        tiny.check_empty(one)
+    assert output.finished and output.outputs[0].finish_reason == "abort"
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_refusals_and_errors_are_sentences(tiny):
+    with tiny.engine() as one:
+        assert isinstance(one.add("x" * 200, SamplingParams(max_tokens=100)), Refused)
+        for prompt, params, match in (
+            ("", None, "the prompt is empty"),
+            ([], None, "the prompt is empty"),
+            ([5, 999], None, "token 999; vocab_size=257"),
+            (["a"], None, "token ids must be integers"),
+            ("x", SamplingParams(stop_token_ids=[257]), "stop_token_ids names token 257"),
+            ("\ud800", None, "surrogates not allowed"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                one.add(prompt, params)
+        assert not one.has_work and one.step() == []
+
+
+def test_without_a_tokenizer_there_are_tokens_alone(tiny):
+    limits = Limits(256, 64, 8)
+    with tiny.Engine(tiny.model(), None, limits=limits, num_pages=99) as one:
+        with pytest.raises(ValueError, match="no tokenizer: give the prompt as token ids"):
+            one.add("text")
+        with pytest.raises(ValueError, match="stop texts need a tokenizer"):
+            one.add([1], SamplingParams(stop="x"))
+        one.add([1, 2], SamplingParams(max_tokens=3, logprobs=1, ignore_eos=True))
+        (output,) = tiny.drain(one)[0].values()
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
+
+
+def test_logprobs_are_those_of_the_model(tiny, monkeypatch):
+    """Of the prompt, in chunks, and of what is drawn; with the texts of their tokens."""
+    prompt = tiny.PREFIX.encode()
+    with tiny.engine(budget=17) as one:
+        one.add(tiny.PREFIX, SamplingParams(temperature=0, max_tokens=1))
+        tiny.drain(one)
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=3)
+        one.add(tiny.PREFIX, params)
+        output = tiny.drain(one)[0]["request-1"]
+    drawn = output.outputs[0]
+    tokens = torch.tensor([*prompt, *drawn.token_ids])
+    with torch.no_grad():
+        table = tiny.model().logits(tiny.model().full(tokens[None])[0]).log_softmax(-1)
+    given = [*output.prompt_logprobs[1:], *drawn.logprobs]
+    assert output.prompt_logprobs[0] is None and len(given) == len(tokens) - 1
+    for place, known in enumerate(given):
+        token = int(tokens[place + 1])
+        assert known[token].logprob == pytest.approx(float(table[place, token]), abs=1e-4)
+        assert known[token].rank == int((table[place] > table[place, token]).sum()) + 1
+        best = table[place].topk(3 if place < len(prompt) - 1 else 2).indices.tolist()
+        assert set(known) == {*best, token}
+        assert known[token].decoded_token == ByteTokenizer().decode([token])
+
+
+def test_a_prompt_is_asked_about_once_though_it_is_computed_twice(tiny):
+    with tiny.engine(budget=17, prefix_caching=False) as one:
+        request = one.add(tiny.PREFIX, SamplingParams(max_tokens=2, prompt_logprobs=0))
+        one.step()
+        one.step()
+        one.scheduler.preempt(request)
+        output = tiny.drain(one)[0]["request-0"]
+    assert len(output.prompt_logprobs) == len(tiny.PREFIX)
+    assert all(
+        ord(c) in p for c, p in zip(tiny.PREFIX[1:], output.prompt_logprobs[1:], strict=True)
+    )
+
+
+def test_a_row_that_is_not_finite_fails_alone(tiny, expected):
+    sick = tiny.model.__wrapped__()
+    with torch.no_grad():
+        sick.embed[ord("~")] = float("nan")
+    limits = Limits(256, 40, 12)
+    options = {"num_pages": 300, "page_size": 4, "eos_token_ids": tiny.EOS, "seed": 1}
+    with tiny.Engine(sick, ByteTokenizer(), limits=limits, overlap=True, **options) as one:
+        bad = one.add("a ~", SamplingParams(max_tokens=5))
+        tiny.ask(one)
+        last, _ = tiny.drain(one)
+    assert bad.status is Status.FINISHED_ERROR and bad.error == "the logits are not finite"
+    assert last.pop("request-0").outputs[0].finish_reason == "error"
+    assert tiny.told(last) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, overlap):
+    with tiny.engine(overlap=overlap) as one:
+        requests = tiny.ask(one)
+        for _ in range(3):
+            one.step()
+        monkeypatch.setattr(one.model, "run", lambda *args: 1 / 0)
+        with pytest.raises(EngineError, match="ZeroDivisionError") as caught:
+            while True:
+                one.step()
+        assert all(request.finished for request in requests)
+        failed = [r for r in requests if r.status is Status.FINISHED_ERROR]
+        assert {o.request_id for o in caught.value.outputs} == {r.request_id for r in failed}
+        assert failed and all("division" in request.error for request in failed)
+        assert not one.has_work
+        for call in (one.step, lambda: one.add("x")):
+            with pytest.raises(EngineError, match="has failed: ZeroDivisionError"):
+                call()
+
+
+def test_close_gives_all_memory_back(tiny):
+    one = tiny.engine(host_pages=50, overlap=True)
+    tiny.ask(one)
+    for _ in range(5):
+        one.step()
+    held = [weakref.ref(x) for x in (one.cache, one.cache.pages.k, one.tier, one.scheduler)]
+    one.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    one.close()
+    assert not one.has_work and not one.cancel("request-0") and one.stats().steps > 0
+    with pytest.raises(ValueError, match="the engine was closed"):
+        one.add("x")
+
+
+def test_stats_count_what_happened(tiny):
+    with tiny.engine(overlap=True) as one:
+        tiny.ask(one)
+        seen = []
+        thread = threading.Thread(target=lambda: seen.extend(one.stats() for _ in range(2000)))
+        thread.start()
+        one.step()
+        busy = one.stats()
+        assert busy.running + busy.waiting == len(tiny.PARAMS)
+        assert busy.pages_free < busy.pages_total
+        last, _ = tiny.drain(one)
+        thread.join()
+        idle = one.stats()
+        assert len(seen) == 2000 and all(s.pages_free <= s.pages_total for s in seen)
+        assert (idle.running, idle.waiting, idle.request_pages) == (0, 0, {})
+        assert idle.pages_free == idle.pages_total == 299 and idle.pages_cached > 0
+        assert idle.tokens_cached == sum(output.num_cached_tokens for output in last.values())
+        drawn = sum(len(c.token_ids) for output in last.values() for c in output.outputs)
+        assert idle.tokens_generated >= drawn and idle.steps > 0 and idle.last_step_s > 0

@@ -1,0 +1,224 @@
+"""Draws in Triton against the sampler in torch, token by token, and against fp64; by Triton's
+interpreter on the CPU, and on a GPU where there is one.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onchip.engine import Request, SamplingParams, sampler
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INF = float("inf")
+VOCAB = 299
+DTYPES = (BF16, FP32) if INTERPRETED else (BF16, FP16, FP32)
+PARAMS = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1.7, top_k=7),
+    SamplingParams(top_k=1),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(min_p=0.07),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=0.7, top_k=111, top_p=0.63, min_p=0.01),
+    SamplingParams(top_k=10**9, top_p=0.999),
+    SamplingParams(repetition_penalty=1.9, presence_penalty=0.7, frequency_penalty=-1.1),
+    SamplingParams(logit_bias={0: 100, 298: -100, 7: 2.5}, top_p=0.8),
+    SamplingParams(min_tokens=9, stop_token_ids=(9, 11), temperature=2.0, top_k=5),
+    SamplingParams(temperature=0, logit_bias={5: 50}),
+    SamplingParams(temperature=1e-20, top_p=0.5),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+def test_in_a_process_that_interprets():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Spans of 128, so that a small vocabulary has several."""
+    from onchip.kernels.triton import draw
+
+    monkeypatch.setattr(draw, "TRITON_SCAN", draw.TRITON_SCAN._replace(tile_n=128))
+    monkeypatch.setattr(draw, "TRITON_CUT", draw.TRITON_CUT._replace(tile_n=128))
+    return draw
+
+
+@pytest.fixture
+def sample(kernel, monkeypatch):
+    """sample(logits, rows, fused=True)"""
+
+    def sample(logits, rows, fused=True):
+        monkeypatch.setattr(sampler, "_kernel", lambda logits: kernel if fused else None)
+        return sampler.sample(logits, rows)
+
+    return sample
+
+
+def members(params, count, seed=0):
+    """Samples that ask for the params in turn, each with a draw of its own."""
+    samples = []
+    for i in range(count):
+        request = Request("r", (3, 5, 5), params[i % len(params)], draw_seed=seed + i)
+        request.samples[0].token_ids.extend([7, 7, 40, 3][: i % 5])
+        samples += request.samples[:1]
+    return samples
+
+
+def rows_of(samples):
+    return sampler.rows_of(samples, DEVICE)
+
+
+def randn(*shape, dtype=FP32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
+    """All options side by side. A token differs only where the last bit of a sum decides."""
+    count = len(PARAMS) if INTERPRETED else 1024
+    samples = members(PARAMS, count)
+    logits = randn(count, VOCAB, dtype=dtype)
+    logits[::3] *= 4
+    ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+    assert ours.token.dtype == theirs.token.dtype
+    assert (ours.token != theirs.token).sum() <= count // 500
+    same = ours.token == theirs.token
+    torch.testing.assert_close(ours.logprob[same], theirs.logprob[same], rtol=0, atol=1e-5)
+    assert torch.equal(ours.rank, theirs.rank) and ours.top_tokens.shape == (count, 0)
+
+
+@here
+def test_a_batch_of_one_kind(sample):
+    """All greedy, all random, all random with a cut: what is absent costs no launch."""
+    for params in ([PARAMS[0]], [PARAMS[1]], [PARAMS[5]]):
+        samples, logits = members(params, 5), randn(5, VOCAB)
+        ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+        assert torch.equal(ours.token, theirs.token)
+
+
+@here
+def test_ranks_and_top_tokens_are_reported(sample):
+    samples, logits = members([SamplingParams(logprobs=3)], 4), randn(4, VOCAB)
+    ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+    for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@here
+def test_a_row_draws_the_same_whatever_the_batch(sample):
+    """The same bits of its log probability, too."""
+    count = 7 if INTERPRETED else 64
+    samples, logits = members([*PARAMS[3:], *PARAMS[:3]], count), randn(count, VOCAB) * 3
+    together = sample(logits, rows_of(samples))
+    alone = [sample(logits[i : i + 1], rows_of(samples[i : i + 1])) for i in range(count)]
+    assert together.token.tolist() == [one.token.item() for one in alone]
+    assert together.logprob.tolist() == [one.logprob.item() for one in alone]
+
+
+@here
+@pytest.mark.parametrize("vocab", [1, 128, 799])
+def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
+    """Against fp64, at places all over the interval and at its ends."""
+    count = 23
+    logits = randn(1, vocab).repeat(count, 1)
+    uniform = torch.linspace(0, 1, count, dtype=torch.float64).clamp(max=1 - 2**-53).to(DEVICE)
+    temperature = torch.full((count,), 0.6, device=DEVICE)
+    token, _ = kernel.draw(logits, None, temperature, uniform)
+    running = (logits.double() / 0.6).softmax(-1).cumsum(-1)
+    column = token[:, None]
+    after = running.gather(1, column)[:, 0]
+    before = after - (logits.double() / 0.6).softmax(-1).gather(1, column)[:, 0]
+    assert ((before - 1e-6 <= uniform) & (uniform <= after + 1e-6)).all()
+    assert token[0] == 0 and token[-1] == vocab - 1
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_floor_is_the_logit_at_which_a_sort_has_enough(kernel, dtype):
+    logits = randn(4, VOCAB, dtype=dtype) * 5
+    logits[:, 100:200] = logits[:, 99:100]  # ties
+    logits[2] = logits[2].abs() + 100  # one sign, few exponents
+    logits[3] = -logits[2] * 3
+    ones = torch.ones(4, device=DEVICE)
+    ordered = logits.float().sort(-1, descending=True).values
+    kept = lambda least: logits.float() >= least
+    for k in (1, 63, 298):
+        floor = kernel._floor(logits, ones, None, k * ones.long(), None)
+        assert torch.equal(kept(floor[:, None]), kept(ordered[:, k - 1 : k]))
+    mass = (ordered.double() - ordered[:, :1]).exp().cumsum(-1)
+    for p in (1e-3, 0.9):
+        floor = kernel._floor(logits, ones, None, None, p * ones.double())
+        index = (mass < p * mass[:, -1:]).sum(-1, keepdim=True)
+        assert torch.equal(kept(floor[:, None]), kept(ordered.gather(1, index)))
+
+
+@here
+def test_tokens_that_are_ruled_out_stay_out(kernel):
+    """-inf in most places, more asked for than there is: only what is left is drawn."""
+    logits = torch.full((4, VOCAB), -INF, device=DEVICE)
+    logits[:, 127:129] = 0.0  # of two spans
+    uniform = torch.linspace(0, 1 - 2**-53, 4, dtype=torch.float64).to(DEVICE)
+    ones = torch.ones(4, device=DEVICE)
+    for top_k in (None, 50 * ones.long()):
+        for top_p in (None, 0.999 * ones.double()):
+            token, logprob = kernel.draw(logits, None, ones, uniform, None, top_k, top_p)
+            assert token.tolist() == [127, 127, 128, 128]
+            torch.testing.assert_close(logprob, ones * -0.6931472)
+
+
+@here
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+def test_a_row_that_is_not_finite_fails_alone(sample, bad):
+    samples, logits = members(PARAMS[4:], 6), randn(6, VOCAB)
+    clean = sample(logits, rows_of(samples))
+    logits[::2, 9] = bad
+    out = sample(logits, rows_of(samples))
+    assert not out.logprob[::2].isfinite().any()
+    assert ((out.token >= 0) & (out.token < VOCAB)).all()
+    assert torch.equal(out.token[1::2], clean.token[1::2]) and out.logprob[1::2].isfinite().all()
+
+
+@here
+def test_no_rows(kernel):
+    nothing = torch.empty(0, device=DEVICE)
+    token, logprob = kernel.draw(randn(0, 5), None, nothing, nothing.double())
+    assert token.shape == logprob.shape == (0,)
+
+
+@pytest.mark.gpu
+def test_a_whole_vocabulary_replays_from_a_graph():
+    """bf16, 256 x 151,936, temperature 0.6: the shares of fp64, and no wait for the host."""
+    from onchip.kernels.triton import draw
+
+    logits = torch.randn(256, 151_936, device="cuda", dtype=BF16)
+    uniform = torch.rand(256, dtype=torch.float64, device="cuda")
+    temperature = torch.full((256,), 0.6, device="cuda")
+    draw.draw(logits, None, temperature, uniform)  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token, logprob = draw.draw(logits, None, temperature, uniform)
+    uniform.copy_(torch.rand(256, dtype=torch.float64))
+    graph.replay()
+    share = (logits.double() / 0.6).softmax(-1)
+    after = share.cumsum(-1).gather(1, token[:, None])[:, 0]
+    before = after - share.gather(1, token[:, None])[:, 0]
+    assert ((before - 1e-6 <= uniform) & (uniform <= after + 1e-6)).all()
+    exact = logits.double().log_softmax(-1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=1e-5)

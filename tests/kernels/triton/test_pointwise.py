@@ -1,0 +1,250 @@
+"""Fused norms, rotations, page writes and activations against their definitions in torch, judged by
+fp64; by Triton's interpreter on the CPU, and on a GPU where there is one.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from onchip import pointwise
+from onchip.kvcache import KVCache
+from onchip.models import ModelConfig, decoder, positions_of, random_model
+from onchip.models.rotary import Rotary, rotate, turns
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = (BF16, FP32) if INTERPRETED else (BF16, FP16, FP32)
+BASE = {
+    "vocab_size": 67,
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+FAMILIES = {
+    "qwen3": {"head_dim": 20},
+    "gemma2": {
+        "head_dim": 20,
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": None,
+    },
+    "phi3": {"hidden_size": 60, "partial_rotary_factor": 0.5, "pad_token_id": 0},
+}
+MORE = {"qwen2": {"hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}}
+SIZES = [  # num_heads, num_kv_heads, head_dim, turned elements, page_size
+    (1, 1, 1, 0, 1),
+    (4, 2, 64, 64, 16),
+    (9, 3, 40, 16, 4),
+    (6, 5, 128, 128, 16),
+    (1, 1, 256, 256, 2),
+    *([] if INTERPRETED else [(16, 8, 128, 128, 16), (32, 8, 128, 64, 64)]),
+]
+WIDTHS = [
+    (1, 1),
+    (3, 63),
+    (2, 2304),
+    *([] if INTERPRETED else [(799, 1024), (5, 5120), (3, 16384)]),
+]
+GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 67}
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+def test_in_a_process_that_interprets():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@pytest.fixture
+def kernels():
+    from onchip.kernels.triton import pointwise as kernels
+
+    with torch.no_grad():
+        yield kernels
+
+
+def randn(*shape, dtype=FP32):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def assert_rounded_once(out, exact):
+    """Within half a unit in the last place of the exact value, and a little: fp32 arithmetic."""
+    assert out.shape == exact.shape
+    unit = exact.abs().clamp(min=torch.finfo(out.dtype).tiny) * torch.finfo(out.dtype).eps
+    slack = 8 if out.dtype == FP32 else 0.51
+    floor = 1e-6 * exact.abs().max()  # where terms cancel
+    assert ((out.double() - exact).abs() <= slack * unit + floor).all()
+
+
+def exact_norm(x, weight, eps, offset):
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (offset + weight.double())
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, width", WIDTHS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_sum_and_norm(kernels, dtype, rows, width, offset):
+    x, y, weight = (randn(*s, dtype=dtype) for s in ((rows, width), (rows, width), (width,)))
+    total, out = kernels.add_rms_norm(x, y, weight, 1e-5, offset)
+    assert torch.equal(total, x + y)
+    assert_rounded_once(out, exact_norm(x + y, weight, 1e-5, offset))
+    same, plain = kernels.add_rms_norm(x, None, weight, 1e-5, offset)
+    assert same is x
+    assert_rounded_once(plain, exact_norm(x, weight, 1e-5, offset))
+
+
+@here
+def test_norms_of_rows_that_lie_apart(kernels):
+    wide = randn(3, 5, 80)
+    x, weight = wide[..., :40], randn(40)
+    _, out = kernels.add_rms_norm(x, wide[..., 40:], weight, 1e-6, 0.0)
+    assert_rounded_once(out, exact_norm(x + wide[..., 40:], weight, 1e-6, 0.0))
+    assert kernels.add_rms_norm(x[:0], None, weight, 1e-6, 0.0)[1].shape == (0, 5, 40)
+
+
+@here
+def test_rows_of_huge_and_of_zero_elements_stay_finite(kernels):
+    x = torch.stack([torch.full((63,), 3e4), torch.zeros(63)]).to(DEVICE, FP16)
+    _, out = kernels.add_rms_norm(x, None, torch.ones(63, dtype=FP16, device=DEVICE), 1e-6, 0.0)
+    assert out.tolist() == [[1.0] * 63, [0.0] * 63]
+
+
+def step(sizes, dtype, tokens=5):
+    """(qkv, turn, weights, pages, slots): some tokens have no slot in the pages."""
+    num_heads, num_kv_heads, head_dim, turned, page_size = sizes
+    qkv = randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim + 8, dtype=dtype)[:, :-8]
+    turn = None
+    if turned:
+        positions = torch.randint(0, 5000, (tokens,), device=DEVICE)
+        turn = turns(Rotary(1e4, turned), positions)
+    weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
+    pool = randn(2, 12, page_size, num_kv_heads, head_dim, dtype=dtype)
+    slots = torch.randperm(9 * page_size)[:tokens].int()
+    slots[0] = -1
+    slots[2] = 9 * page_size  # the page after the last of these
+    return qkv, turn, weights, pool, slots.to(DEVICE)
+
+
+def expected_place(qkv, turn, weights, heads, head_dim, offset):
+    """q, k and v by the definitions of the decoder."""
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split(heads, dim=-2)
+    if weights is not None:
+        q, k = (
+            pointwise.rms_norm(x, w, 1e-6, offset) for x, w in zip((q, k), weights, strict=True)
+        )
+    if turn is not None:
+        q, k = rotate(q, *turn), rotate(k, *turn)
+    return q, k, v
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("offset", [None, 1.0], ids=["no norm", "norm"])
+def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset):
+    """Nothing but the slots of the tokens changes, in the pages or beside them."""
+    monkeypatch.setattr(pointwise, "fused", lambda *tensors: None)  # the judge is torch
+    num_heads, num_kv_heads, head_dim, _, page_size = sizes
+    qkv, turn, weights, pool, slots = step(sizes, dtype)
+    weights, before = weights if offset is not None else None, pool.clone()
+    pages = pool[0, 1:10], pool[1, 1:10]
+    q = kernels.place(qkv, num_heads, turn, weights, (1e-6, offset or 0.0), pages, slots)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    expected = expected_place(qkv, turn, weights, heads, head_dim, offset)
+    written = before.clone()
+    for kind in (0, 1):
+        flat = written[kind, 1:10].view(9 * page_size, num_kv_heads, head_dim)
+        for token, slot in enumerate(slots.tolist()):
+            if 0 <= slot < len(flat):
+                flat[slot] = expected[kind + 1][token]
+    assert torch.equal(pool[1], written[1])
+    for ours, theirs in ((q, expected[0]), (pool[0], written[0])):
+        # sums of squares in another order: now and then the last bit before a rotation differs
+        close = 1e-5 if dtype == FP32 else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=close, atol=close * 4)
+        assert dtype == FP32 or (ours != theirs).float().mean() < 0.02
+
+
+@here
+def test_what_has_no_place_is_refused(kernels):
+    qkv, turn, _, pool, slots = step((4, 2, 64, 64, 16), BF16)
+    with pytest.raises(ValueError, match="has no place in pages"):
+        pointwise.place(qkv[:, 1:], 4, turn, None, (pool[0], pool[1]), slots)
+    with pytest.raises(ValueError, match="has no place in pages"):
+        pointwise.place(qkv, 4, turn, None, (pool[0], pool[1]), slots[1:])
+    with pytest.raises(ValueError, match="pages are torch.float16"):
+        pointwise.place(qkv, 4, turn, None, (pool[0].half(), pool[1].half()), slots)
+
+
+@here
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 5, 126), (2, 6144)], ids=str)
+def test_gates(kernels, dtype, name, shape):
+    x = randn(*shape, dtype=dtype) * 3
+    gate, up = x.double().chunk(2, -1)
+    assert_rounded_once(kernels.gated_activation(x, name), pointwise.activate(gate, name) * up)
+
+
+@here
+def test_gates_far_out(kernels):
+    """No overflow on the way: what is finite in the end is finite; NaN stays."""
+    gate = torch.tensor([-3e4, -90.0, 90.0, 3e4, float("nan")]).to(DEVICE)
+    x = torch.cat([gate, torch.ones_like(gate)])
+    for name in ("silu", "gelu", "gelu_tanh", "relu"):
+        out = kernels.gated_activation(x, name)
+        torch.testing.assert_close(out[:4], pointwise.activate(gate[:4], name), atol=1e-6, rtol=0)
+        assert out[4].isnan()
+
+
+def config_of(family):
+    if family == "gpt2":
+        return ModelConfig.from_hf({"model_type": "gpt2"} | GPT2)
+    return ModelConfig.from_hf({"model_type": family} | BASE | (FAMILIES | MORE)[family])
+
+
+def steps(model, page_size):
+    """Hidden states of a prefill of 9 and 1 tokens, and of a decoding step."""
+    cache = KVCache(model.cache_spec(page_size), 40)
+    sequences = [cache.open(), cache.open()]
+    states = []
+    for chunks in ([[*range(9)], [5]], [[11], [12]]):
+        cache.append_all(sequences, chunks)
+        batch = cache.view(sequences)
+        new = torch.tensor([*chunks[0], *chunks[1]], device=DEVICE)
+        states.append(model(new, positions_of(batch), batch, cache))
+        for sequence in sequences:
+            cache.commit(sequence)
+    return torch.cat(states)
+
+
+@here
+@pytest.mark.parametrize("family", FAMILIES if INTERPRETED else [*FAMILIES, "qwen2", "gpt2"])
+@torch.no_grad()
+def test_a_decoder_of_fused_kernels_is_the_decoder(kernels, monkeypatch, family):
+    model = random_model(config_of(family), seed=3, device=DEVICE)
+    used = []
+    choose = lambda module: lambda *tensors: used.append(module) or module
+    states = []
+    for module in (None, kernels):
+        for room in (pointwise, decoder):
+            monkeypatch.setattr(room, "fused", choose(module))
+        states.append(steps(model, 4))
+    assert kernels in used
+    torch.testing.assert_close(*states, rtol=0, atol=2e-5)
