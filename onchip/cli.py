@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_explain(commands)
     _add_generate(commands)
     _add_doctor(commands)
+    _add_serve(commands)
     return parser
 
 
@@ -145,6 +146,36 @@ def _add_doctor(commands) -> None:
         "--measure", action="store_true", help="GPU: how long first calls take that must compile"
     )
     p.set_defaults(run=_doctor)
+
+
+def _add_serve(commands) -> None:
+    p = commands.add_parser("serve", help="a model behind the OpenAI API, with a live page")
+    p.add_argument("--model", default="tiny", metavar="DIR", help="default: the built-in tiny one")
+    p.add_argument("--name", help="that clients call the model by (default: its folder's)")
+    p.add_argument(
+        "--host", default="127.0.0.1", help="address to serve on (default: this machine)"
+    )
+    p.add_argument("--port", type=int, default=8000, help="0: any that is free (default 8000)")
+    p.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="one a line; or ONCHIP_API_KEYS"
+    )
+    p.add_argument("--api-key", metavar="KEY", help="seen by all who list processes: better a file")
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
+    p.add_argument("--seed", type=int, default=0, help="of requests that bring none (default 0)")
+    p.add_argument("--max-model-len", type=_positive, help="prompt and answer, in tokens")
+    p.add_argument("--max-num-seqs", type=_positive, default=256, help="that run at a time")
+    p.add_argument("--pages", type=_positive, help="of the cache (default: what fits)")
+    p.add_argument("--page-size", type=_positive, default=16, help="tokens (default 16)")
+    p.add_argument("--swap-gib", type=float, default=4.0, help="of host memory (default 4)")
+    p.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
+    p.add_argument("--no-prefix-caching", action="store_true", help="share no prefixes")
+    p.add_argument("--max-queue", type=int, default=4096, help="requests that wait, then 429")
+    p.add_argument("--max-request-s", type=float, default=600.0, help="no request takes longer")
+    p.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default 4)")
+    p.add_argument("--max-stall-s", type=float, default=30.0, help="a longer step: not ready")
+    p.add_argument("--drain-s", type=float, default=30.0, help="to finish after SIGTERM")
+    p.set_defaults(run=_serve)
 
 
 def _positive(text: str) -> int:
@@ -363,6 +394,14 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.measure:
         doctor.print_first_calls(console)
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        from onchip.engine.server import command
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve needs {error.name}: pip install 'onchip[serve]'") from None
+    return command.serve(args)
 
 
 def _device(name: str) -> torch.device:

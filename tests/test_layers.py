@@ -48,6 +48,10 @@ LEAVES = {
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
     "torch.distributed": ("parallel",),
+    **dict.fromkeys(
+        ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
+        ("engine/server",),
+    ),
 }
 # What decides about pages and requests: testable without tensors, and no step waits for a device.
 TORCH_FREE = (

@@ -1,0 +1,261 @@
+"""Outputs of the engine as answers of the OpenAI API: whole, or piece by piece.
+
+A piece is what is new of one choice since the last one; a whole answer is the piece since nothing.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
+
+from . import protocol
+from .refusal import Refusal
+
+Decode = Callable[[Sequence[int]], str]
+Table = dict[int, Logprob]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """tokens: (id, what was probable there: None if nobody asked, or for the very first one).
+    offset: characters that came before.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[tuple[int, Table | None], ...]
+    offset: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The texts of the prompts, to stand before each choice. scores_only: nothing else is shown."""
+
+    texts: Sequence[str]
+    scores_only: bool = False
+
+    @staticmethod
+    def tokens(output: RequestOutput) -> list[tuple[int, Table | None]]:
+        tables = output.prompt_logprobs
+        if tables is None:
+            return []
+        return list(zip(output.prompt_token_ids, tables, strict=True))
+
+
+@dataclass
+class _Sent:
+    """How much of a choice is on its way."""
+
+    chars: int = 0
+    tokens: int = 0
+    begun: bool = False
+    finished: bool = False
+
+
+@dataclass
+class Reader:
+    """Reads the outputs of one caller's requests; n: choices of each."""
+
+    n: int
+    echo: Echo | None = None
+    _sent: dict[int, _Sent] = field(default_factory=dict)
+
+    def news(self, outputs: Sequence[RequestOutput | None]) -> Iterator[Piece]:
+        """What is new, by choice."""
+        for place, output in enumerate(outputs):
+            for choice in output.outputs if output else ():
+                yield from self._piece(place, output, choice)
+
+    def _piece(
+        self, place: int, output: RequestOutput, choice: CompletionOutput
+    ) -> Iterator[Piece]:
+        index = place * self.n + choice.index
+        sent = self._sent.setdefault(index, _Sent())
+        if sent.finished:
+            return
+        text, tokens = self._shown(choice)
+        text, tokens, offset = text[sent.chars :], tokens[sent.tokens :], sent.chars
+        sent.chars, sent.tokens = sent.chars + len(text), sent.tokens + len(tokens)
+        sent.finished = choice.finished
+        if self.echo:
+            ahead = self.echo.texts[place]
+            if sent.begun:
+                offset += len(ahead)
+            else:
+                text, tokens = ahead + text, (*self.echo.tokens(output), *tokens)
+        if text or tokens or choice.finished:
+            sent.begun = True
+            reason = "length" if self._scores_only and choice.finished else choice.finish_reason
+            yield Piece(index, text, tokens, offset, reason, choice.stop_reason)
+
+    @property
+    def _scores_only(self) -> bool:
+        return self.echo is not None and self.echo.scores_only
+
+    def _shown(self, choice: CompletionOutput) -> tuple[str, tuple[tuple[int, Table | None], ...]]:
+        if self._scores_only:
+            return "", ()
+        tables = choice.logprobs
+        tokens = () if tables is None else tuple(zip(choice.token_ids, tables, strict=True))
+        return choice.text, tokens
+
+
+def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) -> protocol.Usage:
+    """Every prompt counts once, every choice for itself."""
+    known = [o for o in outputs if o]
+    prompt = sum(len(o.prompt_token_ids) for o in known)
+    made = 0 if scores_only else sum(len(c.token_ids) for o in known for c in o.outputs)
+    return protocol.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=made,
+        total_tokens=prompt + made,
+        prompt_tokens_details=protocol.CachedTokens(
+            cached_tokens=sum(o.num_cached_tokens for o in known)
+        ),
+    )
+
+
+def failure_of(outputs: Sequence[RequestOutput | None], late: Refusal | None) -> Refusal | None:
+    """Why there is no answer although everything has ended: a choice was cut off or failed. late:
+    what to say if its deadline has passed.
+    """
+    for choice in (c for o in outputs if o for c in o.outputs):
+        if choice.finish_reason == "error":
+            return Refusal(500, f"the model failed: {choice.stop_reason or 'no reason is known'}")
+        if choice.finish_reason == "abort":
+            return late or Refusal(503, "the request was cancelled", code="cancelled")
+    return None
+
+
+class Format(Protocol):
+    """One of the two dialects."""
+
+    def whole(
+        self, pieces: Sequence[Piece], counted: protocol.Usage
+    ) -> protocol.Completion | protocol.Chat: ...
+
+    def opening(self, num_choices: int) -> Iterator[protocol.Completion | protocol.ChatChunk]:
+        """What a stream begins with."""
+        ...
+
+    def chunk(self, piece: Piece) -> protocol.Completion | protocol.ChatChunk: ...
+
+    def closing(self, counted: protocol.Usage) -> protocol.Completion | protocol.ChatChunk: ...
+
+
+class _Names:
+    """What stands at the top of each answer."""
+
+    def __init__(self, prefix: str, model: str, decode: Decode):
+        self.head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.decode = decode
+
+    def word(self, token: int, entry: Logprob) -> str:
+        if entry.decoded_token is not None:
+            return entry.decoded_token
+        return self.decode([token])
+
+
+class CompletionFormat(_Names):
+    """/v1/completions."""
+
+    def __init__(self, model: str, decode: Decode):
+        super().__init__("cmpl", model, decode)
+
+    def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Completion:
+        choices = [self._choice(piece) for piece in pieces]
+        return protocol.Completion(**self.head, choices=choices, usage=counted)
+
+    def opening(self, num_choices: int) -> Iterator[protocol.Completion]:
+        return iter(())
+
+    def chunk(self, piece: Piece) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[self._choice(piece)])
+
+    def closing(self, counted: protocol.Usage) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[], usage=counted)
+
+    def _choice(self, piece: Piece) -> protocol.CompletionChoice:
+        return protocol.CompletionChoice(
+            index=piece.index,
+            text=piece.text,
+            logprobs=self._logprobs(piece) if piece.tokens else None,
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+        )
+
+    def _logprobs(self, piece: Piece) -> protocol.CompletionLogprobs:
+        words, offsets, offset = [], [], piece.offset
+        for token, table in piece.tokens:
+            words.append(self.decode([token]) if table is None else self.word(token, table[token]))
+            offsets.append(offset)
+            offset += len(words[-1])
+        tables = [table for _, table in piece.tokens]
+        return protocol.CompletionLogprobs(
+            tokens=words,
+            token_logprobs=[t and t[token].logprob for token, t in piece.tokens],
+            top_logprobs=[t and {self.word(i, e): e.logprob for i, e in t.items()} for t in tables],
+            text_offset=offsets,
+        )
+
+
+class ChatFormat(_Names):
+    """/v1/chat/completions; top: how many alternatives of a token are shown."""
+
+    def __init__(self, model: str, decode: Decode, top: int = 0):
+        super().__init__("chatcmpl", model, decode)
+        self.top = top
+
+    def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Chat:
+        choices = [
+            protocol.ChatChoice(message=protocol.Reply(content=piece.text), **self._rest(piece))
+            for piece in pieces
+        ]
+        return protocol.Chat(**self.head, choices=choices, usage=counted)
+
+    def opening(self, num_choices: int) -> Iterator[protocol.ChatChunk]:
+        for index in range(num_choices):
+            delta = protocol.Delta(role="assistant", content="")
+            choice = protocol.ChunkChoice(index=index, delta=delta, finish_reason=None)
+            yield protocol.ChatChunk(**self.head, choices=[choice])
+
+    def chunk(self, piece: Piece) -> protocol.ChatChunk:
+        delta = protocol.Delta(content=piece.text) if piece.text else protocol.Delta()
+        choice = protocol.ChunkChoice(delta=delta, **self._rest(piece))
+        return protocol.ChatChunk(**self.head, choices=[choice])
+
+    def closing(self, counted: protocol.Usage) -> protocol.ChatChunk:
+        return protocol.ChatChunk(**self.head, choices=[], usage=counted)
+
+    def _rest(self, piece: Piece) -> dict:
+        return {
+            "index": piece.index,
+            "logprobs": self._logprobs(piece) if piece.tokens else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+    def _logprobs(self, piece: Piece) -> protocol.ChatLogprobs:
+        return protocol.ChatLogprobs(
+            content=[self._token(token, table) for token, table in piece.tokens if table]
+        )
+
+    def _token(self, token: int, table: Table) -> protocol.TokenLogprob:
+        ranked = sorted(table.items(), key=lambda entry: -entry[1].logprob)[: self.top]
+        return protocol.TokenLogprob(
+            **self._entry(token, table[token]),
+            top_logprobs=[protocol.TopLogprob(**self._entry(i, e)) for i, e in ranked],
+        )
+
+    def _entry(self, token: int, entry: Logprob) -> dict:
+        word = self.word(token, entry)
+        return {"token": word, "logprob": entry.logprob, "bytes": list(word.encode())}

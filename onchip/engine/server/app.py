@@ -1,0 +1,295 @@
+"""The HTTP application: routes, and what each of them asks of the service."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+import onchip
+
+from . import protocol
+from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
+from .guard import Guard, bounded_route
+from .keys import Keyring
+from .live import Watch
+from .metrics import Metrics
+from .protocol import ChatRequest, CompletionRequest, Sampling
+from .refusal import Refusal
+from .replies import Order, StreamReply, WholeReply, refuse
+from .service import Ask, Engine, Service, State
+from .texts import Texts
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MAX_CHOICES = 512  # of one request: prompts times samples
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE = {
+    "/": ("live.html", "text/html"),
+    "/live.css": ("live.css", "text/css"),
+    "/live.js": ("live.js", "text/javascript"),
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": protocol.Error, "description": "The request is at fault"},
+    "5XX": {"model": protocol.Error, "description": "The server is"},
+}
+_STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
+
+
+@dataclass(frozen=True)
+class Options:
+    """model: the name it is served under. max_request_s: no request may take longer. max_stall_s:
+    a step older than this makes the server not ready. hosts: as of Guard.
+    """
+
+    model: str
+    max_body_bytes: int = 4 << 20
+    max_request_s: float = 600.0
+    max_stall_s: float = 30.0
+    max_open: int = 16384
+    hosts: frozenset[str] | None = None
+
+
+class Server:
+    """One engine behind one application. `app` is ASGI; it starts the engine's thread when it
+    starts, and closes the engine when it ends.
+    """
+
+    def __init__(self, engine: Engine, options: Options, keys: Keyring | None = None):
+        self.options, self.keys = options, keys or Keyring()
+        self.texts, self.limits = Texts(engine.tokenizer), engine.limits
+        self.metrics = Metrics()
+        self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
+        self.watch = Watch(self.service, options.model)
+        self._started = int(time.time())
+        self.app = self._application()
+
+    def _application(self) -> FastAPI:
+        app = FastAPI(
+            title="onchip",
+            version=onchip.__version__,
+            lifespan=self._lifespan,
+            docs_url=None,  # its page loads scripts from elsewhere
+            redoc_url=None,
+        )
+        app.include_router(self._api())
+        app.include_router(self._probes())
+        for path, (file, kind) in _PAGE.items():
+            app.add_api_route(path, _static(file, kind), include_in_schema=False)
+        app.add_middleware(Guard, keys=self.keys, hosts=self.options.hosts)
+        for kind in (Refusal, HTTPException, RequestValidationError, Exception):
+            app.add_exception_handler(kind, self._failed)
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.service.start()
+        try:
+            yield
+        finally:
+            await self.service.close()
+
+    def _api(self) -> APIRouter:
+        router = APIRouter(
+            route_class=bounded_route(self.options.max_body_bytes), responses=_ERRORS
+        )
+        streams = {200: {"content": _STREAM}}
+        router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
+            self._completions
+        )
+        router.post("/v1/chat/completions", response_model=protocol.Chat, responses=streams)(
+            self._chats
+        )
+        router.get("/v1/models", response_model=protocol.Models)(self._models)
+        router.get("/v1/models/{model:path}", response_model=protocol.Model)(self._model)
+        return router
+
+    def _probes(self) -> APIRouter:
+        router = APIRouter(responses=_ERRORS)
+        router.get("/health")(self._health)
+        router.get("/ready")(self._ready)
+        router.get("/stats")(self.watch.look)
+        router.get("/metrics", response_class=Response)(self._metrics)
+        return router
+
+    async def _completions(self, body: CompletionRequest, request: Request) -> Response:
+        params, prompts = _checked(body.params), body.prompts
+        if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
+            raise Refusal(
+                400, "which choices are best is known at the end: they cannot be streamed"
+            )
+        echo = Echo([self._text(p) for p in prompts], body.scores_only) if body.echo else None
+        form = CompletionFormat(self.options.model, self.texts.decode)
+        return await self._serve(body, request, params, prompts, form, Reader(params.n, echo))
+
+    async def _chats(self, body: ChatRequest, request: Request) -> Response:
+        params = _checked(body.params)
+        messages = [{"role": m.role, "content": m.text} for m in body.messages]
+        prompt = await self._beside(self.texts.chat, messages)
+        form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
+        return await self._serve(body, request, params, [prompt], form, Reader(params.n))
+
+    async def _serve(
+        self,
+        body: Sampling,
+        request: Request,
+        params: Any,
+        prompts: Sequence[str | Sequence[int]],
+        form: Format,
+        reader: Reader,
+    ) -> Response:
+        self._check_model(body.model)
+        if len(prompts) * params.num_samples > MAX_CHOICES:
+            raise Refusal(
+                400, f"{len(prompts)} prompts x {params.num_samples} samples exceed {MAX_CHOICES}"
+            )
+        allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
+        asks = [
+            Ask(
+                await self._encode(prompt),
+                params,
+                body.priority or 0,
+                allowed_s,
+                request.state.salt,
+                bool(body.stream),
+            )
+            for prompt in prompts
+        ]
+        ticket = await self.service.submit(asks)
+        order = Order(
+            self.service,
+            ticket,
+            form,
+            reader,
+            len(prompts) * params.n,
+            time.monotonic() + allowed_s,
+            _late(allowed_s, body.deadline_s),
+            body.include_usage,
+        )
+        return (StreamReply if body.stream else WholeReply)(order, self.metrics)
+
+    async def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return await self._beside(self.texts.encode, prompt) if isinstance(prompt, str) else prompt
+
+    async def _beside(self, work: Callable[[T], R], what: T) -> R:
+        """Neither on the loop nor in the engine's thread: a long text keeps nobody waiting."""
+        try:
+            return await asyncio.to_thread(work, what)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self.texts.decode(prompt)
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.options.model):
+            raise Refusal(
+                404,
+                f"there is no model {name[:100]!r} here, only {self.options.model!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _models(self) -> protocol.Models:
+        return protocol.Models(data=[self._card()])
+
+    async def _model(self, model: str) -> protocol.Model:
+        self._check_model(model)
+        return self._card()
+
+    def _card(self) -> protocol.Model:
+        return protocol.Model(
+            id=self.options.model, created=self._started, max_model_len=self.limits.max_model_len
+        )
+
+    async def _health(self) -> Response:
+        """503 when the engine has died: nothing but a restart helps."""
+        dead = self.service.state is State.DEAD
+        body = {"status": "dead" if dead else "ok", "reason": self.service.death}
+        return JSONResponse(body, 503 if dead else 200)
+
+    async def _ready(self) -> Response:
+        """200 while requests are taken and steps are made. last_step_age_s: since the last step
+        ended, None before the first; step_age_s: of the one under way, 0 if none is.
+        """
+        state, age = self.service.state, self.service.step_age_s
+        stalled = age > self.options.max_stall_s
+        body = {
+            "status": "stalled" if stalled and state is State.READY else state.value,
+            "step_age_s": round(age, 3),
+            "last_step_age_s": self.watch.last_step_age_s,
+            "max_step_age_s": self.options.max_stall_s,
+        }
+        return JSONResponse(body, 200 if body["status"] == "ready" else 503)
+
+    async def _metrics(self) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.metrics.render(self.service), media_type=kind)
+
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        refusal = refusal_of(error)
+        self.metrics.refused(refusal.status)
+        reply = refuse(refusal)
+        if isinstance(error, HTTPException):
+            reply.headers.update(error.headers or {})
+        return reply
+
+
+def _late(allowed_s: float, asked_s: float | None) -> Refusal:
+    """Whose fault it is depends on who set the deadline."""
+    status = 408 if asked_s == allowed_s else 504
+    return Refusal(status, f"not done within {allowed_s:g} s", code="deadline")
+
+
+def _checked(make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except ValueError as error:
+        raise Refusal(400, str(error)) from None
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Whatever goes wrong, in the API's words."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HTTPException):
+        return Refusal(error.status_code, str(error.detail))
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors()[0])
+    return Refusal(500, "the server failed at this request")
+
+
+def _invalid(error: dict[str, Any]) -> Refusal:
+    """The first thing that is wrong, without what was sent: that may be megabytes."""
+    path = ".".join(str(part) for part in error["loc"][1:])[:100]
+    if error["type"] == "extra_forbidden":
+        return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
+    if not path:
+        return Refusal(400, f"the body is no request: {error['msg']}; send application/json")
+    return Refusal(400, f"{path}: {error['msg'][:300]}", param=path)
+
+
+def _static(file: str, kind: str) -> Callable[[], Any]:
+    content = resources.files(__package__).joinpath("page", file).read_bytes()
+    headers = {
+        "content-security-policy": PAGE_POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+    async def page() -> Response:
+        return Response(content, media_type=kind, headers=headers)
+
+    return page

@@ -1,0 +1,86 @@
+"""`onchip serve`: from options to a running server."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+from onchip.engine.llm import LLM
+from onchip.models import builtin
+
+from .app import Options, Server
+from .keys import Keyring, read_keys
+from .run import Address, Process, raise_file_limit
+
+BUILTIN_PAGES = (
+    2049  # of the built-in model, 64 MB: each but the null page is a cell of the live page
+)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Runs until SIGTERM or SIGINT; what can be wrong is found before the model loads."""
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    address = Address(args.host, args.port)
+    keys = _keyring(args, address)
+    sock = address.bind()
+    raise_file_limit()
+    llm = _model(args)
+    server = Server(llm.engine, _options(args, address, keys), keys)
+    where = f"{address.host}:{sock.getsockname()[1]}"
+    Process(server, args.drain_s, lambda: _announce(server, where, args.model)).run([sock])
+    return 1 if server.service.death else 0
+
+
+def _keyring(args: argparse.Namespace, address: Address) -> Keyring:
+    keys, warnings = read_keys(args.api_key_file)
+    if args.api_key:
+        keys.append(args.api_key)
+        warnings.append("--api-key is visible to everybody who lists processes: use a file")
+    keyring = Keyring(keys)
+    if keyring.open and not address.local:
+        warnings.append(f"anybody who reaches {address.host} may use this server: it has no keys")
+    for warning in warnings:
+        print(f"onchip: warning: {warning}", file=sys.stderr)
+    return keyring
+
+
+def _model(args: argparse.Namespace) -> LLM:
+    tiny = args.model == builtin.NAME
+    if tiny:
+        torch.set_num_threads(1)  # its matrices are smaller than the cost of sharing them
+    return LLM(
+        args.model,
+        max_model_len=args.max_model_len,
+        block_size=args.page_size,
+        num_pages=args.pages or (BUILTIN_PAGES if tiny else None),
+        swap_space=args.swap_gib,
+        dtype=args.dtype,
+        seed=args.seed,
+        device=args.device,
+        max_num_seqs=args.max_num_seqs,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        enable_prefix_caching=not args.no_prefix_caching,
+    )
+
+
+def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Options:
+    return Options(
+        model=args.name or Path(args.model).resolve().name,
+        max_body_bytes=int(args.max_body_mib * 2**20),
+        max_request_s=args.max_request_s,
+        max_stall_s=args.max_stall_s,
+        max_open=args.max_num_seqs + args.max_queue,
+        hosts=address.hosts if keys.open else None,
+    )
+
+
+def _announce(server: Server, where: str, model: str) -> None:
+    if model == builtin.NAME:
+        print(builtin.ABOUT)
+    kind = "no keys needed" if server.keys.open else "with keys"
+    print(
+        f"{server.options.model} on http://{where}/v1, live page http://{where}/ ({kind})",
+        flush=True,
+    )

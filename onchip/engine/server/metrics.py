@@ -1,0 +1,106 @@
+"""What Prometheus is told. The registry belongs to one server: nothing here is global."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from onchip.engine.request import RequestOutput
+
+from .service import Service, State
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
+
+# metric: (what it is, how it is read off the engine's Stats)
+_GAUGES = {
+    "requests_running": ("Requests that have pages", lambda s: s.running),
+    "requests_waiting": ("Requests in line", lambda s: s.waiting),
+    "pages": ("Pages of the cache", lambda s: s.pages_total),
+    "pages_used": ("Pages that running requests hold", lambda s: s.pages_total - s.pages_free),
+    "pages_cached": ("Free pages that still hold a prefix", lambda s: s.pages_cached),
+    "pages_saved": ("Pages that sharing saves", lambda s: s.pages_shared),
+    "last_step_seconds": ("How long the last step took", lambda s: s.last_step_s),
+}
+_COUNTERS = {
+    "tokens_generated": ("Tokens drawn", lambda s: s.tokens_generated),
+    "tokens_prefilled": ("Tokens of prompts computed", lambda s: s.tokens_prefilled),
+    "tokens_cached": ("Tokens of prompts found in the cache", lambda s: s.tokens_cached),
+    "preempted_by_swap": ("Preemptions to the host", lambda s: s.preempted_by_swap),
+    "preempted_by_recompute": (
+        "Preemptions by giving pages up",
+        lambda s: s.preempted_by_recompute,
+    ),
+    "steps": ("Steps computed", lambda s: s.steps),
+}
+
+
+class Metrics:
+    """`observe` is told every output, `refused` every failure, `render` makes the page."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._gauges = {name: self._gauge(name, what) for name, (what, _) in _GAUGES.items()}
+        self._counters = {name: self._counter(name, what) for name, (what, _) in _COUNTERS.items()}
+        self._before: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+        self._state = self._gauge("state", "1 for the state the server is in", "state")
+        self._open = self._gauge("requests_open", "Requests whose clients wait")
+        self._step_age = self._gauge("step_age_seconds", "Age of the step under way, 0 if none is")
+        self._ended = self._counter("requests", "Requests that ended", "finish_reason")
+        self._failed = self._counter("responses_failed", "Requests without an answer", "status")
+        self._gone = self._counter("clients_gone", "Clients that hung up before their answer")
+        self._first = self._histogram("time_to_first_token_seconds", _SECONDS)
+        self._queue = self._histogram("queue_seconds", _SECONDS)
+        self._whole = self._histogram("request_seconds", _SECONDS)
+        self._token = self._histogram("time_per_output_token_seconds", _TOKEN_SECONDS)
+
+    def observe(self, output: RequestOutput) -> None:
+        """Times are known when a request has ended."""
+        if not output.finished:
+            return
+        times = output.metrics
+        for choice in output.outputs:
+            self._ended.labels(choice.finish_reason).inc()
+        if times.first_scheduled_s is not None:
+            self._queue.observe(times.first_scheduled_s - times.arrival_s)
+        if times.finished_s is not None:
+            self._whole.observe(times.finished_s - times.arrival_s)
+        if times.first_token_s is not None:
+            self._first.observe(times.first_token_s - times.arrival_s)
+            self._observe_tokens(output, times.first_token_s, times.finished_s)
+
+    def _observe_tokens(
+        self, output: RequestOutput, first_s: float, finished_s: float | None
+    ) -> None:
+        steps = max(len(choice.token_ids) for choice in output.outputs) - 1
+        if steps > 0 and finished_s is not None:
+            self._token.observe((finished_s - first_s) / steps)
+
+    def refused(self, status: int) -> None:
+        self._failed.labels(str(status)).inc()
+
+    def hung_up(self) -> None:
+        self._gone.inc()
+
+    def render(self, service: Service) -> bytes:
+        stats = service.stats
+        for name, (_, read) in _GAUGES.items():
+            self._gauges[name].set(read(stats))
+        for name, (_, read) in _COUNTERS.items():
+            self._advance(name, read(stats))
+        for state in State:
+            self._state.labels(state.value).set(state is service.state)
+        self._open.set(service.num_open)
+        self._step_age.set(service.step_age_s)
+        return generate_latest(self._registry)
+
+    def _advance(self, name: str, total: float) -> None:
+        self._counters[name].inc(max(0.0, total - self._before[name]))
+        self._before[name] = total
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"onchip_{name}", what, labels, registry=self._registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"onchip_{name}", what, labels, registry=self._registry)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        what = name.removesuffix("_seconds").replace("_", " ").capitalize() + ", by request"
+        return Histogram(f"onchip_{name}", what, buckets=buckets, registry=self._registry)

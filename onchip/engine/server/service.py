@@ -1,0 +1,425 @@
+"""The thread that drives the engine, and those who wait for it on an event loop.
+
+The engine belongs to one thread, which does everything that is asked of it between two steps, in
+order. What a step gives goes into one mailbox, by request: outputs are cumulative, so the newest
+one says it all. However slow the loop or a reader is, a request has at most one output waiting, and
+nobody waits for anybody.
+
+If a step raises, the engine is dead: everybody who waits is told, and the thread stays to refuse
+whatever comes later. No request is ever left without an answer.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count
+from typing import Any, Protocol, TypeVar
+
+from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.engine.request import RequestOutput
+from onchip.engine.step import Limits, Refused
+from onchip.engine.tokenizer import Tokenizer
+
+from .refusal import Refusal
+
+T = TypeVar("T")
+LOG = logging.getLogger("onchip.serve")
+RETRY_AFTER_S = 1
+TURN_S = 0.02  # of commands between two steps: a flood of requests does not stop those that run
+
+
+class Engine(Protocol):
+    """What the thread drives; see onchip.engine.Engine."""
+
+    tokenizer: Tokenizer | None
+    limits: Limits
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        salt: bytes = b"",
+        stream: bool = True,
+    ) -> Any: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class State(Enum):
+    READY = "ready"
+    DRAINING = "draining"
+    CLOSED = "closed"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt. deadline_s: seconds it may take. stream: every output is wanted, not only the
+    last.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    deadline_s: float | None = None
+    salt: bytes = b""
+    stream: bool = True
+
+
+class Ticket:
+    """What one caller holds: the newest output of each of its requests, or why there is none.
+    Lives on the event loop.
+    """
+
+    def __init__(self, request_ids: Sequence[str]):
+        self.request_ids = tuple(request_ids)
+        self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)
+        self.failure: Refusal | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        return all(o is not None and o.finished for o in self.outputs)
+
+    @property
+    def settled(self) -> bool:
+        return self.failure is not None or self.finished
+
+    async def changed(self) -> None:
+        """Until something is new since the last call."""
+        await self._news.wait()
+        self._news.clear()
+
+    def put(self, place: int, output: RequestOutput) -> None:
+        self.outputs[place] = output
+        self._news.set()
+
+    def fail(self, failure: Refusal) -> None:
+        """The first failure counts; what is settled stays so."""
+        if not self.settled:
+            self.failure = failure
+            self._news.set()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One open request. tokens: made so far, None if nobody looks before it is done."""
+
+    request_id: str
+    since_s: float
+    prompt_tokens: int
+    samples: int
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which output of which ticket a request is."""
+
+    ticket: Ticket
+    place: int
+    ask: Ask
+    since_s: float
+
+    @property
+    def standing(self) -> Standing:
+        output, params = self.ticket.outputs[self.place], self.ask.params
+        made = sum(len(c.token_ids) for c in output.outputs) if output else 0
+        return Standing(
+            self.ticket.request_ids[self.place],
+            self.since_s,
+            len(self.ask.prompt),
+            params.num_samples,
+            made if self.ask.stream else None,
+        )
+
+
+class Service:
+    """Requests in, outputs back, for callers on the event loop on which it was started.
+
+    max_open: requests that may be open at a time, whatever the engine would queue. on_output is
+    told each output that arrives.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_open: int = 16384,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ):
+        self._engine, self._max_open = engine, max_open
+        self.on_output = on_output
+        self._commands = queue.SimpleQueue[Callable[[], None] | None]()
+        self._places: dict[str, _Place] = {}
+        self._mail: dict[str, RequestOutput] = {}
+        self._lock = threading.Lock()
+        self._numbers = count(1)
+        self._thread = threading.Thread(target=self._run, name="onchip-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._state = State.READY
+        self._death: str | None = None
+        self._busy_since: float | None = None
+        self.num_steps = 0
+
+    def start(self) -> None:
+        """On the loop whose callers it serves."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def state(self) -> State:
+        return State.DEAD if self._death is not None else self._state
+
+    @property
+    def death(self) -> str | None:
+        """The name of what the engine died of; the message may hold what is nobody's business."""
+        return self._death
+
+    @property
+    def num_open(self) -> int:
+        return len(self._places)
+
+    @property
+    def standings(self) -> list[Standing]:
+        """All that are open, oldest first."""
+        return [place.standing for place in self._places.values()]
+
+    @property
+    def step_age_s(self) -> float:
+        """For how long the step that is under way has been computed; 0 between steps."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    async def submit(self, asks: Sequence[Ask]) -> Ticket:
+        """All of them, or none and a Refusal. A caller that is cancelled meanwhile leaves nothing
+        behind.
+        """
+        self._check_open(len(asks))
+        ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
+        now = time.monotonic()
+        for place, (request_id, ask) in enumerate(zip(ticket.request_ids, asks, strict=True)):
+            self._places[request_id] = _Place(ticket, place, ask, now)
+        answer = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._add(asks, ticket, answer))
+        try:
+            refusal = await answer
+        except BaseException:
+            self.release(ticket)
+            raise
+        if refusal is not None:
+            self._forget(ticket)
+            raise refusal
+        return ticket
+
+    def release(self, ticket: Ticket) -> None:
+        """Its caller is gone: what is not finished is cancelled before the next step."""
+        self._forget(ticket)
+        ids = [i for i, o in zip(ticket.request_ids, ticket.outputs, strict=True) if _open(o)]
+        if ids and self._death is None:
+            self._commands.put(lambda: self._cancel(ids))
+
+    async def ask(self, look: Callable[[Any], T], patience_s: float) -> T | None:
+        """What `look` sees of the engine between two steps; None: it died, or a step takes longer
+        than patience_s.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._look(look, answer))
+        done, _ = await asyncio.wait([answer], timeout=patience_s)
+        return answer.result() if done else None
+
+    @property
+    def stats(self) -> Any:
+        """The engine's Stats at the end of its last step."""
+        return self._engine.stats()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new, finish what is open; what is not done in time fails with a sentence."""
+        if self._state is State.READY:
+            self._state = State.DRAINING
+        end = time.monotonic() + timeout_s
+        while self._places and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self.fail_all(Refusal(503, "the server shut down before this was done", code="shutdown"))
+
+    def fail_all(self, failure: Refusal) -> None:
+        """Everybody who waits is answered with it, and what they waited for is cancelled."""
+        for ticket in {id(p.ticket): p.ticket for p in self._places.values()}.values():
+            ticket.fail(failure)
+            self.release(ticket)
+
+    async def close(self) -> None:
+        """After it the thread is gone, and with it the engine's memory."""
+        self._state = State.CLOSED
+        self.fail_all(Refusal(503, "the server is closed", code="shutdown"))
+        if self._thread.is_alive():
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def _check_open(self, count: int) -> None:
+        if self._death is not None:
+            raise _dead(self._death)
+        if self._state is not State.READY:
+            raise Refusal(
+                503, "the server is shutting down", code="shutdown", retry_after_s=RETRY_AFTER_S
+            )
+        if len(self._places) + count > self._max_open:
+            raise Refusal(
+                429,
+                f"{len(self._places)} requests are open, at most {self._max_open} may be",
+                code="queue_full",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _forget(self, ticket: Ticket) -> None:
+        for request_id in ticket.request_ids:
+            self._places.pop(request_id, None)
+
+    def _open_mail(self) -> None:
+        """On the loop."""
+        with self._lock:
+            mail, self._mail = self._mail, {}
+        for request_id, output in mail.items():
+            if request_id not in self._places:
+                continue  # its caller is gone
+            found = self._places[request_id]
+            if self.on_output:
+                self.on_output(output)
+            found.ticket.put(found.place, output)
+            if output.finished:
+                del self._places[request_id]
+
+    def _run(self) -> None:
+        """The engine's thread."""
+        try:
+            while self._obey():
+                self._step()
+        except BaseException as error:
+            self._die(error)
+            while (command := self._commands.get()) is not None:
+                command()
+        finally:
+            self._close_engine()
+
+    def _obey(self) -> bool:
+        """Do what was asked; with nothing to compute, wait for something. False: close."""
+        end = time.monotonic() + TURN_S
+        while not self._engine.has_work or time.monotonic() < end:
+            try:
+                command = self._commands.get(block=not self._engine.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+        return True
+
+    def _step(self) -> None:
+        self._busy_since = time.monotonic()
+        outputs = self._engine.step()
+        self._busy_since = None
+        self.num_steps += 1
+        self._post(outputs)
+
+    def _post(self, outputs: Sequence[RequestOutput]) -> None:
+        if not outputs:
+            return
+        with self._lock:
+            waiting = bool(self._mail)
+            self._mail.update((o.request_id, o) for o in outputs)
+        if not waiting:
+            self._tell(self._open_mail)
+
+    def _add(self, asks: Sequence[Ask], ticket: Ticket, answer: asyncio.Future) -> None:
+        refusal = self._try_all(asks, ticket.request_ids)
+        self._tell(lambda: None if answer.done() else answer.set_result(refusal))
+
+    def _try_all(self, asks: Sequence[Ask], request_ids: Sequence[str]) -> Refusal | None:
+        for place, (ask, request_id) in enumerate(zip(asks, request_ids, strict=True)):
+            if refusal := self._try(ask, request_id):
+                self._cancel(request_ids[:place])
+                return refusal
+        return None
+
+    def _try(self, ask: Ask, request_id: str) -> Refusal | None:
+        """A question that the engine cannot take, even one that breaks it, fails alone."""
+        if self._death is not None:
+            return _dead(self._death)
+        asked = {
+            name: value for name, value in vars(ask).items() if name not in ("prompt", "params")
+        }
+        try:
+            answer = self._engine.add(ask.prompt, ask.params, request_id=request_id, **asked)
+        except ValueError as error:
+            return Refusal(400, str(error))
+        except Exception as error:
+            LOG.exception("a request could not be added")
+            return Refusal(500, f"the engine could not take the request: {type(error).__name__}")
+        if not isinstance(answer, Refused):
+            return None
+        if answer.later:
+            return Refusal(429, answer.reason, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        return Refusal(400, answer.reason, code="context_length_exceeded")
+
+    def _cancel(self, request_ids: Sequence[str]) -> None:
+        if self._death is None:
+            for request_id in request_ids:
+                self._engine.cancel(request_id)
+            if not self._engine.has_work:
+                self._engine.step()  # of nothing: its Stats are those of the last step
+
+    def _look(self, look: Callable[[Any], T], answer: asyncio.Future[T | None]) -> None:
+        seen = None
+        if self._death is None:
+            try:
+                seen = look(self._engine)
+            except Exception:  # who only looks does not kill
+                LOG.exception("the engine could not be looked at")
+        self._tell(lambda: None if answer.done() else answer.set_result(seen))
+
+    def _die(self, error: BaseException) -> None:
+        LOG.critical("the engine died", exc_info=error)
+        self._death = type(error).__name__
+        self._busy_since = None
+        self._tell(lambda: self.fail_all(_dead(self._death)))
+
+    def _close_engine(self) -> None:
+        try:
+            self._engine.close()
+        except Exception:
+            LOG.exception("the engine did not close cleanly")
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        """Run it on the loop, if that still runs: then somebody may be waiting."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            LOG.debug("the event loop is closed")
+
+
+def _open(output: RequestOutput | None) -> bool:
+    return output is None or not output.finished
+
+
+def _dead(reason: str | None) -> Refusal:
+    return Refusal(
+        503, f"the engine died ({reason}); the server's log says more", code="engine_dead"
+    )

@@ -1,0 +1,256 @@
+"""An engine that says what it is told to, behind a real server on the loopback."""
+
+import json
+import time
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from importlib.util import find_spec
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import pytest
+
+from onchip.engine import CompletionOutput, Logprob, Refused, RequestOutput, SamplingParams
+from onchip.engine.request import RequestMetrics
+from onchip.engine.step import Limits
+from onchip.engine.tokenizer import ByteTokenizer
+
+NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
+if not all(map(find_spec, NEEDED)):
+    collect_ignore_glob = ["test_*.py"]  # the packages of onchip[serve] are not here
+
+VOCAB = 257
+MODEL = "fake"
+
+
+class FakeRequest:
+    def __init__(self, request_id, prompt, params, deadline, salt, stream):
+        self.request_id, self.prompt, self.params = request_id, list(prompt), params
+        self.deadline, self.salt, self.stream = deadline, salt, stream
+        self.made, self.end, self.arrival = 0, None, time.monotonic()
+        self.first = self.scheduled = self.finished = None
+
+    def say(self, index):
+        """Sample i says: the prompt again and again, from its i-th byte on."""
+        return [self.prompt[(index + k) % len(self.prompt)] for k in range(self.made)]
+
+    def choice(self, index):
+        tokens = self.say(index)
+        text = bytes(tokens).decode(errors="ignore")  # half a character is not shown
+        reason, end = None, self.end
+        for stop in self.params.stop:
+            if stop in text:
+                text, reason, end = text[: text.index(stop)], stop, "stop"
+        logprobs = None
+        if self.params.logprobs is not None:
+            entry = lambda t: {t: Logprob(-0.5, 1), (t + 1) % 256: Logprob(-1.5, 2)}
+            logprobs = [entry(t) for t in tokens]
+        return CompletionOutput(index, text, tuple(tokens), -0.5, logprobs, end, reason)
+
+    def output(self):
+        times = RequestMetrics(self.arrival, self.scheduled, self.first, self.finished)
+        scored = None
+        if self.params.prompt_logprobs is not None:
+            scored = [None] + [{t: Logprob(-0.25, 1)} for t in self.prompt[1:]]
+        choices = [self.choice(i) for i in range(self.params.n)]
+        return RequestOutput(
+            self.request_id,
+            None,
+            tuple(self.prompt),
+            scored,
+            choices,
+            self.end is not None,
+            times,
+            2,
+        )
+
+
+class FakeEngine:
+    """Of the shape of onchip.engine.Engine. Knobs: step_s (how long a step takes), seats and
+    queue (how many run and wait), boom (the exception of the next step).
+    """
+
+    def __init__(self, *, step_s=0.0, seats=8, queue=1000):
+        self.step_s, self.seats, self.queue = step_s, seats, queue
+        self.tokenizer, self.limits = ByteTokenizer(), Limits(4096)
+        self.boom = None
+        self.requests = {}
+        self.salts, self.cancelled, self.closed, self.steps = [], [], False, 0
+        self.generated, self.last_step_at = 0, 0.0
+
+    @property
+    def has_work(self):
+        return bool(self.requests)
+
+    def add(
+        self, prompt, params=None, *, request_id, priority=0, deadline_s=None, salt=b"", stream=True
+    ):
+        params = params or SamplingParams()
+        prompt = list(prompt)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if max(prompt) >= VOCAB:
+            raise ValueError(f"the prompt holds token {max(prompt)}")
+        if bytes(prompt) == b"break me":
+            raise KeyError("a bug")
+        if len(prompt) + (params.max_tokens or 1) > 4096:
+            return Refused(f"{len(prompt)} tokens are too many")
+        if len(self.requests) >= self.seats + self.queue:
+            return Refused("the queue is full", later=True)
+        self.salts.append(salt)
+        deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self.requests[request_id] = FakeRequest(request_id, prompt, params, deadline, salt, stream)
+        return self.requests[request_id]
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+        return self.requests.pop(request_id, None) is not None
+
+    def step(self):
+        time.sleep(self.step_s)
+        if self.boom:
+            self.requests.clear()
+            raise self.boom
+        self.steps += 1
+        told = [r for r in list(self.requests.values())[: self.seats] if self.grow(r)]
+        for request in told:
+            if request.end:
+                del self.requests[request.request_id]
+        self.last_step_at = time.monotonic()
+        return [r.output() for r in told if r.end or r.stream]
+
+    def grow(self, request):
+        now, params = time.monotonic(), request.params
+        request.scheduled = request.scheduled or now
+        request.made += 1
+        request.first = request.first or now
+        self.generated += params.n
+        limit = 64 if params.max_tokens is None else params.max_tokens
+        stopped = all(request.choice(i).finished for i in range(params.n))
+        if request.deadline and now > request.deadline:
+            request.end = "abort"
+        elif stopped or request.made >= limit:
+            request.end = "length"
+        request.finished = now if request.end else None
+        return True
+
+    def stats(self):
+        running = list(self.requests.values())[: self.seats]
+        pages = {r.request_id: 1 + r.made // 16 for r in running}
+        return SimpleNamespace(
+            running=len(running),
+            waiting=len(self.requests) - len(running),
+            pages_total=1000,
+            pages_free=1000 - sum(pages.values()),
+            pages_cached=7,
+            pages_shared=3,
+            request_pages=pages,
+            tokens_generated=self.generated,
+            tokens_prefilled=0,
+            tokens_cached=0,
+            preempted_by_swap=0,
+            preempted_by_recompute=0,
+            steps=self.steps,
+            last_step_s=self.step_s,
+            last_step_at=self.last_step_at,
+        )
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def fake():
+    return FakeEngine
+
+
+@contextmanager
+def serve(engine, keys=(), drain_s=5.0, **options):
+    from onchip.engine.server.app import Options, Server
+    from onchip.engine.server.keys import Keyring
+    from onchip.engine.server.run import Background
+
+    server = Server(engine, Options(MODEL, **options), Keyring(keys))
+    with Background(server, drain_s=drain_s) as url:
+        yield url, server
+
+
+@pytest.fixture
+def serving():
+    """`with serving(engine) as (url, server)`; options as of Options, keys: API keys."""
+    return serve
+
+
+@pytest.fixture(scope="module")
+def shared_engine():
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def shared(shared_engine):
+    """The address of a server for all tests of a file that leave nothing behind."""
+    with serve(shared_engine) as (url, _):
+        yield url
+
+
+def connect(url):
+    parts = urlsplit(url)
+    return HTTPConnection(parts.hostname, parts.port, timeout=30)
+
+
+@pytest.fixture(name="connect")
+def _connect():
+    return connect
+
+
+@pytest.fixture
+def ask():
+    """ask(url, path, body, **headers): (status, JSON or text, headers). A body that is bytes is
+    sent as it is.
+    """
+
+    def send(url, path, body=None, method=None, **headers):
+        connection = connect(url)
+        if body is not None:
+            headers = {"content-type": "application/json"} | headers
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        text, given = response.read().decode(), dict(response.getheaders())
+        connection.close()
+        is_json = given.get("content-type", "").startswith("application/json")
+        return response.status, json.loads(text) if is_json else text, given
+
+    return send
+
+
+@pytest.fixture
+def open_stream():
+    """open_stream(url, ...): the connection of a streamed completion, its answer unread."""
+    opened = []
+
+    def start(url, **body):
+        connection = connect(url)
+        opened.append(connection)
+        body = {"prompt": "abc", "stream": True} | body
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        return connection
+
+    yield start
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def until():
+    """until(condition): waits for it, and fails after a few seconds."""
+
+    def wait(condition, seconds=10.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "it did not happen"
+            time.sleep(0.005)
+
+    return wait

@@ -1,0 +1,33 @@
+"""docs/serving.md tells the truth about the command, and about what it counts."""
+
+import argparse
+import re
+from pathlib import Path
+
+from onchip import cli
+from onchip.engine.server.protocol import ChatRequest, CompletionRequest
+
+TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
+
+
+def test_every_option_is_explained():
+    commands = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    options = {s for a in commands.choices["serve"]._actions for s in a.option_strings}
+    assert options - {"-h", "--help"} <= NAMED
+
+
+def test_every_metric_is_listed_and_no_other(shared, ask):
+    assert ask(shared, "/v1/completions", {"prompt": "abc"})[0] == 200
+    assert ask(shared, "/v1/completions", {"prompt": ""})[0] == 400
+    page = ask(shared, "/metrics")[1]
+    families = re.findall(r"^# TYPE (\w+) (?!gauge)\w+|^# TYPE (\w+) gauge", page, re.MULTILINE)
+    told = {a or b for a, b in families if not (a or b).endswith("_created")}
+    assert told == {name for name in NAMED if name.startswith("onchip_")}
+
+
+def test_every_field_is_named():
+    unused = {"metadata", "parallel_tool_calls", "service_tier", "prompt_cache_key", "tool_choice"}
+    unused |= {"safety_identifier", "modalities", "store", "suffix"}
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
+    assert fields - unused <= NAMED

@@ -1,0 +1,65 @@
+"""A thousand clients at once, on the CPU with the built-in model."""
+
+import asyncio
+import os
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from onchip.bench.openloop import Load, rss_mib, run, summary
+
+CLIENTS = 1000
+
+
+@pytest.fixture
+def crowd_server():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < CLIENTS + 100:
+        pytest.skip(f"a process may open {hard} files here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    command = [sys.executable, "-m", "onchip", "serve", "--port", "0", "--max-num-seqs", "128"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    for line in child.stdout:
+        if found := re.search(r"http://[\d.]+:\d+", line):
+            yield child, found[0]
+            break
+    child.kill()
+    child.communicate()
+
+
+async def watch(ask, url, seen):
+    while True:
+        _, stats, _ = await asyncio.to_thread(ask, url, "/stats")
+        seen.append(stats["requests"]["open"])
+        await asyncio.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask):
+    """No error, no request left behind: who came earlier begins earlier, up to a batch. A second
+    crowd finds the memory that the first one left.
+    """
+    child, url = crowd_server
+
+    async def scene(seed):
+        seen = []
+        watching = asyncio.create_task(watch(ask, url, seen))
+        outcomes = await run(
+            url, Load(CLIENTS, prompt_chars=(20, 60), max_tokens=(8, 8), seed=seed)
+        )
+        watching.cancel()
+        return outcomes, max(seen)
+
+    outcomes, most = asyncio.run(scene(0))
+    assert most > 0.9 * CLIENTS
+    assert [o for o in outcomes if not o.ok] == []
+    assert all(o.num_tokens == 8 for o in outcomes)
+    spans = sorted(o.last_s - o.first_s for o in outcomes)
+    assert spans[-1] < 20 * spans[CLIENTS // 2], summary(outcomes)  # who has begun goes on
+    before = rss_mib(child.pid)
+    asyncio.run(scene(1))
+    assert rss_mib(child.pid) < 1.05 * before + 20
+    assert ask(url, "/stats")[1]["pages"]["used"] == 0

@@ -1,0 +1,300 @@
+"""Whatever a client does harms that client alone; whatever the engine does, all are told."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+LONG = {"prompt": "abc", "max_tokens": 4000}
+
+
+def events(response):
+    """The data of a stream's events."""
+    lines = response.read().decode().splitlines()
+    return [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+
+
+class TestQuestions:
+    @pytest.mark.parametrize(
+        ("body", "status", "word"),
+        [
+            (b"{", 400, "JSON"),
+            (b"", 400, "application/json"),
+            (b"[]", 400, "body"),
+            (b"null", 400, "body"),
+            (b"\xff\xfe", 400, "JSON"),
+            (b'{"prompt": "a", "temperature": NaN}', 400, "JSON"),
+            (b'{"prompt": "a", "temperature": Infinity}', 400, "JSON"),
+            (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+            (b'{"prompt": "\\ud800"}', 400, "JSON"),
+            (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "JSON"),
+            (b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}", 400, "JSON"),
+            ({"prompt": ""}, 400, "empty"),
+            ({"prompt": []}, 400, "prompt"),
+            ({"prompt": [257]}, 400, "257"),
+            ({"prompt": [-1]}, 400, "prompt"),
+            ({"prompt": [[1], ["a"]]}, 400, "prompt"),
+            ({"prompt": ["a"] * 129}, 400, "prompt"),
+            ({"prompt": ["a"] * 100, "n": 100}, 400, "512"),
+            ({"prompt": "a", "n": 10**6}, 400, "n: "),
+            ({"prompt": "a", "n": 10**30}, 400, "n: "),
+            ({"prompt": "a", "n": True}, 400, "n: "),
+            ({"prompt": "a", "n": "2"}, 400, "n: "),
+            ({"prompt": "a", "stop": ["x"] * 500_000}, 400, "stop"),
+            ({"prompt": "a", "stop": "x" * 1000}, 400, "stop"),
+            ({"prompt": "a", "stop": ""}, 400, "stop"),
+            ({"prompt": "a", "logprobs": 10**6}, 400, "logprobs"),
+            ({"prompt": "a", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+            ({"prompt": "a", "logit_bias": {str(i): 0 for i in range(301)}}, 400, "logit_bias"),
+            ({"prompt": "a", "max_tokens": 0}, 400, "echo"),
+            ({"prompt": "a", "max_tokens": 5, "min_tokens": 9}, 400, "min_tokens"),
+            ({"prompt": "a", "priority": -1}, 400, "priority"),
+            ({"prompt": "a", "deadline_s": 0}, 400, "deadline_s"),
+            ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
+            ({"prompt": "a", "best_of": 3, "stream": True}, 400, "streamed"),
+            ({"prompt": "a", "nonsense": 1}, 400, "Unrecognized request argument"),
+            ({"prompt": "a" * 5000}, 400, "too many"),
+            ({"prompt": "a" * (5 << 20)}, 413, "larger than"),
+            ({"prompt": "a", "model": "other"}, 404, "no model 'other'"),
+            ({"prompt": "break me"}, 500, "KeyError"),
+        ],
+    )
+    def test_a_bad_question_is_answered_by_a_sentence(self, shared, ask, body, status, word):
+        started = time.monotonic()
+        got, answer, _ = ask(shared, COMPLETIONS, body)
+        assert got == status and word in answer["error"]["message"], answer
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert len(answer["error"]["message"]) < 500 and time.monotonic() - started < 5
+        assert ask(shared, COMPLETIONS, {"prompt": "abc", "max_tokens": 2})[0] == 200
+
+    @pytest.mark.parametrize(
+        ("change", "word"),
+        [
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "tool", "content": "a"}]}, "role"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+            ({"tools": [{"type": "function"}]}, "tools"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"top_logprobs": 2}, "logprobs=true"),
+            ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
+            ({"store": True}, "store"),
+        ],
+    )
+    def test_chats_refuse_what_they_cannot_do(self, shared, ask, change, word):
+        body = {"messages": [{"role": "user", "content": "a"}]} | change
+        status, answer, _ = ask(shared, CHATS, body)
+        assert status == 400 and word in answer["error"]["message"], answer
+
+    def test_other_kinds_of_bodies_are_no_json(self, shared, ask):
+        """A page elsewhere may send text, but not JSON, without being asked for leave."""
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            headers = {"content-type": kind}
+            assert ask(shared, COMPLETIONS, b'{"prompt": "a"}', **headers)[0] == 400
+
+    def test_a_body_without_an_end_is_cut_off(self, shared, connect):
+        connection = connect(shared)
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("content-type", "application/json")
+        connection.putheader("transfer-encoding", "chunked")
+        connection.endheaders()
+        chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
+        with pytest.raises(OSError, match="reset|pipe"):
+            for _ in range(64):
+                connection.send(chunk)
+        connection.close()
+
+    def test_headers_without_an_end_are_refused(self, shared, connect):
+        connection = connect(shared)
+        connection.putrequest("GET", "/health")
+        connection.putheader("x-long", "a" * (1 << 20))
+        with pytest.raises(OSError, match="reset|pipe"):
+            connection.endheaders()
+            connection.getresponse().read()
+            connection.send(b"a")
+        connection.close()
+
+    def test_unknown_paths_and_methods_are_refused_in_the_same_words(self, shared, ask):
+        assert ask(shared, "/v1/nonsense")[1]["error"]["type"] == "invalid_request_error"
+        status, answer, headers = ask(shared, COMPLETIONS)
+        assert status == 405 and answer["error"] and headers["allow"] == "POST"
+
+    def test_a_name_of_ones_own_does_not_reach_a_local_server(self, serving, fake, ask):
+        with serving(fake(), hosts=frozenset({"127.0.0.1"})) as (url, _):
+            assert ask(url, "/v1/models")[0] == 200
+            status, answer, _ = ask(url, "/v1/models", host="evil.example")
+            assert status == 421 and "evil.example" in answer["error"]["message"]
+
+
+class TestClients:
+    def test_a_client_that_hangs_up_mid_stream_is_cancelled(
+        self, serving, fake, open_stream, until
+    ):
+        engine = fake(step_s=0.005)
+        with serving(engine) as (url, server):
+            connection = open_stream(url, **LONG)
+            connection.getresponse().fp.readline()
+            assert engine.requests
+            connection.close()
+            connection.sock = None
+            until(lambda: not engine.requests)
+            assert len(engine.cancelled) == 1 and server.service.num_open == 0
+
+    def test_a_client_that_hangs_up_while_it_waits_is_cancelled(
+        self, serving, fake, open_stream, until
+    ):
+        engine = fake(step_s=0.005)
+        with serving(engine) as (url, server):
+            connection = open_stream(url, **LONG, stream=False)
+            until(lambda: engine.requests)
+            connection.close()
+            until(lambda: not engine.requests)
+            assert engine.cancelled and server.service.num_open == 0
+
+    def test_a_reader_that_takes_nothing_keeps_nobody_waiting(
+        self, serving, fake, open_stream, ask, until
+    ):
+        engine = fake()
+        with serving(engine) as (url, _):
+            connection = open_stream(url, max_tokens=300, n=16)
+            until(lambda: engine.requests)
+            started = time.monotonic()
+            for _ in range(5):
+                assert ask(url, COMPLETIONS, {"prompt": "abc", "max_tokens": 3})[0] == 200
+            assert time.monotonic() - started < 10
+            until(lambda: not engine.requests)  # although nobody has read a byte of it
+            chunks = [json.loads(e) for e in events(connection.getresponse())[:-1]]
+            texts = ["".join(c["text"] for c in one) for one in by_index(chunks)]
+            assert [len(text) for text in texts] == [300] * 16
+
+    def test_one_that_breaks_the_engines_door_fails_alone(self, serving, fake, ask, open_stream):
+        engine = fake(step_s=0.001)
+        with serving(engine) as (url, _):
+            connection = open_stream(url, max_tokens=50)
+            assert ask(url, COMPLETIONS, {"prompt": ["a", "break me"]})[0] == 500
+            assert len(events(connection.getresponse())) > 2
+            assert ask(url, "/health")[0] == 200 and not engine.requests
+
+    def test_a_full_queue_is_said_with_a_time(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.002, seats=1, queue=2)
+        with serving(engine) as (url, _):
+            taken = [open_stream(url, max_tokens=200, prompt="abc") for _ in range(3)]
+            until(lambda: len(engine.requests) == 3)
+            status, answer, headers = ask(url, COMPLETIONS, {"prompt": "a"})
+            assert status == 429 and answer["error"]["code"] == "queue_full"
+            assert int(headers["retry-after"]) >= 1
+            assert all(events(c.getresponse())[-1] == "[DONE]" for c in taken)
+
+    def test_all_prompts_of_a_request_find_room_or_none(self, serving, fake, ask):
+        engine = fake(seats=1, queue=2)
+        with serving(engine) as (url, _):
+            status, _, _ = ask(url, COMPLETIONS, {"prompt": ["a"] * 4, "max_tokens": 4000})
+            assert status == 429 and not engine.requests
+
+    def test_so_many_may_be_open_and_no_more(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.002)
+        with serving(engine, max_open=2, drain_s=0.0) as (url, server):
+            taken = [open_stream(url, **LONG) for _ in range(2)]
+            until(lambda: server.service.num_open == 2)
+            assert ask(url, COMPLETIONS, {"prompt": "a"})[0] == 429
+            assert len(taken) == 2
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_a_deadline_is_kept(self, serving, fake, ask, open_stream, stream):
+        with serving(fake(step_s=0.005), max_request_s=60.0) as (url, _):
+            asked = {**LONG, "deadline_s": 0.2}
+            if stream:
+                error = json.loads(events(open_stream(url, **asked).getresponse())[-2])["error"]
+            else:
+                status, answer, _ = ask(url, COMPLETIONS, asked)
+                error = answer["error"]
+                assert status == 408
+            assert error["code"] == "deadline" and "not done within 0.2 s" in error["message"]
+
+    def test_nobody_waits_longer_than_the_server_allows(self, serving, fake, ask):
+        with serving(fake(step_s=0.005), max_request_s=0.2) as (url, _):
+            assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 1000})[0] == 504
+
+
+class TestEngine:
+    def test_if_it_dies_all_who_wait_are_told(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.005, seats=2)
+        with serving(engine) as (url, server), ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(ask, url, COMPLETIONS, LONG) for _ in range(4)]
+            streams = [open_stream(url, **LONG) for _ in range(4)]
+            until(lambda: len(engine.requests) == 8)
+            assert ask(url, "/health")[0] == 200
+            engine.boom = RuntimeError("secret")
+            for answer in waiting:
+                status, body, _ = answer.result(10)
+                assert status == 503 and body["error"]["code"] == "engine_dead"
+                assert "secret" not in str(body)
+            for stream in streams:
+                *_, failure, done = events(stream.getresponse())
+                assert json.loads(failure)["error"]["code"] == "engine_dead" and done == "[DONE]"
+            status, health, _ = ask(url, "/health")
+            assert status == 503 and health == {"status": "dead", "reason": "RuntimeError"}
+            assert ask(url, "/ready")[0] == 503
+            assert ask(url, COMPLETIONS, LONG)[0] == 503
+            assert 'onchip_state{state="dead"} 1.0' in ask(url, "/metrics")[1]
+            assert server.service.num_open == 0
+        assert engine.closed
+
+    def test_a_step_that_hangs_is_seen(self, serving, fake, ask, open_stream, until):
+        engine = fake()
+        with serving(engine, max_stall_s=0.1) as (url, _):
+            assert ask(url, "/ready")[1]["last_step_age_s"] is None
+            assert ask(url, COMPLETIONS, {"prompt": "a"})[0] == 200
+            status, ready, _ = ask(url, "/ready")
+            assert status == 200 and ready["last_step_age_s"] < 5 and ready["step_age_s"] == 0
+            engine.step_s = 1.0
+            connection = open_stream(url, max_tokens=1)
+            until(lambda: ask(url, "/ready")[0] == 503)
+            assert ask(url, "/ready")[1]["status"] == "stalled"
+            assert ask(url, "/health")[0] == 200
+            assert events(connection.getresponse())[-1] == "[DONE]"
+            until(lambda: ask(url, "/ready")[0] == 200)
+
+    def test_without_it_a_deadline_is_kept_too(self, serving, fake, ask, monkeypatch):
+        monkeypatch.setattr("onchip.engine.server.replies.GRACE_S", 0.1)
+        with serving(fake(step_s=1.0)) as (url, _):
+            started = time.monotonic()
+            assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 0.1})[0] == 408
+            assert time.monotonic() - started < 0.9
+
+    def test_a_drain_finishes_what_runs_and_takes_nothing_new(
+        self, serving, fake, ask, open_stream, until
+    ):
+        engine = fake(step_s=0.01)
+        with serving(engine) as (url, server), ThreadPoolExecutor(1) as pool:
+            running = pool.submit(ask, url, COMPLETIONS, {"prompt": "abc", "max_tokens": 60})
+            until(lambda: engine.requests)
+            loop = server.service._loop
+            loop.call_soon_threadsafe(lambda: loop.create_task(server.service.drain(30)))
+            until(lambda: ask(url, "/ready")[0] == 503)
+            assert ask(url, "/ready")[1]["status"] == "draining" and ask(url, "/health")[0] == 200
+            status, answer, headers = ask(url, COMPLETIONS, {"prompt": "abc"})
+            assert (
+                status == 503 and answer["error"]["code"] == "shutdown" and headers["retry-after"]
+            )
+            assert running.result(10)[1]["usage"]["completion_tokens"] == 60
+
+    def test_what_a_drain_cannot_finish_is_answered(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.01)
+        with ThreadPoolExecutor(1) as pool:
+            with serving(engine, drain_s=0.2) as (url, _):
+                whole = pool.submit(ask, url, COMPLETIONS, LONG)
+                stream = open_stream(url, **LONG)
+                until(lambda: len(engine.requests) == 2)
+            status, answer, _ = whole.result(10)
+            assert status == 503 and answer["error"]["code"] == "shutdown"
+            assert json.loads(events(stream.getresponse())[-2])["error"]["code"] == "shutdown"
+        assert engine.closed and not engine.requests
+
+
+def by_index(chunks):
+    """The choices of a stream, by choice."""
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    indices = sorted({choice["index"] for choice in choices})
+    return [[c for c in choices if c["index"] == i] for i in indices]

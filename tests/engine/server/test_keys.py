@@ -1,0 +1,71 @@
+"""Who may ask, and whose prefixes they find."""
+
+import pytest
+
+from onchip.engine.server.keys import Keyring, read_keys
+
+ANNA, BERT = "anna-secret-key", "bert-secret-key"
+bearer = lambda key: f"Bearer {key}".encode()
+
+
+def test_a_key_has_one_salt_and_every_other_another():
+    keys = Keyring([ANNA, BERT])
+    assert keys.salt(bearer(ANNA)) == keys.salt(b"bearer " + ANNA.encode())
+    assert keys.salt(bearer(ANNA)) != keys.salt(bearer(BERT))
+    assert len(keys.salt(bearer(ANNA))) == 32
+
+
+def test_salts_are_those_of_one_process():
+    assert Keyring([ANNA]).salt(bearer(ANNA)) != Keyring([ANNA]).salt(bearer(ANNA))
+
+
+@pytest.mark.parametrize(
+    "header", [None, b"", b"Bearer", b"Bearer ", b"Basic " + ANNA.encode(), bearer(ANNA[:-1])]
+)
+def test_whoever_has_no_key_is_nobody(header):
+    assert Keyring([ANNA]).salt(header) is None
+
+
+def test_without_keys_all_are_one():
+    assert Keyring().open and Keyring().salt(None) == b""
+
+
+@pytest.mark.parametrize("key", ["short", "käse-käse-käse", "with\nnewline"])
+def test_a_key_that_no_header_carries_is_refused_and_not_repeated(key):
+    with pytest.raises(ValueError, match="API key") as error:
+        Keyring([key])
+    assert key not in str(error.value)
+
+
+def test_keys_are_read_from_a_file_and_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text(f"# of the team\n{ANNA}\n\n")
+    file.chmod(0o600)
+    monkeypatch.setenv("ONCHIP_API_KEYS", f"{BERT}, ")
+    assert read_keys(file) == ([BERT, ANNA], [])
+    file.chmod(0o644)
+    assert "chmod 600" in read_keys(file)[1][0]
+    file.write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no API key"):
+        read_keys(file)
+
+
+def test_every_path_needs_a_key_but_the_page_and_the_probes(serving, fake, ask):
+    with serving(fake(), keys=[ANNA]) as (url, server):
+        paths = {*server.app.openapi()["paths"], "/openapi.json", "/", "/live.css", "/live.js"}
+        closed = {p for p in paths if ask(url, p)[0] == 401}
+        assert paths - closed == {"/", "/live.css", "/live.js", "/health", "/ready"}
+        assert ask(url, "/nonsense")[0] == 401
+        assert ask(url, "/v1/models", authorization=f"Bearer {ANNA}")[0] == 200
+
+
+def test_the_salt_comes_from_the_key_and_from_nothing_else(serving, fake, ask):
+    engine = fake()
+    with serving(engine, keys=[ANNA, BERT]) as (url, _):
+        for key in (ANNA, ANNA, BERT):
+            headers = {"authorization": f"Bearer {key}"}
+            assert ask(url, "/v1/completions", {"prompt": "a"}, **headers)[0] == 200
+        salted = {"prompt": "a", "cache_salt": "mine"}
+        assert ask(url, "/v1/completions", salted, authorization=f"Bearer {ANNA}")[0] == 400
+    first, again, other = engine.salts
+    assert first == again != other and len(first) == 32

@@ -1,0 +1,143 @@
+"""`onchip serve` as a process, with the built-in model: signals, and clients that are killed."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from onchip.engine.server.app import Options, Server
+from onchip.engine.server.run import Background
+
+CLIENT = """
+import sys
+from http.client import HTTPConnection
+connection = HTTPConnection(sys.argv[1], int(sys.argv[2]))
+body = '{"prompt": "abc", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+for line in connection.getresponse():
+    print("got", flush=True)
+"""
+
+
+@pytest.fixture
+def process(tmp_path):
+    """process(*options): (the process, its address); it is killed at the end."""
+    started = []
+
+    def start(*options):
+        command = [sys.executable, "-m", "onchip", "serve", "--port", "0", *options]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        )
+        started.append(child)
+        for line in child.stdout:
+            if found := re.search(r"http://[\d.]+:\d+", line):
+                return child, found[0]
+        raise AssertionError(child.stderr.read())
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+def stats(ask, url):
+    return ask(url, "/stats")[1]["requests"]
+
+
+def test_killed_clients_and_a_drain_under_load(process, ask, until):
+    """A client that is killed frees its pages. After SIGTERM every request is answered: done, or
+    refused with a sentence; none hangs, none is cut off in silence.
+    """
+    child, url = process("--drain-s", "2", "--max-num-seqs", "4")
+    until(lambda: ask(url, "/ready")[0] == 200)
+    kill_a_client(ask, url, until)
+    with ThreadPoolExecutor(24) as pool:
+        lengths = [20 if i % 2 else 1500 for i in range(24)]
+        answers = [pool.submit(drive, ask, url, n, bool(i % 3)) for i, n in enumerate(lengths)]
+        until(lambda: stats(ask, url)["waiting"] > 8, 30)
+        child.send_signal(signal.SIGTERM)
+        outcomes = [answer.result(30) for answer in answers]
+    assert child.wait(30) == 0
+    assert set(outcomes) <= {"done", "shutdown"}
+    assert "done" in outcomes and "shutdown" in outcomes, outcomes
+
+
+def kill_a_client(ask, url, until):
+    host, port = url.removeprefix("http://").split(":")
+    client = subprocess.Popen([sys.executable, "-c", CLIENT, host, port], stdout=subprocess.PIPE)
+    client.stdout.readline()
+    assert stats(ask, url)["running"] == 1
+    client.kill()
+    until(lambda: stats(ask, url) == {"open": 0, "running": 0, "waiting": 0}, 30)
+    client.communicate()
+
+
+def drive(ask, url, max_tokens, stream):
+    body = {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
+    status, answer, _ = ask(url, "/v1/completions", body)
+    if not stream:
+        return "done" if status == 200 else answer["error"]["code"]
+    *_, last, end = [e.removeprefix("data: ") for e in answer.split("\n\n") if e]
+    assert end == "[DONE]"
+    last = json.loads(last)
+    return last["error"]["code"] if "error" in last else "done"
+
+
+def test_a_second_signal_does_not_wait(fake, ask, until):
+    engine = fake(step_s=0.01)
+    background = Background(Server(engine, Options("fake")), drain_s=60.0)
+    with background as url, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(drive, ask, url, 2000, False)
+        until(lambda: engine.requests)
+        background.process.handle_exit(signal.SIGINT, None)
+        until(lambda: ask(url, "/ready")[0] == 503)
+        assert not answer.done()
+        background.process.handle_exit(signal.SIGINT, None)
+        assert answer.result(10) == "shutdown"
+
+
+def test_a_connection_that_asks_nothing_is_closed(shared, monkeypatch):
+    """Neither silence nor a byte now and then keeps it open."""
+    monkeypatch.setattr("onchip.engine.server.run.HEADER_S", 0.3)
+    host, port = shared.removeprefix("http://").split(":")
+    for head in (
+        b"",
+        b"GET /health HTTP/1.1\r\nx: ",
+        b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET",
+    ):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(head)
+            while connection.recv(4096):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--host", "256.1.1.1"], "256.1.1.1"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--api-key-file", "/no/such/file"], "/no/such/file"),
+        (["--api-key", "short"], "API key"),
+        (["--max-model-len", "100000"], "max_model_len"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_served(options, word, capsys):
+    from onchip.cli import main
+
+    assert main(["serve", "--port", "0", *options]) == 2
+    captured = capsys.readouterr()
+    assert word in captured.err and captured.out == ""
+
+
+def test_an_address_in_use_is_said(shared, capsys):
+    from onchip.cli import main
+
+    assert main(["serve", "--port", shared.rpartition(":")[2]]) == 2
+    assert "cannot serve on 127.0.0.1" in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""How an answer reaches a client, on an ASGI connection that does what it is told."""
+
+import asyncio
+import json
+import time
+
+from onchip.engine import SamplingParams
+from onchip.engine.server.answers import CompletionFormat, Reader
+from onchip.engine.server.metrics import Metrics
+from onchip.engine.server.refusal import Refusal
+from onchip.engine.server.replies import Order, StreamReply
+from onchip.engine.server.service import Ask, Service
+
+
+def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
+    """While a client takes nothing its request is computed to the end; one piece has the rest."""
+
+    async def scene():
+        engine, sent, taken = fake(), [], asyncio.Event()
+        service = Service(engine)
+        service.start()
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+            if len(sent) == 2:
+                await taken.wait()
+
+        ticket = await service.submit([Ask(b"abc", SamplingParams(max_tokens=500))])
+        form, late = CompletionFormat("m", bytes.decode), Refusal(504, "late")
+        order = Order(service, ticket, form, Reader(1), 1, time.monotonic() + 9, late)
+        reply = asyncio.ensure_future(StreamReply(order, Metrics())({}, asyncio.Event().wait, send))
+        while engine.requests or len(sent) < 2:
+            await asyncio.sleep(0.01)
+        taken.set()
+        await reply
+        await service.close()
+        return b"".join(sent).decode()
+
+    events = [e.removeprefix("data: ") for e in asyncio.run(scene()).split("\n\n") if e]
+    texts = [json.loads(e)["choices"][0]["text"] for e in events[:-1]]
+    assert "".join(texts) == ("abc" * 167)[:500]
+    assert len(texts) == 2 and events[-1] == "[DONE]"

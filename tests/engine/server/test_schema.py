@@ -1,0 +1,42 @@
+"""Whatever the OpenAPI schema allows or forbids is answered as the schema says."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+from schemathesis.specs.openapi import checks  # noqa: E402
+
+OPERATIONS = [
+    ("/v1/completions", "POST"),
+    ("/v1/chat/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{model}", "GET"),
+    *((path, "GET") for path in ("/health", "/ready", "/stats", "/metrics")),
+]
+# A schema cannot say that a prompt fits into the model: what it allows may still be refused.
+UNSAID = (checks.positive_data_acceptance,)
+
+
+@pytest.fixture(scope="module")
+def schema(shared):
+    return schemathesis.openapi.from_url(f"{shared}/openapi.json")
+
+
+def test_every_operation_is_asked(schema):
+    listed = {(o.ok().path, o.ok().method.upper()) for o in schema.get_all_operations()}
+    assert listed == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", schemathesis.GenerationMode)
+@pytest.mark.parametrize(("path", "method"), OPERATIONS)
+def test_the_schema_is_kept(schema, path, method, mode):
+    operation = schema[path][method]
+    if mode is schemathesis.GenerationMode.NEGATIVE and method == "GET":
+        return  # nothing about it can be wrong
+
+    @settings(max_examples=15, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case):
+        case.call_and_validate(excluded_checks=UNSAID)
+
+    check()
