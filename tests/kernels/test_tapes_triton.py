@@ -209,6 +209,14 @@ def test_a_replay_has_the_addresses_of_its_own_call(fake, plays):
     ]
 
 
+def test_the_op_of_compiled_graphs_replays_too(fake, plays, monkeypatch):
+    usual = run(fake, CALLS["dense"], False)
+    monkeypatch.setattr(library, "is_eager", lambda q: False)
+    for _ in range(4):
+        assert run(fake, CALLS["dense"], False) == usual
+    assert len(plays) == 2
+
+
 def test_a_profiler_hears_of_every_launch(fake, plays, monkeypatch):
     attend, args, options = CALLS["paged"]
     for _ in range(3):
