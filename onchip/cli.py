@@ -72,6 +72,10 @@ def _add_bench(commands) -> None:
     p.set_defaults(run=_bench)
 
 
+def _add_list(p: argparse.ArgumentParser, flag: str, metavar: str, what: str) -> None:
+    p.add_argument(flag, type=_positive, nargs="+", default=(), metavar=metavar, help=what)
+
+
 def _add_tune(commands) -> None:
     p = commands.add_parser("tune", help="measure the tile tables anew on this GPU")
     p.add_argument("--kernel", choices=("hopper", "triton"), nargs="+", default=())
@@ -112,10 +116,6 @@ def _add_doctor(commands) -> None:
         "--measure", action="store_true", help="GPU: how long first calls take that must compile"
     )
     p.set_defaults(run=_doctor)
-
-
-def _add_list(p: argparse.ArgumentParser, flag: str, metavar: str, what: str) -> None:
-    p.add_argument(flag, type=_positive, nargs="+", default=(), metavar=metavar, help=what)
 
 
 def _positive(text: str) -> int:

@@ -1,17 +1,13 @@
 """Explanations of paged calls: the pages they read, the splits they make, what sharing saves."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import onchip
 from onchip.explain import Explanation, count_splits
 from onchip.fold import cascade
+from tests.interpreted import inside, outside, run_inside
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one token, bf16
 
@@ -114,19 +110,13 @@ def test_bad_questions_are_refused_like_the_call():
             onchip.explain(*arguments, **{option: None})
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@outside
 def test_in_a_process_that_interprets():
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(
-        [*command, "-k", "TestKernel"], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__, "-k", "TestKernel")
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process above")
+@inside
 class TestKernel:
     """The splits of an explanation are those that the kernel makes on the device."""
 

@@ -5,10 +5,8 @@ interpreted tests in one that has it.
 """
 
 import ast
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,12 +15,10 @@ import torch
 
 from onchip.bench.versions import FOLDER, load
 from onchip.testing import assert_accurate, make_qkv
+from tests.interpreted import inside, outside, run_inside
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-outside = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled where it is interpreted")
 PORTABLE, HOPPER = ["v1", "v2"], ["v2_gluon", "v3", "v4"]
 SHARED_BYTES = 232448
 V4_ORDER = {"dynamic": False, "section": 1}
@@ -49,11 +45,7 @@ def test_at_most_150_lines_of_code(name):
 
 @outside
 def test_in_a_process_that_interprets():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__)
 
 
 @inside

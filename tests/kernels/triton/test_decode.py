@@ -3,9 +3,6 @@ on a GPU where there is one.
 """
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,26 +11,19 @@ import onchip
 import onchip.testing as ot
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
+from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 LONG = 1 if INTERPRETED else 20  # on a GPU sequences are this much longer
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@outside
 def test_in_a_process_that_interprets():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # what needs a GPU is for the outer process
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__)
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,6 @@ in one that has it.
 
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,13 +15,11 @@ import onchip
 import onchip.testing as ot
 from onchip import masks
 from onchip.kernels.configs import TritonConfig
+from tests.interpreted import INTERPRETED, inside, outside, run_inside
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PARTS = 2
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in a process with TRITON_INTERPRET=1")
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 24}
 GQA = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "head_dim_v": 24}
@@ -37,14 +33,10 @@ DOCUMENT = masks.document(
 DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@outside
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_a_process_that_interprets(part):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "INTERPRETED_PART": str(part)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__, INTERPRETED_PART=str(part))
 
 
 def part_of(cases):
