@@ -65,8 +65,9 @@ class Engine:
 
     num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
     are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
-    the model's own. overlap: schedule a step while the one before is computed; None: where the
-    device is not the host. graphs: replay decoding steps on a GPU.
+    the model's own. seed: of requests that bring none; None: another each time. overlap: schedule a
+    step while the one before is computed; None: where the device is not the host. graphs: replay
+    decoding steps on a GPU.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Engine:
         self._overlap = self.cache.device.type == "cuda" if overlap is None else overlap
         self._flight: Flight | None = None
         self._landed_at = 0.0
-        self._seeds, self._numbers = random.Random(seed), count()
+        self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
+        self._names = count()
         self._streamed: set[Request] = set()
         self._watched: set[Request] = set()
         self._failed: str | None = None
@@ -141,23 +143,29 @@ class Engine:
         requests of the same salt alone. stream: False if only its last output is wanted.
         """
         self._check_open()
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else prompt
         request = Request(
-            f"request-{next(self._numbers)}" if request_id is None else request_id,
-            token_ids,
+            f"request-{next(self._names)}" if request_id is None else request_id,
+            self.encode(prompt) if isinstance(prompt, str) else prompt,
             params,
             priority=priority,
             deadline_s=None if deadline_s is None else self._clock() + deadline_s,
             salt=salt.decode("latin-1"),
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.model.config.vocab_size,
-            draw_seed=self._seeds.getrandbits(63),
+            draw_seed=self._seed + self._num_taken,
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
         refused = self.scheduler.add(request)
         if refused is None:
+            self._num_taken += 1  # of those that are taken alone, so that draws can be repeated
             self._watch(request, stream)
         return refused or request
+
+    def encode(self, prompt: str) -> list[int]:
+        """The token ids of a prompt."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer: give the prompt as token ids")
+        return self.tokenizer.encode(prompt)
 
     def warm_up(self) -> None:
         """Prepare now what the first requests would wait for."""
@@ -211,11 +219,6 @@ class Engine:
             raise ValueError("the engine was closed")
         if self._failed:
             raise EngineError(f"the engine has failed: {self._failed}")
-
-    def _encode(self, prompt: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: give the prompt as token ids")
-        return self.tokenizer.encode(prompt)
 
     def _prepare(self, request: Request, prompt: str | None) -> None:
         request.prompt = prompt
