@@ -10,11 +10,12 @@ import torch
 
 from onchip.engine import memory
 from onchip.engine.chat import Message, render
-from onchip.engine.engine import Engine, Stats
+from onchip.engine.engine import Engine
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
 from onchip.engine.ranks import Ranks
 from onchip.engine.request import RequestOutput
+from onchip.engine.stats import Stats
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
 from onchip.models import Decoder, builtin
