@@ -135,8 +135,7 @@ class Server:
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         params = _checked(body.params)
-        messages = [{"role": m.role, "content": m.text} for m in body.messages]
-        prompt = await self._beside(self.texts.chat, messages)
+        prompt = await self._beside(self.texts.chat, [message.plain for message in body.messages])
         form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
         return await self._serve(body, request, params, [prompt], form, Reader(params.n))
 
