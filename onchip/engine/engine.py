@@ -56,6 +56,7 @@ class Stats:
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     steps: int = 0
+    waited_s: float = 0.0  # in all steps, for the device
     last_step_s: float = 0.0  # how long it took
     last_step_at: float = 0.0  # when it ended, time.monotonic()
 
@@ -96,10 +97,10 @@ class Engine:
             prefix_reuse=prefix_caching,
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
-        self._costs = Costs(spec.page_bytes) if host_pages else None
+        self.costs = Costs(spec.page_bytes) if host_pages else None
         self._clock = clock
         self.scheduler = Scheduler(
-            self.cache, limits, tier=self.tier, costs=self._costs, clock=clock
+            self.cache, limits, tier=self.tier, costs=self.costs, clock=clock
         )
         self._runner = Runner(model, self.cache, graphs)
         self._overlap = self.cache.device.type == "cuda" if overlap is None else overlap
@@ -241,14 +242,16 @@ class Engine:
         return outputs
 
     def _land(self, flight: Flight) -> list[RequestOutput]:
-        step = flight.step
+        step, started = flight.step, time.monotonic()
+        flight.wait()
+        waited_s = time.monotonic() - started
         drawn = self._runner.land(flight)
-        self._observe(flight)
+        self._observe(flight, waited_s)
         finished = self.scheduler.resolve(step, drawn)
         watched = self._watched and {who.request: None for _, who in step.draws}
         return self._report(finished, [request for request in watched if request in self._watched])
 
-    def _observe(self, flight: Flight) -> None:
+    def _observe(self, flight: Flight, waited_s: float) -> None:
         """The step has come home: what it did, and how long after the one before."""
         now, tokens = time.monotonic(), flight.step.num_tokens
         seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
@@ -259,9 +262,10 @@ class Engine:
             tokens_generated=self._totals.tokens_generated + len(step.draws),
             tokens_prefilled=self._totals.tokens_prefilled + prefilled,
             steps=self._totals.steps + 1,
+            waited_s=self._totals.waited_s + waited_s,
         )
-        if self._costs is not None and tokens >= _MOSTLY_PREFILL * len(step.runs):
-            self._costs.observe(tokens, seconds)
+        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(step.runs):
+            self.costs.observe(tokens, seconds)
 
     def _watch(self, request: Request, stream: bool) -> None:
         """Whose samples are looked at in every step: they are shown, or a text may end them."""
