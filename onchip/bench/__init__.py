@@ -20,6 +20,7 @@ BENCHES = {
     "ablation": "GPU: from v2 to v4 one idea at a time: what each of them buys",
     "paged": "GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
     "step": "GPU: where the time of one decoding step of a served model goes",
+    "serving": "GPU: a workload through the whole engine: tokens a second, waits, preemption",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }

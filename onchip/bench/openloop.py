@@ -121,7 +121,14 @@ def summary(outcomes: Sequence[Outcome]) -> dict:
         "tokens_per_s": sum(o.num_tokens for o in good) / span if good and span else 0.0,
         "first_token_ms": _quantiles([o.first_token_s for o in good]),
         "between_pieces_ms": _quantiles(gaps),
+        "fairness": fairness([sum(o.gaps_s) / len(o.gaps_s) for o in good if o.gaps_s]),
     }
+
+
+def fairness(values: Sequence[float]) -> float:
+    """Jain's index: 1 if all are alike, 1 / n if one has everything."""
+    squares = sum(value * value for value in values)
+    return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def rss_mib(pid: int) -> float:

@@ -71,10 +71,10 @@ class Engine:
             prefix_reuse=prefix_caching,
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
-        self._costs = Costs(spec.page_bytes) if host_pages else None
+        self.costs = Costs(spec.page_bytes) if host_pages else None
         self._clock = clock
         self.scheduler = Scheduler(
-            self.cache, limits, tier=self.tier, costs=self._costs, clock=clock
+            self.cache, limits, tier=self.tier, costs=self.costs, clock=clock
         )
         self._runner = Runner(model, self.cache, graphs)
         self._overlap = self.cache.device.type == "cuda" if overlap is None else overlap
@@ -213,18 +213,21 @@ class Engine:
         return outputs
 
     def _land(self, flight: Flight) -> list[RequestOutput]:
+        started = time.monotonic()
+        flight.wait()
+        waited_s = time.monotonic() - started
         drawn = self._runner.land(flight)
-        self._observe(flight)
+        self._observe(flight, waited_s)
         finished = self.scheduler.resolve(flight.step, drawn)
         return self._reports.drawn([sample for _, sample in flight.step.draws], finished)
 
-    def _observe(self, flight: Flight) -> None:
+    def _observe(self, flight: Flight, waited_s: float) -> None:
         """The step has come home: what it did, and how long after the one before."""
         now, tokens = time.monotonic(), flight.step.num_tokens
         seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
-        self._meter.count(flight.step)
-        if self._costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
-            self._costs.observe(tokens, seconds)
+        self._meter.count(flight.step, waited_s)
+        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
+            self.costs.observe(tokens, seconds)
 
     def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}"

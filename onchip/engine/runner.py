@@ -31,6 +31,10 @@ class Flight:
     event: "torch.cuda.Event | None"
     launched_at: float
 
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
 
 class Runner:
     """Computes the steps of a scheduler. Nothing here waits for the device except `land`.
@@ -67,8 +71,7 @@ class Runner:
 
     def land(self, flight: Flight) -> list[Drawn]:
         """Wait for what was drawn, in the order of `step.draws`."""
-        if flight.event is not None:
-            flight.event.synchronize()
+        flight.wait()
         for request, chunk in flight.prompts:
             _keep_prompt(request, chunk)
         if flight.sampled is None:

@@ -17,7 +17,7 @@ class Stats:
     a prefix; pages_shared: those that sharing saves. request_pages: of those that run. These two
     take a walk over all requests, and are up to 0.2 s old while there is work. tokens_*: since the
     start; prefilled are those from which nothing was drawn, each time they are computed.
-    last_step_s: how long it took; last_step_at: when it ended, time.monotonic().
+    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it ended, time.monotonic().
     """
 
     running: int = 0
@@ -33,6 +33,7 @@ class Stats:
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     steps: int = 0
+    waited_s: float = 0.0
     last_step_s: float = 0.0
     last_step_at: float = 0.0
 
@@ -44,14 +45,15 @@ class Meter:
         self._refreshed_at = 0.0
         self.latest = Stats(pages_total=pool.capacity, pages_free=pool.num_free)
 
-    def count(self, step: Step) -> None:
-        """A step has been computed."""
+    def count(self, step: Step, waited_s: float) -> None:
+        """A step has been computed, and was waited for so long."""
         old, drawing = self.latest, sum([bool(run.draws) for run in step.runs])
         self.latest = replace(
             old,
             tokens_generated=old.tokens_generated + len(step.draws),
             tokens_prefilled=old.tokens_prefilled + step.num_tokens - drawing,
             steps=old.steps + 1,
+            waited_s=old.waited_s + waited_s,
         )
 
     def look(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:

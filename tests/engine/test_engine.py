@@ -88,7 +88,7 @@ WAYS = {
 def test_every_way_gives_the_same(tiny, expected, way, overlap):
     with tiny.engine(overlap=overlap, **WAYS[way]) as one:
         if one.tier:
-            one._costs.link_bytes_per_s = 1e30
+            one.costs.link_bytes_per_s = 1e30
         tiny.ask(one)
         assert tiny.told(tiny.drain(one)[0]) == expected
         stats = one.stats()
@@ -104,7 +104,7 @@ def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, ove
     for when in (1, 2, 3, 5, 8, 13):
         with tiny.engine(overlap=overlap, host_pages=host_pages) as one:
             if host_pages:
-                one._costs.link_bytes_per_s = 1e30
+                one.costs.link_bytes_per_s = 1e30
             tiny.ask(one)
             outputs = [output for _ in range(when) for output in one.step()]
             for request in one.scheduler.running:
