@@ -9,6 +9,7 @@ made inside, so a compiled graph never specialises on it.
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +26,7 @@ from onchip.problem import (
     Question,
     Tensors,
     UnsupportedError,
+    ask,
     check_values,
     device_info,
     is_aligned,
@@ -227,9 +229,14 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
     return BlockMask.from_tensors(list(tensors), seqlen_q, seqlen_k)
 
 
+def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
+    """Checked before it came to the op."""
+    return problem
+
+
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
-    out, lse, stats = _run(Question(problem), x, kernel)
+    out, lse, stats = _run(ask(_described, x, problem, ()), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
@@ -255,7 +262,8 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
-    grads = _run_backward(Question(problem), x, kernel, out, lse, dout, dlse)
+    question = ask(_described, x, problem, ())
+    grads = _run_backward(question, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
 
 

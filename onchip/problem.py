@@ -185,32 +185,28 @@ class Question(NamedTuple):
 
 
 MAX_QUESTIONS = 1024  # a few kB each
-Describe = Callable[[Tensors, Options, Any], Problem]
+Describe = Callable[[Tensors, Any, Any], Problem]
 _questions: dict[tuple | None, Question] = {}
 _lock = threading.Lock()
 
 
-def ask(describe: Describe, x: Tensors, options: Options, lengths: Any) -> Question:
+def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> Question:
     """The Question of describe(x, options, lengths). A call like one before is not checked again:
-    all that is checked is in the key, for no values of tensors are.
+    all that is checked is in the key, for no values of tensors are. There is no key where a mask
+    is, and where somebody watches, to whom lengths may be symbols.
     """
+    if x.mask is not None or not is_eager(x.q):
+        return Question(describe(x, options, lengths))
     try:
         key = _signature(describe, x, options, lengths)
         question = _questions.get(key)
-    except TypeError:  # an option that is no key is none that would be taken, or a list
+    except TypeError:  # lists, numbers in place of a window, tensors of other kinds
         return Question(describe(x, options, lengths))
-    if question is not None:
-        return question
-    question = Question(describe(x, options, lengths), None if key is None else {})
-    return question if key is None else _kept(key, question)
+    return question or _kept(key, Question(describe(x, options, lengths), {}))
 
 
-def _signature(describe: Describe, x: Tensors, options: Options, lengths: Any) -> tuple | None:
-    """What tells questions apart. None if they cannot be: where there is a mask, and where somebody
-    watches, to whom lengths are symbols. Of numbers the type counts, too: True is no length.
-    """
-    if x.mask is not None or not is_eager(x.q):
-        return None
+def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> tuple:
+    """What tells questions apart. Of numbers the type counts, too: True is no length."""
     numbers = lengths if isinstance(lengths, tuple) else (lengths,)
     key = [describe, options, lengths, *map(type, (*options, *options.window_size, *numbers))]
     records = torch.is_grad_enabled()
@@ -220,7 +216,7 @@ def _signature(describe: Describe, x: Tensors, options: Options, lengths: Any) -
         elif type(t) in PLAIN:
             key += (t.shape, t.stride(), t.dtype, t.device, records and t.requires_grad)
         else:
-            return None
+            raise TypeError(f"{type(t).__name__} has no signature")
     return tuple(key)
 
 

@@ -125,7 +125,11 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     names = lambda *capability: {k.table.name for k in tune.knobs(capability)}
     tables = {name for name, x in vars(configs).items() if isinstance(x, dict) and name.isupper()}
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
-    assert names(9, 0) | names(8, 0) == tables - {"TRITON_CHUNK", "HOPPER_FORWARD_PAGED"}
+    assert names(9, 0) | names(8, 0) == tables - {
+        "TRITON_CHUNK",
+        "HOPPER_FORWARD_PAGED",
+        "HOPPER_DECODE_STAGES",
+    }
     assert "TRITON_SM80" in names(8, 0) and not {"HOPPER_FORWARD", "TRITON_SM90"} & names(8, 0)
     chosen = tune.knobs((9, 0), ["triton"], ["backward"], [128])
     assert {k.parts[0] for k in chosen} == {"dkdv", "dq"} and {k.head_dim for k in chosen} == {128}

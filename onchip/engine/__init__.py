@@ -8,11 +8,12 @@
 """
 
 from .costs import Costs
-from .engine import Engine, EngineError, Stats
+from .engine import Engine, EngineError
 from .llm import LLM
 from .params import BeamSearchParams, SamplingParams
 from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
 from .scheduler import Scheduler
+from .stats import Stats
 from .step import Limits, Refused, Run, Step
 from .tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 

@@ -1,12 +1,12 @@
 """Decoding steps that were recorded once and are replayed: a launch instead of hundreds."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip.engine.step import Step
 from onchip.kvcache import KVCache, PagedBatch, Shape
 from onchip.models import Decoder, positions_of
 from onchip.models.rotary import frequencies
@@ -50,14 +50,13 @@ class Graphs:
         for size in reversed(self.sizes):
             self._find(size, 1)
 
-    def replay(self, sequences: Sequence, ids: Tensor) -> Tensor:
-        """Hidden states of one new token for each sequence; ids: as `Runner` sends them."""
-        longest = max(sequence.length for sequence in sequences)
-        pages = -(-longest // self._cache.spec.page_size)
-        recorded = self._find(len(sequences), pages)
-        self._cache.view(sequences, out=recorded.batch, extra=ids)
+    def replay(self, step: Step, ids: Tensor) -> Tensor:
+        """Hidden states of a step of one token for each run; ids: as `filled_in` takes them."""
+        longest = max([run.stop for run in step.runs])
+        recorded = self._find(len(ids), -(-longest // self._cache.spec.page_size))
+        self._cache.view(step.sequences, out=recorded.batch, extra=ids)
         recorded.graph.replay()
-        return recorded.hidden[: len(sequences)]
+        return recorded.hidden[: len(ids)]
 
     def _find(self, num_seqs: int, pages: int) -> Recorded:
         size = self.sizes[bisect_left(self.sizes, num_seqs)]

@@ -1,6 +1,8 @@
 """The offline interface: a model by name, prompts in, texts out."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import torch
 
 from onchip.engine import memory
 from onchip.engine.chat import Message, render
-from onchip.engine.engine import Engine, Stats
+from onchip.engine.engine import Engine
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
 from onchip.engine.ranks import Ranks
-from onchip.engine.request import Request, RequestOutput
+from onchip.engine.request import RequestOutput
+from onchip.engine.stats import Stats
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
 from onchip.models import Decoder, builtin
@@ -79,6 +82,7 @@ class LLM:
             clock=ranks.clock,
         )
         self._ranks = ranks
+        self._jobs: dict[str, _Job] = {}
         self.engine.warm_up()
 
     def __enter__(self) -> "LLM":
@@ -109,13 +113,12 @@ class LLM:
         each. use_tqdm: show progress where a terminal is.
         """
         prompts = _listed(prompts)
-        done: dict[str, RequestOutput] = {}
-        names: list[str] = []
+        done: dict[int, RequestOutput] = {}
         with Bar(len(prompts), use_tqdm) as bar:
-            for output in self._serve(prompts, sampling_params, names, stream=False):
-                done[output.request_id] = output
+            for place, output in self._serve(prompts, sampling_params, stream=False):
+                done[place] = output
                 bar.advance(sum(len(one.token_ids) for one in output.outputs))
-        return [done[name] for name in names]
+        return [done[place] for place in range(len(prompts))]
 
     def stream(
         self,
@@ -125,10 +128,8 @@ class LLM:
         """Outputs as they grow, cumulative, of all prompts in turns; `request_id` tells which: the
         place of the prompt. Leaving the loop cancels what is left.
         """
-        prompts, names = _listed(prompts), []
-        for output in self._serve(prompts, sampling_params, names, stream=True):
-            place = str(names.index(output.request_id))
-            yield RequestOutput(**vars(output) | {"request_id": place})
+        for place, output in self._serve(_listed(prompts), sampling_params, stream=True):
+            yield replace(output, request_id=str(place))
 
     def chat(
         self,
@@ -169,44 +170,68 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Params | Sequence[Params] | None,
-        names: list[str],
         stream: bool,
-    ) -> Iterator[RequestOutput]:
-        """Outputs of the engine until all prompts are done; names: of their requests, in order.
-        As many stand in line as may; if this is left early, all are cancelled.
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """(place of the prompt, output) until all prompts are done. As many stand in line as may;
+        if this is left early, all are cancelled. Another call may come between two outputs.
         """
-        asked = list(zip(prompts, _each(params, len(prompts)), strict=True))
-        left = len(asked)
+        asked = zip(prompts, _each(params, len(prompts)), strict=True)
+        job = _Job([(self._read(prompt), how) for prompt, how in asked])
         try:
-            while left:
-                self._feed(asked, names, stream)
-                for output in self.engine.step():
-                    left -= output.finished
-                    yield output
+            while job.left:
+                self._feed(job, stream)
+                if not job.box:
+                    self._pump()
+                while job.box:
+                    output = job.box.popleft()
+                    job.left -= output.finished
+                    yield job.places[output.request_id], output
         finally:
-            for name in names if left else ():
+            for name in job.places:
                 self.engine.cancel(name)
+                del self._jobs[name]
 
-    def _feed(self, asked: list[tuple[Prompt, Params | None]], names: list[str], stream: bool):
-        while len(names) < len(asked):
-            prompt, params = asked[len(names)]
-            answer = self._add(prompt, params, stream)
+    def _pump(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._jobs:
+                self._jobs[output.request_id].box.append(output)
+
+    def _feed(self, job: "_Job", stream: bool) -> None:
+        while len(job.places) < len(job.asked):
+            place = len(job.places)
+            (text, ids), params = job.asked[place]
+            answer = self.engine.add(ids, params, stream=stream)
             if isinstance(answer, Refused):
                 if answer.later and self.engine.has_work:
                     return
-                raise ValueError(f"prompt {len(names)} cannot be served: {answer.reason}")
-            names.append(answer.request_id)
-
-    def _add(self, prompt: Prompt, params: Params | None, stream: bool) -> Request | Refused:
-        if not isinstance(prompt, Mapping):
-            return self.engine.add(prompt, params, stream=stream)
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        if text is None and ids is None:
-            raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {prompt!r:.80}")
-        answer = self.engine.add(text if ids is None else ids, params, stream=stream)
-        if isinstance(answer, Request):
+                raise ValueError(f"prompt {place} cannot be served: {answer.reason}")
             answer.prompt = text
-        return answer
+            job.places[answer.request_id] = place
+            self._jobs[answer.request_id] = job
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        """The text of a prompt, if it has one, and its token ids."""
+        prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, Mapping):
+            return None, prompt
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is not None:
+            return text, ids
+        if not isinstance(text, str):
+            raise ValueError(f"a prompt needs 'prompt' or 'prompt_token_ids', got {prompt!r:.80}")
+        return text, self.engine.encode(text)
+
+
+class _Job:
+    """Prompts of one call: places of those that stand in line, by request, and outputs to hand
+    over.
+    """
+
+    def __init__(self, asked: list[tuple[tuple[str | None, Sequence[int]], Params | None]]):
+        self.asked = asked
+        self.left = len(asked)
+        self.places: dict[str, int] = {}
+        self.box: deque[RequestOutput] = deque()
 
 
 def _tokenizer(

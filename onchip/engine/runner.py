@@ -3,7 +3,7 @@
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -60,15 +60,14 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Flight:
         """Queue a step: forward, draws, and their copies to the host."""
-        prompts, sampled = [], None
+        started, prompts, sampled = time.monotonic(), [], None
         if self._graphs is not None and _only_decodes(step):
-            ids = _words(_tokens(step.runs))
-            hidden = self._graphs.replay(step.sequences, ids)
+            hidden = self._graphs.replay(step, _words(_tokens(step.runs)))
         else:
             hidden, prompts = self._forward(step)
         if step.draws:
             sampled = self._draw(hidden, [sample for _, sample in step.draws])
-        return self._send(step, sampled, prompts)
+        return self._send(Flight(step, sampled, prompts, None, started))
 
     def land(self, flight: Flight) -> list[Drawn]:
         """Wait for what was drawn, in the order of `step.draws`."""
@@ -122,22 +121,21 @@ class Runner:
         ]
         return Sampled(*(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)))
 
-    def _send(
-        self, step: Step, sampled: Sampled | None, prompts: Sequence[tuple[Request, Sampled]]
-    ) -> Flight:
+    def _send(self, flight: Flight) -> Flight:
+        """What was drawn, on its way to the host."""
         if self._device.type != "cuda":
-            return Flight(step, sampled, prompts, None, time.monotonic())
-        home = None if sampled is None else _to_host(sampled)
-        prompts = [(request, _to_host(chunk)) for request, chunk in prompts]
+            return flight
+        home = None if flight.sampled is None else _to_host(flight.sampled)
+        prompts = [(request, _to_host(chunk)) for request, chunk in flight.prompts]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return Flight(step, home, prompts, event, time.monotonic())
+        return replace(flight, sampled=home, prompts=prompts, event=event)
 
 
 def _only_decodes(step: Step) -> bool:
     """One token for each run, and each draws: rows of hidden states are rows of logits."""
     runs = step.runs
-    return len(step.draws) == len(runs) and all(run.stop - run.start == 1 for run in runs)
+    return step.num_tokens == len(runs) and all([len(run.draws) == 1 for run in runs])
 
 
 def _tokens(runs: Sequence[Run]) -> list[int]:

@@ -159,8 +159,8 @@ class Scheduler:
         requests = list(self._requests.values())
         for request in requests:
             request.error, request.status = error, Status.FINISHED_ERROR
-            for sample in request.samples:
-                sample.end = sample.end or Status.FINISHED_ERROR
+            for sample in request.live:
+                sample.finish(Status.FINISHED_ERROR)
         self._requests.clear()
         return requests
 
@@ -466,8 +466,8 @@ class Scheduler:
     def _end(self, request: Request, status: Status) -> None:
         """A request leaves, with everything it holds."""
         self._home.release_all(request)
-        for sample in request.samples:
-            sample.end = sample.end or status
+        for sample in request.live:
+            sample.finish(status)
         (self._running.remove if request.status is Status.RUNNING else self._dequeue)(request)
         request.status = status
         request.metrics = replace(request.metrics, finished_s=self.clock())

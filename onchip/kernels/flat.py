@@ -4,6 +4,8 @@ flat arguments that Triton's Python would make of them, descriptors expanded.
 Known are the launchers of Triton 3.6 and 3.9 for NVIDIA; others, and kernels that need scratch
 memory of Triton's own, cannot be flattened: those are launched the usual way.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Triton need not be there where types are checked.
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -74,7 +76,8 @@ def flatten(compiled: Any, grid: tuple, args: tuple, place: Callable[[Tensor], P
 
 
 def _encoding(form: dict | None, arg: Any, dtypes: dict[int, int]) -> tuple:
-    if form is None or form["fp4_padded"] or form.get("is_im2col") or arg.padding != "zero":
+    special = arg.padding != "zero" or getattr(arg, "round_f32_to_tf32", False)
+    if form is None or special or form["fp4_padded"] or form.get("is_im2col"):
         raise Unknown
     dtype = dtypes[form["elem_type"]]
     shape, strides = list(arg.shape), list(arg.strides)
@@ -89,11 +92,11 @@ def launcher_of(compiled: Any) -> Launcher:
 
 
 def _find_launcher(compiled: Any) -> Launcher:
-    import triton
+    from triton import __version__
     from triton.backends.nvidia import driver
     from triton.runtime import driver as active
 
-    find = _LAUNCHERS[".".join(triton.__version__.split(".")[:2])]
+    find = _LAUNCHERS[".".join(__version__.split(".")[:2])]
     run = compiled.run
     needs_scratch = run.global_scratch_size or run.profile_scratch_size
     if type(run) is not driver.CudaLauncher or needs_scratch:

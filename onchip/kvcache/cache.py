@@ -210,7 +210,7 @@ class KVCache:
 
     def commit_all(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
         """`commit` for many sequences."""
-        size = self.spec.page_size
+        size, filled = self.spec.page_size, self.pool.filled
         tables = self._residents(sequences)
         for sequence, table, length in zip(sequences, tables, lengths, strict=True):
             before = sequence.computed
@@ -219,9 +219,10 @@ class KVCache:
                     f"cannot commit {length=}: {before} of {table.length} are computed"
                 )
             sequence.computed = length
+            known = min(length, len(sequence.tokens))
+            full = known // size
             # Token by token, what others find changes when a page is full and when one begins.
-            beyond = min(length, len(sequence.tokens)) - size * len(sequence.chain.keys)
-            if beyond == 1 or beyond >= size or length - before > 1:
+            if full > len(sequence.chain.keys) or (known % size and not filled(table[full])):
                 self._publish(sequence, final=False)
 
     def free(self, sequence: Sequence) -> None:

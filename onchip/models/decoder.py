@@ -53,9 +53,12 @@ class Paged(NamedTuple):
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
         """Attention over what is in the pages, the keys and values of the new tokens included."""
         batch, cache = self
+        pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
+        if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
+            # a token of each sequence: kernels need not look for them
+            return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
         options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
-        tables = batch.page_table, batch.cache_seqlens
-        return cast(Tensor, paged_attention(q, *cache.layer(layer), *tables, **options))
+        return cast(Tensor, paged_attention(q, *pages, **options))
 
 
 class Packed(NamedTuple):

@@ -252,6 +252,17 @@ def test_stop_texts_end_a_sample_before_them(tiny):
     assert late.samples[0].num_tokens == 40
 
 
+def test_stop_texts_end_samples_of_which_the_best_are_told(tiny):
+    params = {"seed": 4, "max_tokens": 30, "ignore_eos": True, "n": 1, "best_of": 3}
+    with tiny.engine() as one:
+        one.add("no prefix", SamplingParams(**params))
+        whole = tiny.drain(one)[0]["request-0"].outputs[0].text
+        stop = whole[4]
+        one.add("no prefix", SamplingParams(stop=stop, **params))
+        output = tiny.drain(one)[0]["request-1"].outputs[0]
+    assert output.stop_reason == stop and stop not in output.text
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_cancelled_at_any_step_its_pages_are_free_at_once(tiny, overlap):
     for when in range(6):
@@ -261,9 +272,10 @@ def test_cancelled_at_any_step_its_pages_are_free_at_once(tiny, overlap):
                 one.step()
             assert one.cancel("gone") and not one.cancel("gone") and not one.cancel("never there")
             assert not one.cache.pool.tables
-            one.add("x", SamplingParams(max_tokens=3), request_id="gone")
-            last, outputs = tiny.drain(one)
-            assert list(last) == ["gone"] and last["gone"].prompt == "x"
+            one.add("x", SamplingParams(max_tokens=3, ignore_eos=True), request_id="gone")
+            _, outputs = tiny.drain(one)
+            assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3]
+            assert {o.prompt for o in outputs} == {"x"}, "of the first one nothing is told any more"
 
 
 def test_a_deadline_cuts_a_request_off(tiny):

@@ -73,9 +73,13 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
 
 def test_more_prompts_than_may_wait(tiny):
     with LLM(tiny.model(), tokenizer=ByteTokenizer(), num_pages=40, max_num_seqs=2) as one:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        expected = one.generate(["x"] * 20, params)
+    with LLM(tiny.model(), tokenizer=ByteTokenizer(), num_pages=40, max_num_seqs=2) as one:
         one.engine.limits.__dict__["max_queued_requests"] = 3
-        outputs = one.generate(["x"] * 20, GREEDY)
-        assert len({output.outputs[0].token_ids for output in outputs}) == 1 and len(outputs) == 20
+        outputs = one.generate(["x"] * 20, params)
+    ids = lambda many: [output.outputs[0].token_ids for output in many]
+    assert ids(outputs) == ids(expected), "draws do not depend on who was refused when"
 
 
 def test_a_prompt_that_cannot_be_served_takes_the_others_with_it(llm):
@@ -106,6 +110,17 @@ def test_leaving_a_stream_cancels_it(llm):
     del output
     llm.engine.step()
     assert not llm.engine.has_work and not llm.engine.cache.pool.tables
+
+
+def test_calls_between_the_outputs_of_a_stream(llm):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    alone = [output.outputs[0].token_ids for output in llm.stream("one", params)]
+    between = []
+    for output in llm.stream("one", params):
+        between.append(output.outputs[0].token_ids)
+        if len(between) in (1, 5):
+            assert len(llm.generate(["two", "three"], GREEDY)) == 2
+    assert between == alone
 
 
 def test_chats(llm):

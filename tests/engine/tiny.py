@@ -91,7 +91,7 @@ def check_empty(one):
     if one.tier:
         one.tier.synchronize()
         assert not one.tier.families and one.tier.num_free == one.tier.capacity
-    assert not one._streamed and not one._watched and one._flight is None
+    assert not len(one._reports) and one._flight is None
 
 
 def told(outputs):

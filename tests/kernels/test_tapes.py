@@ -14,7 +14,7 @@ import onchip
 from onchip.kernels import flat, tapes
 from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result
-from onchip.problem import Options, Question, Tensors, describe
+from onchip.problem import Options, Question, Tensors, describe, forget_questions
 from onchip.testing import assert_accurate
 from tests.kernels.gpu import each_kernel, inputs
 
@@ -229,7 +229,8 @@ def test_threads_share_tapes(log, compute):
 
 @pytest.fixture
 def plays(monkeypatch):
-    """How often tapes were played."""
+    """How often tapes were played; none is left of other tests."""
+    forget_questions()
     found = []
     play = tapes.Tape.play
     monkeypatch.setattr(tapes.Tape, "play", lambda *args: found.append(1) or play(*args))

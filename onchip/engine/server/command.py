@@ -12,11 +12,9 @@ from onchip.models import builtin
 
 from .app import Options, Server
 from .keys import Keyring, read_keys
-from .run import Address, Process, raise_file_limit
+from .run import Address, Process, raise_file_limit, url_of
 
-BUILTIN_PAGES = (
-    2049  # of the built-in model, 64 MB: each but the null page is a cell of the live page
-)
+BUILTIN_PAGES = 2049  # of the built-in model, 64 MB; the live page draws all but the null page
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -28,8 +26,7 @@ def serve(args: argparse.Namespace) -> int:
     raise_file_limit()
     llm = _model(args)
     server = Server(llm.engine, _options(args, address, keys), keys)
-    where = f"{address.host}:{sock.getsockname()[1]}"
-    Process(server, args.drain_s, lambda: _announce(server, where, args.model)).run([sock])
+    Process(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run([sock])
     return 1 if server.service.death else 0
 
 
@@ -76,11 +73,8 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Optio
     )
 
 
-def _announce(server: Server, where: str, model: str) -> None:
+def _announce(server: Server, url: str, model: str) -> None:
     if model == builtin.NAME:
         print(builtin.ABOUT)
-    kind = "no keys needed" if server.keys.open else "with keys"
-    print(
-        f"{server.options.model} on http://{where}/v1, live page http://{where}/ ({kind})",
-        flush=True,
-    )
+    kind = "no key needed" if server.keys.open else "with keys"
+    print(f"{server.options.model} on {url}/v1, live page {url}/ ({kind})", flush=True)

@@ -143,10 +143,12 @@ class Message(Strict):
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
-    def text(self) -> str:
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it; most know no developer, which is the new name of system."""
+        role = "system" if self.role == "developer" else self.role
         if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 class TextFormat(Strict):

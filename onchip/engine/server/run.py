@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -53,10 +52,17 @@ class Address:
         return sock
 
 
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Connection(H11Protocol):
     """Closes unless the head of a request arrives in time: neither silence nor a byte now and then
     keeps a connection open.
     """
+
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         super().connection_made(transport)
@@ -66,8 +72,17 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._expect_request()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._cancel_timer()  # or it keeps the connection in memory until it rings
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     def _expect_request(self) -> None:
-        self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
+        self._cancel_timer()
+        self._timer = self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
 
     def _close_unless_asked(self, last: object) -> None:
         if self.cycle is last and (last is None or self.cycle.response_complete):
@@ -83,6 +98,7 @@ class Process(uvicorn.Server):
     def __init__(self, server: Server, drain_s: float, announce: Callable[[], None] | None = None):
         self.server, self.drain_s, self._announce = server, drain_s, announce
         self._drain: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 server.app,
@@ -99,11 +115,14 @@ class Process(uvicorn.Server):
             )
         )
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.loop.call_soon_threadsafe(self.stop)
+    def handle_exit(self, sig: int = 0, frame: FrameType | None = None) -> None:
+        """What a signal does; from any thread."""
+        if self._loop is None:
+            self.should_exit = True
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop)
 
-    def stop(self) -> None:
-        """What a signal does; on the loop."""
+    def _stop(self) -> None:
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._end(self.drain_s))
         else:
@@ -111,7 +130,7 @@ class Process(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._end(0.0))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self._announce:
             self._announce()
@@ -123,6 +142,10 @@ class Process(uvicorn.Server):
 
 def raise_file_limit() -> None:
     """A connection is a file; many systems allow 1,024 of them until asked for more."""
+    try:
+        import resource
+    except ImportError:  # not a Unix: there is no such limit
+        return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -136,16 +159,17 @@ class Background:
     def __init__(self, server: Server, address: Address | None = None, drain_s: float = 5.0):
         self.process = Process(server, drain_s)
         self._socket = (address or Address(port=0)).bind()
-        host, port = self._socket.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.url = url_of(self._socket)
         self._thread = threading.Thread(target=self.process.run, args=([self._socket],))
 
     def __enter__(self) -> str:
         self._thread.start()
         while not self.process.started and self._thread.is_alive():
             self._thread.join(0.01)
+        if not self.process.started:
+            raise RuntimeError("the server did not start; its log says why")
         return self.url
 
     def __exit__(self, *exc: object) -> None:
-        self.process.loop.call_soon_threadsafe(self.process.stop)
+        self.process.handle_exit()
         self._thread.join()

@@ -26,6 +26,12 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
     assert told == {name for name in NAMED if name.startswith("onchip_")}
 
 
+def test_nothing_else_of_the_engine_needs_the_server():
+    """Where there is no FastAPI, offline engines and GPU code work."""
+    for path in (Path(cli.__file__).parent / "engine").glob("*.py"):
+        assert "engine.server" not in path.read_text(encoding="utf-8"), path
+
+
 def test_every_field_is_named():
     unused = {"metadata", "parallel_tool_calls", "service_tier", "prompt_cache_key", "tool_choice"}
     unused |= {"safety_identifier", "modalities", "store", "suffix"}

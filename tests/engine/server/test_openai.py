@@ -135,6 +135,11 @@ class TestChats:
         done = client.chat.completions.create(**asked)
         assert done.choices[0].message.content.startswith("user: hello")
 
+    def test_a_developer_is_the_system(self, client):
+        messages = [{"role": "developer", "content": "be brief"}]
+        done = client.chat.completions.create(model="fake", messages=messages, max_tokens=7)
+        assert done.choices[0].message.content == "system:"
+
     def test_logprobs_come_with_bytes(self, client):
         done = client.chat.completions.create(
             model="fake", messages=HELLO, max_tokens=2, logprobs=True, top_logprobs=1

@@ -129,14 +129,17 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def tiny(serving):
+def tiny(serving, browser):
+    """The address of a server; the browser has left it, and all before it, when it goes."""
     llm = LLM("tiny", num_pages=129, max_num_seqs=8, swap_space=0)
+    browser.go("about:blank")
+    browser.errors.clear()
     with serving(llm.engine, drain_s=0.0) as (url, _):
         yield url
+        browser.go("about:blank")
 
 
 def test_a_prompt_sent_from_the_page_takes_pages_and_is_answered(browser, tiny):
-    browser.errors.clear()
     browser.see(1280, 900)
     browser.go(f"{tiny}/")
     browser.until("document.getElementById('state').textContent === 'ready'")
@@ -156,7 +159,6 @@ def test_a_prompt_sent_from_the_page_takes_pages_and_is_answered(browser, tiny):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_screen_sees_all_of_it(browser, tiny, width, scheme):
-    browser.errors.clear()
     browser.see(width, 800, scheme)
     browser.go(f"{tiny}/")
     browser.until("now !== null")

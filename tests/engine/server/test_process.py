@@ -96,10 +96,10 @@ def test_a_second_signal_does_not_wait(fake, ask, until):
     with background as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(drive, ask, url, 2000, False)
         until(lambda: engine.requests)
-        background.process.handle_exit(signal.SIGINT, None)
+        background.process.handle_exit(signal.SIGINT)
         until(lambda: ask(url, "/ready")[0] == 503)
         assert not answer.done()
-        background.process.handle_exit(signal.SIGINT, None)
+        background.process.handle_exit(signal.SIGINT)
         assert answer.result(10) == "shutdown"
 
 

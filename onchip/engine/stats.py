@@ -1,0 +1,84 @@
+"""What an engine says about itself."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+from onchip.engine.request import Request
+from onchip.engine.scheduler import Scheduler
+from onchip.engine.step import Step
+from onchip.kvcache import Pool
+
+_REFRESH_S = 0.2  # how old what is said about single requests may be
+
+
+@dataclass(frozen=True)
+class Stats:
+    """An engine at the end of a step. pages_free: those that can be had, pages_cached of them hold
+    a prefix; pages_shared: those that sharing saves. request_pages: of those that run. These two
+    take a walk over all requests, and are up to 0.2 s old while there is work. tokens_*: since the
+    start; prefilled are those from which nothing was drawn, each time they are computed.
+    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it ended, time.monotonic().
+    """
+
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_shared: int = 0
+    request_pages: dict[str, int] = field(default_factory=dict)
+    tokens_generated: int = 0
+    tokens_prefilled: int = 0
+    tokens_cached: int = 0
+    preempted_by_swap: int = 0
+    preempted_by_recompute: int = 0
+    steps: int = 0
+    waited_s: float = 0.0
+    last_step_s: float = 0.0
+    last_step_at: float = 0.0
+
+
+class Meter:
+    """Makes `latest`, which others read at any time: it is replaced, never changed."""
+
+    def __init__(self, pool: Pool):
+        self._refreshed_at = 0.0
+        self.latest = Stats(pages_total=pool.capacity, pages_free=pool.num_free)
+
+    def count(self, step: Step, waited_s: float) -> None:
+        """A step has been computed, and was waited for so long."""
+        old, drawing = self.latest, sum([bool(run.draws) for run in step.runs])
+        self.latest = replace(
+            old,
+            tokens_generated=old.tokens_generated + len(step.draws),
+            tokens_prefilled=old.tokens_prefilled + step.num_tokens - drawing,
+            steps=old.steps + 1,
+            waited_s=old.waited_s + waited_s,
+        )
+
+    def look(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
+        """A turn has ended that began at this time."""
+        now = time.monotonic()
+        self.latest = replace(
+            self.latest,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_free=pool.num_free,
+            pages_cached=pool.num_cached,
+            tokens_cached=scheduler.num_cached_tokens,
+            preempted_by_swap=scheduler.totals["swapped_out"],
+            preempted_by_recompute=scheduler.totals["recomputed"],
+            last_step_s=now - started_at,
+            last_step_at=now,
+        )
+        if now - self._refreshed_at > _REFRESH_S or not scheduler.has_work:
+            self._refreshed_at = now
+            pages = {request.request_id: _num_pages(request) for request in scheduler.running}
+            shared = pool.num_shared
+            self.latest = replace(self.latest, pages_shared=shared, request_pages=pages)
+
+
+def _num_pages(request: Request) -> int:
+    """Pages that its samples hold, each once."""
+    tables = [sample.sequence.table for sample in request.rooted]
+    return len(tables[0]) if len(tables) == 1 else len({p for t in tables for p in t.pages})
