@@ -17,7 +17,8 @@ class Stats:
     a prefix; pages_shared: those that sharing saves. request_pages: of those that run. These two
     take a walk over all requests, and are up to 0.2 s old while there is work. tokens_*: since the
     start; prefilled are those from which nothing was drawn, each time they are computed.
-    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it ended, time.monotonic().
+    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it
+    ended, time.monotonic().
     """
 
     running: int = 0

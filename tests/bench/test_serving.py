@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onchip.bench import serving
+from onchip.bench import serving_report as report
 from onchip.bench.harness import Refused, Session, judge
 from onchip.bench.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
@@ -189,3 +190,15 @@ def test_the_bars_are_those_of_the_issue():
     capped = [row("capped", "auto", 1.0, lost=lost) for lost in (34.0, 36.0)]
     assert [v.ok for v in judge([*good, capped[0]], serving.BARS)] == [True, True, True]
     assert [v.ok for v in judge([*bad, capped[1]], serving.BARS)] == [False, False, False]
+
+
+def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
+    from rich.console import Console
+
+    rows = [tiny.whole, *serving.capped(tiny, "recompute"), *serving.allocation(tiny, "paged")]
+    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0]
+    for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
+        assert all(len(line) == len(heads) for line in body)
+    report.print_report(Console(width=200), rows, tmp_path / "bars.svg")
+    assert "recompute" in capsys.readouterr().out
+    assert f"{rows[0]['value']:,.0f}" in (tmp_path / "bars.svg").read_text()
