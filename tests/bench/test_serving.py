@@ -66,10 +66,14 @@ def test_waits_are_those_of_each_request():
     assert got["host_share"] == pytest.approx(0.25) and got["seconds"] == pytest.approx(0.04)
 
 
-@pytest.fixture
-def tiny():
+def quick():
     session = Session(quick=True, device=CPU)
     return serving.setting(session, "qwen3-0.6b", serving.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return quick()
 
 
 def test_a_workload_is_served_as_it_was_asked(tiny):
@@ -93,7 +97,8 @@ def test_batches_follow_one_another(tiny):
     assert first.counts[:9] == [count for _, count in tiny.workload.asked[:9]]
 
 
-def test_a_request_that_fails_leaves_no_row(tiny):
+def test_a_request_that_fails_leaves_no_row():
+    tiny = quick()
     with tiny.llm(num_pages=200) as llm:
         with torch.no_grad():
             llm.engine.model.embed.fill_(float("nan"))
@@ -131,7 +136,7 @@ def test_peers_serve_the_same_part(tiny):
 def test_without_transformers_there_are_no_peers(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = []
-    tiny.session.say = said.append
+    monkeypatch.setattr(tiny.session, "say", said.append)
     (row,) = serving.peers(tiny)
     assert row["peers"] == {} and row["ratio"] is None and "no peers" in said[-1]
 
