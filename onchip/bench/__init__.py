@@ -24,7 +24,7 @@ BENCHES = {
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }
-REPORTS = ("memory",)
+REPORTS = ("memory", "serving")
 
 
 def load(name: str) -> ModuleType:

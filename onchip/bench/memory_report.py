@@ -261,14 +261,14 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
     for name, sheet in SHEETS.items():
         if name != "claims" or any(row.get("gib") == 80 for row in rows):
             say(TITLES[name])
-            console.print("", _rich(*sheet(rows)), "")
+            console.print("", as_table(*sheet(rows)), "")
     for sentence in ASSUMED:
         say(sentence)
     if picture:
         plot(picture)
 
 
-def _rich(heads: list[str], body: list[list[str]]) -> Any:
+def as_table(heads: list[str], body: list[list[str]]) -> Any:
     from rich import box
     from rich.table import Table
 

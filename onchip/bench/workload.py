@@ -11,6 +11,7 @@ from onchip.engine import Engine, Request, SamplingParams
 from onchip.models import ModelConfig, num_parameters
 
 TEMPERATURE = 0.6
+WARM_UP_TOKENS = 32
 Asked = tuple[list[int], int]  # the token ids of a prompt, and how many are to follow
 
 
@@ -180,9 +181,14 @@ def serve(engine: Engine, groups: Iterable[Workload]) -> Ran:
 
 
 def warm_up(engine: Engine, workload: Workload) -> None:
-    """Kernels are compiled for such lengths; of other tokens, so that nothing is cached."""
+    """Kernels are compiled for such steps: the same lengths of other tokens, so that nothing is
+    cached, and outputs just long enough for all requests to run together.
+    """
     vocab = engine.model.config.vocab_size
-    other = [([(token + 1) % vocab for token in prompt], 2) for prompt, _ in workload.asked]
+    other = [
+        ([(token + 1) % vocab for token in prompt], min(count, WARM_UP_TOKENS))
+        for prompt, count in workload.asked
+    ]
     serve(engine, [Workload(tuple(other))])
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onchip.bench import serving
+from onchip.bench import serving_report as report
 from onchip.bench.harness import Refused, Session, judge
 from onchip.bench.workload import Mark, Ran, Roofline, Workload, serve, warm_up
 from onchip.cli import main
@@ -65,10 +66,14 @@ def test_waits_are_those_of_each_request():
     assert got["host_share"] == pytest.approx(0.25) and got["seconds"] == pytest.approx(0.04)
 
 
-@pytest.fixture
-def tiny():
+def quick():
     session = Session(quick=True, device=CPU)
     return serving.setting(session, "qwen3-0.6b", serving.QWEN3)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return quick()
 
 
 def test_a_workload_is_served_as_it_was_asked(tiny):
@@ -92,7 +97,8 @@ def test_batches_follow_one_another(tiny):
     assert first.counts[:9] == [count for _, count in tiny.workload.asked[:9]]
 
 
-def test_a_request_that_fails_leaves_no_row(tiny):
+def test_a_request_that_fails_leaves_no_row():
+    tiny = quick()
     with tiny.llm(num_pages=200) as llm:
         with torch.no_grad():
             llm.engine.model.embed.fill_(float("nan"))
@@ -122,7 +128,7 @@ def test_reservations_seat_fewer_than_pages_do(tiny):
 
 def test_peers_serve_the_same_part(tiny):
     pytest.importorskip("transformers")
-    (row,) = serving.peers(Session(quick=True, device=CPU), tiny)
+    (row,) = serving.peers(tiny)
     assert set(row["peers"]) == {"transformers static", "transformers continuous"}
     assert row["ratio"] == row["value"] / row["peers"][row["best_peer"]]
 
@@ -130,7 +136,8 @@ def test_peers_serve_the_same_part(tiny):
 def test_without_transformers_there_are_no_peers(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = []
-    (row,) = serving.peers(Session(quick=True, device=CPU, say=said.append), tiny)
+    monkeypatch.setattr(tiny.session, "say", said.append)
+    (row,) = serving.peers(tiny)
     assert row["peers"] == {} and row["ratio"] is None and "no peers" in said[-1]
 
 
@@ -153,6 +160,17 @@ def test_parts_are_chosen_by_name(capsys, tmp_path):
     assert row["ready_s"] > 0 and "byte roofline" in capsys.readouterr().out
 
 
+def test_a_new_process_is_ready(tiny):
+    (row,) = serving.ready(tiny)
+    assert row["unit"] == "s" and row["value"] > 0.5, "it imports torch"
+
+
+def test_a_process_that_fails_is_no_row(tiny, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(Refused, match="ended with 1"):
+        serving.ready(tiny)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_full_size_needs_a_gpu(capsys):
     assert main(["bench", "serving"]) == 2
@@ -169,10 +187,23 @@ def test_a_server_is_loaded_from_outside():
 
 
 def test_the_bars_are_those_of_the_issue():
-    whole = {"bench": "throughput", "mask": "qwen3-0.6b", "kernel": "onchip", "ready_s": 12.0}
-    whole["unit"] = "tokens/s"
-    capped = {"bench": "capped", "mask": "qwen3-0.6b", "kernel": "auto", "lost": 36.0}
-    capped["unit"] = "tokens/s"
-    verdicts = judge([whole | {"value": 22_001.0}, capped], serving.BARS)
-    assert [v.ok for v in verdicts] == [True, True, False]
-    assert not judge([whole | {"value": 21_999.0}], serving.BARS)[0].ok
+    row = lambda bench, kernel, value, **more: {
+        "bench": bench, "mask": "qwen3-0.6b", "kernel": kernel, "value": value, "unit": "", **more
+    }  # fmt: skip
+    good = [row("throughput", "onchip", 22_001.0), row("ready", "onchip", 19.0)]
+    bad = [row("throughput", "onchip", 21_999.0), row("ready", "onchip", 21.0)]
+    capped = [row("capped", "auto", 1.0, lost=lost) for lost in (34.0, 36.0)]
+    assert [v.ok for v in judge([*good, capped[0]], serving.BARS)] == [True, True, True]
+    assert [v.ok for v in judge([*bad, capped[1]], serving.BARS)] == [False, False, False]
+
+
+def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
+    from rich.console import Console
+
+    rows = [tiny.whole, *serving.capped(tiny, "recompute"), *serving.allocation(tiny, "paged")]
+    assert [len(sheet(rows)[1]) for sheet in report.SHEETS.values()] == [2, 1, 0, 0]
+    for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
+        assert all(len(line) == len(heads) for line in body)
+    report.print_report(Console(width=200), rows, tmp_path / "bars.svg")
+    assert "recompute" in capsys.readouterr().out
+    assert f"{rows[0]['value']:,.0f}" in (tmp_path / "bars.svg").read_text()
