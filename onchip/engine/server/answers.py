@@ -6,7 +6,7 @@ A piece is what is new of one choice since the last one; a whole answer is the p
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
@@ -16,6 +16,7 @@ from .refusal import Refusal
 
 Decode = Callable[[Sequence[int]], str]
 Table = dict[int, Logprob]
+Tokens = tuple[tuple[int, Table | None], ...]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Piece:
 
     index: int
     text: str
-    tokens: tuple[tuple[int, Table | None], ...]
+    tokens: Tokens
     offset: int
     finish_reason: str | None
     stop_reason: int | str | None
@@ -38,13 +39,6 @@ class Echo:
 
     texts: Sequence[str]
     scores_only: bool = False
-
-    @staticmethod
-    def tokens(output: RequestOutput) -> list[tuple[int, Table | None]]:
-        tables = output.prompt_logprobs
-        if tables is None:
-            return []
-        return list(zip(output.prompt_token_ids, tables, strict=True))
 
 
 @dataclass
@@ -63,46 +57,51 @@ class Reader:
 
     n: int
     echo: Echo | None = None
-    _sent: dict[int, _Sent] = field(default_factory=dict)
+    _sent: dict[tuple[int, int], _Sent] = field(default_factory=dict)
 
     def news(self, outputs: Sequence[RequestOutput | None]) -> Iterator[Piece]:
-        """What is new, by choice."""
+        """What is new, by choice: those of a request are numbered as they stand."""
         for place, output in enumerate(outputs):
-            for choice in output.outputs if output else ():
-                yield from self._piece(place, output, choice)
+            for i, choice in enumerate(output.outputs if output else ()):
+                sent = self._sent.setdefault((place, i), _Sent())
+                if not sent.finished:
+                    piece = self._piece(place * self.n + i, sent, choice)
+                    piece = self._after_echo(piece, sent, place, output)
+                    if piece.text or piece.tokens or choice.finished:
+                        sent.begun = True
+                        yield piece
 
-    def _piece(
-        self, place: int, output: RequestOutput, choice: CompletionOutput
-    ) -> Iterator[Piece]:
-        index = place * self.n + choice.index
-        sent = self._sent.setdefault(index, _Sent())
-        if sent.finished:
-            return
+    def _piece(self, index: int, sent: _Sent, choice: CompletionOutput) -> Piece:
         text, tokens = self._shown(choice)
         text, tokens, offset = text[sent.chars :], tokens[sent.tokens :], sent.chars
         sent.chars, sent.tokens = sent.chars + len(text), sent.tokens + len(tokens)
         sent.finished = choice.finished
-        if self.echo:
-            ahead = self.echo.texts[place]
-            if sent.begun:
-                offset += len(ahead)
-            else:
-                text, tokens = ahead + text, (*self.echo.tokens(output), *tokens)
-        if text or tokens or choice.finished:
-            sent.begun = True
-            reason = "length" if self._scores_only and choice.finished else choice.finish_reason
-            yield Piece(index, text, tokens, offset, reason, choice.stop_reason)
+        reason = "length" if self._scores_only and choice.finished else choice.finish_reason
+        return Piece(index, text, tokens, offset, reason, choice.stop_reason)
+
+    def _after_echo(self, piece: Piece, sent: _Sent, place: int, output: RequestOutput) -> Piece:
+        if self.echo is None:
+            return piece
+        ahead = self.echo.texts[place]
+        if sent.begun:
+            return replace(piece, offset=piece.offset + len(ahead))
+        return replace(piece, text=ahead + piece.text, tokens=(*_scored(output), *piece.tokens))
 
     @property
     def _scores_only(self) -> bool:
         return self.echo is not None and self.echo.scores_only
 
-    def _shown(self, choice: CompletionOutput) -> tuple[str, tuple[tuple[int, Table | None], ...]]:
+    def _shown(self, choice: CompletionOutput) -> tuple[str, Tokens]:
         if self._scores_only:
             return "", ()
         tables = choice.logprobs
         tokens = () if tables is None else tuple(zip(choice.token_ids, tables, strict=True))
         return choice.text, tokens
+
+
+def _scored(output: RequestOutput) -> Tokens:
+    tables = output.prompt_logprobs
+    return () if tables is None else tuple(zip(output.prompt_token_ids, tables, strict=True))
 
 
 def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) -> protocol.Usage:

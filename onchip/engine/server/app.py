@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 import onchip
+from onchip.engine.params import SamplingParams
 
 from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
@@ -59,6 +60,25 @@ class Options:
     max_stall_s: float = 30.0
     max_open: int = 16384
     hosts: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a body asks, however it was put."""
+
+    params: SamplingParams
+    prompts: Sequence[str | Sequence[int]]
+    form: Format
+    reader: Reader
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    def check_width(self) -> None:
+        prompts, samples = len(self.prompts), self.params.num_samples
+        if prompts * samples > MAX_CHOICES:
+            raise Refusal(400, f"{prompts} prompts x {samples} samples exceed {MAX_CHOICES}")
 
 
 class Server:
@@ -131,47 +151,28 @@ class Server:
             )
         echo = Echo([self._text(p) for p in prompts], body.scores_only) if body.echo else None
         form = CompletionFormat(self.options.model, self.texts.decode)
-        return await self._serve(body, request, params, prompts, form, Reader(params.n, echo))
+        question = Question(params, prompts, form, Reader(params.n, echo))
+        return await self._serve(body, request.state.salt, question)
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         params = _checked(body.params)
         prompt = await self._beside(self.texts.chat, [message.plain for message in body.messages])
         form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
-        return await self._serve(body, request, params, [prompt], form, Reader(params.n))
+        question = Question(params, [prompt], form, Reader(params.n))
+        return await self._serve(body, request.state.salt, question)
 
-    async def _serve(
-        self,
-        body: Sampling,
-        request: Request,
-        params: Any,
-        prompts: Sequence[str | Sequence[int]],
-        form: Format,
-        reader: Reader,
-    ) -> Response:
+    async def _serve(self, body: Sampling, salt: bytes, question: Question) -> Response:
         self._check_model(body.model)
-        if len(prompts) * params.num_samples > MAX_CHOICES:
-            raise Refusal(
-                400, f"{len(prompts)} prompts x {params.num_samples} samples exceed {MAX_CHOICES}"
-            )
+        question.check_width()
         allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
-        asks = [
-            Ask(
-                await self._encode(prompt),
-                params,
-                body.priority or 0,
-                allowed_s,
-                request.state.salt,
-                bool(body.stream),
-            )
-            for prompt in prompts
-        ]
-        ticket = await self.service.submit(asks)
+        tokens = [await self._encode(prompt) for prompt in question.prompts]
+        rest = (question.params, body.priority or 0, allowed_s, salt, bool(body.stream))
         order = Order(
             self.service,
-            ticket,
-            form,
-            reader,
-            len(prompts) * params.n,
+            await self.service.submit([Ask(one, *rest) for one in tokens]),
+            question.form,
+            question.reader,
+            question.num_choices,
             time.monotonic() + allowed_s,
             _late(allowed_s, body.deadline_s),
             body.include_usage,

@@ -27,8 +27,8 @@ class Watch:
     async def look(self) -> dict[str, Any]:
         """Requests, pages and tokens. holders: requests that hold pages, then those that wait.
         map: for each page who holds it, as a place in holders, -1 if it is free and caches a
-        prefix, -2 if it is blank; shared: pages of which somebody holds more than one copy. None
-        if there are too many pages, or the engine is busy with a long step.
+        prefix, -2 if it is blank; shared: pages that are held more than once. None if there are too
+        many pages, or the engine is busy with a long step.
         """
         now, stats = time.monotonic(), self._service.stats
         if now - self._looked_s > FRESH_S:
@@ -46,20 +46,7 @@ class Watch:
                 "running": stats.running,
                 "waiting": stats.waiting,
             },
-            "pages": {
-                "total": stats.pages_total,
-                "used": stats.pages_total - stats.pages_free,
-                "cached": stats.pages_cached,
-                "saved": stats.pages_shared,
-            },
-            "tokens": {
-                "generated": stats.tokens_generated,
-                "prefilled": stats.tokens_prefilled,
-                "cached": stats.tokens_cached,
-            },
-            "preempted": stats.preempted_by_swap + stats.preempted_by_recompute,
-            "steps": stats.steps,
-            "last_step_s": round(stats.last_step_s, 6),
+            **_counts(stats),
             "holders": [_row(name, pages, standings, now) for name, pages in holders],
             "map": self._map([name for name, _ in holders]),
         }
@@ -77,6 +64,25 @@ class Watch:
             "cells": cells,
             "shared": [page for page, (_, refs) in enumerate(self._owners) if refs > 1],
         }
+
+
+def _counts(stats: Any) -> dict[str, Any]:
+    return {
+        "pages": {
+            "total": stats.pages_total,
+            "used": stats.pages_total - stats.pages_free,
+            "cached": stats.pages_cached,
+            "saved": stats.pages_shared,
+        },
+        "tokens": {
+            "generated": stats.tokens_generated,
+            "prefilled": stats.tokens_prefilled,
+            "cached": stats.tokens_cached,
+        },
+        "preempted": stats.preempted_by_swap + stats.preempted_by_recompute,
+        "steps": stats.steps,
+        "last_step_s": round(stats.last_step_s, 6),
+    }
 
 
 def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:

@@ -30,6 +30,7 @@ from .refusal import Refusal
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
 RETRY_AFTER_S = 1
+CLOSE_S = 10.0  # for the step that is under way at the end
 TURN_S = 0.02  # of commands between two steps: a flood of requests does not stop those that run
 
 
@@ -267,12 +268,12 @@ class Service:
             self.release(ticket)
 
     async def close(self) -> None:
-        """After it the thread is gone, and with it the engine's memory."""
+        """After it the thread is gone, and with it the engine's memory, unless a step hangs."""
         self._state = State.CLOSED
         self.fail_all(Refusal(503, "the server is closed", code="shutdown"))
         if self._thread.is_alive():
             self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def _check_open(self, count: int) -> None:
         if self._death is not None:
@@ -363,11 +364,8 @@ class Service:
         """A question that the engine cannot take, even one that breaks it, fails alone."""
         if self._death is not None:
             return _dead(self._death)
-        asked = {
-            name: value for name, value in vars(ask).items() if name not in ("prompt", "params")
-        }
         try:
-            answer = self._engine.add(ask.prompt, ask.params, request_id=request_id, **asked)
+            answer = self._engine.add(request_id=request_id, **vars(ask))
         except ValueError as error:
             return Refusal(400, str(error))
         except Exception as error:
@@ -384,7 +382,7 @@ class Service:
             for request_id in request_ids:
                 self._engine.cancel(request_id)
             if not self._engine.has_work:
-                self._engine.step()  # of nothing: its Stats are those of the last step
+                self._step()  # of nothing: Stats are those of the last step
 
     def _look(self, look: Callable[[Any], T], answer: asyncio.Future[T | None]) -> None:
         seen = None

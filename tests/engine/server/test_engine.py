@@ -1,0 +1,103 @@
+"""With the real engine behind it: what is answered over HTTP is what the engine answers offline."""
+
+import json
+
+import pytest
+
+from onchip.engine import SamplingParams
+from onchip.engine.llm import LLM
+
+PATH = "/v1/completions"
+PROMPTS = ["Pages are lent, not given.", "a", "héllo " * 30]
+
+
+def model():
+    return LLM("tiny", num_pages=300, max_num_seqs=16, swap_space=0)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """Of each prompt, by what was asked for."""
+    llm = model()
+    yield lambda **params: llm.generate(PROMPTS, SamplingParams(**params), use_tqdm=False)
+    llm.close()
+
+
+@pytest.fixture
+def url(serving):
+    with serving(model().engine) as (url, _):
+        yield url
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0, "max_tokens": 21},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 3, "max_tokens": 13},
+        {"temperature": 0, "max_tokens": 40, "stop": ["'", "9", "q"]},
+        {"seed": 5, "n": 2, "best_of": 4, "max_tokens": 9},
+        {"temperature": 0, "n": 3, "use_beam_search": True, "max_tokens": 7},
+    ],
+    ids=["greedy", "seeded", "stopped", "best", "beams"],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_changes_nothing(url, ask, offline, asked, stream):
+    streamable = "best_of" not in asked and "use_beam_search" not in asked
+    body = {"prompt": PROMPTS, "stream": stream} | asked
+    status, answer, _ = ask(url, PATH, body)
+    if stream and not streamable:
+        assert status == 400
+        return
+    texts, reasons = joined(answer) if stream else whole(answer)
+    outputs = [one for request in offline(**asked) for one in request.outputs]
+    assert texts == [one.text for one in outputs]
+    assert reasons == [one.finish_reason for one in outputs]
+
+
+def whole(answer):
+    choices = answer["choices"]
+    assert [c["index"] for c in choices] == list(range(len(choices)))
+    return [c["text"] for c in choices], [c["finish_reason"] for c in choices]
+
+
+def joined(answer):
+    events = [e.removeprefix("data: ") for e in answer.split("\n\n") if e][:-1]
+    texts, reasons = {}, {}
+    for choice in (c for e in events for c in json.loads(e)["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    return [texts[i] for i in sorted(texts)], [reasons[i] for i in sorted(reasons)]
+
+
+def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):
+    body = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 2}
+    choice = ask(url, PATH, body)[1]["choices"][0]
+    request = offline(max_tokens=1, prompt_logprobs=2)[0]
+    expected = [
+        table[token].logprob
+        for token, table in zip(request.prompt_token_ids[1:], request.prompt_logprobs[1:])
+    ]
+    assert choice["text"] == PROMPTS[0] and choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
+    assert choice["logprobs"]["text_offset"] == list(range(len(PROMPTS[0])))
+
+
+def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
+    """Both halves matter: a cache that is never hit would pass the second."""
+    anna, bert = ({"authorization": f"Bearer {name}-secret-key"} for name in ("anna", "bert"))
+    body = {"prompt": "Only we know what stands here. " * 3, "max_tokens": 1}
+    cached = lambda answer: answer[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+    with serving(model().engine, keys=["anna-secret-key", "bert-secret-key"]) as (url, _):
+        assert cached(ask(url, PATH, body, **anna)) == 0
+        assert cached(ask(url, PATH, body, **anna)) == len(body["prompt"]) - 1
+        assert cached(ask(url, PATH, body, **bert)) == 0
+
+
+def test_a_deadline_gives_the_pages_back(serving, ask):
+    with serving(model().engine) as (url, server):
+        body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "deadline_s": 0.3}
+        status, answer, _ = ask(url, PATH, body)
+        assert status == 408 and answer["error"]["code"] == "deadline"
+        assert ask(url, PATH, {"prompt": "abc", "max_tokens": 2})[0] == 200
+        stats = server.service.stats
+        assert (stats.running, stats.pages_free) == (0, stats.pages_total)
