@@ -1,11 +1,16 @@
 """Steps on the device: what travels, what is replayed, and that nobody waits."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import filled_in, sizes_up_to, widths_up_to
-from onchip.engine.runner import _words
+from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to, widths_up_to
+from onchip.engine.runner import _only_decodes, _words
+from onchip.kvcache import PagedBatch, Shape
 
 WAYS = {
     "plain": {},
@@ -120,3 +125,61 @@ def test_close_gives_the_memory_of_a_gpu_back(tiny):
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+class Replayed(Graphs):
+    """Graphs as the CPU can have them: a replay computes what the static batch shows. The padding,
+    which a GPU computes and nobody looks at, is left out.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.used = set()
+
+    def _record(self, size, width):
+        batch = self._cache.static_batch(Shape(size, size, width, 1, size))
+        hidden = torch.full((size, self._model.config.hidden_size), float("nan"))
+        return Recorded(Again(lambda: self._compute(batch, hidden)), batch, hidden)
+
+    def _compute(self, batch, hidden):
+        n = int(batch.cu_seqlens_q[-1])
+        assert not batch.cache_seqlens[n:].any() and (batch.slot_mapping[n:] == -1).all()
+        shown = [batch.page_table[:n], batch.cache_seqlens[:n], batch.slot_mapping[:n]]
+        shown += [batch.cu_seqlens_q[: n + 1], 1, batch.buffer, batch.extra[:n]]
+        self.used.add(len(hidden))
+        hidden.fill_(float("nan"))
+        hidden[:n] = self._forward(PagedBatch(*shown))
+
+
+class Again(NamedTuple):
+    replay: Callable
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap):
+    """Sizes of 12 sequences are 1, 2, 4, 8 and 12; padding reads and writes nothing."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    told = []
+    for graphs in (False, True):
+        with tiny.engine(overlap=overlap, num_pages=40, host_pages=90) as one:
+            one.cache.pages.k.fill_(float("nan"))
+            one.cache.pages.v.fill_(float("nan"))
+            if graphs:
+                one._runner._graphs = Replayed(one.model, one.cache, one._runner._last)
+                one.warm_up()
+            tiny.ask(one)
+            told.append(tiny.told(tiny.drain(one)[0]))
+            used = one._runner._graphs.used if graphs else None
+    assert told[0] == told[1] and used >= {4, 8}
+
+
+def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):
+    """One token for each run, as many draws as runs, and yet not row by row."""
+    with tiny.engine(budget=12, max_num_seqs=3) as one:
+        one.add("x", SamplingParams(n=2, max_tokens=2))
+        one.add("y" * 30, SamplingParams(max_tokens=2))
+        step = one.scheduler.schedule()
+        assert [(run.num_tokens, len(run.draws)) for run in step.runs] == [(1, 2), (11, 0)]
+        short = replace(step, runs=(step.runs[0], step.runs[1]._replace(stop=1)))
+        assert len(short.draws) == len(short.runs) == short.num_tokens
+        assert not _only_decodes(short)
