@@ -75,7 +75,9 @@ def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):
     request = offline(max_tokens=1, prompt_logprobs=2)[0]
     expected = [
         table[token].logprob
-        for token, table in zip(request.prompt_token_ids[1:], request.prompt_logprobs[1:])
+        for token, table in list(
+            zip(request.prompt_token_ids, request.prompt_logprobs, strict=True)
+        )[1:]
     ]
     assert choice["text"] == PROMPTS[0] and choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)

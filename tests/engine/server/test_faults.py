@@ -176,6 +176,22 @@ class TestClients:
             assert len(events(connection.getresponse())) > 2
             assert ask(url, "/health")[0] == 200 and not engine.requests
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_one_prompt_that_fails_ends_the_others_of_its_request_alone(
+        self, serving, fake, ask, open_stream, until, stream
+    ):
+        engine = fake(step_s=0.002)
+        with serving(engine) as (url, _):
+            other = open_stream(url, max_tokens=300)
+            asked = {"prompt": ["abc", "fail"], "max_tokens": 4000, "stream": stream}
+            status, answer, _ = ask(url, COMPLETIONS, asked)
+            if stream:
+                answer = json.loads(answer.split("\n\n")[-3].removeprefix("data: "))
+            assert status == (200 if stream else 500)
+            assert "the model failed" in answer["error"]["message"]
+            until(lambda: len(engine.requests) == 1)
+            assert events(other.getresponse())[-1] == "[DONE]"
+
     def test_a_full_queue_is_said_with_a_time(self, serving, fake, ask, open_stream, until):
         engine = fake(step_s=0.002, seats=1, queue=2)
         with serving(engine) as (url, _):
