@@ -103,3 +103,18 @@ def test_a_deadline_gives_the_pages_back(serving, ask):
         assert ask(url, PATH, {"prompt": "abc", "max_tokens": 2})[0] == 200
         stats = server.service.stats
         assert (stats.running, stats.pages_free) == (0, stats.pages_total)
+
+
+def test_a_step_that_fails_is_told_to_all(serving, ask, open_stream, until, monkeypatch):
+    llm = model()
+    with serving(llm.engine) as (url, server):
+        streams = [open_stream(url, max_tokens=2000, ignore_eos=True) for _ in range(3)]
+        until(lambda: server.service.stats.running == 3)
+
+        def broken(*args):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(llm.engine._runner, "launch", broken)
+        for stream in streams:
+            assert '"code":"engine_dead"' in stream.getresponse().read().decode()
+        assert ask(url, "/health")[0] == 503 and ask(url, PATH, {"prompt": "a"})[0] == 503
