@@ -61,6 +61,11 @@ class Options:
     max_open: int = 16384
     hosts: frozenset[str] | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_request_s", "max_stall_s", "max_open"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+
 
 @dataclass(frozen=True)
 class Question:

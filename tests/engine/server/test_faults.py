@@ -1,6 +1,7 @@
 """Whatever a client does harms that client alone; whatever the engine does, all are told."""
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -167,6 +168,21 @@ class TestClients:
             chunks = [json.loads(e) for e in events(connection.getresponse())[:-1]]
             texts = ["".join(c["text"] for c in one) for one in by_index(chunks)]
             assert [len(text) for text in texts] == [300] * 16
+
+    @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
+    def test_a_reader_that_is_stuck_is_gone(self, serving, fake, until, monkeypatch):
+        monkeypatch.setattr("onchip.engine.server.run.STUCK_CLIENT_MS", 1000)
+        engine = fake(step_s=0.001)
+        body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        with serving(engine) as (url, server), socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            host, port = url.removeprefix("http://").split(":")
+            client.connect((host, int(port)))
+            client.sendall(head.encode() + body)
+            until(lambda: engine.cancelled, 30)
+            assert server.service.num_open == 0
 
     def test_one_that_breaks_the_engines_door_fails_alone(self, serving, fake, ask, open_stream):
         engine = fake(step_s=0.001)
