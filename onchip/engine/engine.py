@@ -61,7 +61,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
-        self.eos_token_ids = _ends_of(model, tokenizer) if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = _ends_of(model, tokenizer, eos_token_ids)
         spec = model.cache_spec(page_size)
         self.cache = KVCache(
             spec,
@@ -120,8 +120,8 @@ class Engine:
             self.encode(prompt) if isinstance(prompt, str) else prompt,
             params,
             priority=priority,
-            deadline_s=None if deadline_s is None else self._clock() + deadline_s,
-            salt=salt.decode("latin-1"),
+            deadline_s=self._deadline(deadline_s),
+            salt=_salt(salt),
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.model.config.vocab_size,
             draw_seed=self._seed + self._num_taken,
@@ -189,6 +189,14 @@ class Engine:
         if self._failed:
             raise EngineError(f"the engine has failed: {self._failed}")
 
+    def _deadline(self, seconds: float | None) -> float | None:
+        """On the scheduler's clock."""
+        if seconds is None:
+            return None
+        if not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ValueError(f"deadline_s={seconds!r:.60} must be a number of seconds above 0")
+        return self._clock() + seconds
+
     def _prepare(self, request: Request, prompt: str | None) -> None:
         request.prompt = prompt
         if request.params.prompt_logprobs is not None:
@@ -234,6 +242,21 @@ class Engine:
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
 
 
-def _ends_of(model: Decoder, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    ends = (*model.config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
-    return tuple(dict.fromkeys(ends))
+def _salt(salt: bytes) -> str:
+    """As the cache takes it; different bytes are different texts."""
+    if not isinstance(salt, bytes):
+        raise ValueError(f"salt={salt!r:.60} must be bytes")
+    return salt.decode("latin-1")
+
+
+def _ends_of(
+    model: Decoder, tokenizer: Tokenizer | None, named: Sequence[int] | None
+) -> tuple[int, ...]:
+    """End tokens, each of which is one of the model's."""
+    if named is None:
+        named = (*model.config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
+    vocab_size = model.config.vocab_size
+    for token in named:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"the end token {token} is none of the model's: {vocab_size=}")
+    return tuple(dict.fromkeys(named))

@@ -30,7 +30,7 @@ class Ranks:
         if world_size > 1 and seed is None:
             raise ValueError("the ranks of a model must draw alike: give a seed")
         self._world_size = world_size
-        self._mesh: Any = None
+        self._job: Any = None
 
     @property
     def alone(self) -> bool:
@@ -55,19 +55,20 @@ class Ranks:
             return self._whole(builtin.tiny(device, chosen or torch.float32))
         if self.alone:
             return load(inspect(model), device, chosen)
-        tensor, checkpoint = _tensor(), inspect(model)
-        self._mesh = tensor.join(self._world_size, device)
-        sizes = {"rank": self._mesh.get_local_rank(), "world_size": self._world_size}
-        return tensor.connect(load(checkpoint, device, chosen, **sizes), self._mesh)
+        # Imported by those who need it: torch.distributed takes its time.
+        tensor, checkpoint = import_module("onchip.parallel.tensor"), inspect(model)
+        self._job = tensor.join(self._world_size, device)
+        mesh = self._job.mesh
+        sizes = {"rank": mesh.get_local_rank(), "world_size": self._world_size}
+        return tensor.connect(load(checkpoint, device, chosen, **sizes), mesh)
 
     def agree(self, number: int) -> int:
         """The smallest of all ranks."""
-        return number if self.alone else _tensor().smallest(number, self._mesh)
+        return number if self.alone else self._job.smallest(number)
 
     def leave(self) -> None:
-        if self._mesh is not None:
-            self._mesh = None
-            _tensor().leave()
+        if self._job is not None:
+            self._job.leave()
 
     def _whole(self, model: Decoder) -> Decoder:
         if not self.alone:
@@ -85,11 +86,6 @@ class Ranks:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
         return device
-
-
-def _tensor() -> Any:
-    """Imported by those who need it: torch.distributed takes its time."""
-    return import_module("onchip.parallel.tensor")
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | None:

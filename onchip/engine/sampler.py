@@ -207,8 +207,11 @@ def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
     nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
     """
     logits = logits.float()
-    chosen = logits.gather(1, token[:, None])
-    norm = logits.logsumexp(-1, keepdim=True)
+    return _report(logits, token, logits.logsumexp(-1), num_top)
+
+
+def _report(logits: Tensor, token: Tensor, lse: Tensor, num_top: int | None) -> Sampled:
+    chosen, norm = logits.gather(1, token[:, None]), lse[:, None]
     rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
     top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
     return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
@@ -219,9 +222,9 @@ def _draw(kernel: ModuleType, raw: Tensor, rows: Rows) -> Sampled:
     raw = raw if raw.stride(-1) == 1 else raw.contiguous()
     logits = rows.edits.apply(raw)
     asked = None if logits is raw else raw
-    token, logprob = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
+    token, logprob, lse = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
     if rows.num_top is not None:
-        return report(raw, token, rows.num_top)
+        return _report(raw.float(), token, lse, rows.num_top)
     nothing = token.new_empty(len(raw), 0)
     return Sampled(token, logprob, torch.zeros_like(token), nothing, nothing.float())
 

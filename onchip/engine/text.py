@@ -22,10 +22,7 @@ class Reader:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
-        self._window = list(prompt[-_CONTEXT:])
-        context = tokenizer.decode(self._window)
-        if context.endswith(_HALF):
-            self._window, context = [], ""
+        self._window, context = _context(tokenizer, prompt)
         self._shown = len(context)  # characters of the window's text that are in `_all`
         self._mark = len(self._window)  # where the window's text was whole last
         self.num_tokens = 0
@@ -60,18 +57,15 @@ class Reader:
         self._all += text[self._shown :]
         self._shown = max(self._shown, len(text))
         if len(self._window) > _WINDOW:
-            self._move(self._mark)
+            del self._window[: self._mark]
             self._shown = len(self._tokenizer.decode(self._window))
         self._mark = len(self._window)
 
     def _grow_by_bytes(self, text: str) -> None:
         """Of bytes that are no text the last three may still begin a character."""
         self._all += text[self._shown : -_BYTES]
-        self._move(len(self._window) - _CONTEXT)
+        del self._window[:-_CONTEXT]
         self._shown = max(0, len(self._tokenizer.decode(self._window)) - _BYTES)
-
-    def _move(self, count: int) -> None:
-        del self._window[:count]
 
     def _show(self, before: int, hold: int) -> str | None:
         start = max(self._floor, before - self._overlap)
@@ -86,7 +80,12 @@ class Reader:
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
     """The text of a whole continuation."""
-    reader = Reader(tokenizer, prompt)
-    reader.push(token_ids)
-    reader.finish()
-    return reader.text
+    window, context = _context(tokenizer, prompt)
+    return tokenizer.decode([*window, *token_ids])[len(context) :]
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
+    """The end of a prompt, and its text; none if that ends within a character."""
+    window = list(prompt[-_CONTEXT:])
+    context = tokenizer.decode(window)
+    return ([], "") if context.endswith(_HALF) else (window, context)

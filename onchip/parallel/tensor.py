@@ -37,30 +37,35 @@ class SumOutput(ParallelStyle):
 PLAN = {"layers.*.attention.out": SumOutput(), "layers.*.mlp.down": SumOutput()}
 
 
-def join(world_size: int, device: torch.device) -> DeviceMesh:
-    """The ranks of the job that torchrun started this process in, one for each part."""
+class Job:
+    """The ranks of a job. Communication that was begun for it ends with it."""
+
+    def __init__(self, mesh: DeviceMesh, began: bool):
+        self.mesh, self._began = mesh, began
+
+    def smallest(self, number: int) -> int:
+        """Of the numbers that the ranks bring."""
+        numbers = torch.tensor([number], device=self.mesh.device_type)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.mesh.get_group())
+        return int(numbers)
+
+    def leave(self) -> None:
+        if self._began and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(world_size: int, device: torch.device) -> Job:
+    """The job that torchrun started this process in, one rank for each part."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != world_size:
         raise ValueError(
             f"{world_size} parts need {world_size} processes, and this is one of {started}: start"
             f" the program with torchrun --nproc-per-node {world_size}"
         )
-    if not dist.is_initialized():
+    began = not dist.is_initialized()
+    if began:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return init_device_mesh(device.type, (world_size,))
-
-
-def leave() -> None:
-    """End the job's communication."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def smallest(number: int, mesh: DeviceMesh) -> int:
-    """Of the numbers that the ranks bring."""
-    numbers = torch.tensor([number], device=mesh.device_type)
-    dist.all_reduce(numbers, dist.ReduceOp.MIN, group=mesh.get_group())
-    return int(numbers)
+    return Job(init_device_mesh(device.type, (world_size,)), began)
 
 
 def connect(part: Decoder, mesh: DeviceMesh) -> Decoder:

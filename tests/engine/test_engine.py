@@ -304,7 +304,17 @@ def test_refusals_and_errors_are_sentences(tiny):
         ):
             with pytest.raises(ValueError, match=match):
                 one.add(prompt, params)
+        for options, match in (
+            ({"deadline_s": "soon"}, "deadline_s='soon' must be a number"),
+            ({"deadline_s": float("nan")}, "deadline_s=nan must be a number"),
+            ({"salt": "text"}, "salt='text' must be bytes"),
+            ({"priority": 1.5}, "priority=1.5 must be a whole number"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                one.add("x", **options)
         assert not one.has_work and one.step() == []
+    with pytest.raises(ValueError, match="the end token 257 is none of the model's"):
+        tiny.engine(eos_token_ids=(1, 257))
 
 
 def test_without_a_tokenizer_there_are_tokens_alone(tiny):

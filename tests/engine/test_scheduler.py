@@ -118,6 +118,64 @@ def test_steps_and_updates_alternate(engine):
         one.scheduler.preempt(request)
 
 
+def test_steps_under_way_are_resolved_in_order(engine):
+    one = engine()
+    request = one.add(ask(tokens=3))
+    scheduler = one.scheduler
+    first = scheduler.schedule()
+    with pytest.raises(ValueError, match="resolve takes the oldest"):
+        scheduler.resolve(first, one.compute(first))
+    drawn = one.compute(first)
+    scheduler.advance(first)
+    with pytest.raises(ValueError, match="advance takes the step that was scheduled last"):
+        scheduler.advance(first)
+    assert request.samples[0].num_tokens == 1 and not request.samples[0].token_ids
+    second = scheduler.schedule()
+    one.flying = first, drawn
+    more = one.compute(second)
+    with pytest.raises(ValueError, match="update takes the step that was scheduled last"):
+        scheduler.update(second, more)
+    scheduler.advance(second)
+    assert scheduler.must_resolve
+    with pytest.raises(ValueError, match="tokens must be known: resolve it first"):
+        scheduler.schedule()
+    with pytest.raises(ValueError, match="resolve takes the oldest"):
+        scheduler.resolve(second, more)
+    with pytest.raises(ValueError, match="0 tokens for 1 draws"):
+        scheduler.resolve(first, [])
+    scheduler.resolve(first, drawn)
+    assert request.samples[0].num_tokens == 2 and len(request.samples[0].token_ids) == 1
+    scheduler.resolve(second, more)
+    one.drain()
+
+
+@pytest.mark.parametrize("params", [BeamSearchParams(2, 4), SamplingParams(presence_penalty=1.0)])
+def test_who_looks_at_tokens_waits_for_them(engine, params):
+    one = engine()
+    one.add(ask(params=params))
+    step = one.scheduler.schedule()
+    drawn = one.compute(step)
+    one.scheduler.advance(step)
+    assert one.scheduler.must_resolve
+    with pytest.raises(ValueError, match="tokens must be known"):
+        one.scheduler.schedule()
+    one.scheduler.resolve(step, drawn)
+    one.drain()
+
+
+def test_a_length_that_is_reached_is_known_before_the_last_token_is(engine, assert_same):
+    """Its sample is not computed once more for nothing; what waits gets the step."""
+    one = engine(max_num_seqs=1, ahead=True)
+    first, second = one.add(ask("a", tokens=2)), one.add(ask("b", [7, 8], tokens=2))
+    counts = []
+    while one.scheduler.has_work:
+        counts.append(one.step().num_tokens)
+    assert counts == [5, 1, 0, 2, 1, 0]
+    one.check_empty()
+    assert_same(first)
+    assert_same(second)
+
+
 @pytest.mark.parametrize(
     "fields, match",
     [

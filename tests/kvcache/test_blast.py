@@ -114,9 +114,18 @@ class Model:
         tokens = [[self.random.randrange(2)] for _ in chosen]
         shared = [s.table[-1] for s in chosen if s.length % self.cache.spec.page_size]
         self.seen["shared_write"] += any(self.cache.pool.refs(page) > 1 for page in shared)
-        if self.guarded(self.cache.append_all, chosen, tokens) is None:
+        if self.guarded(self.append_or_reserve, chosen, tokens) is None:
             for sequence, more in zip(chosen, tokens, strict=True):
                 self.live[sequence][1].extend(more)
+
+    def append_or_reserve(self, chosen, tokens):
+        """Ids with their slots, or after them."""
+        if self.random.random() < 0.5:
+            return self.cache.append_all(chosen, tokens)
+        full = self.cache.reserve_each(chosen)
+        for sequence, more in zip(chosen, tokens, strict=True) if full is None else ():
+            self.cache.tell(sequence, more)
+        return full
 
     def step(self):
         """Write what is not computed of some sequences, then commit most of them."""

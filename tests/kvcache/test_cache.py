@@ -361,3 +361,42 @@ def test_bytes_of_a_page():
     assert spec.page_bytes == 2 * 2**20 and spec.pages_in(2**30) == 512
     with pytest.raises(ValueError, match="do not fit into int32"):
         KVCache(Spec(1, 1, 1, page_size=256), 2**23)
+
+
+def test_ids_may_be_told_after_their_slots():
+    """A token that is still being drawn has its slot: the page is found when the id is known."""
+    cache = make()
+    one = cache.open()
+    cache.append(one, [1, 2, 3])
+    cache.commit(one)
+    for token in (4, 5, 6):
+        assert cache.reserve_each([one]) is None
+        cache.commit(one)  # written, by one who knows the token
+        assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == min(one.length, 6) - 1
+        cache.tell(one, [token])
+    cache.free(one)
+    assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == 6
+    cache.check()
+
+
+def test_no_more_ids_than_slots():
+    cache = make()
+    one = cache.open()
+    cache.append(one, [1, 2])
+    cache.reserve(one, 2)
+    refused(cache, "3 ids for 2 reserved tokens", cache.tell, one, [3, 4, 5])
+    cache.tell(one, [3])
+    assert one.tokens == [1, 2, 3] and one.length == 4
+
+
+def test_words_of_the_caller_travel_with_a_batch():
+    cache = make()
+    sequences = [cache.open(), cache.open()]
+    cache.append_all(sequences, [[1, 2, 3], [4]])
+    words = torch.tensor([7, -8, 9], dtype=torch.int32)
+    assert cache.view(sequences, extra=words).extra.tolist() == [7, -8, 9]
+    assert cache.view(sequences).extra.tolist() == []
+    static = cache.static_batch(Shape(4, 6, 10, 3, 5))
+    assert cache.view(sequences, out=static, extra=words).extra.tolist() == [7, -8, 9, 0, 0]
+    with pytest.raises(ValueError, match="num_extra=2, these sequences need 3"):
+        cache.view(sequences, out=cache.static_batch(Shape(4, 6, 10, 3, 2)), extra=words)

@@ -134,6 +134,55 @@ def test_many_grow_together_or_not_at_all():
     pool.check()
 
 
+def test_growth_by_one_token_each_is_growth():
+    """A table within a page, at its end, with a shared page, with a page that caches: as `extend`
+    does it, one after the other.
+    """
+    pools = []
+    for _ in range(2):
+        pool = Pool(12, 4)
+        within, at_end, shared, cached = (pool.alloc(n) for n in (5, 8, 6, 3))
+        fork = pool.fork(shared)
+        pool.truncate(cached, 2)
+        pool.keep(cached[0], 3)
+        pools.append((pool, [within, at_end, shared, fork, cached]))
+    (one, tables), (other, others) = pools
+    moved, copies = one.extend_each(tables)
+    expected = [copy for table in others for copy in other.extend(table, 1)]
+    assert copies == expected and len(copies) == 1 and set(moved) >= {1, 2}
+    assert [t.length for t in tables] == [t.length for t in others] == [6, 9, 7, 7, 3]
+    assert [len(t) for t in tables] == [len(t) for t in others] and one.num_free == other.num_free
+    one.check()
+
+
+def test_growth_by_one_token_each_is_for_all_or_none():
+    pool = Pool(4, 4)
+    within, full, also = pool.alloc(2), pool.alloc(4), pool.alloc(4)
+    before = state(pool)
+    assert pool.extend_each([within, full]) == NoRoom(1, 0) and state(pool) == before
+    refused(pool, "none may be there twice", pool.extend_each, [within, within])
+    pool.free(also)
+    refused(pool, "freed already", pool.extend_each, [within, also])
+    assert pool.extend_each([within, full]) == ([1], []) and pool.num_free == 0
+    assert pool.extend_each([]) == ([], [])
+    pool.check()
+
+
+def test_pages_that_sharing_saves():
+    pool = Pool(12, 4)
+    a = pool.alloc(10)
+    assert pool.num_shared == 0
+    forks = [pool.fork(a), pool.fork(a)]
+    assert pool.num_shared == 6
+    pool.extend(forks[0], 1)
+    assert pool.num_shared == 5
+    pool.leave([forks[0]], [forks[0][2]])
+    assert pool.num_shared == 5, "of pages that are away nothing is shared"
+    for table in (a, *forks):
+        pool.free(table)
+    assert pool.num_shared == 0
+
+
 def test_misuse_is_refused_and_changes_nothing():
     pool, other = Pool(6, 4), Pool(6, 4)
     table, foreign = pool.alloc(6), other.alloc(4)

@@ -73,7 +73,7 @@ def _slope(temperature_ptr):
 @triton.jit
 def pick_kernel(
     logits_ptr, raw_ptr, parts_ptr, temperature_ptr, uniform_ptr, floor_ptr, token_ptr, logprob_ptr,
-    stride_logits, stride_raw, vocab, num_spans,
+    lse_ptr, stride_logits, stride_raw, vocab, num_spans,
     SPAN: tl.constexpr, PAD_SPANS: tl.constexpr,
 ):  # fmt: skip
     """The token of one row, and its log probability in the logits as they are. A row that is not
@@ -109,6 +109,7 @@ def pick_kernel(
     if raw_ptr is not None:
         logits_ptr = raw_ptr + row * stride_raw
     tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(lse_ptr + row, lse)
     tl.store(logprob_ptr + row, tl.load(logits_ptr + token).to(tl.float32) - lse)
 
 
@@ -238,18 +239,20 @@ def draw(
     min_p: Tensor | None = None,
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(token, logprob), int64 and fp32 (rows,), of logits (rows, vocab), last dimension contiguous.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(token, its logprob, lse), int64, fp32 and fp32 (rows,), of logits (rows, vocab), last
+    dimension contiguous; lse: the logarithm of the sum of exp(logits).
 
-    raw: the logits whose log probabilities are reported, if others. temperature: fp32 (rows,), 0
+    raw: the logits of logprob and lse, if others. temperature: fp32 (rows,), 0
     takes the largest; uniform: fp64 (rows,) in [0, 1). min_p fp32, top_k int64, top_p fp64 (rows,):
     0, 0 and 1 keep all.
     """
     rows, vocab = logits.shape
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    # Not two rows of one tensor: Triton compiles anew for addresses that are aligned otherwise.
+    logprob, lse = (torch.empty_like(temperature) for _ in range(2))
     if not rows:
-        return token, logprob
+        return token, logprob, lse
     floor = None
     if any(t is not None for t in (min_p, top_k, top_p)):
         floor = _floor(logits, temperature, min_p, top_k, top_p)
@@ -262,10 +265,10 @@ def draw(
             logits, raw, temperature, floor, parts, *strides, span, **launch_options(TRITON_SCAN)
         )
         pick_kernel[(rows,)](
-            logits, raw, parts, temperature, uniform, floor, token, logprob, *strides,
-            span, triton.next_power_of_2(num_spans), **launch_options(TRITON_PICK),
+            logits, raw, parts, temperature, uniform, floor, token, logprob, lse,
+            *strides, span, triton.next_power_of_2(num_spans), **launch_options(TRITON_PICK),
         )  # fmt: skip
-    return token, logprob
+    return token, logprob, lse
 
 
 def _floor(logits: Tensor, temperature: Tensor, *least: Tensor | None) -> Tensor:

@@ -140,7 +140,7 @@ def test_every_token_has_its_share_of_the_unit_interval(kernel, vocab):
     logits = randn(1, vocab).repeat(count, 1)
     uniform = torch.linspace(0, 1, count, dtype=torch.float64).clamp(max=1 - 2**-53).to(DEVICE)
     temperature = torch.full((count,), 0.6, device=DEVICE)
-    token, _ = kernel.draw(logits, None, temperature, uniform)
+    token = kernel.draw(logits, None, temperature, uniform)[0]
     running = (logits.double() / 0.6).softmax(-1).cumsum(-1)
     column = token[:, None]
     after = running.gather(1, column)[:, 0]
@@ -178,9 +178,10 @@ def test_tokens_that_are_ruled_out_stay_out(kernel):
     ones = torch.ones(4, device=DEVICE)
     for top_k in (None, 50 * ones.long()):
         for top_p in (None, 0.999 * ones.double()):
-            token, logprob = kernel.draw(logits, None, ones, uniform, None, top_k, top_p)
+            token, logprob, lse = kernel.draw(logits, None, ones, uniform, None, top_k, top_p)
             assert token.tolist() == [127, 127, 128, 128]
-            torch.testing.assert_close(logprob, ones * -0.6931472)
+            torch.testing.assert_close(lse, ones * 0.6931472)
+            assert torch.equal(logprob, -lse)
 
 
 @here
@@ -198,8 +199,8 @@ def test_a_row_that_is_not_finite_fails_alone(sample, bad):
 @here
 def test_no_rows(kernel):
     nothing = torch.empty(0, device=DEVICE)
-    token, logprob = kernel.draw(randn(0, 5), None, nothing, nothing.double())
-    assert token.shape == logprob.shape == (0,)
+    drawn = kernel.draw(randn(0, 5), None, nothing, nothing.double())
+    assert [t.shape for t in drawn] == [(0,)] * 3
 
 
 @pytest.mark.gpu
@@ -213,7 +214,7 @@ def test_a_whole_vocabulary_replays_from_a_graph():
     draw.draw(logits, None, temperature, uniform)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token, logprob = draw.draw(logits, None, temperature, uniform)
+        token, logprob, _ = draw.draw(logits, None, temperature, uniform)
     uniform.copy_(torch.rand(256, dtype=torch.float64))
     graph.replay()
     share = (logits.double() / 0.6).softmax(-1)
