@@ -172,13 +172,14 @@ class Server:
         allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
         tokens = [await self._encode(prompt) for prompt in question.prompts]
         rest = (question.params, body.priority or 0, allowed_s, salt, bool(body.stream))
+        deadline_s = time.monotonic() + allowed_s  # a little before the engine's own
         order = Order(
             self.service,
             await self.service.submit([Ask(one, *rest) for one in tokens]),
             question.form,
             question.reader,
             question.num_choices,
-            time.monotonic() + allowed_s,
+            deadline_s,
             _late(allowed_s, body.deadline_s),
             body.include_usage,
         )
