@@ -1,10 +1,12 @@
 """With the real engine behind it: what is answered over HTTP is what the engine answers offline."""
 
+import inspect
 import json
+from dataclasses import fields
 
 import pytest
 
-from onchip.engine import SamplingParams
+from onchip.engine import Engine, SamplingParams, Stats
 from onchip.engine.llm import LLM
 
 PATH = "/v1/completions"
@@ -93,6 +95,14 @@ def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
         assert cached(ask(url, PATH, body, **anna)) == 0
         assert cached(ask(url, PATH, body, **anna)) == len(body["prompt"]) - 1
         assert cached(ask(url, PATH, body, **bert)) == 0
+
+
+def test_the_engine_of_the_fault_tests_has_the_shape_of_the_real_one(fake):
+    names = lambda function: set(inspect.signature(function).parameters) - {"self"}
+    assert names(fake.add) == names(Engine.add)
+    assert set(vars(fake().stats())) == {field.name for field in fields(Stats)}
+    members = ("has_work", "cancel", "step", "stats", "close")
+    assert all(hasattr(fake, name) and hasattr(Engine, name) for name in members)
 
 
 def test_a_deadline_gives_the_pages_back(serving, ask):
