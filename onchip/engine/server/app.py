@@ -25,8 +25,9 @@ from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest, Sampling
 from .refusal import Refusal
 from .replies import Order, StreamReply, WholeReply, refuse
-from .service import Ask, Engine, Service, State
+from .service import Engine, Service, State
 from .texts import Texts
+from .tickets import Ask
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -19,7 +19,8 @@ from .answers import Format, Reader, failure_of, usage
 from .metrics import Metrics
 from .protocol import Usage
 from .refusal import Refusal
-from .service import Service, Ticket
+from .service import Service
+from .tickets import Ticket
 
 PING_S = 15.0  # a comment in a silent stream: proxies keep it, and a dead client is noticed
 GRACE_S = 5.0  # past its deadline a request is cut off by the engine; past this, without it
