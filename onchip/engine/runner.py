@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from onchip.engine.graphs import Graphs, filled_in
+from onchip.engine.params import SamplingParams
 from onchip.engine.request import Drawn, Request, Sample
 from onchip.engine.sampler import Drawers, Sampled, report, sample
 from onchip.engine.step import Run, Step
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, positions_of
 
+_NOTHING = torch.empty(0)
+_WAYS_TO_DRAW = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
 _PROMPT_ROWS = 256  # logits of a prompt that exist at a time: they are vocab_size wide
 
 
@@ -49,9 +52,15 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record the graphs of ordinary steps."""
+        """Record the graphs of ordinary steps, and have the kernels of draws compiled."""
+        if self._device.type == "cpu":
+            return
         if self._graphs is not None:
             self._graphs.record_all()
+        hidden = torch.zeros_like(self._model.embed[:1])
+        for params in _WAYS_TO_DRAW:
+            rows = self._drawers.rows([Request("", [0], params).samples[0]])
+            sample(self._model.logits(hidden, wide=False), rows)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Flight:
@@ -99,8 +108,11 @@ class Runner:
         for place, one in enumerate(samples):
             one.place = place
         logits = self._model.logits(hidden, wide=False)  # the sampler widens them as it reads
-        sampled = sample(logits, self._drawers.rows(samples))
+        rows = self._drawers.rows(samples)
+        sampled = sample(logits, rows)
         self._last[: len(samples)].copy_(sampled.token)
+        if rows.num_top is None:  # nobody asks for more than tokens: nothing more travels
+            return Sampled(sampled.token, sampled.logprob, _NOTHING, _NOTHING, _NOTHING)
         return sampled
 
     def _prompt_logprobs(self, run: Run, hidden: Tensor) -> Sampled:
@@ -184,5 +196,7 @@ def _to_host(sampled: Sampled) -> Sampled:
 
 
 def _copy_out(column: Tensor) -> Tensor:
+    if not column.is_cuda:
+        return column
     host = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.numel() > 0)
     return host.copy_(column, non_blocking=True)

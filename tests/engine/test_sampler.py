@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from onchip.engine import BeamSearchParams, Request, SamplingParams
+from onchip.engine import BeamSearchParams, Request, Sample, SamplingParams
 from onchip.engine.sampler import (
     Drawers,
     masses_of,
@@ -177,13 +177,10 @@ def test_draws_follow_the_probabilities():
     """Chi-squared over 20,000 positions of one seed: 99.9 % of 9 degrees of freedom is 27.9."""
     logits = torch.randn(10)
     one = member(SamplingParams(seed=11))
-    places = []
-    for _ in range(20_000):
-        places.append(uniforms([one]).item())
-        one.token_ids.append(0)
+    places = uniforms([Sample(one.request, one.index, pending=i) for i in range(20_000)])
     rows = rows_of([member(SamplingParams())], "cpu")
     masses = masses_of(logits[None], rows).expand(len(places), -1)
-    tokens = pick(masses, torch.tensor(places, dtype=torch.float64))
+    tokens = pick(masses, places)
     expected = logits.double().softmax(-1) * len(places)
     statistic = ((tokens.bincount(minlength=10) - expected) ** 2 / expected).sum()
     assert statistic < 27.9
