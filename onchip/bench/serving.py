@@ -294,12 +294,13 @@ def sentence(row: Row) -> str:
     """A row in words, as it comes."""
     at = lambda name: " / ".join(f"{row[name].get(q, 0):.1f}" for q in ("p50", "p99"))
     host = "" if row["host_share"] is None else f", host {100 * row['host_share']:.0f} %"
+    by_draws = ", ".join(f"{n} draws {ms:.2f}" for n, ms in row["step_ms_by_draws"].items())
     return (
         f"{row['mask']} {row['bench']} {row['kernel']}: {row['value']:,.0f} tokens/s,"
         f" {row['output_tokens']:,} in {row['seconds']:.2f} s, {100 * row['roofline_share']:.0f} %"
         f" of the roofline; first token {at('first_token_ms')} ms, then {at('between_tokens_ms')}"
         f" ms (p50 / p99); {row['steps']:,} steps of {row['step_ms']['mean']:.2f} ms, at most"
-        f" {row['step_ms']['max']:.1f}{host}; {row['peak_kv_bytes'] / 1e9:.2f} of"
+        f" {row['step_ms']['max']:.1f} ({by_draws}){host}; {row['peak_kv_bytes'] / 1e9:.2f} of"
         f" {row['kv_bytes'] / 1e9:.2f} GB of pages; {row['swapped']} swapped,"
         f" {row['recomputed']} computed again"
     )

@@ -122,7 +122,6 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "http": http_sheet,
 }
 TITLES = {
-    "served": "The whole workload; waits are p50 / p99, host: not spent waiting for the device",
     "allocation": "One budget of pages, by who may have them",
     "peers": "A part of the workload, in the same run",
     "http": "An open loop against a server on the CPU",
@@ -130,10 +129,11 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    for name, sheet in SHEETS.items():
-        heads, body = sheet(rows)
+    """The tables that fit a terminal; what each row says in full was said when it came."""
+    for name, title in TITLES.items():
+        heads, body = SHEETS[name](rows)
         if body:
-            console.print(TITLES[name], markup=False, highlight=False, soft_wrap=True)
+            console.print(title, markup=False, highlight=False, soft_wrap=True)
             console.print("", as_table(heads, body), "")
     if picture:
         plot(rows, picture)

@@ -63,6 +63,7 @@ def test_waits_are_those_of_each_request():
     assert got["first_token_ms"] == pytest.approx({"p50": 30, "p99": 30, "max": 30})
     assert got["between_tokens_ms"] == pytest.approx({"p50": 10, "p99": 20, "max": 20})
     assert (got["steps"], got["peak_pages"]) == (4, 3)
+    assert got["step_ms_by_draws"] == pytest.approx({"1-64": 10})
     assert got["host_share"] == pytest.approx(0.25) and got["seconds"] == pytest.approx(0.04)
 
 
@@ -205,5 +206,5 @@ def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
     for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
         assert all(len(line) == len(heads) for line in body)
     report.print_report(Console(width=200), rows, tmp_path / "bars.svg")
-    assert "recompute" in capsys.readouterr().out
+    assert "at most 256" in capsys.readouterr().out
     assert f"{rows[0]['value']:,.0f}" in (tmp_path / "bars.svg").read_text()
