@@ -107,8 +107,8 @@ def _http(row: Row) -> list[str]:
 
 
 def _waits(row: Row, name: str) -> str:
-    waits = row[name]
-    return f"{waits['p50']:.3g} / {waits['p99']:.3g} ms" if waits else ""
+    number = lambda ms: f"{ms:.1f}" if ms < 100 else f"{ms:,.0f}"
+    return " / ".join(number(row[name][at]) for at in ("p50", "p99")) + " ms" if row[name] else ""
 
 
 def _percent(share: float | None) -> str:
