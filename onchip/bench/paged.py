@@ -175,7 +175,8 @@ def decode(session: Session, batch: int, keys: int) -> list[Row]:
     paged = our_paged("onchip", cache, sets, PAGE_SIZE)
     dense = Contender("dense", onchip.attention, sets, judge, ours=True)
     plan = onchip.explain(*sets[0]).plan.kernel
-    claims = [Claim("decode", "triton", paged, rivals), Claim("decode dense", plan, dense, rivals)]
+    claims = [Claim("decode", kernel_of(paged), paged, rivals)]
+    claims.append(Claim("decode dense", plan, dense, rivals))
     rows = gpu.contest(session, cache.case("decode"), claims, cache.scale, required=("cudnn",))
     sizes = {"decode": PAGE_SIZE, "decode dense": None}
     return [_columns(row, cache, sizes[row["bench"]]) for row in rows]
@@ -186,7 +187,8 @@ def page_sizes(session: Session, page_size: int) -> list[Row]:
     cache = Cache((4096,) * 64)
     sets = cache.draw_sets(session.device)
     large = our_paged(f"pages of {LARGEST}", cache, sets, LARGEST)
-    claim = Claim("page size", "triton", our_paged("onchip", cache, sets, page_size), [large])
+    small = our_paged("onchip", cache, sets, page_size)
+    claim = Claim("page size", kernel_of(small), small, [large])
     rows = gpu.contest(session, cache.case("page size"), [claim], cache.scale)
     return [_columns(row, cache, page_size) for row in rows]
 
@@ -197,7 +199,8 @@ def mha(session: Session) -> list[Row]:
     sets = cache.draw_sets(session.device)
     judge = DecodeJudge.of(cache, sets[0])
     rivals = gpu.both_layouts("cudnn", peers.backend("cudnn"), sets, judge)
-    claim = Claim("decode MHA", "triton", our_paged("onchip", cache, sets, page_size), rivals)
+    paged = our_paged("onchip", cache, sets, page_size)
+    claim = Claim("decode MHA", kernel_of(paged), paged, rivals)
     rows = gpu.contest(session, cache.case("decode MHA"), [claim], cache.scale)
     return [_columns(row, cache, page_size) for row in rows]
 
@@ -208,7 +211,8 @@ def skewed(session: Session) -> list[Row]:
     even = Cache((sum(SKEWED) // len(SKEWED) // PAGE_SIZE * PAGE_SIZE,) * len(SKEWED))
     rival = our_paged("equal lengths", even, even.draw_sets(session.device), PAGE_SIZE)
     sets = cache.draw_sets(session.device)
-    claim = Claim("decode skewed", "triton", our_paged("onchip", cache, sets, PAGE_SIZE), [rival])
+    paged = our_paged("onchip", cache, sets, PAGE_SIZE)
+    claim = Claim("decode skewed", kernel_of(paged), paged, [rival])
     rows = gpu.contest(session, cache.case("decode skewed"), [claim], cache.scale)
     return [_columns(row, cache, PAGE_SIZE) for row in rows]
 
@@ -256,7 +260,7 @@ def cascades(session: Session, prefix: Prefix) -> list[Row]:
     once = Contender("onchip", _cascade_of(sets, lengths), sets, judge, ours=True)
     attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
     plain = Contender("one call", attend, sets, judge, ours=True)
-    claims = [Claim("cascade", "triton", once, [plain])]
+    claims = [Claim("cascade", kernel_of(plain), once, [plain])]
     rows = gpu.contest(session, prefix.cache.case("cascade"), claims, gpu.MICROSECONDS)
     return [
         _columns(row, prefix.cache, PAGE_SIZE) | {"mask": f"{prefix.shared:,} shared"}
@@ -285,6 +289,14 @@ def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -
     laid = [in_pages(inputs, cache.lengths, page_size) for inputs in sets]
     attend = lambda q, pages, table: onchip.paged_attention(q, pages[0], pages[1], table, lengths)
     return Contender(name, attend, laid, DecodeJudge.of(cache, sets[0]), ours=True)
+
+
+def kernel_of(paged: Contender) -> str:
+    """Which kernel serves it: any lengths that fit its tables will do to ask."""
+    q, pages, table = paged.sets[0]
+    seqlens = torch.full_like(table[:, 0], table.shape[1] * pages.shape[2])
+    asked = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens)
+    return asked.plan.kernel
 
 
 def in_pages(inputs: Inputs, lengths: Sequence[int], page_size: int) -> Inputs:

@@ -29,8 +29,8 @@ class Piece:
     text: str
     tokens: Tokens
     offset: int
-    finish_reason: str | None
-    stop_reason: int | str | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,26 +64,31 @@ class Reader:
         for place, output in enumerate(outputs):
             for i, choice in enumerate(output.outputs if output else ()):
                 sent = self._sent.setdefault((place, i), _Sent())
-                if not sent.finished:
-                    piece = self._piece(place * self.n + i, sent, choice)
-                    piece = self._after_echo(piece, sent, place, output)
-                    if piece.text or piece.tokens or choice.finished:
-                        sent.begun = True
-                        yield piece
+                piece = self._piece(place * self.n + i, sent, choice)
+                piece = self._after_echo(piece, sent, place, output)
+                if output.finished and not sent.finished:
+                    # A choice ends with its request: till then some of its text may be held back.
+                    sent.finished = True
+                    yield self._last(piece, choice)
+                elif piece.text or piece.tokens:
+                    sent.begun = True
+                    yield piece
 
     def _piece(self, index: int, sent: _Sent, choice: CompletionOutput) -> Piece:
         text, tokens = self._shown(choice)
         text, tokens, offset = text[sent.chars :], tokens[sent.tokens :], sent.chars
         sent.chars, sent.tokens = sent.chars + len(text), sent.tokens + len(tokens)
-        sent.finished = choice.finished
-        reason = "length" if self._scores_only and choice.finished else choice.finish_reason
-        return Piece(index, text, tokens, offset, reason, choice.stop_reason)
+        return Piece(index, text, tokens, offset)
+
+    def _last(self, piece: Piece, choice: CompletionOutput) -> Piece:
+        reason = "length" if self._scores_only else choice.finish_reason
+        return replace(piece, finish_reason=reason, stop_reason=choice.stop_reason)
 
     def _after_echo(self, piece: Piece, sent: _Sent, place: int, output: RequestOutput) -> Piece:
         if self.echo is None:
             return piece
         ahead = self.echo.texts[place]
-        if sent.begun:
+        if sent.begun or sent.finished:
             return replace(piece, offset=piece.offset + len(ahead))
         return replace(piece, text=ahead + piece.text, tokens=(*_scored(output), *piece.tokens))
 
@@ -100,8 +105,7 @@ class Reader:
 
 
 def _scored(output: RequestOutput) -> Tokens:
-    tables = output.prompt_logprobs
-    return () if tables is None else tuple(zip(output.prompt_token_ids, tables, strict=True))
+    return tuple(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False))
 
 
 def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) -> protocol.Usage:
@@ -120,8 +124,8 @@ def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) ->
 
 
 def failure_of(outputs: Sequence[RequestOutput | None], late: Refusal | None) -> Refusal | None:
-    """Why there is no answer although everything has ended: a choice was cut off or failed. late:
-    what to say if its deadline has passed.
+    """Why there will be no answer: a choice was cut off or failed. late: what to say if its
+    deadline has passed.
     """
     for choice in (c for o in outputs if o for c in o.outputs):
         if choice.finish_reason == "error":

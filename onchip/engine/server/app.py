@@ -25,8 +25,9 @@ from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest, Sampling
 from .refusal import Refusal
 from .replies import Order, StreamReply, WholeReply, refuse
-from .service import Ask, Engine, Service, State
+from .service import Engine, Service, State
 from .texts import Texts
+from .tickets import Ask
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,6 +61,11 @@ class Options:
     max_stall_s: float = 30.0
     max_open: int = 16384
     hosts: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_request_s", "max_stall_s", "max_open"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -167,13 +173,14 @@ class Server:
         allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
         tokens = [await self._encode(prompt) for prompt in question.prompts]
         rest = (question.params, body.priority or 0, allowed_s, salt, bool(body.stream))
+        deadline_s = time.monotonic() + allowed_s  # a little before the engine's own
         order = Order(
             self.service,
             await self.service.submit([Ask(one, *rest) for one in tokens]),
             question.form,
             question.reader,
             question.num_choices,
-            time.monotonic() + allowed_s,
+            deadline_s,
             _late(allowed_s, body.deadline_s),
             body.include_usage,
         )

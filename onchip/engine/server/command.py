@@ -22,10 +22,10 @@ def serve(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
+    options = _options(args, address, keys)
     sock = address.bind()
     raise_file_limit()
-    llm = _model(args)
-    server = Server(llm.engine, _options(args, address, keys), keys)
+    server = Server(_model(args).engine, options, keys)
     Process(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run([sock])
     return 1 if server.service.death else 0
 
@@ -63,6 +63,9 @@ def _model(args: argparse.Namespace) -> LLM:
 
 
 def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Options:
+    for name in ("max_queue", "drain_s"):
+        if not getattr(args, name) >= 0:
+            raise ValueError(f"{name}={getattr(args, name)} must not be negative")
     return Options(
         model=args.name or Path(args.model).resolve().name,
         max_body_bytes=int(args.max_body_mib * 2**20),

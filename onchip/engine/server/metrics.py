@@ -43,7 +43,7 @@ class Metrics:
         self._state = self._gauge("state", "1 for the state the server is in", "state")
         self._open = self._gauge("requests_open", "Requests whose clients wait")
         self._step_age = self._gauge("step_age_seconds", "Age of the step under way, 0 if none is")
-        self._ended = self._counter("requests", "Requests that ended", "finish_reason")
+        self._ended = self._counter("choices", "Choices that ended", "finish_reason")
         self._failed = self._counter("responses_failed", "Requests without an answer", "status")
         self._gone = self._counter("clients_gone", "Clients that hung up before their answer")
         self._first = self._histogram("time_to_first_token_seconds", _SECONDS)

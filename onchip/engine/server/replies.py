@@ -19,7 +19,8 @@ from .answers import Format, Reader, failure_of, usage
 from .metrics import Metrics
 from .protocol import Usage
 from .refusal import Refusal
-from .service import Service, Ticket
+from .service import Service
+from .tickets import Ticket
 
 PING_S = 15.0  # a comment in a silent stream: proxies keep it, and a dead client is noticed
 GRACE_S = 5.0  # past its deadline a request is cut off by the engine; past this, without it
@@ -46,8 +47,12 @@ class Order:
         return usage(self.ticket.outputs, echo is not None and echo.scores_only)
 
     @property
+    def settled(self) -> bool:
+        """Nothing more will come, or nothing more is wanted: one choice failed, so all do."""
+        return self.ticket.settled or self.failure is not None
+
+    @property
     def failure(self) -> Refusal | None:
-        """Once the ticket is settled."""
         if self.ticket.failure:
             return self.ticket.failure
         expired = time.monotonic() >= self.deadline_s
@@ -77,7 +82,7 @@ class OrderReply(Response):
             self.order.service.release(self.order.ticket)
 
     def failure(self) -> Refusal | None:
-        """Counted; once the ticket is settled."""
+        """Counted."""
         failure = self.order.failure
         if failure:
             self.metrics.refused(failure.status)
@@ -90,7 +95,7 @@ class OrderReply(Response):
 class WholeReply(OrderReply):
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         order = self.order
-        while not order.ticket.settled:
+        while not order.settled:
             await order.changed()
         if failure := self.failure():
             await refuse(failure)(scope, receive, send)
@@ -111,7 +116,7 @@ class StreamReply(OrderReply):
         settled = False
         while not settled:
             await self._wait(send)
-            settled = order.ticket.settled  # more may come while this is written
+            settled = order.settled  # more may come while this is written
             await self._write(send, self._chunks())
         if failure := self.failure():
             await _send(send, _event(JSONResponse(failure.body).body))
@@ -120,9 +125,9 @@ class StreamReply(OrderReply):
         await _send(send, _event(b"[DONE]"), more=False)
 
     def _chunks(self) -> list[BaseModel]:
-        """Of what is settled and failed nothing more is shown."""
+        """Of what has failed nothing more is shown."""
         order = self.order
-        if order.ticket.settled and order.failure:
+        if order.failure:
             return []
         return [order.format.chunk(piece) for piece in order.reader.news(order.ticket.outputs)]
 

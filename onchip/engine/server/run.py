@@ -46,9 +46,10 @@ class Address:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_CLIENT_MS)
         try:
             sock.bind((self.host, self.port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             sock.close()
-            raise OSError(f"cannot serve on {self.host}:{self.port}: {error.strerror}") from None
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"cannot serve on {self.host}:{self.port}: {why}") from None
         return sock
 
 

@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -26,6 +25,7 @@ from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import Tokenizer
 
 from .refusal import Refusal
+from .tickets import Ask, Place, Standing, Ticket
 
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
@@ -71,88 +71,6 @@ class State(Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One prompt. deadline_s: seconds it may take. stream: every output is wanted, not only the
-    last.
-    """
-
-    prompt: Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    deadline_s: float | None = None
-    salt: bytes = b""
-    stream: bool = True
-
-
-class Ticket:
-    """What one caller holds: the newest output of each of its requests, or why there is none.
-    Lives on the event loop.
-    """
-
-    def __init__(self, request_ids: Sequence[str]):
-        self.request_ids = tuple(request_ids)
-        self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)
-        self.failure: Refusal | None = None
-        self._news = asyncio.Event()
-
-    @property
-    def finished(self) -> bool:
-        return all(o is not None and o.finished for o in self.outputs)
-
-    @property
-    def settled(self) -> bool:
-        return self.failure is not None or self.finished
-
-    async def changed(self) -> None:
-        """Until something is new since the last call."""
-        await self._news.wait()
-        self._news.clear()
-
-    def put(self, place: int, output: RequestOutput) -> None:
-        self.outputs[place] = output
-        self._news.set()
-
-    def fail(self, failure: Refusal) -> None:
-        """The first failure counts; what is settled stays so."""
-        if not self.settled:
-            self.failure = failure
-            self._news.set()
-
-
-@dataclass(frozen=True)
-class Standing:
-    """One open request. tokens: made so far, None if nobody looks before it is done."""
-
-    request_id: str
-    since_s: float
-    prompt_tokens: int
-    samples: int
-    tokens: int | None
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Which output of which ticket a request is."""
-
-    ticket: Ticket
-    place: int
-    ask: Ask
-    since_s: float
-
-    @property
-    def standing(self) -> Standing:
-        output, params = self.ticket.outputs[self.place], self.ask.params
-        made = sum(len(c.token_ids) for c in output.outputs) if output else 0
-        return Standing(
-            self.ticket.request_ids[self.place],
-            self.since_s,
-            len(self.ask.prompt),
-            params.num_samples,
-            made if self.ask.stream else None,
-        )
-
-
 class Service:
     """Requests in, outputs back, for callers on the event loop on which it was started.
 
@@ -170,7 +88,7 @@ class Service:
         self._engine, self._max_open = engine, max_open
         self.on_output = on_output
         self._commands = queue.SimpleQueue[Callable[[], None] | None]()
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         self._mail: dict[str, RequestOutput] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
@@ -218,7 +136,7 @@ class Service:
         ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
         now = time.monotonic()
         for place, (request_id, ask) in enumerate(zip(ticket.request_ids, asks, strict=True)):
-            self._places[request_id] = _Place(ticket, place, ask, now)
+            self._places[request_id] = Place(ticket, place, ask, now)
         answer = asyncio.get_running_loop().create_future()
         self._commands.put(lambda: self._add(asks, ticket, answer))
         try:
@@ -234,7 +152,7 @@ class Service:
     def release(self, ticket: Ticket) -> None:
         """Its caller is gone: what is not finished is cancelled before the next step."""
         self._forget(ticket)
-        ids = [i for i, o in zip(ticket.request_ids, ticket.outputs, strict=True) if _open(o)]
+        ids = ticket.unfinished
         if ids and self._death is None:
             self._commands.put(lambda: self._cancel(ids))
 
@@ -411,10 +329,6 @@ class Service:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             LOG.debug("the event loop is closed")
-
-
-def _open(output: RequestOutput | None) -> bool:
-    return output is None or not output.finished
 
 
 def _dead(reason: str | None) -> Refusal:

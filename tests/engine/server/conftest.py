@@ -129,6 +129,8 @@ class FakeEngine:
         stopped = all(request.choice(i).finished for i in range(params.n))
         if request.deadline and now > request.deadline:
             request.end = "abort"
+        elif bytes(request.prompt) == b"fail" and request.made == 3:
+            request.end = "error"
         elif stopped or request.made >= limit:
             request.end = "length"
         request.finished = now if request.end else None

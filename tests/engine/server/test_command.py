@@ -4,8 +4,12 @@ import argparse
 import re
 from pathlib import Path
 
+import pytest
+
 from onchip import cli
+from onchip.engine.server import command
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
+from onchip.engine.server.run import Address
 
 TEXT = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
 NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
@@ -24,6 +28,22 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
     families = re.findall(r"^# TYPE (\w+) (?!gauge)\w+|^# TYPE (\w+) gauge", page, re.MULTILINE)
     told = {a or b for a, b in families if not (a or b).endswith("_created")}
     assert told == {name for name in NAMED if name.startswith("onchip_")}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--api-key", "a-secret-key"], "lists processes"),
+        (["--host", "0.0.0.0"], "anybody who reaches 0.0.0.0"),
+        ([], ""),
+    ],
+)
+def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
+    args = cli._parser().parse_args(["serve", *options])
+    keys = command._keyring(args, Address(args.host))
+    said = capsys.readouterr().err
+    assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
+    assert keys.open == ("--api-key" not in options)
 
 
 def test_nothing_else_of_the_engine_needs_the_server():

@@ -1,10 +1,12 @@
 """With the real engine behind it: what is answered over HTTP is what the engine answers offline."""
 
+import inspect
 import json
+from dataclasses import fields
 
 import pytest
 
-from onchip.engine import SamplingParams
+from onchip.engine import Engine, SamplingParams, Stats
 from onchip.engine.llm import LLM
 
 PATH = "/v1/completions"
@@ -75,9 +77,9 @@ def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):
     request = offline(max_tokens=1, prompt_logprobs=2)[0]
     expected = [
         table[token].logprob
-        for token, table in zip(
-            request.prompt_token_ids[1:], request.prompt_logprobs[1:], strict=True
-        )
+        for token, table in list(
+            zip(request.prompt_token_ids, request.prompt_logprobs, strict=True)
+        )[1:]
     ]
     assert choice["text"] == PROMPTS[0] and choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
@@ -95,6 +97,14 @@ def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
         assert cached(ask(url, PATH, body, **bert)) == 0
 
 
+def test_the_engine_of_the_fault_tests_has_the_shape_of_the_real_one(fake):
+    names = lambda function: set(inspect.signature(function).parameters) - {"self"}
+    assert names(fake.add) == names(Engine.add)
+    assert set(vars(fake().stats())) == {field.name for field in fields(Stats)}
+    members = ("has_work", "cancel", "step", "stats", "close")
+    assert all(hasattr(fake, name) and hasattr(Engine, name) for name in members)
+
+
 def test_a_deadline_gives_the_pages_back(serving, ask):
     with serving(model().engine) as (url, server):
         body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "deadline_s": 0.3}
@@ -103,3 +113,18 @@ def test_a_deadline_gives_the_pages_back(serving, ask):
         assert ask(url, PATH, {"prompt": "abc", "max_tokens": 2})[0] == 200
         stats = server.service.stats
         assert (stats.running, stats.pages_free) == (0, stats.pages_total)
+
+
+def test_a_step_that_fails_is_told_to_all(serving, ask, open_stream, until, monkeypatch):
+    llm = model()
+    with serving(llm.engine) as (url, server):
+        streams = [open_stream(url, max_tokens=2000, ignore_eos=True) for _ in range(3)]
+        until(lambda: server.service.stats.running == 3)
+
+        def broken(*args):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(llm.engine._runner, "launch", broken)
+        for stream in streams:
+            assert '"code":"engine_dead"' in stream.getresponse().read().decode()
+        assert ask(url, "/health")[0] == 503 and ask(url, PATH, {"prompt": "a"})[0] == 503

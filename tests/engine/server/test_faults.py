@@ -1,6 +1,7 @@
 """Whatever a client does harms that client alone; whatever the engine does, all are told."""
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -168,6 +169,21 @@ class TestClients:
             texts = ["".join(c["text"] for c in one) for one in by_index(chunks)]
             assert [len(text) for text in texts] == [300] * 16
 
+    @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
+    def test_a_reader_that_is_stuck_is_gone(self, serving, fake, until, monkeypatch):
+        monkeypatch.setattr("onchip.engine.server.run.STUCK_CLIENT_MS", 1000)
+        engine = fake(step_s=0.001)
+        body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        with serving(engine) as (url, server), socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            host, port = url.removeprefix("http://").split(":")
+            client.connect((host, int(port)))
+            client.sendall(head.encode() + body)
+            until(lambda: engine.cancelled, 30)
+            assert server.service.num_open == 0
+
     def test_one_that_breaks_the_engines_door_fails_alone(self, serving, fake, ask, open_stream):
         engine = fake(step_s=0.001)
         with serving(engine) as (url, _):
@@ -175,6 +191,22 @@ class TestClients:
             assert ask(url, COMPLETIONS, {"prompt": ["a", "break me"]})[0] == 500
             assert len(events(connection.getresponse())) > 2
             assert ask(url, "/health")[0] == 200 and not engine.requests
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_one_prompt_that_fails_ends_the_others_of_its_request_alone(
+        self, serving, fake, ask, open_stream, until, stream
+    ):
+        engine = fake(step_s=0.002)
+        with serving(engine) as (url, _):
+            other = open_stream(url, max_tokens=300)
+            asked = {"prompt": ["abc", "fail"], "max_tokens": 4000, "stream": stream}
+            status, answer, _ = ask(url, COMPLETIONS, asked)
+            if stream:
+                answer = json.loads(answer.split("\n\n")[-3].removeprefix("data: "))
+            assert status == (200 if stream else 500)
+            assert "the model failed" in answer["error"]["message"]
+            until(lambda: len(engine.requests) == 1)
+            assert events(other.getresponse())[-1] == "[DONE]"
 
     def test_a_full_queue_is_said_with_a_time(self, serving, fake, ask, open_stream, until):
         engine = fake(step_s=0.002, seats=1, queue=2)

@@ -122,6 +122,10 @@ def test_a_connection_that_asks_nothing_is_closed(shared, monkeypatch):
     ("options", "word"),
     [
         (["--host", "256.1.1.1"], "256.1.1.1"),
+        (["--port", "99999"], "99999"),
+        (["--max-body-mib", "0"], "max_body_bytes=0"),
+        (["--max-request-s", "nan"], "max_request_s=nan"),
+        (["--drain-s", "-1"], "drain_s=-1"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--api-key-file", "/no/such/file"], "/no/such/file"),
         (["--api-key", "short"], "API key"),

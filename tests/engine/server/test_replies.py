@@ -9,7 +9,8 @@ from onchip.engine.server.answers import CompletionFormat, Reader
 from onchip.engine.server.metrics import Metrics
 from onchip.engine.server.refusal import Refusal
 from onchip.engine.server.replies import Order, StreamReply
-from onchip.engine.server.service import Ask, Service
+from onchip.engine.server.service import Service
+from onchip.engine.server.tickets import Ask
 
 
 def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
