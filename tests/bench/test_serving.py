@@ -54,6 +54,13 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after():
         assert abs(parameters / billions[fields["model_type"]] - 1) < 0.001
 
 
+def test_quick_models_are_of_the_same_kind():
+    session = Session(quick=True, device=CPU)
+    model = serving.setting(session, "llama-3-8b", serving.LLAMA3).model
+    assert model.head is not None and model.layers[0].attention.q_norm is None
+    assert quick().model.head is None and quick().model.layers[0].attention.q_norm is not None
+
+
 def test_waits_are_those_of_each_request():
     """Two tokens of the first request come together late; the second one waits, then runs."""
     workload = Workload((([1], 3), ([1], 2)))
