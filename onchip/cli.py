@@ -74,7 +74,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--only", nargs="+", default=(), metavar="PART", help="these parts of it alone")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
-    p.add_argument("--seconds", type=float, default=0.0, help="serving http: of arrivals")
+    p.add_argument("--seconds", type=_positive, default=0, help="serving http: of arrivals")
     p.set_defaults(run=_bench)
 
 

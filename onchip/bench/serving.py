@@ -9,8 +9,8 @@ temperature 0.6. Parts (`--only`):
     llama       the same, Llama-3-8B in shape
     capped      40 % of the pages that the workload needs: preempted by swapping, by computing
                 again, and by what is estimated to be cheaper; against `throughput`
-    allocation  one budget of pages, three ways to spend it: a whole max_model_len reserved for each
-                request, batches that run until their last member ends, and pages
+    allocation  one budget of pages, three ways to spend it: room for the longest request reserved
+                for each, the same in batches that run until their last member ends, and pages
     peers       `transformers`, static and continuous batching, on a part of the workload
     http        an open loop against `onchip serve` on the CPU, when it is asked for by name
 
@@ -154,13 +154,13 @@ class Setting:
         start = time.monotonic()
         ran = serve(llm.engine, groups)
         columns = self._columns(ran, llm) | self.session.watch(start)
-        row = self._case(bench, len(ran.workload.asked)).row(
+        row = self.case(bench, len(ran.workload.asked)).row(
             kernel, ran.tokens_per_s, "tokens/s", failed=0, **columns
         )
         self.session.say(sentence(row))
         return row
 
-    def _case(self, bench: str, num_requests: int) -> Case:
+    def case(self, bench: str, num_requests: int) -> Case:
         config = self.model.config
         size = (config.head_dim, self.workload.longest, num_requests, config.num_heads)
         return Case(bench, self.name, self.dtype, *size, way="serve")
@@ -217,7 +217,8 @@ def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:
     if not session.quick:
         return Setting(name, fields, Workload.uniform(), session.device, 4096, session)
     workload = Workload.uniform(24, 8, 64, vocab=TINY["vocab_size"])
-    return Setting(f"tiny {fields['model_type']}", TINY, workload, session.device, 256, session)
+    small = TINY | {key: fields[key] for key in ("model_type", "tie_word_embeddings")}
+    return Setting(f"tiny {small['model_type']}", small, workload, session.device, 256, session)
 
 
 def ready(setting: Setting) -> list[Row]:
@@ -231,7 +232,7 @@ def ready(setting: Setting) -> list[Row]:
     if not heard:
         raise Refused(f"the process ended with {process.returncode} before it was ready")
     setting.session.say(f"{setting.name}: a new process is ready in {spent:.1f} s")
-    return [setting._case("ready", 1).row("onchip", spent, "s")]
+    return [setting.case("ready", 1).row("onchip", spent, "s")]
 
 
 def capped(setting: Setting, way: str) -> list[Row]:
@@ -255,8 +256,8 @@ def _capped_llm(setting: Setting, way: str) -> Iterator[LLM]:
 
 
 def allocation(setting: Setting, policy: str) -> list[Row]:
-    """How many run at a time is all that a reservation changes: with max_model_len slots for each,
-    as many as the budget holds.
+    """How many run at a time is all that a reservation changes: with the slots of the longest for
+    each, as many as the budget holds.
     """
     pages, page_size = setting.capped_pages, setting.model.cache_spec().page_size
     slots = (pages - 1) * page_size
@@ -294,12 +295,13 @@ def sentence(row: Row) -> str:
     """A row in words, as it comes."""
     at = lambda name: " / ".join(f"{row[name].get(q, 0):.1f}" for q in ("p50", "p99"))
     host = "" if row["host_share"] is None else f", host {100 * row['host_share']:.0f} %"
+    by_draws = ", ".join(f"{n} draws {ms:.2f}" for n, ms in row["step_ms_by_draws"].items())
     return (
         f"{row['mask']} {row['bench']} {row['kernel']}: {row['value']:,.0f} tokens/s,"
         f" {row['output_tokens']:,} in {row['seconds']:.2f} s, {100 * row['roofline_share']:.0f} %"
         f" of the roofline; first token {at('first_token_ms')} ms, then {at('between_tokens_ms')}"
         f" ms (p50 / p99); {row['steps']:,} steps of {row['step_ms']['mean']:.2f} ms, at most"
-        f" {row['step_ms']['max']:.1f}{host}; {row['peak_kv_bytes'] / 1e9:.2f} of"
+        f" {row['step_ms']['max']:.1f} ({by_draws}){host}; {row['peak_kv_bytes'] / 1e9:.2f} of"
         f" {row['kv_bytes'] / 1e9:.2f} GB of pages; {row['swapped']} swapped,"
         f" {row['recomputed']} computed again"
     )

@@ -107,8 +107,8 @@ def _http(row: Row) -> list[str]:
 
 
 def _waits(row: Row, name: str) -> str:
-    waits = row[name]
-    return f"{waits['p50']:.3g} / {waits['p99']:.3g} ms" if waits else ""
+    number = lambda ms: f"{ms:.1f}" if ms < 100 else f"{ms:,.0f}"
+    return " / ".join(number(row[name][at]) for at in ("p50", "p99")) + " ms" if row[name] else ""
 
 
 def _percent(share: float | None) -> str:
@@ -122,7 +122,6 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "http": http_sheet,
 }
 TITLES = {
-    "served": "The whole workload; waits are p50 / p99, host: not spent waiting for the device",
     "allocation": "One budget of pages, by who may have them",
     "peers": "A part of the workload, in the same run",
     "http": "An open loop against a server on the CPU",
@@ -130,10 +129,11 @@ TITLES = {
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    for name, sheet in SHEETS.items():
-        heads, body = sheet(rows)
+    """The tables that fit a terminal; what each row says in full was said when it came."""
+    for name, title in TITLES.items():
+        heads, body = SHEETS[name](rows)
         if body:
-            console.print(TITLES[name], markup=False, highlight=False, soft_wrap=True)
+            console.print(title, markup=False, highlight=False, soft_wrap=True)
             console.print("", as_table(heads, body), "")
     if picture:
         plot(rows, picture)

@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 from onchip.bench.harness import Refused
@@ -12,6 +13,7 @@ from onchip.models import ModelConfig, num_parameters
 
 TEMPERATURE = 0.6
 WARM_UP_TOKENS = 32
+DRAWS = 64  # the width of the classes that steps are told apart by
 Asked = tuple[list[int], int]  # the token ids of a prompt, and how many are to follow
 
 
@@ -139,11 +141,21 @@ class Ran:
             "between_tokens_ms": quantiles(between),
             "steps": len(steps),
             "step_ms": {"mean": 1e3 * self.seconds / len(steps), "max": 1e3 * max(steps)},
+            "step_ms_by_draws": self._by_draws(steps),
             "host_share": host,
             "swapped": self.swapped,
             "recomputed": self.recomputed,
             "peak_pages": max(mark.pages for mark in self.marks),
         }
+
+    def _by_draws(self, steps: Sequence[float]) -> dict[str, float]:
+        """The median of steps that drew so many tokens, with or without prompts beside them."""
+        totals = [0, *(sum(mark.counts) for mark in self.marks)]
+        spent: dict[int, list[float]] = {}
+        for before, after, step_s in zip(totals, totals[1:], steps, strict=False):
+            if after > before:
+                spent.setdefault(-(-(after - before) // DRAWS), []).append(1e3 * step_s)
+        return {f"{DRAWS * (i - 1) + 1}-{DRAWS * i}": median(spent[i]) for i in sorted(spent)}
 
     def _latencies(self) -> tuple[list[float], list[float]]:
         """Of every request until its first token, and of every other token since the one before."""

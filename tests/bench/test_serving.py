@@ -54,6 +54,13 @@ def test_the_shapes_are_those_of_the_models_they_are_named_after():
         assert abs(parameters / billions[fields["model_type"]] - 1) < 0.001
 
 
+def test_quick_models_are_of_the_same_kind():
+    session = Session(quick=True, device=CPU)
+    model = serving.setting(session, "llama-3-8b", serving.LLAMA3).model
+    assert model.head is not None and model.layers[0].attention.q_norm is None
+    assert quick().model.head is None and quick().model.layers[0].attention.q_norm is not None
+
+
 def test_waits_are_those_of_each_request():
     """Two tokens of the first request come together late; the second one waits, then runs."""
     workload = Workload((([1], 3), ([1], 2)))
@@ -63,6 +70,7 @@ def test_waits_are_those_of_each_request():
     assert got["first_token_ms"] == pytest.approx({"p50": 30, "p99": 30, "max": 30})
     assert got["between_tokens_ms"] == pytest.approx({"p50": 10, "p99": 20, "max": 20})
     assert (got["steps"], got["peak_pages"]) == (4, 3)
+    assert got["step_ms_by_draws"] == pytest.approx({"1-64": 10})
     assert got["host_share"] == pytest.approx(0.25) and got["seconds"] == pytest.approx(0.04)
 
 
@@ -205,5 +213,5 @@ def test_rows_become_tables_and_a_picture(tiny, tmp_path, capsys):
     for heads, body in (sheet(rows) for sheet in report.SHEETS.values()):
         assert all(len(line) == len(heads) for line in body)
     report.print_report(Console(width=200), rows, tmp_path / "bars.svg")
-    assert "recompute" in capsys.readouterr().out
+    assert "at most 256" in capsys.readouterr().out
     assert f"{rows[0]['value']:,.0f}" in (tmp_path / "bars.svg").read_text()
