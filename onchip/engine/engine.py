@@ -142,7 +142,7 @@ class Engine:
     def warm_up(self) -> None:
         """Prepare now what the first requests would wait for."""
         self._check_open()
-        self._runner.warm_up()
+        self._runner.warm_up(self.limits.max_num_batched_tokens)
 
     def cancel(self, request_id: str) -> bool:
         """End a request now: its pages are free when this returns, and no step reports it any

@@ -1,4 +1,4 @@
-"""Decoding steps that were recorded once and are replayed: a launch instead of hundreds."""
+"""Steps that were recorded once and are replayed: a launch instead of hundreds."""
 
 from bisect import bisect_left
 from typing import NamedTuple
@@ -13,12 +13,15 @@ from onchip.models.rotary import frequencies
 
 _FIRST_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _SIZE_STEP = 32
+# Tokens of a step that also prefills. Longer ones keep a GPU busy for longer than their launches
+# take (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
+_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _FIRST_WIDTH = 256  # pages of a sequence: 4,096 tokens in pages of 16
 _WIDTH_STEP = 4
 
 
 class Recorded(NamedTuple):
-    """A step of batch.shape.num_seqs sequences, one token each, and where its hidden states are."""
+    """A step of a static batch, and where the hidden states are that are drawn from."""
 
     graph: "torch.cuda.CUDAGraph"
     batch: PagedBatch
@@ -26,8 +29,9 @@ class Recorded(NamedTuple):
 
 
 class Graphs:
-    """Graphs of a model on a GPU by batch size and length of the longest sequence; smaller batches
-    are padded with sequences of no tokens, which read and write nothing.
+    """Graphs of a model on a GPU. Those of steps that only decode by batch size, those of others by
+    their tokens; both by the length of the longest sequence. Smaller batches are padded: with
+    sequences of no tokens, which read and write nothing, and with tokens that nobody looks at.
 
     A graph holds addresses: of the weights, of the pages, of the frequencies of rotary embeddings,
     of `last` (the tokens drawn last), and of a batch of its own. All of them live as long as this
@@ -40,34 +44,62 @@ class Graphs:
         self.sizes = sizes_up_to(cache.max_seqs)
         self.widths = widths_up_to(cache.host_table.pages.shape[1])
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[Shape, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record_all(self) -> None:
-        """Every batch size, for sequences of ordinary length; longer ones when they come. The
-        largest first: the others fit into its memory.
+    def record_all(self, most_tokens: int) -> None:
+        """Every size, for sequences of ordinary length; longer ones when they come. The largest
+        first: the others fit into its memory.
         """
+        for tokens in reversed([n for n in _TOKENS if n <= most_tokens]):
+            self._find(self._mixed(tokens, 1))
         for size in reversed(self.sizes):
-            self._find(size, 1)
+            self._find(self._decoding(size, 1))
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a step of so many tokens has a graph, whatever they are."""
+        return num_tokens <= _TOKENS[-1]
 
     def replay(self, step: Step, ids: Tensor) -> Tensor:
         """Hidden states of a step of one token for each run; ids: as `filled_in` takes them."""
-        longest = max([run.stop for run in step.runs])
-        recorded = self._find(len(ids), -(-longest // self._cache.spec.page_size))
+        recorded = self._find(self._decoding(len(ids), self._pages(step)))
         self._cache.view(step.sequences, out=recorded.batch, extra=ids)
         recorded.graph.replay()
         return recorded.hidden[: len(ids)]
 
-    def _find(self, num_seqs: int, pages: int) -> Recorded:
-        size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        width = self.widths[bisect_left(self.widths, pages)]
-        if (size, width) not in self._recorded:
-            self._recorded[size, width] = self._record(size, width)
-        return self._recorded[size, width]
+    def replay_mixed(self, step: Step, ids: Tensor, rows: Tensor) -> Tensor:
+        """Hidden states of these rows of any step that `takes` allows."""
+        shape = self._mixed(len(ids), self._pages(step))
+        extra = torch.zeros(shape.num_extra, dtype=torch.int32)
+        extra[: len(ids)] = ids
+        extra[shape.num_tokens : shape.num_tokens + len(rows)] = rows
+        recorded = self._find(shape)
+        self._cache.view(step.sequences, out=recorded.batch, extra=extra)
+        recorded.graph.replay()
+        return recorded.hidden[: len(rows)]
 
-    def _record(self, size: int, width: int) -> Recorded:
+    def _pages(self, step: Step) -> int:
+        return -(-max([run.stop for run in step.runs]) // self._cache.spec.page_size)
+
+    def _decoding(self, num_seqs: int, pages: int) -> Shape:
+        """The static batch for so many sequences of one token each: ids come along."""
+        size = self.sizes[bisect_left(self.sizes, num_seqs)]
+        return Shape(size, size, self.widths[bisect_left(self.widths, pages)], 1, size)
+
+    def _mixed(self, num_tokens: int, pages: int) -> Shape:
+        """The one for so many tokens of any sequences: ids and rows come along."""
+        tokens, seqs = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._cache.max_seqs
+        width = self.widths[bisect_left(self.widths, pages)]
+        return Shape(seqs, tokens, width, tokens, tokens + seqs)
+
+    def _find(self, shape: Shape) -> Recorded:
+        if shape not in self._recorded:
+            self._recorded[shape] = self._record(shape)
+        return self._recorded[shape]
+
+    def _record(self, shape: Shape) -> Recorded:
         """The batch shows no sequence yet, so recording touches no page of anybody."""
-        batch = self._cache.static_batch(Shape(size, size, width, 1, size))
+        batch = self._cache.static_batch(shape)
         self._forward(batch)  # kernels are compiled, and frequencies computed, before
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -75,8 +107,11 @@ class Graphs:
         return Recorded(graph, batch, hidden)
 
     def _forward(self, batch: PagedBatch) -> Tensor:
-        tokens = filled_in(batch.extra, self._last)
-        return self._model(tokens, positions_of(batch), batch, self._cache)
+        """In the batch of a mixed step, rows follow the ids."""
+        num_tokens = batch.slot_mapping.shape[0]
+        tokens = filled_in(batch.extra[:num_tokens], self._last)
+        rows = None if batch.max_seqlen_q == 1 else batch.extra[num_tokens:]
+        return self._model(tokens, positions_of(batch), batch, self._cache, rows)
 
 
 def sizes_up_to(most: int) -> list[int]:

@@ -44,7 +44,7 @@ class Runner:
 
     Tokens that a step draws stay on the device: the next step finds those it needs there. So steps
     are launched in order, and a sample whose last token is not known yet is in the next step or in
-    none before it is. graphs: replay steps that only decode (on a GPU).
+    none before it is. graphs: replay the steps that `Graphs` takes (on a GPU).
     """
 
     def __init__(self, model: Decoder, cache: KVCache, graphs: bool = True):
@@ -55,12 +55,14 @@ class Runner:
         self._graphs = Graphs(model, cache, self._last) if replayed else None
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Record the graphs of ordinary steps, and have the kernels of draws compiled."""
+    def warm_up(self, most_tokens: int) -> None:
+        """Record the graphs of ordinary steps, which have `most_tokens` at most, and have the
+        kernels of draws compiled.
+        """
         if self._device.type == "cpu":
             return
         if self._graphs is not None:
-            self._graphs.record_all()
+            self._graphs.record_all(most_tokens)
         hidden = torch.zeros_like(self._model.embed[:1])
         for params in _WAYS_TO_DRAW:
             rows = self._drawers.rows([Request("", [0], params).samples[0]])
@@ -70,8 +72,14 @@ class Runner:
     def launch(self, step: Step) -> Flight:
         """Queue a step: forward, draws, and their copies to the host."""
         started, prompts, sampled = time.monotonic(), [], None
-        if self._graphs is not None and _only_decodes(step):
-            hidden = self._graphs.replay(step, _words(_tokens(step.runs)))
+        graphs = self._graphs
+        if graphs is not None and _only_decodes(step):
+            hidden = graphs.replay(step, _words(_tokens(step.runs)))
+        elif (
+            graphs is not None and graphs.takes(step.num_tokens) and not any(map(_asked, step.runs))
+        ):
+            words = _words(_tokens(step.runs) + _rows(step))
+            hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(step.draws)]))
         else:
             hidden, prompts = self._forward(step)
         if step.draws:
@@ -91,8 +99,7 @@ class Runner:
         """Hidden states of the rows that are drawn from (forks draw from one), and what was asked
         about prompts.
         """
-        tokens, ends = _tokens(step.runs), _ends(step.runs)
-        rows = [ends[run] - 1 for run, _ in step.draws]
+        tokens, rows, ends = _tokens(step.runs), _rows(step), _ends(step.runs)
         batch = self._cache.view(step.sequences, extra=_words(tokens + rows))
         ids, at = batch.extra.split([len(tokens), len(rows)])
         if min(tokens) < 0:
@@ -166,9 +173,19 @@ def _words(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
+def _rows(step: Step) -> list[int]:
+    """Which of its tokens each draw follows."""
+    ends = _ends(step.runs)
+    return [ends[run] - 1 for run, _ in step.draws]
+
+
 def _ends(runs: Sequence[Run]) -> list[int]:
     """Where each run ends among the tokens of the step."""
     return list(accumulate(run.num_tokens for run in runs))
+
+
+def _asks(step: Step) -> bool:
+    return any([bool(_asked(run)) for run in step.runs])
 
 
 def _asked(run: Run) -> range:

@@ -11,7 +11,7 @@ import torch
 from onchip.engine import SamplingParams
 from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to, widths_up_to
 from onchip.engine.runner import _only_decodes, _words
-from onchip.kvcache import PagedBatch, Shape
+from onchip.kvcache import PagedBatch
 
 WAYS = {
     "plain": {},
@@ -140,19 +140,21 @@ class Replayed(Graphs):
         super().__init__(*args)
         self.used = set()
 
-    def _record(self, size, width):
-        batch = self._cache.static_batch(Shape(size, size, width, 1, size))
-        hidden = torch.full((size, self._model.config.hidden_size), float("nan"))
+    def _record(self, shape):
+        batch = self._cache.static_batch(shape)
+        hidden = torch.full((shape.num_seqs, self._model.config.hidden_size), float("nan"))
         return Recorded(Again(lambda: self._compute(batch, hidden)), batch, hidden)
 
     def _compute(self, batch, hidden):
-        n = int(batch.cu_seqlens_q[-1])
-        assert not batch.cache_seqlens[n:].any() and (batch.slot_mapping[n:] == -1).all()
-        shown = [batch.page_table[:n], batch.cache_seqlens[:n], batch.slot_mapping[:n]]
-        shown += [batch.cu_seqlens_q[: n + 1], 1, batch.buffer, batch.extra[:n]]
-        self.used.add(len(hidden))
+        seqs, tokens = int((batch.cu_seqlens_q.diff() > 0).sum()), int(batch.cu_seqlens_q[-1])
+        assert not batch.cache_seqlens[seqs:].any() and (batch.slot_mapping[tokens:] == -1).all()
+        rows = batch.extra[batch.shape.num_tokens :]
+        shown = [batch.page_table[:seqs], batch.cache_seqlens[:seqs], batch.slot_mapping[:tokens]]
+        shown += [batch.cu_seqlens_q[: seqs + 1], batch.max_seqlen_q, batch.buffer]
+        self.used.add(batch.shape[:2])
         hidden.fill_(float("nan"))
-        hidden[:n] = self._forward(PagedBatch(*shown))
+        got = self._forward(PagedBatch(*shown, torch.cat([batch.extra[:tokens], rows])))
+        hidden[: len(got)] = got
 
 
 class Again(NamedTuple):
@@ -161,7 +163,9 @@ class Again(NamedTuple):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap):
-    """Sizes of 12 sequences are 1, 2, 4, 8 and 12; padding reads and writes nothing."""
+    """Sizes of 12 sequences are 1, 2, 4, 8 and 12, those of tokens 64, 128 ...; padding reads and
+    writes nothing.
+    """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     told = []
     for graphs in (False, True):
@@ -174,7 +178,7 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap):
             tiny.ask(one)
             told.append(tiny.told(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
-    assert told[0] == told[1] and used >= {4, 8}
+    assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
 def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):
