@@ -153,6 +153,7 @@ class FakeEngine:
             preempted_by_swap=0,
             preempted_by_recompute=0,
             steps=self.steps,
+            waited_s=0.0,
             last_step_s=self.step_s,
             last_step_at=self.last_step_at,
         )
