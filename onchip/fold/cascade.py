@@ -30,9 +30,10 @@ class Traffic(NamedTuple):
 
 
 # A level adds an attend call (a main and a merging launch) and its share of the last merge. CUDA:
-# three dependent launches in a graph, taken as 8 us, in which 4 TB/s read 32 MB (an estimate: the
-# groups that pay lie far from the border). CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
-LEVEL_BYTES = {"cuda": 32 << 20, "cpu": 2 << 20}
+# 8 sequences that share 2,048 of 2,112 keys took 39 us with a level and 17 us without (H200,
+# 2026-11-15); a level saves 13 us of reading there, so it costs some 35 us, in which 4.4 TB/s read
+# 150 MB. CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
+LEVEL_BYTES = {"cuda": 150 << 20, "cpu": 2 << 20}
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
 
 

@@ -224,12 +224,12 @@ class TestModel:
         assert partial == 2 * 4 * (6 * 40 + 6)  # out and lse, written and read
         assert query == partial + 3 * 4 * 6 * 24  # q gathered (read, written) and read
 
-    @pytest.mark.parametrize("batch, tokens", [(64, 8192), (8, 2048), (256, 512)])
+    @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
         plan = self.plan(batch, tokens)
         assert len(plan.levels) == 1 and plan.saved_bytes > 0
 
-    @pytest.mark.parametrize("batch, tokens", [(64, 32), (2, 2048), (8, 256)])
+    @pytest.mark.parametrize("batch, tokens", [(64, 32), (2, 2048), (8, 256), (8, 2048)])
     def test_tiny_prefixes_are_not(self, batch, tokens):
         assert self.plan(batch, tokens).levels == ()
 
