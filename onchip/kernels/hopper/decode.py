@@ -272,7 +272,7 @@ class Out:
         gl.store(self.part_lses + at, m + gl.log2(l), mask=r < rows)
         acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]
         cells = self.parts + at[:, None] * acc.shape[1] + d[None, :]
-        gl.store(cells, acc, mask=(r < rows)[:, None] & (d >= 0)[None, :])
+        gl.store(cells, acc, mask=(r < rows)[:, None])
 
     @gluon.jit
     def complete(self, slot, first, stride, count):
@@ -310,7 +310,7 @@ class Out:
                 at = (first + (k0 + k) * stride).to(gl.int64)[:, None] * rows + r[None, :]
                 lse = gl.load(self.part_lses + at, mask=inside, other=float("-inf"))
                 cells = self.parts + at[:, :, None] * D + d[None, None, :]
-                part = gl.load(cells, mask=inside[:, :, None] & (d >= 0)[None, None, :], other=0.0)
+                part = gl.load(cells, mask=inside[:, :, None], other=0.0)
                 m_new = gl.maximum(m, gl.convert_layout(gl.max(lse, 0), m.type.layout))
                 pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
                 alpha = gl.exp2(m - pivot)
@@ -353,8 +353,8 @@ def load_queries(q_ptr, stride_b, stride_s, stride_h, b, kv_head, lengths, group
     head = kv_head * group_size + r % group_size
     row = b.to(gl.int64) * stride_b + (r // group_size) * stride_s + head * stride_h
     inside = (r < lengths.seqlen_q * group_size)[None, :, None] & (d < dim)[None, None, :]
-    cells = q_ptr + row[None, :, None] + d[None, None, :]
-    cells, inside = gl.broadcast(cells + gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A), inside)
+    everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
+    cells = q_ptr + row[None, :, None] + d[None, None, :] + everywhere
     return gl.load(cells, mask=inside, other=0.0)
 
 
@@ -368,7 +368,7 @@ def hide(lengths, s, v, n, seqlen, group_size, f):
     j = col + j + gl.arange(0, KEYS, f.line(f.S, 2))[None, None, :]
     i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // group_size
     i = i[None, :, None]
-    keep = (j < seqlen) & (i > -seqlen - (1 << 20))
+    keep = j < seqlen
     if lengths.HAS_RIGHT:
         keep = keep & (j <= i + lengths.right)
     if lengths.HAS_LEFT:
