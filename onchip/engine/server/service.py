@@ -268,8 +268,13 @@ class Service:
             self._tell(self._open_mail)
 
     def _add(self, asks: Sequence[Ask], ticket: Ticket, answer: asyncio.Future) -> None:
-        refusal = self._try_all(asks, ticket.request_ids)
-        self._tell(lambda: None if answer.done() else answer.set_result(refusal))
+        try:
+            refusal = self._try_all(asks, ticket.request_ids)
+        except BaseException as error:  # to take a prompt back is a step, too, and may be the last
+            refusal = _dead(type(error).__name__)
+            raise
+        finally:
+            self._tell(lambda: None if answer.done() else answer.set_result(refusal))
 
     def _try_all(self, asks: Sequence[Ask], request_ids: Sequence[str]) -> Refusal | None:
         for place, (ask, request_id) in enumerate(zip(asks, request_ids, strict=True)):
