@@ -51,7 +51,7 @@ class Graphs:
         """Every size, for sequences of ordinary length; longer ones when they come. The largest
         first: the others fit into its memory.
         """
-        for tokens in reversed([n for n in _TOKENS if n <= most_tokens]):
+        for tokens in reversed(_TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]):
             self._find(self._mixed(tokens, 1))
         for size in reversed(self.sizes):
             self._find(self._decoding(size, 1))
@@ -102,7 +102,8 @@ class Graphs:
         batch = self._cache.static_batch(shape)
         self._forward(batch)  # kernels are compiled, and frequencies computed, before
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # What other threads do meanwhile, another engine's allocations say, is none of its business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(batch)
         return Recorded(graph, batch, hidden)
 
