@@ -361,6 +361,8 @@ def _generate(args: argparse.Namespace) -> int:
         if args.chat:
             prompt = llm.chat_prompt([{"role": "user", "content": args.prompt}])
         last = _print_stream(llm.stream(prompt, params))
+    if last.outputs[0].finish_reason == "error":
+        raise ValueError(f"the model failed: {last.outputs[0].stop_reason}")
     print(f"\n{_speed(last)}", file=sys.stderr)
     return 0
 

@@ -102,7 +102,7 @@ class Graphs:
         batch = self._cache.static_batch(shape)
         self._forward(batch)  # kernels are compiled, and frequencies computed, before
         graph = torch.cuda.CUDAGraph()
-        # What other threads do meanwhile, another engine's allocations say, is none of its business.
+        # thread_local: what other threads allocate meanwhile, for another engine, breaks nothing.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = self._forward(batch)
         return Recorded(graph, batch, hidden)
