@@ -75,9 +75,7 @@ class Runner:
         graphs = self._graphs
         if graphs is not None and _only_decodes(step):
             hidden = graphs.replay(step, _words(_tokens(step.runs)))
-        elif (
-            graphs is not None and graphs.takes(step.num_tokens) and not any(map(_asked, step.runs))
-        ):
+        elif graphs is not None and graphs.takes(step.num_tokens) and not _asks(step):
             words = _words(_tokens(step.runs) + _rows(step))
             hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(step.draws)]))
         else:
@@ -185,7 +183,7 @@ def _ends(runs: Sequence[Run]) -> list[int]:
 
 
 def _asks(step: Step) -> bool:
-    return any([bool(_asked(run)) for run in step.runs])
+    return any(_asked(run) for run in step.runs)
 
 
 def _asked(run: Run) -> range:
