@@ -8,7 +8,7 @@ Padding repeats the last key of its sequence, which is masked: no slot is read t
 
 from collections.abc import Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,10 @@ class Group(NamedTuple):
     first: Tensor
     seqlen_k: Tensor
     longest: int  # keys from the first on
+
+    @classmethod
+    def of(cls, seqlens: Tensor, first: Tensor, at: Tensor, longest: int) -> "Group":
+        return cls(at, first[at, None], seqlens[at, None], longest)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -70,8 +74,9 @@ def _groups(problem: Problem, x: Tensors) -> Iterator[Group]:
     keys and another group is cheaper, or where it fills a tile. Those without keys are apart:
     nothing could pad them.
     """
-    first = _first(problem, x.cache_seqlens.long())
-    counts, at = (x.cache_seqlens - first).sort(descending=True)
+    seqlens = cast(Tensor, x.cache_seqlens).long()
+    first = _first(problem, seqlens)
+    counts, at = (seqlens - first).sort(descending=True)
     width = problem.num_kv_heads * problem.head_dim
     start = used = padded = 0
     keys = counts.tolist()
@@ -81,14 +86,10 @@ def _groups(problem: Problem, x: Tensors) -> Iterator[Group]:
         sparse = padded > max(used - count, _GROUP_COST // width)
         full = (i + 1 - start) * longest * width > _TILE
         if i > start and (sparse or full or (longest and not count)):
-            yield _group(x, first, at[start:i], longest)
+            yield Group.of(seqlens, first, at[start:i], longest)
             start, used, padded = i, count, 0
     if keys:
-        yield _group(x, first, at[start:], keys[start])
-
-
-def _group(x: Tensors, first: Tensor, at: Tensor, longest: int) -> Group:
-    return Group(at, first[at, None], x.cache_seqlens[at, None].long(), longest)
+        yield Group.of(seqlens, first, at[start:], keys[start])
 
 
 def _first(problem: Problem, seqlens: Tensor) -> Tensor:
