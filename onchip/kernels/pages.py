@@ -19,7 +19,9 @@ from onchip.state import State, add_sink, finalize, lift, merge
 
 READS_PAGES = True
 MAX_SEQLEN_Q = 8
-_TILE = 1 << 20  # elements of the keys that are copied out at a time: 4 MB in fp32
+# Elements of the keys that are copied out at a time, 4 MB in fp32: half of it took as long, twice
+# or an eighth of it a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
+_TILE = 1 << 20
 _GROUP_COST = 1 << 17  # a group costs 150 us beyond its keys: as many elements of them
 
 
@@ -35,7 +37,8 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, seqlens: Tensor, first: Tensor, at: Tensor, longest: int) -> "Group":
-        return cls(at, first[at, None], seqlens[at, None], longest)
+        pick = lambda t: t.index_select(0, at)[:, None]
+        return cls(at, pick(first), pick(seqlens), longest)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -109,8 +112,7 @@ def _fold(problem: Problem, x: Tensors, group: Group) -> State:
     states = []
     for start in range(0, max(1, group.longest), tile_n):
         keys = group.first + torch.arange(start, min(start + tile_n, group.longest))
-        slots = _slots(x, group, keys)
-        k, v = (_gathered(pages, slots).to(wide) for pages in (x.k, x.v))
+        k, v = (t.to(wide) for t in _gathered(x, _slots(x, group, keys)))
         s = _scores(problem, x, group, keys, q @ k.transpose(-1, -2))
         states.append(lift(s.view(n, *rows, keys.shape[1]), v))
     m, l, acc = reduce(merge, states)
@@ -123,17 +125,22 @@ def _slots(x: Tensors, group: Group, keys: Tensor) -> Tensor:
     page_size = x.k.shape[1]
     keys = torch.minimum(keys, group.seqlen_k - 1)
     pages = x.page_table.index_select(0, group.at).gather(1, keys // page_size)
-    return pages * page_size + keys % page_size
+    return pages.long() * page_size + keys % page_size
 
 
-def _gathered(pages: Tensor, slots: Tensor) -> Tensor:
-    """(n, num_kv_heads, tile_n, dim) out of (num_pages, page_size, num_kv_heads, dim)."""
-    num_kv_heads, dim = pages.shape[2:]
-    if not pages.is_contiguous():  # one row for each head would be a copy of the pool
-        return pages[slots // pages.shape[1], slots % pages.shape[1]].transpose(1, 2)
-    heads = torch.arange(num_kv_heads)[:, None]
-    rows = slots[:, None].long() * num_kv_heads + heads
-    return pages.view(-1, dim).index_select(0, rows.flatten()).view(*rows.shape, dim)
+def _gathered(x: Tensors, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of the slots (n, tile_n): (n, num_kv_heads, tile_n, dim)."""
+    page_size, num_kv_heads = x.k.shape[1:3]
+    if not (x.k.is_contiguous() and x.v.is_contiguous()):  # a row for each head would be a copy
+        at = slots // page_size, slots % page_size
+        return x.k[at].transpose(1, 2), x.v[at].transpose(1, 2)
+    rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+    return _selected(x.k, rows), _selected(x.v, rows)
+
+
+def _selected(pages: Tensor, rows: Tensor) -> Tensor:
+    dim = pages.shape[-1]
+    return pages.view(-1, dim).index_select(0, rows.view(-1)).view(*rows.shape, dim)
 
 
 def _scores(problem: Problem, x: Tensors, group: Group, keys: Tensor, s: Tensor) -> Tensor:
@@ -143,21 +150,26 @@ def _scores(problem: Problem, x: Tensors, group: Group, keys: Tensor, s: Tensor)
     s = s.view(len(s), problem.num_heads, problem.seqlen_q, keys.shape[1])
     if problem.softcap:
         s = s.div_(problem.softcap).tanh_().mul_(problem.softcap)
-    position = torch.arange(problem.seqlen_q) + (group.seqlen_k - problem.seqlen_q)
-    ahead = keys[:, None, None] - position[:, None, :, None]
     if x.alibi_slopes is not None:
         slopes = x.alibi_slopes if x.alibi_slopes.dim() == 1 else x.alibi_slopes[group.at]
-        s -= slopes.to(s.dtype)[..., None, None] * ahead.abs()
-    return s.masked_fill_(_hidden(problem, group, keys, ahead), -torch.inf)
+        s -= slopes.to(s.dtype)[..., None, None] * _ahead(problem, group, keys).abs()
+    return s.masked_fill_(_hidden(problem, group, keys), -torch.inf)
 
 
-def _hidden(problem: Problem, group: Group, keys: Tensor, ahead: Tensor) -> Tensor:
-    """What the end, causal and window take away, (n, 1, seqlen_q | 1, tile_n)."""
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
+def _ahead(problem: Problem, group: Group, keys: Tensor) -> Tensor:
+    """How far a key lies after a query, (n, 1, seqlen_q, tile_n)."""
+    position = torch.arange(problem.seqlen_q) + (group.seqlen_k - problem.seqlen_q)
+    return keys[:, None, None] - position[:, None, :, None]
+
+
+def _hidden(problem: Problem, group: Group, keys: Tensor) -> Tensor:
+    """What the end, causal and window take away, (n, 1, seqlen_q | 1, tile_n). A single query
+    stands on the last key, and the first key of a sequence here is the first that it sees.
+    """
     hidden = (keys >= group.seqlen_k)[:, None, None]
-    if right is not None and problem.seqlen_q > 1:  # the last query stands on the last key
-        hidden = hidden | (ahead > right)
-    if left is not None and problem.seqlen_q > 1:  # the first query sees the first key
-        hidden = hidden | (ahead < -left)
-    return hidden
+    if problem.seqlen_q == 1:
+        return hidden
+    ahead, (left, right) = _ahead(problem, group, keys), problem.window_size
+    right = 0 if problem.causal else right
+    hidden = hidden if right is None else hidden | (ahead > right)
+    return hidden if left is None else hidden | (ahead < -left)
