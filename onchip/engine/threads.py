@@ -13,7 +13,8 @@ import torch
 from onchip.engine.step import Step
 from onchip.models import Decoder
 
-WORTHWHILE = 1 << 22  # multiply-adds of a layer, or of the head: 0.1 ms of a core
+WORTHWHILE = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
+_READ = 16  # a weight that comes from memory takes as long as so many of them
 
 
 class Threads:
@@ -29,10 +30,10 @@ class Threads:
         self._head = config.vocab_size * config.hidden_size
 
     def work(self, step: Step) -> int:
-        """Multiply-adds of a layer or of the head, whichever has more."""
+        """In multiply-adds, of a layer or of the head, whichever is more."""
         pairs = sum([(stop - start) * stop for _, start, stop, _ in step.runs])
-        layer = step.num_tokens * self._layer + pairs * self._pair
-        return max(layer, len(step.draws) * self._head)
+        layer = (step.num_tokens + _READ) * self._layer + pairs * self._pair
+        return max(layer, (len(step.draws) + _READ) * self._head)
 
     @contextmanager
     def of(self, step: Step) -> Iterator[None]:

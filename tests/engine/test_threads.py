@@ -28,8 +28,8 @@ def test_work_is_that_of_a_layer_or_of_the_head(tiny):
     layer = sum(weight.numel() for weight in model.layers[0].parameters())
     own = Threads(model)
     pairs = 5 * 12 + 1 * 100
-    assert own.work(step((7, 12), (99, 100))) == 6 * layer + 2 * 32 * pairs
-    assert own.work(step((7, 8), draws=99)) == 99 * 32 * model.config.vocab_size
+    assert own.work(step((7, 12), (99, 100))) == (6 + 16) * layer + 2 * 32 * pairs
+    assert own.work(step((7, 8), draws=99)) == (99 + 16) * 32 * model.config.vocab_size
 
 
 def test_small_steps_have_one_thread_and_large_ones_all(tiny, two_threads):
@@ -37,7 +37,7 @@ def test_small_steps_have_one_thread_and_large_ones_all(tiny, two_threads):
     with own.of(step((7, 8))):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
-    large = step((0, 1000))
+    large = step((0, 2000))
     assert own.work(large) >= WORTHWHILE
     with own.of(large):
         assert torch.get_num_threads() == 2
