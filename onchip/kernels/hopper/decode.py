@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.forward import LN2, LOG2E, Scale
 from onchip.kernels.hopper.pipe import make_boxes, meet
+from onchip.kernels.hopper.schedule import plus
 
 WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
@@ -108,11 +109,6 @@ class Range:
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def range_of(lengths, number, most, least, BATCH: gl.constexpr):
     """Range `number` of at most `most`, of `least` tiles at least. BATCH is a power of two, not
     below the batch: every warp counts all sequences for itself.
@@ -120,7 +116,7 @@ def range_of(lengths, number, most, least, BATCH: gl.constexpr):
     if lengths.PAGED:
         e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
         _, tiles = lengths.tiles(lengths.keys(e, e < lengths.batch))
-        stops = gl.associative_scan(gl.where(e < lengths.batch, tiles, 0), 0, _add)
+        stops = gl.associative_scan(gl.where(e < lengths.batch, tiles, 0), 0, plus)
         total = gl.max(stops, 0)
     else:
         _, tiles = lengths.tiles(lengths.seqlen_k)
@@ -323,12 +319,15 @@ class Out:
 
 @aggregate
 class Fragments:
-    """Layouts, with a leading dimension of warps: S of products, A and B of their operands."""
+    """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
+    the states of all warps in every thread.
+    """
 
     D: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
     B: gl.constexpr
+    W: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, D):
@@ -337,6 +336,7 @@ class Fragments:
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
         self.B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
+        self.W = gl.constexpr(gl.BlockedLayout([4, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]))
 
     @gluon.constexpr_function
     def line(self, layout, dim):
@@ -407,24 +407,21 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
 
 @gluon.jit
 def merge_warps(exchange, m, l, acc, f):
-    """(m, l, acc) of all warps together, rows in the layout that is returned with them."""
-    W: gl.constexpr = gl.BlockedLayout([4, 1, f.D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    """(m, l, acc) of all warps together, rows as a slice of f.W."""
     top = gl.max(m, 0)
     pivot = gl.where(top == float("-inf"), 0.0, top)
     beta = gl.exp2(m - pivot[None, :])
     exchange.store(acc * beta[:, :, None])
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, W))
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, f.W))
     l = gl.convert_layout(gl.sum(l * beta, 0), rows)
-    return gl.convert_layout(top, rows), l, gl.sum(exchange.load(W), 0)
+    return gl.convert_layout(top, rows), l, gl.sum(exchange.load(f.W), 0)
 
 
 @gluon.jit
 def consume(q_ptr, stride_b, stride_s, stride_h, out, boxes, exchange, lengths, scale, mine,
             kv_head, f):  # fmt: skip
     """Fold the tiles of a range, sequence by sequence."""
-    R: gl.constexpr = gl.SliceLayout(
-        0, gl.BlockedLayout([4, 1, f.D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
-    )
+    R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.group_size
     number = gl.program_id(0) // num_kv_heads
     b = mine.b

@@ -20,6 +20,7 @@ from onchip.kernels.hopper.tensors import (
     scales,
     section_of,
     span,
+    with_rows,
     without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
@@ -126,7 +127,7 @@ def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
     table, seqlens = x.page_table, x.cache_seqlens
     if table is None or seqlens is None:
         return anything, anything, 0, 0, 0, 0, 0
-    table = table if table.stride(1) == 1 else table.contiguous()
+    table = with_rows(table)
     sizes = table.stride(0), table.shape[1], x.k.shape[0], span(x.k), span(x.v)
     return table, seqlens.contiguous(), *sizes
 

@@ -9,7 +9,14 @@ from torch import Tensor
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_STAGES
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.decode import TILE_N, decode_kernel
-from onchip.kernels.hopper.tensors import descriptor, num_sms, padded, scales, without_keys
+from onchip.kernels.hopper.tensors import (
+    descriptor,
+    num_sms,
+    padded,
+    scales,
+    with_rows,
+    without_keys,
+)
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
 
@@ -38,7 +45,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         x.q,
         descriptor(x.k, part, width),
         descriptor(x.v, part, width),
-        anything if x.page_table is None else _rows(x.page_table),
+        anything if x.page_table is None else with_rows(x.page_table),
         anything if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
         anything if x.sinks is None else x.sinks,
         out,
@@ -71,10 +78,6 @@ def decode(problem: Problem, x: Tensors) -> Result:
         **_constants(width),
     )
     return Result(out, lse)
-
-
-def _rows(table: Tensor) -> Tensor:
-    return table if table.stride(1) == 1 else table.contiguous()
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:

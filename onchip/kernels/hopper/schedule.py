@@ -477,11 +477,11 @@ def _count_tiles(shape, batch, block, ROWS: gl.constexpr):
     b = block + gl.arange(0, 32, LANES)
     _, seqlen_q = shape.queries(gl.minimum(b, batch - 1))
     tiles = gl.where(b < batch, (seqlen_q + ROWS - 1) // ROWS, 0)
-    return gl.associative_scan(tiles, 0, _plus)
+    return gl.associative_scan(tiles, 0, plus)
 
 
 @gluon.jit
-def _plus(a, b):
+def plus(a, b):
     return a + b
 
 

@@ -187,3 +187,8 @@ def _divisor(n: int, limit: int) -> int:
 def without_keys(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Result:
     lse.copy_(torch.full_like(lse, -math.inf) if sinks is None else sinks[:, None].expand_as(lse))
     return Result(out.zero_(), lse)
+
+
+def with_rows(table: Tensor) -> Tensor:
+    """A page table whose rows lie in one piece."""
+    return table if table.stride(1) == 1 else table.contiguous()
