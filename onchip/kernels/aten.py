@@ -20,6 +20,7 @@ from onchip.kernels.protocol import (
     Result,
     accumulator_dtype,
     empty_result,
+    lacks,
     row_delta,
     sink_gradient,
 )
@@ -61,8 +62,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         "dropout": problem.dropout_p,
         "return_stats": problem.return_stats,
     }
-    missing = [name for name, wanted in options.items() if wanted]
-    return f"torch's CPU flash kernel has no {' and no '.join(missing)}" if missing else None
+    lacking = lacks(options)
+    return lacking and f"torch's CPU flash kernel {lacking}"
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

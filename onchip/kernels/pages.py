@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip.kernels.protocol import Result, accumulator_dtype, empty_result
+from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
 from onchip.problem import DeviceInfo, Problem, Tensors
 from onchip.state import State, add_sink, finalize, lift, merge
 
@@ -56,8 +56,7 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         "tree_mask": problem.has_tree_mask,
         "return_stats": problem.return_stats,
     }
-    missing = [name for name, wanted in options.items() if wanted]
-    return f"has no {' and no '.join(missing)}" if missing else None
+    return lacks(options)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

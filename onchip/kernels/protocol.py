@@ -68,3 +68,9 @@ def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*entries, seqlen, heads, problem.head_dim_v, dtype=problem.out_dtype)
     wide = accumulator_dtype(problem.dtype)
     return out, q.new_empty(*entries, heads, seqlen, dtype=wide)
+
+
+def lacks(options: dict[str, object]) -> str | None:
+    """'has no a and no b': what a call asks for and a kernel does not have, or None."""
+    missing = [name for name, wanted in options.items() if wanted]
+    return f"has no {' and no '.join(missing)}" if missing else None

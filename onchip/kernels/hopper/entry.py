@@ -9,6 +9,7 @@ from onchip.kernels.configs import (
     HOPPER_PAGED_ROWS,
 )
 from onchip.kernels.handles import on_device
+from onchip.kernels.protocol import lacks
 from onchip.problem import DeviceInfo, Problem
 
 READS_PAGES = True
@@ -72,8 +73,7 @@ def _missing(problem: Problem) -> str | None:
         "return_stats": problem.return_stats,
         "softmax_scale <= 0": problem.softmax_scale <= 0,
     }
-    missing = [name for name, wanted in options.items() if wanted]
-    return f"has no {' and no '.join(missing)}" if missing else None
+    return lacks(options)
 
 
 def forward(problem, x):
