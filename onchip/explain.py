@@ -16,7 +16,7 @@ from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
 
@@ -147,7 +147,7 @@ def _explanation(
     return Explanation(
         problem,
         device,
-        plan(problem, device, kernel),
+        plan(laid_out(problem, x), device, kernel),
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),

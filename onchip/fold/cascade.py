@@ -63,8 +63,8 @@ class Traffic(NamedTuple):
 # 2026-11-15); a level saves 13 us of reading there, so it costs some 35 us, in which 4.4 TB/s read
 # 150 MB. CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
 LEVEL_BYTES = {"cuda": 150 << 20, "cpu": 2 << 20}
-# Programs at once. CUDA: the processors of an H200. The Hopper forward over pages fills each of them
-# with 128 rows, and does not split keys. fp32 and the CPU have no such kernel: nothing is cut.
+# Programs at once. CUDA: the processors of an H200. The Hopper forward over pages fills each with
+# 128 rows, and does not split keys. fp32 and the CPU have no such kernel: nothing is cut.
 NUM_PROGRAMS = {"cuda": 132, "cpu": 1}
 TILE_ROWS = 128  # queries x heads of a group
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
