@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import UnsupportedError
+from onchip.problem import UnsupportedError, device_info
 from onchip.state import merge_at_rest
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
@@ -63,16 +63,16 @@ class Traffic(NamedTuple):
 # 2026-11-15); a level saves 13 us of reading there, so it costs some 35 us, in which 4.4 TB/s read
 # 150 MB. CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
 LEVEL_BYTES = {"cuda": 150 << 20, "cpu": 2 << 20}
-# Programs at once. CUDA: the processors of an H200. The Hopper forward over pages fills each with
-# 128 rows, and does not split keys. fp32 and the CPU have no such kernel: nothing is cut.
-NUM_PROGRAMS = {"cuda": 132, "cpu": 1}
+# The processors of an H200: the Hopper forward over pages fills each with 128 rows, and does not
+# split keys. Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
+NUM_PROGRAMS = 132
 TILE_ROWS = 128  # queries x heads of a group
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
 
 
 def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
-    """The model's constants for tensors like these; only shapes, dtype and device type are read."""
+    """The model's constants for tensors like these; only shapes, dtype and device are read."""
     if q.dim() < 3 or k_pages.dim() != 4 or v_pages.dim() != 4:
         shapes = [tuple(t.shape) for t in (q, k_pages, v_pages)]
         raise ValueError(f"q must end in (heads, head_dim) and pages have rank 4, got {shapes}")
@@ -94,13 +94,19 @@ def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
 def _occupancy(q: Tensor, k_pages: Tensor) -> Occupancy:
     page_size, num_kv_heads = k_pages.shape[1:3]
     group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
-    programs = NUM_PROGRAMS.get(q.device.type, NUM_PROGRAMS["cuda"])
     return Occupancy(
-        programs if k_pages.element_size() == 2 else 1,
+        1 if _splits_keys(q) else NUM_PROGRAMS,
         num_kv_heads,
         max(1, TILE_ROWS // group_size),
         -(-SEGMENT_KEYS // max(1, page_size)),
     )
+
+
+def _splits_keys(q: Tensor) -> bool:
+    """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
+    device = device_info(q.device)
+    elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
+    return elsewhere or q.element_size() != 2
 
 
 class Group(NamedTuple):

@@ -226,6 +226,14 @@ class TestModel:
         assert segment == partial + 2 * 4 * 6 * 24  # q written once more, and read
         assert occupancy.num_programs == 1  # the CPU: nothing is cut
 
+    @pytest.mark.parametrize("dtype, programs", [(torch.float16, 132), (torch.float32, 1)])
+    def test_runs_are_cut_where_a_kernel_does_not_split_keys(self, dtype, programs):
+        q, pages = (
+            torch.empty(*n, dtype=dtype, device="meta") for n in ((3, 40, 64), (2, 16, 5, 64))
+        )
+        occupancy = cascade.traffic(q, pages, pages).occupancy
+        assert occupancy == (programs, 5, 128 // 8, 512 // 16)
+
     @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
         plan = self.plan(batch, tokens)
@@ -546,7 +554,7 @@ class TestOnTheGpu:
             self.seqlens += 1
 
 
-@pytest.mark.gpu
+@pytest.mark.hopper
 class TestSegmentsOnTheGpu:
     """Prefixes long enough that segments of them fill the processors."""
 

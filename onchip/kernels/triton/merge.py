@@ -132,9 +132,10 @@ def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
     """lse comes back in the layout of own's: heads or tokens first."""
     own_out, own_lse = own[0].contiguous(), own[1]
     stack, lses, place = part[0].contiguous(), *part[1:]
-    if torch.empty_like(own_lse).stride() != own_lse.stride():  # it overlaps, or has gaps
-        own_lse = own_lse.contiguous()
     out, lse = torch.empty_like(own_out, dtype=dtype), torch.empty_like(own_lse)
+    if lse.stride() != own_lse.stride():  # own's overlaps, or has gaps
+        own_lse = own_lse.contiguous()
+        lse = torch.empty_like(own_lse)
     total_q, num_heads, head_dim_v = out.shape
     tile_s = min(triton.next_power_of_2(len(stack)), TRITON_STREAMED.tile_m)
     tile_m = TRITON_STREAMED.tile_m // tile_s
