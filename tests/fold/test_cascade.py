@@ -8,7 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import onchip
+from onchip import dispatch
 from onchip.fold import cascade
+from onchip.problem import DeviceInfo, Problem, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -276,6 +278,28 @@ class TestModel:
         """Too few keys for segments of 512, or too few queries for a tile."""
         (level,) = self.plan(batch, tokens).levels
         assert level.segments == 1 and level.seqlens.tolist() == [tokens]
+
+    @pytest.mark.parametrize("groups", [1, 2, 4])
+    @pytest.mark.parametrize("batch", [26, 32, 33, 60, 64, 100, 130, 250])
+    def test_segments_are_for_the_kernel_that_does_not_split_keys(self, batch, groups):
+        """What is cut goes to hopper, in calls that are packed (several groups) or not."""
+        members = batch // groups
+        table = torch.arange(members * groups * 528, dtype=torch.int32).view(groups, members, 528)
+        table[:, :, :512] = table[:, :1, :512].clone()
+        q = torch.empty(members * groups, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+        lengths = [8448] * members * groups
+        plan = cascade.plan(table.flatten(0, 1), lengths, 16, cascade.traffic(q, pages, pages))
+        (level,) = plan.levels
+        assert len(level.groups) == groups
+        rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
+        types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
+        asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
+        queries = q[:, 0].repeat(level.segments, 1, 1)
+        asked = asked._replace(even=is_even(asked, Tensors(queries, pages, pages)))
+        kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
+        assert level.segments == 1 or kernel == "hopper"
+        assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
 
     def test_segments_cost_what_they_move(self):
         """8 segments write the queries of 64 sequences and their fp32 results 8 times."""
