@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import onchip
+from onchip.problem import find_device
 
 DTYPES = {
     "fp64": torch.float64,
@@ -304,7 +305,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    dtype, device = DTYPES[args.dtype], _device(args.device)
+    dtype, device = DTYPES[args.dtype], find_device(args.device)
 
     def tensor(*shape: int) -> torch.Tensor:
         # One row seen through strides of zero: a question about any size costs nothing.
@@ -355,12 +356,13 @@ def _generate(args: argparse.Namespace) -> int:
     if args.model == models.builtin.NAME:
         print(models.builtin.ABOUT, file=sys.stderr)
     options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
-    device = None if args.device is None else _device(args.device)
-    with LLM(args.model, device=device, max_num_seqs=1, swap_space=0, **options) as llm:
+    with LLM(args.model, device=args.device, max_num_seqs=1, swap_space=0, **options) as llm:
         prompt = args.prompt
         if args.chat:
             prompt = llm.chat_prompt([{"role": "user", "content": args.prompt}])
         last = _print_stream(llm.stream(prompt, params))
+    if last.outputs[0].finish_reason == "error":
+        raise ValueError(f"the model failed: {last.outputs[0].stop_reason}")
     print(f"\n{_speed(last)}", file=sys.stderr)
     return 0
 
@@ -404,16 +406,6 @@ def _serve(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"serve needs {error.name}: pip install 'onchip[serve]'") from None
     return command.serve(args)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"there is no device {name!r} here: {reason}") from error
-    return device
 
 
 def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:

@@ -11,6 +11,7 @@ from onchip.problem import DeviceInfo, Problem, UnsupportedError
 KERNELS = {
     "hopper": "onchip.kernels.hopper.entry",
     "triton": "onchip.kernels.triton.entry",
+    "pages_cpu": "onchip.kernels.pages",
     "aten_cpu": "onchip.kernels.aten",
     "tiled": "onchip.kernels.tiled",
     "reference": "onchip.kernels.reference",

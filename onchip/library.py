@@ -247,6 +247,14 @@ def _run(question: Question, x: Tensors, kernel: str | None) -> Result:
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
+    parts = [] if kernel else paged.parts(problem, x)
+    if not parts:
+        return _serve(problem, x, kernel)
+    found = [(part, _serve(part.problem, part.x, kernel)) for part in parts]
+    return paged.joined(problem, x, found)
+
+
+def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
     forward = _forward_of(_module(problem, x, kernel), problem)
     if not is_autocast(x.q):
         return forward(problem, x)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip import masks
-from onchip.kernels.protocol import Result, Stats
+from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.problem import (
     Options,
     Problem,
@@ -139,6 +139,8 @@ def check_values(problem: Problem, x: Tensors) -> None:
         return
     room, num_pages = problem.seqlen_k, x.k.shape[0]
     table, seqlens = _tables(x)
+    if _within(seqlens, 0, room) and _within(table, 0, num_pages - 1):
+        return  # nothing is wrong, not even in what nobody reads
     for b, length in enumerate(seqlens.tolist()):
         if not 0 <= length <= room:
             raise ValueError(f"cache_seqlens[{b}]={length} must lie between 0 and {room} slots")
@@ -153,6 +155,13 @@ def check_values(problem: Problem, x: Tensors) -> None:
         raise ValueError(f"page_table[{b}, {column}]={page} leaves [0, num_pages={num_pages})")
 
 
+def _within(t: Tensor, low: int, high: int) -> bool:
+    if not t.numel():
+        return True
+    least, most = t.aminmax()
+    return low <= int(least) and int(most) <= high
+
+
 def _tables(x: Tensors) -> tuple[Tensor, Tensor]:
     """page_table and cache_seqlens, which every paged call has."""
     return cast(tuple[Tensor, Tensor], (x.page_table, x.cache_seqlens))
@@ -165,6 +174,59 @@ def _first_visible(problem: Problem, x: Tensors) -> Tensor:
         return torch.zeros_like(seqlens)
     seqlens_q = x.cu_seqlens_q.diff() if problem.packed else problem.seqlen_q
     return (seqlens - seqlens_q - left).clamp(min=0)
+
+
+class Part(NamedTuple):
+    """Some sequences of a packed call as a call of their own, and which rows of q are theirs."""
+
+    problem: Problem
+    x: Tensors
+    rows: Tensor
+
+
+LEAST_DECODES = 4  # fewer are not worth a call of their own
+
+
+def parts(problem: Problem, x: Tensors) -> list[Part]:
+    """A mixed batch on the CPU, cut into the sequences with one query and the others: what is fast
+    for the ones is slow for the others there. Otherwise nothing is cut: no parts.
+    """
+    packed_pages = problem.page_size and problem.packed and problem.seqlen_q > 1
+    whole = problem.deterministic or problem.has_tree_mask or problem.return_stats
+    if not packed_pages or whole or x.q.device.type != "cpu":
+        return []
+    seqlens_q = x.cu_seqlens_q.diff()
+    one = seqlens_q == 1
+    if int(one.sum()) < LEAST_DECODES:
+        return []
+    owners = torch.repeat_interleave(one, seqlens_q)
+    decodes, others = _part(problem, x, one, owners), _part(problem, x, ~one, ~owners)
+    dense = decodes.x._replace(q=decodes.x.q[:, None], cu_seqlens_q=None)
+    alone = decodes.problem._replace(seqlen_q=1, packed=False)
+    return [Part(alone, dense, decodes.rows), others]
+
+
+def _part(problem: Problem, x: Tensors, chosen: Tensor, owned: Tensor) -> Part:
+    """The sequences of a bool (batch,), whose rows are those of a bool (total_q,)."""
+    at, rows = chosen.nonzero()[:, 0], owned.nonzero()[:, 0]
+    table, seqlens = _tables(x)
+    cu = torch.cat([seqlens.new_zeros(1), x.cu_seqlens_q.diff()[at]]).cumsum(0, dtype=torch.int32)
+    slopes = x.alibi_slopes
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[at]
+    y = x._replace(q=x.q[rows], cu_seqlens_q=cu, alibi_slopes=slopes)
+    y = y._replace(page_table=table[at], cache_seqlens=seqlens[at])
+    return Part(problem._replace(batch=len(at)), y, rows)
+
+
+def joined(problem: Problem, x: Tensors, found: list[tuple[Part, Result]]) -> Result:
+    """The Result of a call from those of its parts."""
+    out, lse = empty_result(problem, x)
+    for part, result in found:
+        packed = part.problem.packed
+        out[part.rows] = result.out if packed else result.out.flatten(0, 1)
+        lse[:, part.rows] = result.lse if packed else result.lse.movedim(0, 1).flatten(1)
+    return Result(out, lse)
 
 
 class _Gathered(NamedTuple):

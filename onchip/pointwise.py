@@ -31,7 +31,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if kernel := fused(x, weight):
         return kernel.add_rms_norm(x, None, weight, eps, offset)[1]
     wide = x if x.dtype == torch.float64 else x.float()
-    return F.rms_norm(wide, weight.shape, offset + weight.to(wide.dtype), eps).to(x.dtype)
+    factor = weight.to(wide.dtype)
+    factor = offset + factor if offset else factor
+    return F.rms_norm(wide, weight.shape, factor, eps).to(x.dtype)
 
 
 def add_rms_norm(

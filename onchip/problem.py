@@ -143,6 +143,17 @@ def device_info(device: torch.device) -> DeviceInfo:
     return DeviceInfo("cuda", properties.name, capability, has_triton)
 
 
+def find_device(name: str | torch.device) -> torch.device:
+    """The device of this name; ValueError if there is none here."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"there is no device {str(name)!r} here: {reason}") from error
+    return device
+
+
 def is_aligned(x: Tensors) -> bool:
     """Whether bases and strides of q, k and v lie on 16 bytes, and pages whole slots apart, as the
     Hopper copy engine wants.

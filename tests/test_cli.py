@@ -3,9 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import onchip
 from onchip.cli import main
+from onchip.models import builtin
 
 ROOT = Path(onchip.__file__).parents[1]
 
@@ -131,6 +133,15 @@ def test_generate_works_offline_and_says_that_its_weights_are_random(capfd):
         assert "random weights" in err and "9 tokens of prompt, 12 drawn" in err
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_generate_says_what_a_broken_model_does(capfd, monkeypatch):
+    sick = builtin.tiny()
+    with torch.no_grad():
+        sick.embed.fill_(float("nan"))
+    monkeypatch.setattr(builtin, "tiny", lambda *args: sick)
+    assert run("generate", "Once upon", "--device", "cpu") == 2
+    assert "the model failed: the logits are not finite" in capfd.readouterr().err
 
 
 def test_generate_stops_chats_and_refuses(capfd):

@@ -26,7 +26,7 @@ def call(lengths, shared=0, seqlen_q=1, extra=2):
 
 
 def test_pages_bytes_and_flops_are_those_of_the_lengths():
-    x = onchip.explain(*call([100, 1, 33]))
+    x = onchip.explain(*call([100, 1, 33]), kernel="aten_cpu")
     assert x.pages[:4] == (PAGE, 7 + 1 + 3, 11, 0)
     assert x.pages.gathered_bytes == 134 * TOKEN_BYTES
     assert x.min_bytes == 134 * TOKEN_BYTES + 3 * HEADS * (2 * DIM * 2 + 4)

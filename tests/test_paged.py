@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 import onchip
 from onchip import library, paged
 from onchip.problem import Options, Tensors
-from onchip.testing import make_packed, make_pages
+from onchip.testing import assert_accurate, make_packed, make_pages
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -73,6 +73,36 @@ def test_mixed_batch_in_one_call():
         )
         torch.testing.assert_close(out[None, rows], expected)
         torch.testing.assert_close(stats.entropy[None, :, rows], expected_stats.entropy)
+
+
+@pytest.mark.parametrize("seqlens_q", [[12, 1, 1, 0, 1, 7, 1, 1], [1] * 5, [3, 1, 1, 1, 2]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_mixed_batch_is_served_in_parts_or_whole(seqlens_q, dtype):
+    """Those that decode apart from those that do not, as if each sequence came alone."""
+    lengths = [40 * b + n for b, n in enumerate(seqlens_q)]
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "dtype": dtype}
+    packed = make_packed(seqlens_q, lengths, **sizes)
+    pages = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 8)
+    options = {"window_size": (60, None), "alibi_slopes": torch.rand(len(lengths), HEADS)}
+    options |= {"causal": True, "sinks": torch.randn(HEADS), "softcap": 9.0, "return_lse": True}
+    queries = {"cu_seqlens_q": packed.cu_seqlens_q, "max_seqlen_q": 12}
+    got = onchip.paged_attention(packed.q, *pages, **queries, **options)
+    assert_accurate(got, *packed[:3], **packed.options, **options)
+
+
+def test_parts_are_cut_where_enough_sequences_decode():
+    k_pages, v_pages, table, seqlens, _ = cache([9, 9, 9, 9, 9, 9], 4)
+    cu = torch.tensor([0, 1, 4, 5, 6, 6, 7], dtype=torch.int32)
+    x = Tensors(torch.randn(7, HEADS, DIM), k_pages, v_pages, cu)
+    x = x._replace(page_table=table, cache_seqlens=seqlens)
+    problem = paged.describe(x, Options(causal=True), 3)
+    decodes, others = paged.parts(problem, x)
+    assert decodes.rows.tolist() == [0, 4, 5, 6] and others.rows.tolist() == [1, 2, 3]
+    assert decodes.x.q.shape == (4, 1, HEADS, DIM) and not decodes.problem.packed
+    assert others.x.cu_seqlens_q.tolist() == [0, 3, 3] and others.problem.batch == 2
+    assert not paged.parts(problem._replace(deterministic=True), x)
+    few = x._replace(cu_seqlens_q=torch.tensor([0, 1, 3, 4, 5, 7, 7], dtype=torch.int32))
+    assert not paged.parts(problem, few)
 
 
 @pytest.mark.parametrize("kernel", ["aten_cpu", "tiled", "reference"])

@@ -25,7 +25,7 @@ from onchip import bench
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.dispatch import KERNELS, kernel_module
 from onchip.doctor import DEVICES, ordinary
-from onchip.problem import DeviceInfo
+from onchip.problem import DeviceInfo, Problem
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- ([\w:-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -47,6 +47,7 @@ OPTIONS = {
     "row statistics": {"return_stats": True},
     "pages": {"page_size": 16},
 }
+DECODE = {"seqlen_q": 1, "page_size": 16}
 PRECISIONS = {
     "fp64": (torch.float64,),
     "fp32": (torch.float32,),
@@ -101,11 +102,15 @@ def support() -> str:
 
 
 def _support_column(kernel: str) -> dict[str, str]:
-    """What a kernel answers about each feature, where it is at home: alone, on a plain call."""
+    """What a kernel answers about each feature, where it is at home: alone, on a plain call, or on
+    one query over pages if it serves no other.
+    """
     module = kernel_module(kernel)
-    plain = {t: ordinary(t)._replace(causal=False) for ts in PRECISIONS.values() for t in ts}
-    homes = product((torch.float32, torch.bfloat16), DEVICES.values())
-    base, home = next((plain[t], d) for t, d in homes if module.supports(plain[t], d) is None)
+    homes = product(({}, DECODE), (torch.float32, torch.bfloat16), DEVICES.values())
+    served = lambda change, t, device: module.supports(_plain(t, change), device) is None
+    change, dtype, home = next(case for case in homes if served(*case))
+    plain = {t: _plain(t, change) for ts in PRECISIONS.values() for t in ts}
+    base = plain[dtype]
     mark = lambda answers: YES if all(answer is None for answer in answers) else NO
     there = lambda device: any(module.supports(p, device) is None for p in plain.values())
     others = [name for name, device in OTHER_DEVICES.items() if there(device)]
@@ -117,6 +122,10 @@ def _support_column(kernel: str) -> dict[str, str]:
         "CPU": YES if there(DEVICES["CPU"]) else NO,
         "other torch devices": YES if len(others) == len(OTHER_DEVICES) else ", ".join(others),
     }
+
+
+def _plain(dtype: torch.dtype, change: dict[str, int]) -> Problem:
+    return ordinary(dtype)._replace(causal=False, **change)
 
 
 @contextmanager

@@ -8,7 +8,7 @@
 """
 
 from .costs import Costs
-from .engine import Engine, EngineError
+from .engine import Engine, EngineError, Pace
 from .llm import LLM
 from .params import BeamSearchParams, SamplingParams
 from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
@@ -29,6 +29,7 @@ __all__ = [
     "FileTokenizer",
     "Limits",
     "Logprob",
+    "Pace",
     "Refused",
     "Request",
     "RequestOutput",

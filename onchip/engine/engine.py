@@ -7,6 +7,7 @@ process may have several. `stats` may be called from any thread.
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import torch
@@ -34,14 +35,24 @@ class EngineError(RuntimeError):
         self.outputs = list(outputs)
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How steps follow one another. overlap: schedule a step while the one before is computed;
+    None: where the device is not the host. graphs: replay recorded steps on a GPU. clock: by which
+    requests come, and expire.
+    """
+
+    overlap: bool | None = None
+    graphs: bool = True
+    clock: Callable[[], float] = time.monotonic
+
+
 class Engine:
     """Serves a decoder. tokenizer: None if prompts are token ids and texts are not wanted.
 
     num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
     are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
-    the model's own. seed: of requests that bring none; None: another each time. overlap: schedule a
-    step while the one before is computed; None: where the device is not the host. graphs: replay
-    decoding steps on a GPU.
+    the model's own. seed: of requests that bring none; None: another each time.
     """
 
     def __init__(
@@ -56,9 +67,7 @@ class Engine:
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
-        overlap: bool | None = None,
-        graphs: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        pace: Pace = Pace(),  # noqa: B008 (immutable)
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self.eos_token_ids = _ends_of(model, tokenizer, eos_token_ids)
@@ -72,12 +81,12 @@ class Engine:
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = Costs(spec.page_bytes) if host_pages else None
-        self._clock = clock
+        self._clock = pace.clock
         self.scheduler = Scheduler(
-            self.cache, limits, tier=self.tier, costs=self.costs, clock=clock
+            self.cache, limits, tier=self.tier, costs=self.costs, clock=pace.clock
         )
-        self._runner = Runner(model, self.cache, graphs)
-        self._overlap = self.cache.device.type == "cuda" if overlap is None else overlap
+        self._runner = Runner(model, self.cache, pace.graphs)
+        self._overlap = self.cache.device.type == "cuda" if pace.overlap is None else pace.overlap
         self._flight: Flight | None = None
         self._landed_at = 0.0
         self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
@@ -162,8 +171,11 @@ class Engine:
         started = time.monotonic()
         try:
             outputs = self._turn()
-        except Exception as error:
-            raise self._fail(error) from error
+        except BaseException as error:  # interrupted, it is as broken, but that is not an error
+            failure = self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
         self._meter.look(self.scheduler, self.cache.pool, started)
         return outputs
 
@@ -237,8 +249,8 @@ class Engine:
         if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
             self.costs.observe(tokens, seconds)
 
-    def _fail(self, error: Exception) -> EngineError:
-        self._failed = f"{type(error).__name__}: {error}"
+    def _fail(self, error: BaseException) -> EngineError:
+        self._failed = f"{type(error).__name__}: {error}".removesuffix(": ")
         outputs = [request.output() for request in self.scheduler.collapse(self._failed)]
         self._reports.clear()
         self._flight = None

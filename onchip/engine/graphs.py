@@ -1,6 +1,8 @@
 """Steps that were recorded once and are replayed: a launch instead of hundreds."""
 
+import threading
 from bisect import bisect_left
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ _SIZE_STEP = 32
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _FIRST_WIDTH = 256  # pages of a sequence: 4,096 tokens in pages of 16
 _WIDTH_STEP = 4
+_one_at_a_time = threading.Lock()  # torch can record one graph in a process, whoever's it is
 
 
 class Recorded(NamedTuple):
@@ -51,7 +54,7 @@ class Graphs:
         """Every size, for sequences of ordinary length; longer ones when they come. The largest
         first: the others fit into its memory.
         """
-        for tokens in reversed([n for n in _TOKENS if n <= most_tokens]):
+        for tokens in reversed(_TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]):
             self._find(self._mixed(tokens, 1))
         for size in reversed(self.sizes):
             self._find(self._decoding(size, 1))
@@ -100,10 +103,14 @@ class Graphs:
     def _record(self, shape: Shape) -> Recorded:
         """The batch shows no sequence yet, so recording touches no page of anybody."""
         batch = self._cache.static_batch(shape)
-        self._forward(batch)  # kernels are compiled, and frequencies computed, before
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._forward(batch)
+        stream = recording_stream(self._cache.device)
+        # thread_local: what other threads allocate meanwhile, for another engine, breaks nothing.
+        how = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+        with _one_at_a_time, torch.cuda.device(self._cache.device):
+            self._forward(batch)  # kernels are compiled, and frequencies computed, before
+            with torch.cuda.graph(graph, **how):
+                hidden = self._forward(batch)
         return Recorded(graph, batch, hidden)
 
     def _forward(self, batch: PagedBatch) -> Tensor:
@@ -112,6 +119,15 @@ class Graphs:
         tokens = filled_in(batch.extra[:num_tokens], self._last)
         rows = None if batch.max_seqlen_q == 1 else batch.extra[num_tokens:]
         return self._model(tokens, positions_of(batch), batch, self._cache, rows)
+
+
+@cache
+def recording_stream(device: torch.device) -> "torch.cuda.Stream":
+    """One for each device, for good: libraries keep memory for every stream that they have seen.
+    Torch's own is on the device that was current when anybody recorded first, and records nothing
+    of another.
+    """
+    return torch.cuda.Stream(device)
 
 
 def sizes_up_to(most: int) -> list[int]:

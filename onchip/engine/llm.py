@@ -10,7 +10,7 @@ import torch
 
 from onchip.engine import memory
 from onchip.engine.chat import Message, render
-from onchip.engine.engine import Engine
+from onchip.engine.engine import Engine, Pace
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
 from onchip.engine.ranks import Ranks
@@ -78,8 +78,7 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
-            graphs=ranks.alone and not enforce_eager,
-            clock=ranks.clock,
+            pace=Pace(graphs=ranks.alone and not enforce_eager, clock=ranks.clock),
         )
         self._ranks = ranks
         self._jobs: dict[str, _Job] = {}

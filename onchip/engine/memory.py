@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from onchip.engine.engine import Engine
+from onchip.engine.engine import Engine, Pace
 from onchip.engine.params import SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
@@ -59,7 +59,7 @@ def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
     pages = 2 + count * -(-(length + 2) // page_size)
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    options = {"page_size": page_size, "prefix_caching": False, "graphs": False}
+    options = {"page_size": page_size, "prefix_caching": False, "pace": Pace(graphs=False)}
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from onchip.models import Decoder, builtin, inspect, load
+from onchip.problem import find_device
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -81,11 +82,11 @@ class Ranks:
     def _device(self, device: str | torch.device | None) -> torch.device:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None and not self.alone:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
-        return device
+        own = not self.alone and str(device) == "cuda"  # each rank has one; it touches no other
+        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if own else device)
+        if own:
+            torch.cuda.set_device(found)
+        return found
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | None:

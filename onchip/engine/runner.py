@@ -14,6 +14,7 @@ from onchip.engine.params import SamplingParams
 from onchip.engine.request import Drawn, Request, Sample
 from onchip.engine.sampler import Drawers, Sampled, report, sample
 from onchip.engine.step import Run, Step
+from onchip.engine.threads import Threads
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, positions_of
 
@@ -50,7 +51,7 @@ class Runner:
     def __init__(self, model: Decoder, cache: KVCache, graphs: bool = True):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
-        self._drawers = Drawers(cache.device)
+        self._drawers, self._threads = Drawers(cache.device), Threads(model)
         replayed = graphs and cache.device.type == "cuda"
         self._graphs = Graphs(model, cache, self._last) if replayed else None
 
@@ -71,13 +72,15 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Flight:
         """Queue a step: forward, draws, and their copies to the host."""
+        with self._threads.of(step):
+            return self._launch(step)
+
+    def _launch(self, step: Step) -> Flight:
         started, prompts, sampled = time.monotonic(), [], None
         graphs = self._graphs
         if graphs is not None and _only_decodes(step):
             hidden = graphs.replay(step, _words(_tokens(step.runs)))
-        elif (
-            graphs is not None and graphs.takes(step.num_tokens) and not any(map(_asked, step.runs))
-        ):
+        elif graphs is not None and graphs.takes(step.num_tokens) and not _asks(step):
             words = _words(_tokens(step.runs) + _rows(step))
             hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(step.draws)]))
         else:
@@ -185,7 +188,7 @@ def _ends(runs: Sequence[Run]) -> list[int]:
 
 
 def _asks(step: Step) -> bool:
-    return any([bool(_asked(run)) for run in step.runs])
+    return any(_asked(run) for run in step.runs)
 
 
 def _asked(run: Run) -> range:

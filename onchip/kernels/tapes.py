@@ -141,11 +141,16 @@ class _Recorder(TorchDispatchMode):
         """The Tape, or _AS_EVER."""
         if not self.is_complete or not self.launches:
             return _AS_EVER
-        wholes = [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in self.made]
-        returned = []
-        for t in result:
-            whole = None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype)
-            if whole is not None and whole not in wholes:
-                return _AS_EVER
-            returned.append(None if whole is None else wholes.index(whole))
+        wholes = [_whole(t) for t in self.made]
+        found = [None if t is None else _whole(t) for t in result]
+        if any(whole is not None and whole not in wholes for whole in found):
+            return _AS_EVER
+        returned = [None if whole is None else wholes.index(whole) for whole in found]
         return Tape(self.buffers, self.launches, type(result), returned)
+
+
+def _whole(t: Any) -> tuple:
+    """What a buffer and a tensor that is all of it have in common; row statistics, a tuple of
+    parts, are no buffer.
+    """
+    return (t.data_ptr(), t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else ()

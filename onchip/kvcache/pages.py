@@ -137,7 +137,7 @@ class Pages:
     def _check_slots(self, slot_mapping: Tensor) -> None:
         """Only pages that exactly one table holds are written."""
         slots = slot_mapping[slot_mapping != -1]
-        for page in (slots // self.spec.page_size).unique().tolist():
+        for page in (slots // self.spec.page_size).unique_consecutive().tolist():
             if not 0 < page < self._pool.num_pages:
                 raise ValueError(
                     f"slot_mapping points to page {page}, pages are 1 to {self._pool.capacity}"

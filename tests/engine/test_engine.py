@@ -15,6 +15,7 @@ from onchip.engine import (
     ByteTokenizer,
     EngineError,
     Limits,
+    Pace,
     Refused,
     SamplingParams,
     Status,
@@ -372,7 +373,8 @@ def test_a_row_that_is_not_finite_fails_alone(tiny, expected):
         sick.embed[ord("~")] = float("nan")
     limits = Limits(256, 40, 12)
     options = {"num_pages": 300, "page_size": 4, "eos_token_ids": tiny.EOS, "seed": 1}
-    with tiny.Engine(sick, ByteTokenizer(), limits=limits, overlap=True, **options) as one:
+    options["pace"] = Pace(overlap=True)
+    with tiny.Engine(sick, ByteTokenizer(), limits=limits, **options) as one:
         bad = one.add("a ~", SamplingParams(max_tokens=5))
         tiny.ask(one)
         last, _ = tiny.drain(one)
@@ -399,6 +401,21 @@ def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, ov
         for call in (one.step, lambda: one.add("x")):
             with pytest.raises(EngineError, match="has failed: ZeroDivisionError"):
                 call()
+
+
+def test_an_interrupted_step_is_the_end_too_and_says_so(tiny, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with tiny.engine(overlap=True) as one:
+        requests = tiny.ask(one)
+        one.step()
+        monkeypatch.setattr(one.model, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.step()
+        assert all(request.finished for request in requests) and not one.has_work
+        with pytest.raises(EngineError, match="has failed: KeyboardInterrupt$"):
+            one.step()
 
 
 def test_close_gives_all_memory_back(tiny):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -209,6 +210,11 @@ def test_dtypes(folder):
             assert one.generate([3], GREEDY)[0].finished
 
 
+def test_a_device_that_is_not_here_is_refused():
+    with pytest.raises(ValueError, match="there is no device 'bogus' here"):
+        LLM(builtin.NAME, device="bogus")
+
+
 def test_the_built_in_model_is_whole():
     with pytest.raises(ValueError, match="cuts the checkpoint of a folder"):
         LLM(builtin.NAME, tensor_parallel_size=2)
@@ -232,7 +238,8 @@ def test_two_ranks_are_one(folder, tmp_path):
     """Under torchrun's variables: the same draws, beams and preemptions on both."""
     code, results = textwrap.dedent(RANK), [tmp_path / name for name in ("a", "b", "alone")]
     package = str(Path(onchip.__file__).parents[1])
-    port = str(20_000 + os.getpid() % 20_000)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     base = os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1", "MASTER_PORT": port}
 
     def start(file, world_size, **variables):

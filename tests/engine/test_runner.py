@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -75,6 +76,29 @@ def test_a_gpu_draws_what_the_cpu_draws(tiny):
             tiny.ask(one, params=[params])
             texts.append(tiny.told(tiny.drain(one)[0]))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
+def test_any_gpu_replays_whichever_is_current(tiny, expected):
+    """The recording is of the model's device, not of the current one, which may be another."""
+    with torch.cuda.device(0), tiny.engine("cuda:1") as one:
+        one.warm_up()
+        tiny.ask(one)
+        assert tiny.told(tiny.drain(one)[0]) == expected
+
+
+@pytest.mark.gpu
+def test_two_engines_in_threads_record_and_serve_side_by_side(tiny, expected):
+    def serve(_):
+        with tiny.engine("cuda") as one:
+            one.warm_up()
+            tiny.ask(one)
+            return tiny.told(tiny.drain(one)[0])
+
+    tiny.model("cuda")  # made once, for both
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(serve, range(2))) == [expected] * 2
 
 
 @pytest.mark.gpu

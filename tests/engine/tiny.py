@@ -4,7 +4,15 @@ from functools import cache
 
 import torch
 
-from onchip.engine import BeamSearchParams, ByteTokenizer, Engine, Limits, Request, SamplingParams
+from onchip.engine import (
+    BeamSearchParams,
+    ByteTokenizer,
+    Engine,
+    Limits,
+    Pace,
+    Request,
+    SamplingParams,
+)
 from onchip.models import ModelConfig, random_model
 
 CONFIG = {
@@ -42,6 +50,9 @@ PARAMS = [
 ]
 
 
+PACE = {"overlap", "graphs", "clock"}
+
+
 @cache
 def model(device="cpu"):
     """The same weights on every device."""
@@ -52,6 +63,7 @@ def model(device="cpu"):
 def engine(device="cpu", budget=40, max_num_seqs=12, num_pages=300, **options):
     limits = Limits(256, budget, max_num_seqs)
     fixed = {"page_size": 4, "eos_token_ids": EOS, "seed": 1} | options
+    fixed["pace"] = Pace(**{name: fixed.pop(name) for name in PACE & fixed.keys()})
     return Engine(model(device), ByteTokenizer(), limits=limits, num_pages=num_pages, **fixed)
 
 

@@ -13,7 +13,7 @@ import torch
 import onchip
 from onchip.kernels import flat, tapes
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Result
+from onchip.kernels.protocol import Result, Stats
 from onchip.problem import Options, Question, Tensors, describe, forget_questions
 from onchip.testing import assert_accurate
 from tests.kernels.gpu import each_kernel, inputs
@@ -141,6 +141,21 @@ def test_nor_is_one_that_returns_a_part_of_a_buffer(log):
     assert not log
 
 
+def test_nor_is_one_that_returns_row_statistics(log):
+    handle = Handle(Kernel())
+
+    def compute(problem, x, kernel):
+        out, stats = torch.empty_like(x.q), x.q.new_empty(2, 5)
+        handle[GRID](x.v, out, stats, 7)
+        return Result(out, x.q.new_empty(5), Stats(*stats))
+
+    x = tensors()
+    asked = question(x)
+    for _ in range(4):
+        assert isinstance(tapes.replayed(compute, asked, x, None).stats, Stats)
+    assert not log
+
+
 def test_a_kernel_that_did_not_compile_is_not_replayed(log, compute, monkeypatch):
     """The interpreter, AMD: nothing was compiled that could be launched."""
     monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *args: None)
@@ -245,6 +260,14 @@ def test_replays_are_right(kernel, n, plays):
         q, k, v = inputs(n, 801, batch=7)
         assert_accurate(attend, q, k, v, grad=True, causal=True)
         assert len(plays) >= turn - 1
+
+
+@pytest.mark.gpu
+def test_row_statistics_come_with_every_call():
+    q, k, v = inputs(63, 801, batch=2)
+    for _ in range(4):
+        _, stats = onchip.attention(q, k, v, causal=True, return_stats=True)
+        assert stats.entropy.isfinite().all()
 
 
 @each_kernel

@@ -25,10 +25,19 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreting and compiling cannot share a process", allow_module_level=True)
 
 from onchip.kernels.hopper import launch as hopper  # noqa: E402
-from onchip.kernels.hopper import launch_backward, launch_gradient  # noqa: E402
+from onchip.kernels.hopper import launch_backward, launch_decode, launch_gradient  # noqa: E402
 from onchip.kernels.triton import backward, bias, decode, forward, launch  # noqa: E402
 
-MODULES = (hopper, launch_backward, launch_gradient, backward, bias, decode, forward)
+MODULES = (
+    hopper,
+    launch_backward,
+    launch_decode,
+    launch_gradient,
+    backward,
+    bias,
+    decode,
+    forward,
+)
 HOPPER = problem.DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 FORM = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [1, 1, 64, 64]}
 FORM["fp4_padded"] = False

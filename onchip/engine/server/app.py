@@ -155,7 +155,10 @@ class Server:
             raise Refusal(
                 400, "which choices are best is known at the end: they cannot be streamed"
             )
-        echo = Echo([self._text(p) for p in prompts], body.scores_only) if body.echo else None
+        echo = None
+        if body.echo:
+            texts = [await self._beside(self._text, prompt) for prompt in prompts]
+            echo = Echo(texts, body.scores_only)
         form = CompletionFormat(self.options.model, self.texts.decode)
         question = Question(params, prompts, form, Reader(params.n, echo))
         return await self._serve(body, request.state.salt, question)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from onchip.engine.llm import LLM
+from onchip.engine.step import Limits
 from onchip.models import builtin
 
 from .app import Options, Server
@@ -66,6 +67,9 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Optio
     for name in ("max_queue", "drain_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name}={getattr(args, name)} must not be negative")
+    if args.max_queue > Limits.max_queued_requests:
+        most = Limits.max_queued_requests
+        raise ValueError(f"max_queue={args.max_queue} exceeds {most}, which the engine lets wait")
     return Options(
         model=args.name or Path(args.model).resolve().name,
         max_body_bytes=int(args.max_body_mib * 2**20),

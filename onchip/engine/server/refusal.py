@@ -39,6 +39,8 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}  # RFC 9110 wants a 401 to say what would help
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 

@@ -268,8 +268,14 @@ class Service:
             self._tell(self._open_mail)
 
     def _add(self, asks: Sequence[Ask], ticket: Ticket, answer: asyncio.Future) -> None:
-        refusal = self._try_all(asks, ticket.request_ids)
-        self._tell(lambda: None if answer.done() else answer.set_result(refusal))
+        try:
+            self._answer(answer, self._try_all(asks, ticket.request_ids))
+        except BaseException as error:  # to take a prompt back is a step, too, and may be the last
+            self._answer(answer, _dead(type(error).__name__))
+            raise
+
+    def _answer(self, answer: asyncio.Future, result: Any) -> None:
+        self._tell(lambda: None if answer.done() else answer.set_result(result))
 
     def _try_all(self, asks: Sequence[Ask], request_ids: Sequence[str]) -> Refusal | None:
         for place, (ask, request_id) in enumerate(zip(asks, request_ids, strict=True)):
@@ -309,7 +315,7 @@ class Service:
                 seen = look(self._engine)
             except Exception:  # who only looks does not kill
                 LOG.exception("the engine could not be looked at")
-        self._tell(lambda: None if answer.done() else answer.set_result(seen))
+        self._answer(answer, seen)
 
     def _die(self, error: BaseException) -> None:
         LOG.critical("the engine died", exc_info=error)

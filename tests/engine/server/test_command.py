@@ -8,6 +8,7 @@ import pytest
 
 from onchip import cli
 from onchip.engine.server import command
+from onchip.engine.server.keys import Keyring
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
 from onchip.engine.server.run import Address
 
@@ -44,6 +45,13 @@ def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
     said = capsys.readouterr().err
     assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
     assert keys.open == ("--api-key" not in options)
+
+
+@pytest.mark.parametrize("count", ["-1", "4097"])
+def test_no_more_may_wait_than_the_engine_lets(count):
+    args = cli._parser().parse_args(["serve", "--max-queue", count])
+    with pytest.raises(ValueError, match=f"max_queue={count}"):
+        command._options(args, Address(), Keyring())
 
 
 def test_nothing_else_of_the_engine_needs_the_server():

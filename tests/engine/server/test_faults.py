@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+VOCAB = 257
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "abc", "max_tokens": 4000}
 
@@ -272,6 +273,14 @@ class TestEngine:
             assert 'onchip_state{state="dead"} 1.0' in ask(url, "/metrics")[1]
             assert server.service.num_open == 0
         assert engine.closed
+
+    def test_if_it_dies_while_a_question_is_refused_that_is_answered(self, serving, fake, ask):
+        """The second prompt is none, so the first is taken back: by a step that fails."""
+        engine = fake()
+        engine.boom = RuntimeError("gone")
+        with serving(engine) as (url, _):
+            status, reply, _ = ask(url, COMPLETIONS, {"prompt": [[1], [VOCAB]]})
+            assert status == 503 and reply["error"]["code"] == "engine_dead"
 
     def test_a_step_that_hangs_is_seen(self, serving, fake, ask, open_stream, until):
         engine = fake()

@@ -55,7 +55,8 @@ def test_every_path_needs_a_key_but_the_page_and_the_probes(serving, fake, ask):
         paths = {*server.app.openapi()["paths"], "/openapi.json", "/", "/live.css", "/live.js"}
         closed = {p for p in paths if ask(url, p)[0] == 401}
         assert paths - closed == {"/", "/live.css", "/live.js", "/health", "/ready"}
-        assert ask(url, "/nonsense")[0] == 401
+        status, _, headers = ask(url, "/nonsense")
+        assert status == 401 and headers["www-authenticate"] == "Bearer"
         assert ask(url, "/v1/models", authorization=f"Bearer {ANNA}")[0] == 200
 
 

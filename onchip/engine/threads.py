@@ -1,0 +1,48 @@
+"""How many threads compute a step on the CPU: torch's, or one where the step is too small for them.
+
+torch gives even products of microseconds to all its threads, and who ends first waits for the
+others. Where the cores are shared, that is a slice of the scheduler's time each: a step of a tiny
+model took 60 ms with two threads on two busy cores, and 4 ms with one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from onchip.engine.step import Step
+from onchip.models import Decoder
+
+WORTHWHILE = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
+_READ = 16  # a weight that comes from memory takes as long as so many of them
+
+
+class Threads:
+    """The threads of the steps of a model. Others keep theirs: torch counts threads for each thread
+    that asks, but one that asks torch for the first time during a small step is given one, too.
+    """
+
+    def __init__(self, model: Decoder):
+        config = model.config
+        self._on_cpu = model.embed.device.type == "cpu"
+        self._layer = sum(weight.numel() for weight in model.layers[0].parameters())
+        self._pair = 2 * config.num_heads * config.head_dim
+        self._head = config.vocab_size * config.hidden_size
+
+    def work(self, step: Step) -> int:
+        """In multiply-adds, of a layer or of the head, whichever is more."""
+        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.runs])
+        layer = (step.num_tokens + _READ) * self._layer + pairs * self._pair
+        return max(layer, (len(step.draws) + _READ) * self._head)
+
+    @contextmanager
+    def of(self, step: Step) -> Iterator[None]:
+        """Inside, torch computes with as many threads as the step is worth."""
+        if not self._on_cpu or (given := torch.get_num_threads()) == 1:
+            yield
+            return
+        torch.set_num_threads(given if self.work(step) >= WORTHWHILE else 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(given)
