@@ -16,7 +16,7 @@ from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
 
@@ -147,7 +147,7 @@ def _explanation(
     return Explanation(
         problem,
         device,
-        plan(problem, device, kernel),
+        plan(laid_out(problem, x), device, kernel),
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
@@ -364,9 +364,10 @@ def _sharing(shared: cascade.Plan, x: Tensors, lengths: Sequence[int]) -> Sharin
     plain = sum(-(-n // size) for n in lengths)
     own = plain - sum(shared.shared)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
-    queries = [sum(shared.lengths_q[b] for g in x.groups for b in g.members) for x in shared.levels]
-    partials = sum(queries) * model.query_bytes
-    partials += sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    partials = sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    for level in shared.levels:
+        queries = sum(shared.lengths_q[b] for g in level.groups for b in g.members)
+        partials += int(model.bytes_of_queries(queries, level.segments))
     return Sharing(shared, plain * model.page_bytes, (own + runs) * model.page_bytes + partials)
 
 
@@ -382,6 +383,8 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         pages = sum(g.stop - g.start for g in level.groups)
         groups = "1 group" if len(level.groups) == 1 else f"{len(level.groups)} groups"
         read = f"{members} sequences in {groups} read {pages} pages"
+        if level.segments > 1:
+            read += f" in {level.segments} segments"
         yield f"level {number}", f"{read}, saves {human_bytes(level.saved_bytes)}"
 
 

@@ -73,6 +73,7 @@ class Problem(NamedTuple):
     aligned: bool = True  # see is_aligned
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
+    even: bool = False  # see is_even
 
     @property
     def group_size(self) -> int:
@@ -165,6 +166,24 @@ def is_aligned(x: Tensors) -> bool:
         for stride in t.stride()[:-1]:
             bits |= stride * itemsize
     return bits % 16 == 0
+
+
+def is_even(problem: Problem, x: Tensors) -> bool:
+    """Whether packed queries over pages are at least three quarters of as many as there would be if
+    all sequences had the most: known without their offsets, and false where chunks join decodes.
+    """
+    packed = problem.packed and problem.page_size > 0
+    return packed and 4 * x.q.shape[0] >= 3 * problem.batch * problem.seqlen_q
+
+
+def laid_out(problem: Problem, x: Tensors) -> Problem:
+    """The problem with what only tensors on a GPU tell dispatch. Nothing else looks at it, so that
+    compilers, to whom lengths may be symbols, compare none.
+    """
+    if not x.q.is_cuda:
+        return problem
+    aligned, even = is_aligned(x), is_even(problem, x)
+    return problem if aligned and not even else problem._replace(aligned=aligned, even=even)
 
 
 def _slots_apart(pages: Tensor) -> bool:

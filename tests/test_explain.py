@@ -71,6 +71,19 @@ def test_a_plan_of_the_caller_is_explained():
     assert onchip.explain(*arguments, window_size=(20, None)).sharing is None
 
 
+def test_segments_of_a_level_are_told_and_counted():
+    arguments = call([600] * 4, shared=32)
+    model = cascade.traffic(*arguments[:3])
+    cut = cascade.Occupancy(num_programs=8, num_kv_heads=KV_HEADS, tile_queries=4)
+    plan = cascade.plan(*arguments[3:], PAGE, model._replace(level_bytes=0, occupancy=cut))
+    x = onchip.explain(*arguments, plan=plan)
+    segments = 8 // KV_HEADS
+    assert f"4 sequences in 1 group read 32 pages in {segments} segments" in str(x)
+    pages = 32 + 4 * (38 - 32)
+    moved = model.query_bytes + (segments - 1) * model.segment_bytes + model.partial_bytes
+    assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + 4 * moved
+
+
 def test_time_is_told_where_memory_sets_the_pace():
     x: Explanation = onchip.explain(*call([4096]))
     on_gpu = x._replace(bandwidth=4.8e12)

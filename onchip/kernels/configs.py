@@ -239,6 +239,9 @@ HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
 # 128 for all processors of an H200, or for half of them if half is rounding. Triton's kernel is
 # half as fast, and splits the keys to use all.
 HOPPER_PAGED_ROWS = 128 * 128
+# Packed sequences of fewer queries x heads of a group do not count together, however many they are:
+# each has a tile of its own, and most of it would be empty.
+HOPPER_TILE_ROWS = 128
 
 
 # Few queries: tiles of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
