@@ -314,11 +314,14 @@ def _attend_own(
 def _attend_level(
     level: Level, attend: Callable[..., Pair], rows: Tensor, pages: Pair, options: dict
 ) -> Part:
-    """One group's segments are sequences of equal length: such a call need not be packed."""
-    q, packing = _queries(level, rows), {}
+    """One group's segments are sequences of equal length: such a call need not be packed, and all
+    of them read the same queries.
+    """
+    q, packing = rows[level.rows], {}
     if len(level.groups) == 1:
-        q = q.unflatten(0, (level.segments, -1))
+        q = q.expand(level.segments, *q.shape)
     else:
+        q = q.repeat(level.segments, 1, 1)
         packing = {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": level.max_seqlen_q}
     tables = level.page_table, level.seqlens
     out, lse = attend(q, *pages, *tables, causal=False, return_lse=True, **packing, **options)
@@ -326,12 +329,6 @@ def _attend_level(
         return Part(out, lse, level.place)
     stacked = (level.segments, -1)
     return Part(out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place)
-
-
-def _queries(level: Level, rows: Tensor) -> Tensor:
-    """Those of the level, once for each segment."""
-    q = rows[level.rows]
-    return q if level.segments == 1 else q.repeat(level.segments, 1, 1)
 
 
 def _packed_lse(lse: Tensor) -> Tensor:
