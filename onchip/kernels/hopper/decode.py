@@ -26,6 +26,7 @@ TILE_N = gl.constexpr(64)
 RING = gl.constexpr(8)  # tiles whose page ids wait
 AHEAD = gl.constexpr(6)  # tiles between a look-up and its keys
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer
+SWITCH = gl.constexpr(2)  # tiles that stream by while a program turns to another sequence
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
 
@@ -78,15 +79,16 @@ class Lengths:
 
     @gluon.jit
     def tiles(self, seqlen):
-        """(first tile, tiles) of a sequence: one at least, or nobody would store its result."""
+        """(first tile, tiles) of a sequence."""
         first = self.start(seqlen) // TILE_N
-        return first, gl.maximum((seqlen + TILE_N - 1) // TILE_N - first, 1)
+        return first, (seqlen + TILE_N - 1) // TILE_N - first
 
 
 @aggregate
 class Range:
-    """The tiles of one program: `count` of them from tile `tile` of sequence b on. `before`: tiles
-    of all sequences before b. It is one of `ranges` for `total` tiles.
+    """The tiles of one program: `count` of them from tile `tile` of sequence b on. It is one of
+    `ranges` of `total` units; `before`: units of all sequences before b. A tile is a unit, and to
+    begin another sequence takes as long as SWITCH of them: those come before its tiles.
     """
 
     b: gl.tensor
@@ -95,46 +97,82 @@ class Range:
     before: gl.tensor
     total: gl.tensor
     ranges: gl.tensor
+    has_empty: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, tile, count, before, total, ranges):
+    def __init__(self, b, tile, count, before, total, ranges, has_empty):
         self.b = b
         self.tile = tile
         self.count = count
         self.before = before
         self.total = total
         self.ranges = ranges
+        self.has_empty = has_empty
 
     @gluon.jit
-    def holder(self, tile):
-        """The range that a tile lies in: range r begins at tile r * total // ranges."""
-        return (((tile + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
+    def holder(self, unit):
+        """The range that a unit lies in: range r begins at unit r * total // ranges."""
+        return (((unit + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
+
+
+@gluon.jit
+def switch(b, tiles):
+    """Units before the tiles of sequence b. The first one needs none: every range begins once."""
+    return gl.where((b > 0) & (tiles > 0), SWITCH, 0)
+
+
+@gluon.jit
+def cut(number, total, most, least):
+    """(lo, hi, ranges): the units of range `number`, of at most `most`."""
+    ranges = gl.minimum(most, gl.maximum(total // least, 1))
+    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
+    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
+    return lo, gl.where(number < ranges, hi, lo), ranges
 
 
 @gluon.jit
 def range_of(lengths, number, most, least, BATCH: gl.constexpr):
-    """Range `number` of at most `most`, of `least` tiles at least. BATCH is a power of two, not
+    """Range `number` of at most `most`, of `least` units at least. BATCH is a power of two, not
     below the batch: every warp counts all sequences for itself.
     """
     if lengths.PAGED:
         e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
-        _, tiles = lengths.tiles(lengths.keys(e, e < lengths.batch))
-        stops = gl.associative_scan(gl.where(e < lengths.batch, tiles, 0), 0, plus)
+        inside = e < lengths.batch
+        seqlens = lengths.keys(e, inside)
+        _, tiles = lengths.tiles(seqlens)
+        tiles = gl.where(inside, tiles, 0)
+        lead = switch(e, tiles)
+        stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-    else:
-        _, tiles = lengths.tiles(lengths.seqlen_k)
-        total = tiles * lengths.batch
-    ranges = gl.minimum(most, gl.maximum(total // least, 1))
-    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
-    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
-    count = gl.where(number < ranges, hi - lo, 0)
-    if lengths.PAGED:
+        lo, hi, ranges = cut(number, total, most, least)
+        starts = stops - tiles
+        done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
+        count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
         b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), lengths.batch - 1)
         before = gl.max(gl.where(stops <= lo, stops, 0), 0)
+        tile = gl.maximum(lo - before - gl.sum(gl.where(e == b, lead, 0), 0), 0)
+        has_empty = gl.min(gl.where(inside, seqlens, 1), 0) == 0
     else:
-        b = gl.minimum(lo // tiles, lengths.batch - 1)
-        before = b * tiles
-    return Range(b, lo - before, count, before, total, ranges)
+        _, tiles = lengths.tiles(lengths.seqlen_k)
+        each = tiles + SWITCH
+        total = each * lengths.batch - SWITCH
+        lo, hi, ranges = cut(number, total, most, least)
+        b = (lo + SWITCH) // each
+        last = (hi + SWITCH) // each
+        before = gl.maximum(b * each - SWITCH, 0)
+        tile = gl.maximum(lo - b * each, 0)
+        count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
+        has_empty = lengths.seqlen_k == 0
+    return Range(b, tile, count, before, total, ranges, has_empty)
+
+
+@gluon.jit
+def pass_empty(lengths, b, seqlen):
+    """(b, seqlen) of the next sequence that has keys, from sequence b on."""
+    while (seqlen == 0) & (b < lengths.batch - 1):
+        b += 1
+        seqlen = lengths.keys(b, True)
+    return b, seqlen
 
 
 @aggregate
@@ -161,7 +199,8 @@ class Walk:
     def next(self, lengths):
         following = Walk(self.b, self.n + 1, self.stop, self.last, self.upcoming)
         if self.n + 1 == self.stop:
-            following = enter(lengths, self.b + 1, 0, self.upcoming)
+            b, seqlen = pass_empty(lengths, self.b + 1, self.upcoming)
+            following = enter(lengths, b, 0, seqlen)
         return following
 
 
@@ -500,6 +539,18 @@ def merge_warps(exchange, m, l, acc, f):
 
 
 @gluon.jit
+def answer_empty(out, lengths, number, kv_head, ranges, f):
+    """Sequences without keys are no range's: all programs of a kv head share them."""
+    R: gl.constexpr = gl.SliceLayout(0, f.W)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, R))
+    l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
+    acc = gl.zeros([ROWS, f.D], gl.float32, R)
+    for b in range(number, lengths.batch, ranges):
+        if lengths.keys(b, True) == 0:
+            out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
+
+
+@gluon.jit
 def consume(queries, out, boxes, exchange, lengths, scale, mine):
     """Fold the tiles of a range, sequence by sequence. The queries of the next one are on their way
     while the keys of this one stream by.
@@ -518,15 +569,17 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     i = 0
     seqlen = lengths.keys(b, True)
     q = queries.load(b, rows)
+    if mine.has_empty & (number < mine.ranges):
+        answer_empty(out, lengths, number, kv_head, mine.ranges, f)
     boxes.wait_warm()
     while count > 0:
         first, tiles = lengths.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
         following = gl.minimum(b + 1, lengths.batch - 1)
         upcoming = lengths.keys(following, True)
-        wanted = gl.where(stop - tile < count, rows, 0)
-        if EARLY:
-            q_next = queries.load(following, wanted)
+        q_next = q
+        if EARLY and stop - tile < count:
+            q_next = queries.load(following, rows)
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -534,26 +587,26 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
                                   out.group_size, f)  # fmt: skip
             i += 1
-        if stop - tile == count:
+        count -= stop - tile
+        if count == 0:
             gdc_launch_dependents()
         m, l, acc = merge_warps(exchange, m, l, acc, f)
+        start = before + switch(b, tiles)
+        before = start + tiles
         if stop - tile == tiles:
             out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
         else:
             slot = (number + b) * num_kv_heads + kv_head
             out.leave(slot, rows, m, l, acc, R)
-            holder = mine.holder(before)
-            shared = mine.holder(before + tiles - 1) - holder + 1
-            start = (holder + b) * num_kv_heads + kv_head
-            if out.complete(slot, start, num_kv_heads, shared):
-                out.merge(b, kv_head, lengths.seqlen_q, start, num_kv_heads, shared, f.D)
-        count -= stop - tile
-        before += tiles
+            holder = mine.holder(start)
+            shared = mine.holder(before - 1) - holder + 1
+            origin = (holder + b) * num_kv_heads + kv_head
+            if out.complete(slot, origin, num_kv_heads, shared):
+                out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
-        b += 1
-        seqlen = upcoming
-        if not EARLY:
-            q_next = queries.load(following, wanted)
+        b, seqlen = pass_empty(lengths, following, upcoming)
+        if (b != following) | (not EARLY):
+            q_next = queries.load(b, rows)
         q = q_next
 
 
@@ -578,8 +631,8 @@ def decode_kernel(
     pages = make_pages(page_table, stride_table, num_pages, PAGE_SIZE, k_desc.block_shape[2])
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
     shape: gl.constexpr = [WARPS, ROWS, D]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    exchange = gl.allocate_shared_memory(gl.float32, shape, plain)
+    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
+    exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
     part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
     parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * group_size)
     out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
