@@ -26,7 +26,7 @@ TILE_N = gl.constexpr(64)
 RING = gl.constexpr(8)  # tiles whose page ids wait
 AHEAD = gl.constexpr(6)  # tiles between a look-up and its keys
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer
-SWITCH = gl.constexpr(2)  # tiles that stream by while a program turns to another sequence
+SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
 
