@@ -87,10 +87,17 @@ class KVCache:
         self.max_seqs = max_seqs
         self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
         self.pages = Pages(spec, self.pool)
-        self.prefix = PrefixIndex(self.pool)
         self.prefix_reuse = prefix_reuse
-        width = -(-self.max_seqlen // spec.page_size)
-        self.host_table = HostTable(max_seqs, width)
+        self.reset()
+
+    def reset(self) -> None:
+        """Be as new, in whatever state a call was interrupted: no sequence, no prefix, every page
+        free. The memory of the pages stays where it is; handles from before are strangers.
+        """
+        self.pool = self.pages.pool = Pool(self.pool.num_pages, self.spec.page_size)
+        self.prefix = PrefixIndex(self.pool)
+        width = -(-self.max_seqlen // self.spec.page_size)
+        self.host_table = HostTable(self.max_seqs, width)
 
     @property
     def device(self) -> torch.device:

@@ -403,19 +403,34 @@ def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, ov
                 call()
 
 
-def test_an_interrupted_step_is_the_end_too_and_says_so(tiny, monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypatch, overlap):
+    """All but the one that is cancelled are told of it by the next step; then it is as new."""
+
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    with tiny.engine(overlap=True) as one:
+    with tiny.engine(overlap=overlap, host_pages=100, num_pages=60) as one:
+        expected = tiny.ask(one) and tiny.told(tiny.drain(one)[0])
+        generated = one.stats().tokens_generated
         requests = tiny.ask(one)
-        one.step()
-        monkeypatch.setattr(one.model, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
             one.step()
-        assert all(request.finished for request in requests) and not one.has_work
-        with pytest.raises(EngineError, match="has failed: KeyboardInterrupt$"):
-            one.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(one.model, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                one.step()
+        gone = [request for request in requests if not request.finished]
+        assert one.has_work and len(gone) > 2
+        one.cancel(gone[0].request_id)
+        tiny.check_empty(one)
+        outputs = one.step()
+        assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
+        assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
+        assert not one.has_work and one.stats().tokens_generated > generated
+        one._num_taken = 0
+        tiny.ask(one)
+        assert tiny.told(tiny.drain(one)[0]) == expected
 
 
 def test_close_gives_all_memory_back(tiny):
