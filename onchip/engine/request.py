@@ -107,7 +107,7 @@ class Sample:
     up, or it will fork from its request's first sample when the prompt is computed. candidates: of
     a beam that waits for the others of its request. pending: tokens that are drawn and not known
     yet; place: the last one is so far down in its step's draws. draw_key: makes the draws. reader:
-    makes `text` of the tokens while they come.
+    makes `text` of the tokens while they come; complete: it has all of it.
     """
 
     request: "Request"
@@ -124,6 +124,7 @@ class Sample:
     place: int = 0
     draw_key: int = 0
     reader: Any = None
+    complete: bool = False
 
     @property
     def status(self) -> Status:

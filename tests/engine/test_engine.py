@@ -214,6 +214,21 @@ def test_stream_grows_and_ends_as_the_whole(tiny, expected, overlap):
             seen[output.request_id, c.index] = c.text
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_ends_before_its_request_is_told_whole_at_once(tiny, overlap):
+    """With what was held back of its text: half a character, and what might have become a stop."""
+    params = SamplingParams(seed=3, n=4, max_tokens=60, temperature=1.5, stop=["~" * 30])
+    with tiny.engine(overlap=overlap) as one:
+        one.add("x", params)
+        _, outputs = tiny.drain(one)
+    columns = zip(*(output.outputs for output in outputs), strict=True)
+    ended = [[c for c in column if c.finished] for column in columns]
+    assert max(map(len, ended)) > 9, "one of them ends long before the last"
+    for many in ended:
+        assert len({(c.text, c.token_ids, c.finish_reason) for c in many}) == 1
+        assert many[0].text == ByteTokenizer().decode(many[0].token_ids)
+
+
 def test_who_does_not_stream_is_told_at_the_end(tiny, expected):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one, stream=False)

@@ -66,8 +66,7 @@ class Reader:
                 sent = self._sent.setdefault((place, i), _Sent())
                 piece = self._piece(place * self.n + i, sent, choice)
                 piece = self._after_echo(piece, sent, place, output)
-                if output.finished and not sent.finished:
-                    # A choice ends with its request: till then some of its text may be held back.
+                if choice.finished and not sent.finished:
                     sent.finished = True
                     yield self._last(piece, choice)
                 elif piece.text or piece.tokens:
