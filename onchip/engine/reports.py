@@ -81,21 +81,19 @@ def _grow(sample: Sample, tokenizer: Tokenizer) -> str | None:
     request = sample.request
     if sample.reader is None:
         sample.reader = Reader(tokenizer, request.prompt_token_ids, request.params.stop)
+        sample.text = sample.reader.text
     new = sample.token_ids[sample.reader.num_tokens :]
     if not new:
         return None
-    stop = sample.reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
-    sample.text = sample.reader.text
-    return stop
+    return sample.reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
 
 
 def _complete(sample: Sample, tokenizer: Tokenizer) -> None:
     """The whole text of a sample, with what was held back; or what comes before its stop text."""
     if sample.reader is None:
-        sample.text = text_of(tokenizer, sample.request.prompt_token_ids, sample.token_ids)
+        sample.text.add(text_of(tokenizer, sample.request.prompt_token_ids, sample.token_ids))
     elif not isinstance(sample.stop_reason, str):
         sample.reader.finish()
-        sample.text = sample.reader.text
     sample.reader, sample.complete = None, True
 
 

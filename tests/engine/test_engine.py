@@ -229,6 +229,48 @@ def test_a_sample_that_ends_before_its_request_is_told_whole_at_once(tiny, overl
         assert many[0].text == ByteTokenizer().decode(many[0].token_ids)
 
 
+class Counted(list):
+    """A list that counts the items it is asked for."""
+
+    asked = 0
+
+    def __iter__(self):
+        Counted.asked += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        Counted.asked += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
+    """Items of the growing lists, tokens that are decoded, characters that are kept for later: so
+    many for each token, however many came before.
+    """
+    reader_of = pytest.importorskip("onchip.engine.server.answers").Reader
+    params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
+    decoded, told, decode = 0, 0, ByteTokenizer.decode
+
+    def counting(self, token_ids):
+        nonlocal decoded
+        decoded += len(token_ids)
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counting)
+    monkeypatch.setattr(Counted, "asked", 0)
+    with tiny.engine(overlap=True) as one:
+        (sample,), reader = one.add("x", params).samples, reader_of(1)
+        sample.token_ids, sample.logprobs = Counted(), Counted()
+        while one.has_work:
+            told += sum(len(piece.text) for piece in reader.news(one.step()))
+            if sample.reader is not None:
+                kept = [len(x) for x in vars(sample.reader).values() if isinstance(x, (str, list))]
+                assert max(kept) < 80
+    assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
+    assert Counted.asked < 12 * 200 and decoded < 80 * 200
+
+
 def test_who_does_not_stream_is_told_at_the_end(tiny, expected):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one, stream=False)
