@@ -155,6 +155,11 @@ class Engine:
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
 
+    def graph_bytes(self) -> int:
+        """What `warm_up` would keep on a GPU, estimated from a part of it; none on the CPU."""
+        self._check_open()
+        return self._runner.graph_bytes(self.limits.max_num_batched_tokens)
+
     def cancel(self, request_id: str) -> bool:
         """End a request now: its pages are free when this returns, and no step reports it any
         more. False: there is no such request, or it is done.

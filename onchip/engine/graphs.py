@@ -2,7 +2,9 @@
 
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ _SIZE_STEP = 32
 # Tokens of a step that also prefills. Longer ones keep a GPU busy for longer than their launches
 # take (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_TRIALS = 4  # recordings to judge all by
 _one_at_a_time = threading.Lock()  # torch can record one graph in a process, whoever's it is
 
 
@@ -49,14 +52,28 @@ class Graphs:
         self._recorded: dict[Shape, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record_all(self, most_tokens: int) -> None:
-        """Every size that steps of at most so many tokens have. The largest first: the others fit
-        into its memory.
+    def shapes(self, most_tokens: int) -> list[Shape]:
+        """Of the batches that steps of at most so many tokens need, the largest first: what is
+        recorded after it fits into its memory.
         """
-        for tokens in reversed(_TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]):
-            self._find(self._mixed(tokens))
-        for size in reversed(self.sizes):
-            self._find(self._decoding(size))
+        found = [self._mixed(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
+        found += [self._decoding(size) for size in self.sizes]
+        return sorted(found, key=lambda shape: shape.num_tokens, reverse=True)
+
+    def record_all(self, most_tokens: int) -> None:
+        for shape in self.shapes(most_tokens):
+            self._find(shape)
+
+    def estimate_bytes(self, most_tokens: int, used_bytes: Callable[[], int]) -> int:
+        """What `record_all` would take of the device, after a few recordings: the first brings the
+        memory that all of them share, another what is its own, of which the most counts.
+        """
+        shapes, marks = self.shapes(most_tokens), [used_bytes()]
+        for shape in shapes[:_TRIALS]:
+            self._find(shape)
+            marks.append(used_bytes())
+        first, *others = [after - before for before, after in pairwise(marks)]
+        return first + (len(shapes) - 1) * max(others, default=0)
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has a graph, whatever they are."""

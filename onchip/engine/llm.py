@@ -66,9 +66,12 @@ class LLM:
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
+        graphs = ranks.alone and not enforce_eager
         if num_pages is None:
-            room = memory.device_pages(decoder, limits, block_size, gpu_memory_utilization)
-            num_pages = ranks.agree(room)
+            share = gpu_memory_utilization
+            num_pages = ranks.agree(
+                memory.device_pages(decoder, limits, block_size, share, graphs=graphs)
+            )
         spec = decoder.cache_spec(block_size)
         self.engine = Engine(
             decoder,
@@ -80,7 +83,7 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
-            pace=Pace(graphs=ranks.alone and not enforce_eager, clock=ranks.clock),
+            pace=Pace(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
         self._jobs: dict[str, _Job] = {}

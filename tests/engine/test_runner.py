@@ -227,6 +227,23 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, s
     assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
+@pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])
+def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_seqs):
+    """Of a device on which a graph takes 3 bytes of its own, and all together 100 for each token of
+    the largest: no less is estimated than all of them take.
+    """
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
+        graphs = Replayed(one.model, one.cache, one._runner._last)
+        used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
+        found = lambda: graphs._recorded
+        estimate = graphs.estimate_bytes(4096, used)
+        assert len(found()) <= 4 and found().keys() == set(graphs.shapes(4096)[: len(found())])
+        graphs.record_all(4096)
+        assert estimate == used() and len(found()) == len(graphs.shapes(4096))
+    assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
+
+
 def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):
     """One token for each run, as many draws as runs, and yet not row by row."""
     with tiny.engine(budget=12, max_num_seqs=3) as one:
