@@ -70,8 +70,8 @@ def _room_on_gpu(
 
 def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
     """What the largest step needs beside weights and pages, measured with all that torch takes for
-    it: as many prompts as may run, together as long as a step, and draws that use every part of the
-    sampler.
+    it: as many prompts as may run, together as long as a step, one of which is asked about itself,
+    and draws that use every part of the sampler.
     """
     device, count = model.embed.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
@@ -82,7 +82,8 @@ def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        for i in range(count):
+        engine.add([0] * length, replace(_EVERYTHING, prompt_logprobs=MAX_LOGPROBS))
+        for i in range(1, count):
             engine.add([i % 2] * length, _EVERYTHING)
         while engine.has_work:
             engine.step()

@@ -62,7 +62,8 @@ def test_what_is_not_for_pages_is_counted(tiny, monkeypatch, graphs):
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = 4 * 12 * -(-250 // 16)
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
-    assert len(drawn) == 12 and drawn[0].logprobs and drawn[0].penalised and drawn[0].top_p < 1
+    assert len(drawn) == 12 and all(one.logprobs and one.penalised for one in drawn)
+    assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs
 
 
 @pytest.mark.gpu
