@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -214,6 +214,7 @@ class Question(NamedTuple):
     known: dict[tuple, Any] | None = None
 
 
+T = TypeVar("T")
 MAX_QUESTIONS = 1024  # a few kB each
 Describe = Callable[[Tensors, Any, Any], Problem]
 _questions: dict[tuple | None, Question] = {}
@@ -232,7 +233,9 @@ def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any
         question = _questions.get(key)
     except TypeError:  # lists, numbers in place of a window, tensors of other kinds
         return Question(describe(x, options, lengths))
-    return question or _kept(key, Question(describe(x, options, lengths), {}))
+    if question is not None:
+        return question
+    return kept(_questions, key, Question(describe(x, options, lengths), {}), MAX_QUESTIONS)
 
 
 def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> tuple:
@@ -250,11 +253,15 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     return tuple(key)
 
 
-def _kept(key: tuple, question: Question) -> Question:
+def kept(table: dict, key: tuple, value: T, most: int) -> T:
+    """What the table has under this key, the value if nothing, for which the oldest entry makes
+    room. The oldest, not the one that was used least recently: to note each use would cost every
+    call, and an entry that is still in use comes back for one slow call in `most` new ones.
+    """
     with _lock:
-        if len(_questions) >= MAX_QUESTIONS:
-            del _questions[next(iter(_questions))]
-        return _questions.setdefault(key, question)
+        if key not in table and len(table) >= most:
+            del table[next(iter(table))]
+        return table.setdefault(key, value)
 
 
 def forget_questions() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.explain import Explanation, count_splits
+from onchip.dispatch import kernel_module
+from onchip.explain import Explanation, Served, count_splits
 from onchip.fold import cascade
 from tests.interpreted import inside, outside, run_inside
 
@@ -39,6 +40,46 @@ def test_packed_queries_are_those_of_their_offsets():
     cu = torch.tensor([0, 1, 20], dtype=torch.int32)
     x = onchip.explain(q.flatten(0, 1), *rest, cu_seqlens_q=cu, max_seqlen_q=19)
     assert x.flops == 4 * HEADS * DIM * (100 + 19 * 20 - 19 * 18 // 2)
+
+
+def mixed(lengths, counts):
+    """A packed call with so many queries of each sequence."""
+    _, *rest = call(lengths)
+    q = torch.zeros(sum(counts), HEADS, DIM, dtype=torch.bfloat16)
+    cu = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return [q, *rest], {"cu_seqlens_q": cu, "max_seqlen_q": max(counts)}
+
+
+def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
+    """Which kernels are called, with how many sequences: as explained. Only the second gathers."""
+    lengths, counts = [100, 7, 33, 250, 64, 111], [1, 7, 1, 1, 31, 1]
+    tensors, packing = mixed(lengths, counts)
+    x = onchip.explain(*tensors, **packing)
+    assert x.parts == (Served("pages_cpu", 4, 4, 494), Served("aten_cpu", 2, 38, 71))
+    assert x.pages.gathered_bytes == (7 + 64) * TOKEN_BYTES
+    text = str(x)
+    assert "served by   pages_cpu: 4 sequences, 4 queries, 494 keys" in text
+    assert "served by   aten_cpu: 2 sequences, 38 queries, 71 keys" in text
+    assert "not by      pages_cpu" not in text and "not by      tiled" in text
+    called = []
+    for name in ("pages_cpu", "aten_cpu"):
+        module = kernel_module(name)
+        hear = lambda p, y, name=name, f=module.forward: called.append((name, p.batch)) or f(p, y)
+        monkeypatch.setattr(module, "forward", hear)
+    onchip.paged_attention(*tensors, **packing)
+    assert called == [(part.kernel, part.sequences) for part in x.parts]
+
+
+def test_what_is_not_cut_is_shown_as_one():
+    lengths = [100, 7, 33, 250, 64]
+    for counts, options in (
+        ([1, 1, 1, 9, 9], {}),  # too few with one query
+        ([1, 1, 1, 1, 9], {"deterministic": True}),
+        ([1, 1, 1, 1, 9], {"kernel": "tiled"}),
+    ):
+        tensors, packing = mixed(lengths, counts)
+        x = onchip.explain(*tensors, **packing, **options)
+        assert x.parts == () and f"served by   {x.plan.kernel}\n" in str(x)
 
 
 def test_a_window_leaves_pages_behind():

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 _ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
+# Pages of a sequence up to which a static table is sent whole, as one piece of memory: 4,096 tokens
+# in pages of 16. Of a wider one the columns that are used are sent, and copied to their places.
+SENT_WHOLE = 256
 
 
 class Shape(NamedTuple):
@@ -37,7 +40,7 @@ class Shape(NamedTuple):
 
 class PagedBatch(NamedTuple):
     """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. The tensors are
-    int32 and lie in one buffer.
+    int32 and lie in one buffer; the page table of a static batch lies apart.
 
     page_table: (num_seqs, max_pages), meaningless past a sequence's pages; cache_seqlens:
     (num_seqs,), tokens with the new ones; slot_mapping: (num_tokens,), where the new ones go;
@@ -105,6 +108,27 @@ def empty(shape: Shape, device: torch.device | str = "cpu", pinned: bool = False
     batch = carve(torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape)
     batch.slot_mapping.fill_(-1)
     return batch
+
+
+def static(shape: Shape, table: Tensor) -> PagedBatch:
+    """A batch that shows no sequence, whose page table is the beginning of this one."""
+    rest = empty(shape._replace(max_pages=0), table.device)
+    return rest._replace(page_table=table[: shape.num_seqs])
+
+
+def sent(needed: Shape, room: Shape) -> Shape:
+    """What is sent to a static batch: all of it, but of a wide table only the columns in use."""
+    return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, SENT_WHOLE)))
+
+
+def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:
+    """A static batch shows what this one, of the shape `sent`, shows in host memory: so many
+    sequences. Nobody waits.
+    """
+    columns = staged.page_table.shape[1]
+    batch.buffer.copy_(staged.buffer[staged.shape.starts[1] :], non_blocking=True)
+    table = batch.page_table[:num_seqs, :columns]
+    table.copy_(staged.page_table[:num_seqs], non_blocking=True)
 
 
 def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -> None:
