@@ -2,7 +2,7 @@
 
 Slower than `decoder`: nothing is fused, no step is recorded, experts and norms are as transformers
 computes them. Nothing is fetched and no code of a checkpoint is run. A model is refused as early as
-it can be: by its config, by a run on no data (`probe`), and by a rehearsal with its weights.
+it can be: by its config, by a run on no data (`probe`), by its files, and by a rehearsal.
 """
 
 import math
@@ -19,10 +19,11 @@ from torch import Tensor
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
-from onchip.models.decoder import Paged, positions_of
+from onchip.models.decoder import Paged
 from onchip.models.interface import Rule
 from onchip.models.loader import entries_of, read_json
 from onchip.models.probe import Layout, call, check_config, probe
+from onchip.models.rehearsal import MOST_TOKENS, rehearse
 from onchip.models.safetensors import Entry
 from onchip.problem import UnsupportedError
 
@@ -33,12 +34,6 @@ _REASONS = {
     repr(interface.NAME): "it chooses its attention from a list of its own, not the interface",
     "meta tensor": "it looks at values while it computes, so nothing is known before it is loaded",
 }
-# How far logits over pages may be from those of transformers' own attention, RMS over RMS: by
-# roundings of two orders of summation, and in 16 bits by those of every layer.
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
-_ROUNDING_16 = 0.15
-_REHEARSED = ((0, 4, 5, 6), (0, 0, 9, 11))  # where the steps of two sequences end
-_SHORTEST = 16  # positions that a rehearsal fits into
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class _Pages:
 
 
 class Foreign:
-    """A model of transformers as an engine sees a `Decoder`. What `forward` gives instead of hidden
+    """A model of transformers as an engine sees a `Decoder`. What a step gives instead of hidden
     states are logits, because what lies between them is the model's own.
     """
 
@@ -119,8 +114,17 @@ class Foreign:
             logits = call(self.model, tokens.long(), position_ids=positions[None], **keep)
         return logits if rows is None or keep else logits.index_select(0, rows)
 
+    @torch.no_grad()
+    def own_logits(self, tokens: Tensor) -> Tensor:
+        """Of one whole sequence, by transformers' own attention."""
+        self.model.set_attn_implementation("eager")
+        try:
+            return call(self.model, tokens)
+        finally:
+            self.model.set_attn_implementation(interface.NAME)
+
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
-        """What `forward` gave, in fp32 (fp64 for fp64) if wide."""
+        """What a step gave, in fp32 (fp64 for fp64) if wide."""
         return hidden if not wide or hidden.dtype == torch.float64 else hidden.float()
 
 
@@ -158,55 +162,8 @@ def load_foreign(
     with _refusing(checkpoint.config.model_type, transformers):
         model = _read(checkpoint).to(device)
         foreign = Foreign(model, checkpoint.config, checkpoint.layout)
-        rehearse(foreign)
+        rehearse(foreign, foreign.own_logits)
     return foreign
-
-
-@torch.no_grad()
-def rehearse(foreign: Foreign) -> None:
-    """Two short sequences over pages, in chunks and packed, against the model's own attention over
-    each of them alone; UnsupportedError where they differ by more than roundings.
-    """
-    texts = [_some_tokens(foreign, ends[-1]) for ends in _REHEARSED]
-    ours, model = _over_pages(foreign, texts), foreign.model
-    model.set_attn_implementation("eager")
-    try:
-        own = torch.cat([call(model, text) for text in texts]).double()
-    finally:
-        model.set_attn_implementation(interface.NAME)
-    spread = (own - own.mean(-1, keepdim=True)).square().mean()
-    error = float(((ours - own).square().mean() / spread).sqrt())
-    bound = _ROUNDING.get(foreign.cache_spec().dtype, _ROUNDING_16)
-    if not error <= bound:
-        raise UnsupportedError(
-            f"in a rehearsal its logits over pages differ from its own by {error:.2g} of their"
-            f" size, more than roundings do ({bound:g})"
-        )
-
-
-def _over_pages(foreign: Foreign, texts: list[Tensor]) -> Tensor:
-    """Logits of all tokens, sequence after sequence, computed step by step."""
-    cache = KVCache(foreign.cache_spec(page_size=4), num_pages=8, max_seqs=2, prefix_reuse=False)
-    sequences, parts = [cache.open(), cache.open()], ([], [])
-    for step in range(1, len(_REHEARSED[0])):
-        spans = [slice(ends[step - 1], ends[step]) for ends in _REHEARSED]
-        members = [i for i in (0, 1) if spans[i].start < spans[i].stop]
-        running = [sequences[i] for i in members]
-        new = [texts[i][spans[i]] for i in members]
-        cache.append_all(running, [chunk.tolist() for chunk in new])
-        batch = cache.view(running)
-        rows = foreign(torch.cat(new), positions_of(batch), batch, cache)
-        for sequence in running:
-            cache.commit(sequence)
-        for i, part in zip(members, rows.split([len(chunk) for chunk in new]), strict=True):
-            parts[i].append(part)
-    return torch.cat([*parts[0], *parts[1]]).double()
-
-
-def _some_tokens(foreign: Foreign, count: int) -> Tensor:
-    """Any tokens will do; 0 to 2 often mean something."""
-    each = torch.arange(count, device=foreign.device)
-    return (3 + count + 7 * each) % foreign.config.vocab_size
 
 
 def _stated_type(folder: Path) -> str:
@@ -235,7 +192,7 @@ def _dtype(entries: dict[str, Entry]) -> torch.dtype:
 
 def _config(source: Any, layout: Layout) -> ForeignConfig:
     text, heads = source.get_text_config(), layout.heads
-    if text.max_position_embeddings < _SHORTEST:
+    if text.max_position_embeddings < MOST_TOKENS:
         raise UnsupportedError(f"it has {text.max_position_embeddings} positions only")
     return ForeignConfig(
         model_type=source.model_type,
@@ -261,7 +218,8 @@ def _skeleton(source: Any, dtype: torch.dtype, transformers: ModuleType) -> Any:
 def _check_size(skeleton: Any, entries: dict[str, Entry]) -> None:
     """A config is bounded by the files before anything is allocated for it."""
     wanted = sum(weight.numel() for weight in skeleton.parameters())
-    held = sum(math.prod(entry.shape) for entry in entries.values())
+    known = [entry for entry in entries.values() if entry.dtype in safetensors.DTYPES]
+    held = sum(math.prod(entry.shape) for entry in known)
     if wanted > held:
         raise ValueError(f"its config asks for {wanted:,} weights, the files hold {held:,}")
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +76,6 @@ class Rule:
         near = torch.tensor([0, 1, self.length - 1, self.length, self.length + 1])
         rows = torch.cat([near, near + self.length]).unique()
         return rows[:, None], torch.arange(2 * self.length + 2)[None]
-
-
-class Said(NamedTuple):
-    """What one call of the attention interface said."""
-
-    rule: Rule
-    options: dict[str, Any]
 
 
 def library() -> ModuleType:

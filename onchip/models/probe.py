@@ -67,7 +67,7 @@ def check_config(config: Any, transformers: ModuleType) -> None:
     """Refuse what a config alone shows: another memory than keys and values, or frequencies that
     would make cached keys wrong.
     """
-    if config.is_encoder_decoder:
+    if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError("it has an encoder")
     text = config.get_text_config()
     if not 1 <= text.num_hidden_layers <= MAX_LAYERS:

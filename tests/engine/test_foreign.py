@@ -9,10 +9,13 @@ from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
 from onchip.cli import main
 from tests.models import foreigners
 
-pytest.importorskip("transformers")
-
 PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _transformers():
+    pytest.importorskip("transformers")
 
 
 @pytest.fixture
@@ -69,6 +72,17 @@ def test_logprobs_forks_and_beams(saved):
     torch.testing.assert_close(torch.tensor(told), exact, rtol=0, atol=1e-4)
     assert output.outputs[0].token_ids == output.outputs[1].token_ids
     assert beams.outputs[0].cumulative_logprob >= beams.outputs[1].cumulative_logprob
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", foreigners.SERVED)
+def test_a_gpu_says_the_same(kind, saved):
+    """In fp32; what 16 bits change is bounded by the rehearsal, which must pass."""
+    with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
+        assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
+    with serve(saved(kind), device="cuda", dtype="bfloat16", num_pages=20) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert all(len(tokens) == 14 for tokens in told(outputs))
 
 
 def test_two_engines_in_two_threads_keep_to_their_own_pages(saved):

@@ -27,6 +27,20 @@ _HEADS_OF_MLA = {
 }
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_RARER = {
+    "ffn_dim": 72,
+    "first_k_dense_replace": 1,
+    "is_decoder": True,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "sliding_window": 7,
+    "topk_group": 1,
+}
 # What each has that others have not.
 SERVED = {
     "opt": {"ffn_dim": 72, "word_embed_proj_dim": 48},  # learned positions from 2 on
@@ -52,13 +66,36 @@ SERVED = {
 }
 
 
-def config(kind, **fields):
-    """The config of a model_type; fields override what is small."""
+def quiet():
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+def config(kind, **fields):
+    """The config of a model_type; fields override what is small."""
+    import transformers
+
+    quiet()
     return transformers.CONFIG_MAPPING[kind](**_SMALL | SERVED.get(kind, {}) | fields)
+
+
+def most_of(kind):
+    """A small config of any model_type, as far as its fields are known here; None: it is large."""
+    import transformers
+
+    known = transformers.CONFIG_MAPPING[kind]().get_text_config()
+    names = {*vars(known), *known.attribute_map}
+    small = {name: value for name, value in (_SMALL | _RARER).items() if name in names}
+    if "kv_lora_rank" in names:
+        small |= _HEADS_OF_MLA
+    elif "head_dim" in names:
+        small["head_dim"] = 16
+    made = type(known)(**small)
+    with torch.device("meta"):
+        one = transformers.AutoModelForCausalLM.from_config(made)
+    return made if sum(weight.numel() for weight in one.parameters()) < 20_000_000 else None
 
 
 @cache
