@@ -26,7 +26,7 @@ _HARMLESS = frozenset(
         *("output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache"),
     }
 )
-_ROWS = 300  # of a rule without a window that are compared with what it should be
+_ROWS = 300  # of a rule, and as many columns, that are compared with what it should be
 
 
 class Reader(Protocol):
@@ -54,8 +54,10 @@ class Rule:
 
     def window(self) -> int | None:
         """A query sees itself and window - 1 tokens before it; None: all of them. Found by asking
-        the rule about the rows where any other would show. UnsupportedError: it is another.
+        the rule about cells where any other would show. UnsupportedError: it is another.
         """
+        if self.length is not None and self.length < 1:
+            raise UnsupportedError(f"a mask has a window of {self.length} tokens")
         q, k = self._cells()
         expected = k <= q if self.length is None else (k <= q) & (q - k < self.length)
         try:
@@ -68,14 +70,15 @@ class Rule:
         return self.length
 
     def _cells(self) -> tuple[Tensor, Tensor]:
-        """Rows (rows, 1) and columns (1, columns): around the first and the second multiple of the
-        length, where windows begin to slide and chunks begin.
+        """Rows (rows, 1) and columns (1, columns): many, and those around multiples of the length,
+        where windows begin to slide and chunks begin.
         """
         if self.length is None:
             return torch.arange(_ROWS)[:, None], torch.arange(_ROWS)[None]
-        near = torch.tensor([0, 1, self.length - 1, self.length, self.length + 1])
-        rows = torch.cat([near, near + self.length]).unique()
-        return rows[:, None], torch.arange(2 * self.length + 2)[None]
+        spread = torch.arange(_ROWS) * (2 * self.length + 2) // _ROWS
+        near = torch.arange(-2, 3) + torch.tensor([[0], [self.length], [2 * self.length]])
+        each = torch.cat([spread, near.flatten().clamp(min=0)]).unique()
+        return each[:, None], each[None]
 
 
 def library() -> ModuleType:

@@ -136,6 +136,12 @@ def test_a_checkpoint_is_described_without_its_weights(tmp_path):
     assert (found.config.vocab_size, found.config.num_layers) == (131, 2)
 
 
+def test_weights_may_lie_in_several_files(tmp_path):
+    foreigners.model("olmo2").save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert models.load_foreign(tmp_path).config.num_layers == 2
+
+
 def test_keys_and_values_may_differ_in_width(tmp_path):
     spec = loaded("deepseek_v3", tmp_path).cache_spec(4)
     assert (spec.head_dim, spec.head_dim_v, spec.num_kv_heads) == (20, 12, 4)

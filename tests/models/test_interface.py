@@ -13,7 +13,7 @@ def sliding(window):
     return lambda b, h, q, k: (k <= q) & (k > q - window)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 4096])
+@pytest.mark.parametrize("window", [1, 2, 7, 4096, 10**12])
 def test_a_window_is_found_by_asking_its_rule(window):
     assert Rule(sliding(window), window).window() == window
     assert Rule(CAUSAL, None).window() is None
@@ -23,6 +23,9 @@ def test_a_window_is_found_by_asking_its_rule(window):
     ("sees", "length"),
     [
         (sliding(6), 7),
+        (sliding(4095), 4096),
+        (sliding(4097), 4096),
+        (lambda b, h, q, k: (k <= q) & (k // 4096 == q // 4096), 4096),
         (sliding(8), 7),
         (CAUSAL, 7),
         (sliding(7), None),
@@ -37,6 +40,11 @@ def test_a_window_is_found_by_asking_its_rule(window):
 def test_any_other_rule_is_refused(sees, length):
     with pytest.raises(UnsupportedError, match="neither causal nor a sliding window"):
         Rule(sees, length).window()
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(UnsupportedError, match="a window of 0 tokens"):
+        Rule(sliding(0), 0).window()
 
 
 def test_options_are_those_of_attention():
