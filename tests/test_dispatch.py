@@ -41,6 +41,20 @@ def test_few_queries_go_to_hopper_unless_cuts_must_be_fixed(seqlen_q, fields, ke
     assert plan(problem(seqlen_q, 4096, **fields), H200).kernel == kernel
 
 
+@pytest.mark.parametrize(
+    ("num_kv_heads", "seqlen", "fields", "kernel"),
+    [
+        (32, 64, {}, "triton"),
+        (32, 64, {"has_mask": True}, "hopper"),
+        (32, 65, {}, "hopper"),
+        (8, 64, {}, "hopper"),
+    ],
+)
+def test_hopper_leaves_half_empty_tiles_to_triton(num_kv_heads, seqlen, fields, kernel):
+    asked = problem(seqlen, seqlen, **fields)._replace(num_kv_heads=num_kv_heads)
+    assert plan(asked, H200).kernel == kernel
+
+
 def test_a_kernel_that_is_named_does_not_defer():
     assert plan(problem(8, 4096), H200, "hopper").kernel == "hopper"
 

@@ -24,7 +24,7 @@ from onchip.testing import assert_accurate, oracle, rmse
 
 SCHEMA = 1
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "none": ""}
-CHECKED_ROWS = 64
+CHECKED_ROWS = 128
 ROUNDS, BUDGET_S = 7, 0.5
 Row = dict[str, Any]
 Rows = Callable[[Tensor], Tensor]

@@ -5,6 +5,7 @@ from onchip.kernels.configs import (
     FEW_KEYS,
     HOPPER_DECODE_BATCH,
     HOPPER_DECODE_ROWS,
+    HOPPER_FEW,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
@@ -44,11 +45,16 @@ def splits_keys(problem: Problem) -> bool:
 
 
 def defers(problem: Problem) -> str | None:
-    """Few queries leave most processors idle here unless keys are split."""
+    """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
+    empty.
+    """
     if splits_keys(problem):
         return None
     if problem.page_size:
         return _defers_pages(problem)
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    if longest <= HOPPER_FEW and problem.group_size == 1 and not problem.has_mask:
+        return f"leaves sequences of {longest} tokens to triton, whose tiles they fill"
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
