@@ -29,8 +29,8 @@ MHA = (64, 2048, 8)  # batch, keys, page_size
 SKEWED = (131072, *[1024] * 63)
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CHECKED = 4  # sequences of a batch that fp64 judges
-# Sequences, keys they share, keys of their own: a prefix that stays in the L2, which then serves one
-# call as well, one that does not, and one too short to be worth it.
+# Sequences, keys they share, keys of their own: a prefix that stays in the L2, which then serves
+# one call as well, one that does not, and one too short to be worth it.
 PREFIXES = ((64, 8192, 256), (64, 32768, 256), (8, 2048, 64))
 TIERS = {"prefix": tiers.prefix, "swap": tiers.swap, "offload": tiers.stream}
 PARTS = ("decode", "pages", "cascade", *TIERS)  # of --only

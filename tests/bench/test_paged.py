@@ -97,10 +97,11 @@ def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
 def test_only_the_first_prefix_has_a_bar():
     row = {"bench": "cascade", "page_size": 16, "ratio": 4.0, "band": [3.9, 4.1], "doubts": []}
     bar = next(bar for bar in paged.BARS if bar.at_least == paged.CASCADE)
-    for batch, expected in ((64, 4.0), (8, None)):
-        (verdict,) = judge([row | {"batch": batch}], [bar])
+    for batch, seqlen, expected in ((64, 8448, 4.0), (64, 33024, None), (8, 2112, None)):
+        (verdict,) = judge([row | {"batch": batch, "seqlen": seqlen}], [bar])
         assert verdict.measured == expected and not verdict.ok
-    (tied,) = judge([row | {"batch": 64, "ratio": 4.99, "band": [4.9, 5.1]}], [bar])
+    close = {"batch": 64, "seqlen": 8448, "ratio": 4.99, "band": [4.9, 5.1]}
+    (tied,) = judge([row | close], [bar])
     assert tied.ok
 
 
