@@ -3,8 +3,9 @@
     python -m onchip.bench.openloop http://127.0.0.1:8000 --rate 5 --seconds 600 --pid PID
 
 A closed loop waits for an answer before it asks again, and so hides how long others would have
-waited; here arrivals are drawn beforehand (a Poisson process) and kept. Nothing but asyncio: the
-client must not be what is measured.
+waited; here arrivals are drawn beforehand (a Poisson process) and kept. `crowd` is a closed loop
+all the same: as many connections as there are clients, for as long as it lasts. Nothing but
+asyncio: the client must not be what is measured.
 """
 
 import argparse
@@ -15,13 +16,15 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 _MIB = 2**20
 _NEIGHBOURS = 20
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,11 @@ class Load:
         draw, at = random.Random(self.seed), 0.0
         plan = []
         for _ in range(self.num_requests):
-            plan.append((at, self._body(draw)))
+            plan.append((at, self.body(draw)))
             at += draw.expovariate(self.rate) if self.rate < math.inf else 0.0
         return plan
 
-    def _body(self, draw: random.Random) -> dict:
+    def body(self, draw: random.Random) -> dict:
         letters = draw.choices("abcdefghijklmnopqrstuvwxyz ", k=draw.randint(*self.prompt_chars))
         return {
             "prompt": "".join(letters),
@@ -165,16 +168,37 @@ def growth_mib(samples: Sequence[tuple[float, float]]) -> float:
     return _median(mib[-quarter:]) - _median(mib[quarter : 2 * quarter])
 
 
-async def soak(url: str, load: Load, pid: int | None, every_s: float = 5.0) -> dict:
-    """The load, with the server's memory beside it."""
+async def watched(work: Awaitable[T], pid: int | None, every_s: float = 5.0) -> tuple[T, dict]:
+    """What the work gives, and how the server's memory was beside it."""
     samples: list[tuple[float, float]] = []
     sampling = asyncio.create_task(sample_memory(pid, every_s, samples)) if pid else None
-    result = summary(await run(url, load))
-    if sampling:
-        sampling.cancel()
-        result["memory_mib"] = [round(mib, 1) for _, mib in samples]
-        result["memory_growth_mib"] = round(growth_mib(samples), 2)
-    return result
+    result = await work
+    if not sampling:
+        return result, {}
+    sampling.cancel()
+    memory = [round(mib, 1) for _, mib in samples]
+    return result, {"memory_mib": memory, "memory_growth_mib": round(growth_mib(samples), 2)}
+
+
+async def soak(url: str, load: Load, pid: int | None, every_s: float = 5.0) -> dict:
+    """The load, with the server's memory beside it."""
+    outcomes, memory = await watched(run(url, load), pid, every_s)
+    return summary(outcomes) | memory
+
+
+async def crowd(url: str, load: Load, span_s: float) -> list[list[Outcome]]:
+    """load.num_requests clients, each of which asks again as soon as it is answered, for span_s
+    seconds: so many connections are open all the time. Outcomes by client.
+    """
+    end = time.monotonic() + span_s
+
+    async def client(number: int) -> list[Outcome]:
+        draw, outcomes = random.Random(f"{load.seed} {number}"), []
+        while not outcomes or time.monotonic() < end:
+            outcomes.append(await ask(url, load.body(draw), time.monotonic()))
+        return outcomes
+
+    return list(await asyncio.gather(*map(client, range(load.num_requests))))
 
 
 def _request(host: str, body: dict, key: str | None) -> bytes:

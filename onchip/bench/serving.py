@@ -13,6 +13,7 @@ temperature 0.6. Parts (`--only`):
                 for each, the same in batches that run until their last member ends, and pages
     peers       `transformers`, static and continuous batching, on a part of the workload
     http        an open loop against `onchip serve` on the CPU, when it is asked for by name
+    crowd       1,000 clients of it that ask all the time, alike
 
 Everything a first request would wait for happens before the clock starts. Columns of a row beyond
 the schema's are `workload.Ran.columns` and what each part adds. --quick: a tiny model, where no GPU
@@ -62,7 +63,8 @@ TINY = QWEN3 | {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-PARTS = ("throughput", "ready", "capped", "allocation", "peers", "llama", "http")
+HTTP = {"http": serving_http.measure, "crowd": serving_http.crowd}  # on the CPU
+PARTS = ("throughput", "ready", "capped", "allocation", "peers", "llama", *HTTP)
 READY = "ready"  # what the process says
 CAP = 0.4  # of the pages that the workload holds at its peak
 WAYS = ("auto", "swap", "recompute")
@@ -179,21 +181,22 @@ class Setting:
 def run(session: Session) -> None:
     """On a GPU; the quick sizes on the CPU where there is none, and HTTP always there."""
     on_gpu = torch.cuda.is_available()
-    if on_gpu and list(session.only) != ["http"]:
+    asks_cpu = bool(session.only) and set(session.only) <= set(HTTP)
+    if on_gpu and not asks_cpu:
         gpu.run(session, lambda: steps(session))
-    elif session.quick or list(session.only) == ["http"]:
+    elif session.quick or asks_cpu:
         torch.set_num_threads(session.threads)
         session.run(steps(session))
     else:
         raise ValueError(
             "serving at full size needs a CUDA GPU, and torch finds none here; --quick and"
-            " --only http run on the CPU"
+            " --only http crowd run on the CPU"
         )
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """The parts that are asked for: without a word all but http."""
-    parts = session.only or PARTS[:-1]
+    """The parts that are asked for: without a word those of the engine alone."""
+    parts = session.only or [part for part in PARTS if part not in HTTP]
     qwen3 = setting(session, "qwen3-0.6b", QWEN3)
     if "throughput" in parts:
         yield f"{qwen3.name}, whole", lambda: [qwen3.whole]
@@ -209,8 +212,9 @@ def steps(session: Session) -> Iterator[gpu.Step]:
         yield f"{qwen3.name}, peers", partial(peers, qwen3)
     if "llama" in parts:
         yield "llama-3-8b, whole", lambda: [setting(session, "llama-3-8b", LLAMA3).whole]
-    if "http" in parts:
-        yield "http", partial(serving_http.measure, session)
+    for part in parts:
+        if part in HTTP:
+            yield part, partial(HTTP[part], session)
 
 
 def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:

@@ -87,14 +87,14 @@ def peers_sheet(rows: list[Row]) -> Sheet:
 
 
 def http_sheet(rows: list[Row]) -> Sheet:
-    heads = ["requests a second", "s", "answered", "tokens/s", "first token", "then"]
+    heads = ["load", "s", "answered", "tokens/s", "first token", "then"]
     heads += ["fairness", "MiB at the end", "grown by"]
-    return heads, [_http(row) for row in rows if row["bench"] == "http"]
+    return heads, [_http(row) for row in rows if row["bench"] in ("http", "crowd")]
 
 
 def _http(row: Row) -> list[str]:
     return [
-        f"{row['rate']:g}",
+        _load(row),
         f"{row['span_s']:g}",
         f"{row['answered']:,} of {row['requests']:,}",
         f"{row['value']:,.0f}",
@@ -104,6 +104,13 @@ def _http(row: Row) -> list[str]:
         f"{row['memory_mib'][-1]:.0f}",
         f"{row['memory_growth_mib']:.1f} MiB",
     ]
+
+
+def _load(row: Row) -> str:
+    if row["bench"] == "http":
+        return f"{row['rate']:g} requests a second"
+    fewest, most = row["answers"]
+    return f"{row['clients']:,} clients, {fewest} to {most} answers each"
 
 
 def _waits(row: Row, name: str) -> str:
@@ -124,7 +131,7 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
 TITLES = {
     "allocation": "One budget of pages, by who may have them",
     "peers": "A part of the workload, in the same run",
-    "http": "An open loop against a server on the CPU",
+    "http": "A server on the CPU under load",
 }
 
 

@@ -194,6 +194,17 @@ def test_a_server_is_loaded_from_outside():
     assert row["first_token_ms"]["p50"] > 0 and row["memory_mib"] and 0 < row["fairness"] <= 1
 
 
+def test_a_crowd_is_answered_client_by_client():
+    pytest.importorskip("fastapi")
+    session = Session(quick=True, only=["crowd"], seconds=0.5)
+    serving.run(session)
+    (row,) = session.rows
+    assert not session.refused and row["clients"] == 20 and row["answers"][0] >= 1
+    assert row["answered"] == row["requests"] >= 20 and row["memory_mib"]
+    ((load, *_),) = report.http_sheet(session.rows)[1]
+    assert load.startswith("20 clients, ")
+
+
 def test_the_bars_are_those_of_the_issue():
     row = lambda bench, kernel, value, **more: {
         "bench": bench, "mask": "qwen3-0.6b", "kernel": kernel, "value": value, "unit": "", **more
