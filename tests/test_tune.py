@@ -129,6 +129,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
         "TRITON_CHUNK",
         "HOPPER_FORWARD_PAGED",
         "HOPPER_DECODE_STAGES",
+        "HOPPER_DECODE_STAGES_DENSE",
     }
     assert "TRITON_SM80" in names(8, 0) and not {"HOPPER_FORWARD", "TRITON_SM90"} & names(8, 0)
     chosen = tune.knobs((9, 0), ["triton"], ["backward"], [128])
