@@ -24,7 +24,8 @@ ASSUMED = (
     " and length: linear in the logarithm of the length between what was measured, constant above"
     " 16,384 keys, in proportion to the keys below 512; less where a call has fewer tiles of 128"
     " queries than the GPU has processors (132); never less than the 35 us that a call takes on"
-    " the host. Merging reads and writes fp32 at 4.5 TB/s.",
+    " the host. Merging reads and writes fp32 at 4.5 TB/s: five times out forward, three times dq,"
+    " dk and dv backward.",
     "Heads: 32 over 8 of 128, bf16 (Llama 3 8B), one layer. Nodes of 8 GPUs: NVLink 4 inside,"
     " InfiniBand NDR to the next node. Links have their nominal speed, latency as in NCCL's cost"
     " model; what NCCL's own kernels take from the GPU is not modelled.",
@@ -155,7 +156,86 @@ def hide_sheet(rows: list[Row]) -> Sheet:
     return ["link", "GB/s", "latency, us", *columns], body
 
 
+def step_sheet(rows: list[Row]) -> Sheet:
+    """Two ranks on two cores: a step, its kernels alone, its messages alone, in ms."""
+    heads = ["tokens", "pass", "step", "kernels", "messages", "step / longer", "sent", "in flight"]
+    body = [
+        [
+            f"{r['seqlen']:,}",
+            r["pass"],
+            *(f"{r[f'{name}_ms']:.1f}" for name in ("step", "kernels", "messages")),
+            f"{r['value']:.2f}",
+            f"{r['messages']} x {r['sent_bytes'] / r['messages'] / 1e6:.2g} MB",
+            _in_flight(r["traces"]),
+        ]
+        for r in _rows(rows, "step")
+    ]
+    return heads, body
+
+
+def _in_flight(traces: list[list[list[float]]]) -> str:
+    """The share of the time of messages that a rank was not waiting for them."""
+    spans = [span for trace in traces for span in trace]
+    whole = sum(there - posted for posted, _, there in spans)
+    beside = sum(asked - posted for posted, asked, _ in spans)
+    return f"{100 * beside / whole:.0f} % beside kernels"
+
+
+def work_sheet(rows: list[Row]) -> Sheet:
+    """Layouts down, ranks across: the busiest rank over the mean."""
+    cell = lambda r: f"{r['value']:.3f}"
+    columns, body = _grid(_rows(rows, "work"), lambda r: (r["kernel"],), _ranks, cell)
+    timed = {r["kernel"]: cell(r) for r in _rows(rows, "kernels")}
+    heads = ["layout", *columns, "time of 2 ranks"]
+    return heads, [[*line, timed.get(line[0], "")] for line in body]
+
+
+def _ranks(row: Row) -> str:
+    return f"{row['devices']} rank{'s' if row['devices'] > 1 else ''}"
+
+
+def precision_sheet(rows: list[Row]) -> Sheet:
+    """Ranks down: RMSE of the ring in bf16, of one call, of a ring of rounded partials."""
+    heads = ["ranks", "mask", "ring", "one call", "bf16 partials", "ring / one call"]
+    body = [
+        [str(r["devices"]), r["mask"], f"{r['value']:.2e}"]
+        + [f"{r['peers'][name]:.2e}" for name in heads[3:5]]
+        + [f"{r['value'] / r['peers']['one call']:.2f}"]
+        for r in _rows(rows, "precision")
+    ]
+    return heads, body
+
+
+def published_sheet(rows: list[Row]) -> Sheet:
+    """GPUs and layouts down: what others measured, and what the simulation gives."""
+    line = lambda r: (f"8 x {r['gpu']}", r["kernel"])
+    cell = lambda r: f"{r['peers']['published']:.1f} ({r['value']:.1f})"
+    columns, body = _grid(_rows(rows, "published"), line, lambda r: r["pass"], cell)
+    return ["GPUs", "layout", *columns], body
+
+
+WIDTH = 64  # columns of a trace
+
+
+def trace_lines(row: Row) -> list[str]:
+    """What the ranks did over time: = a message is in flight beside kernels, w it is waited for."""
+    last = max(there for trace in row["traces"] for *_, there in trace)
+    at = lambda ms: min(WIDTH - 1, int(WIDTH * ms / last))
+    lines = []
+    for rank, trace in enumerate(row["traces"]):
+        for i, (posted, asked, there) in enumerate(trace):
+            bar = ["."] * WIDTH
+            bar[at(posted) : at(asked)] = "=" * (at(asked) - at(posted))
+            bar[at(asked) : at(there) + 1] = "w" * (at(there) + 1 - at(asked))
+            span = f"{posted:7.1f} to {there:7.1f} ms"
+            lines.append(f"rank {rank}, message {i}  {''.join(bar)}  {span}")
+    return lines
+
+
 SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
+    "step": step_sheet,
+    "work": work_sheet,
+    "precision": precision_sheet,
     "hide": hide_sheet,
     "link": link_sheet,
     "forward": efficiency_sheet("forward"),
@@ -163,8 +243,12 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "exposed": exposed_sheet,
     "memory": memory_sheet,
     "path": path_sheet,
+    "published": published_sheet,
 }
 TITLES = {
+    "step": "Two ranks on two cores over gloo, fp32, 8 heads of 64, causal, zigzag; ms",
+    "work": "Causal: work of the busiest rank over the mean, by layout",
+    "precision": "bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
     "hide": "Tokens per device from which on messages hide: by the formula (by simulation, < 1 %)",
     "link": "8 devices, causal, zigzag: efficiency by link and tokens on each device",
     "forward": "Forward, causal: efficiency, and the time of a step",
@@ -172,6 +256,7 @@ TITLES = {
     "exposed": "Exposed communication, zigzag; hides: the condition holds on the slowest link",
     "memory": "Memory of a device, zigzag; or how a context that does not fit is cut, and lies",
     "path": "1M tokens, causal, zigzag: the critical path in per cent",
+    "published": "Per cent of the ideal that others measured (and that the simulation gives)",
 }
 
 
@@ -183,7 +268,11 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
         if body:
             say(TITLES[name])
             console.print("", as_table(heads, body), "")
-    for sentence in ASSUMED:
+    for row in _rows(rows, "step"):
+        say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight beside kernels, w waited for")
+        for line in trace_lines(row):
+            say(line)
+    for sentence in ASSUMED if _rows(rows, "ring") else ():
         say(sentence)
     if picture:
         plot(picture)

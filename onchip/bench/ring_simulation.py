@@ -3,19 +3,22 @@ tokens, from measured kernel times and stated link speeds (onchip/parallel/machi
 
 Rows "ring" are whole steps by layout, "scaling" those of one context on more and more devices,
 "link" those of one node by how it is wired, "hide" the chunk from which on messages hide, by the
-formula and by simulation.
+formula and by simulation, "published" a measurement of others, simulated from the speed of their
+single call.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
 from onchip.bench.harness import Bar, Case, Row, Session
-from onchip.parallel.machines import H200, LINKS, Fabric, Link
+from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, Kernel, Link, Machine
 from onchip.parallel.predict import predict, resident_bytes, six_blocks_bytes, stored_bytes
 from onchip.parallel.simulate import LAYOUTS, Step, Timeline, hide_length, hides, unhidden
 
@@ -58,11 +61,12 @@ BARS = (
 
 
 def run(session: Session) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     where = f"a simulation of {H200.name}, kernels measured, links stated"
     session.where = {"device": where, "triton": None, "clocks": {}, "flags": "--simulate"}
-    clock = lambda: _case("simulation", Step(1, 1)).row("", time.perf_counter() - start, "s")
-    session.run([*hide_steps(), *link_steps(), *grid_steps(session.quick), ("the clock", clock)])
+    clock = lambda: _case("simulation", Step(1, 1)).row("", time.process_time() - start, "s of CPU")
+    jobs = *hide_steps(), *link_steps(), *published_steps(), *grid_steps(session.quick)
+    session.run([*jobs, ("the clock", clock)])
 
 
 def grid_steps(quick: bool) -> Iterator[Job]:
@@ -88,6 +92,69 @@ def hide_steps() -> Iterator[Job]:
     for link, mask, way in product(LINKS.values(), MASKS, PASSES):
         step = Step(1e6, NODE, causal=MASKS[mask], backward=PASSES[way])
         yield f"what hides under {link.name}", partial(hide_row, step, link)
+
+
+class Published(NamedTuple):
+    """A table of others: calls a second of 8,192 causal tokens on one device, forward and forward
+    with backward; per cent of that which 8 devices reached on 65,536, by layout.
+    """
+
+    gpu: str
+    link: Link
+    memory_bytes_s: float
+    calls: tuple[float, float]
+    reached: dict[str, tuple[float, float]]
+
+    @property
+    def machine(self) -> Machine:
+        """Its kernels are as fast in any round: that is all the table says of them."""
+        forward = 1 / self.calls[0]
+        alone = Step(8192, 1, "contiguous")
+        times = {False: forward, True: 1 / self.calls[1] - forward}
+        tflops = {b: alone._replace(backward=b).flops / t / 1e12 for b, t in times.items()}
+        sizes = product((False, True), (False, True), (alone.shape.head_dim,))
+        kernels = {key: Kernel((tflops[key[0]],) * len(LENGTHS)) for key in sizes}
+        return replace(H200, name=self.gpu, kernels=kernels, memory_bytes_s=self.memory_bytes_s)
+
+
+# zhuzilin/ring-flash-attention, README at 01c8baf, batch API, heads of Llama 3.1 8B. Links: half of
+# the 400 and 600 GB/s that NVLink has there in both directions; memory: 90 % of its nominal speed.
+PUBLISHED = (
+    Published(
+        "H800",
+        Link("NVLink, 200 GB/s", 200e9, LINKS["NVLink 4"].latency_s),
+        3.0e12,
+        (591.5, 154.7),
+        {"contiguous": (52.1, 53.9), "zigzag": (85.2, 90.2), "striped": (74.4, 82.9)},
+    ),
+    Published(
+        "A100",
+        Link("NVLink, 300 GB/s", 300e9, LINKS["NVLink 4"].latency_s),
+        1.8e12,
+        (373.4, 94.7),
+        {"contiguous": (51.4, 52.5), "zigzag": (81.7, 89.8), "striped": (69.6, 82.6)},
+    ),
+)
+
+
+def published_steps() -> Iterator[Job]:
+    for table, layout, both in product(PUBLISHED, LAYOUTS, (False, True)):
+        yield f"8 x {table.gpu}", partial(published_row, table, layout, both)
+
+
+def published_row(table: Published, layout: str, both: bool) -> Row:
+    """`value` is simulated: the ideal time of 8 devices over that of a step, in per cent."""
+    step = Step(NODE * 8192, NODE, layout)
+    ways = [step, step._replace(backward=True)] if both else [step]
+    took = sum(Timeline(way, Fabric(table.link), table.machine).seconds for way in ways)
+    value = 100 * NODE / table.calls[both] / took
+    case = _case("published", step)
+    case = replace(case, way="forward+backward") if both else case
+    peers = {"published": table.reached[layout][both]}
+    columns = {"devices": NODE, "gpu": table.gpu, "fabric": table.link.name}
+    return case.row(
+        layout, value, "%", num_kv_heads=step.shape.num_kv_heads, peers=peers, **columns
+    )
 
 
 def step_row(bench: str, step: Step, fabric: Fabric) -> Row:

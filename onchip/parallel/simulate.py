@@ -83,12 +83,15 @@ class Step(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A kernel call: so many queries over so many keys, of which `pairs` are visible."""
+    """A kernel call: so many queries over so many keys, of which `pairs` are visible. The result of
+    the first is kept, that of others merged into it.
+    """
 
     queries: float
     keys: float
     pairs: float
     causal: bool
+    first: bool = False
 
 
 class Rounds(NamedTuple):
@@ -104,12 +107,12 @@ def rounds(step: Step) -> Rounds:
     c = step.chunk
     full, idle = Round(c, c, c * c, False), Round(0, 0, 0, False)
     if not step.causal:
-        return Rounds(full, full, full)
-    own = Round(c, c, c * (c + 1) / 2, True)
+        return Rounds(full._replace(first=True), full, full)
+    own = Round(c, c, c * (c + 1) / 2, True, first=True)
     if step.layout == "contiguous":
         return Rounds(own, full, idle)
     if step.layout == "striped":
-        return Rounds(own, own, Round(c, c, c * (c - 1) / 2, True))
+        return Rounds(own, own._replace(first=False), Round(c, c, c * (c - 1) / 2, True))
     return Rounds(own, Round(c, c / 2, c * c / 2, False), Round(c / 2, c, c * c / 2, False))
 
 
@@ -135,14 +138,18 @@ def seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
 
 
 def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
-    """Of folding a round's result into what is accumulated: two fp32 reads and a write. Forward:
-    out of the queries; backward: dq, and dk and dv that have come.
+    """Of folding a round's result, in fp32, into what is there. Forward: out is scaled in place,
+    then added to (five reads and writes). Backward: dq, and dk and dv that have come, are added to
+    (three).
     """
     if step.num_devices == 1 or not kind.pairs:
         return 0.0
-    kv = step.shape.kv_elements * kind.keys if step.backward else 0.0
-    elements = step.shape.q_elements * kind.queries + kv
-    return 3 * FP32 * elements / machine.memory_bytes_s
+    shape = step.shape
+    if step.backward:
+        moved = 3 * (shape.q_elements * kind.queries + shape.kv_elements * kind.keys)
+    else:
+        moved = 0 if kind.first else 5 * shape.q_elements * kind.queries
+    return FP32 * moved / machine.memory_bytes_s
 
 
 def hide_factor(step: Step) -> float:
@@ -329,7 +336,8 @@ class Timeline:
         """The cost of round i on every rank: rank r holds the keys of rank r - i."""
         own, lower, upper = self._costs[cost]
         times = torch.full((self.step.num_devices,), lower if i else own, dtype=torch.float64)
-        times[:i] = upper
+        if upper != lower:
+            times[:i] = upper
         return times
 
     @cached_property
