@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from onchip.parallel.group import GroupComm
 from onchip.parallel.local import LocalComm, run_ranks
@@ -23,8 +25,16 @@ __all__ = [
     "LocalComm",
     "ParallelError",
     "Work",
+    "as_comm",
     "run_ranks",
 ]
+
+
+def as_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """Whatever says who the ranks are."""
+    if group is None or isinstance(group, (ProcessGroup, DeviceMesh)):
+        return GroupComm(group)
+    return group
 
 
 @dataclass
