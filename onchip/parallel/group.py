@@ -6,6 +6,7 @@ of the process group, which aborts the communicator (see docs of TORCH_NCCL_ASYN
 """
 
 import json
+import re
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,17 @@ from onchip.parallel.watch import KEPT_BEATS, Watch
 class Common:
     """What all communicators of the same ranks of one process group have together."""
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout_s: float):
+    def __init__(
+        self, group: dist.ProcessGroup, store: Store, ranks: Sequence[int], timeout_s: float
+    ):
         self.store, self.ranks = store, tuple(ranks)
-        self.watch = Watch(store, rank, len(ranks), timeout_s)
+        job_ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+        self.watch = Watch(store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
         self.parts: dict[tuple[int, ...], Common] = {}
+
+    def job_rank(self, rank: int) -> int:
+        return self.watch.ranks[rank]
 
 
 _COMMON: "weakref.WeakKeyDictionary[dist.ProcessGroup, Common]" = weakref.WeakKeyDictionary()
@@ -70,7 +77,7 @@ class GroupComm(Pairwise):
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise self._common.watch.judge(peers[0], _first_line(error)) from error
+            raise self._loss(peers[0], error) from error
         work = GroupWork(self, works, peers if len(works) == len(peers) else [None] * len(works))
         staged = [(m.tensor, t) for m, t in zip(recvs, came, strict=True) if m.tensor is not t]
         return Then(work, lambda: [m.copy_(t) for m, t in staged]) if staged else work
@@ -106,7 +113,7 @@ class GroupComm(Pairwise):
         try:
             works = [dist.all_reduce(solid, op, group=self.group, async_op=True)]
         except RuntimeError as error:
-            raise self._common.watch.judge(None, _first_line(error)) from error
+            raise self._loss(None, error) from error
         work = GroupWork(self, works, [None])
         return work if solid is x else Then(work, lambda: x.copy_(solid))
 
@@ -114,7 +121,7 @@ class GroupComm(Pairwise):
         text = as_text(facts)
         if text in self._common.agreed:
             return
-        said = json.loads(self._decide("agree", text, _verdict))
+        said = json.loads(self._decide("agree", text, self._compare))
         if said:
             raise ParallelError(*said)
         self._common.agreed.add(text)
@@ -126,8 +133,7 @@ class GroupComm(Pairwise):
         ranks = tuple(self._common.ranks[r] for r in members)
         if ranks not in self._common.parts:
             store = PrefixStore(f"part {ranks}", self._common.store)
-            part = Common(store, ranks, members.index(self.rank), self.timeout_s)
-            self._common.parts[ranks] = part
+            self._common.parts[ranks] = Common(self.group, store, ranks, self.timeout_s)
         comm = GroupComm.__new__(GroupComm)
         return comm._be(self.group, self._common.parts[ranks], self.timeout_s)
 
@@ -136,6 +142,15 @@ class GroupComm(Pairwise):
         common.watch.begin(kind)
         common.meetings += 1
         return common.watch.decide(common.meetings, text, fold, self._patience_s)
+
+    def _compare(self, texts: list[str]) -> str:
+        error = compare(dict(zip(self._common.watch.ranks, texts, strict=True)))
+        return json.dumps([] if error is None else [str(error), error.rank])
+
+    def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
+        suspect = None if peer is None else self._common.job_rank(peer)
+        cause = f"waited {waited_s:.3g} s, {_told(error)}"
+        return self._common.watch.judge(suspect, cause)
 
 
 class GroupWork:
@@ -151,8 +166,7 @@ class GroupWork:
             try:
                 self._wait(work, began + self._comm._patience_s)
             except RuntimeError as error:
-                waited = f"waited {time.monotonic() - began:.3g} s: {_first_line(error)}"
-                raise self._comm._common.watch.judge(peer, waited) from error
+                raise self._comm._loss(peer, error, time.monotonic() - began) from error
 
     def _wait(self, work: dist.Work, until: float) -> None:
         if dist.get_backend(self._comm.group) == "gloo":
@@ -180,18 +194,12 @@ def group_of(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
 
 def _common_of(group: dist.ProcessGroup, timeout_s: float) -> Common:
     if group not in _COMMON:
-        store, size = (
-            PrefixStore("onchip", group.get_group_store()),
-            dist.get_world_size(group),
-        )
-        _COMMON[group] = Common(store, range(size), dist.get_rank(group), timeout_s)
+        store = PrefixStore("onchip", group.get_group_store())
+        _COMMON[group] = Common(group, store, range(dist.get_world_size(group)), timeout_s)
     return _COMMON[group]
 
 
-def _verdict(texts: list[str]) -> str:
-    error = compare(dict(enumerate(texts)))
-    return json.dumps([] if error is None else [str(error), error.rank])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _told(error: Exception) -> str:
+    """The first sentence of torch's error, without the place in its source."""
+    line = re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0]
+    return line.partition(". ")[0]

@@ -193,7 +193,7 @@ class LocalComm(Pairwise):
         text = as_text(facts)
         if text in self._agreed:
             return
-        error = compare(dict(enumerate(self._texts("facts", text))))
+        error = compare(dict(zip(self._ranks, self._texts("facts", text), strict=True)))
         if error is not None:
             raise error
         self._agreed.add(text)

@@ -6,6 +6,7 @@ first rank to judge writes its verdict into the store, and the others raise the 
 """
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,20 +18,23 @@ from onchip.parallel.facts import compare, name_ranks
 from onchip.parallel.messages import ParallelError
 
 BEAT_S = 1.0
-LISTEN_BEATS = 2.5  # silence that long is the end of a process
-KEPT_BEATS = 3.0  # of a timeout, for the judgement
+LISTEN_BEATS = 4.0  # silence that long is the end of a process
+KEPT_BEATS = 5.0  # of a timeout, for the judgement
+NOTHING = {"beat": -1, "ops": 0, "doing": "nothing"}
 
 
 class Watch:
-    """The pulse of this rank in a store, and the judgement about those of all ranks."""
+    """The pulse of one of `ranks` in their store, and the judgement about all of them. Ranks are
+    those of the job, whatever group they form here.
+    """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout_s: float):
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout_s: float):
         self.beat_s = min(BEAT_S, timeout_s / 20)
         # clients of their own: one that waits for a key serves nobody else
         self._store, pulses = _client(store), _client(store)
-        self._rank, self._size = rank, size
+        self.ranks, self._rank = tuple(ranks), rank
         self._verdict: ParallelError | None = None
-        self._pulse = {"beat": 0, "ops": 0, "doing": "nothing yet"}
+        self._pulse = {"beat": 0, "ops": 0, "doing": "nothing"}
         stop = threading.Event()
         beat = (pulses, f"pulse/{rank}", self._pulse, self.beat_s, stop)
         _show(*beat[:3])
@@ -46,109 +50,104 @@ class Watch:
 
     def judge(self, suspect: int | None, cause: str) -> ParallelError:
         """The error to raise after an operation with `suspect` failed."""
-        try:
-            verdict = self._read_verdict() or self._listen(suspect)
-            self._verdict = self._publish(verdict, cause)
-        except RuntimeError as error:
-            self._verdict = self._without_store(suspect, cause, error)
-        return self._verdict
+        return self._reach(lambda: self._lost(self.ranks) or self._slowest(suspect), suspect, cause)
 
     def decide(self, number: int, text: str, fold: Callable[[list[str]], str], s: float) -> str:
         """fold(texts of all ranks), computed by the last to come. Meetings are numbered."""
         here, store = f"meeting/{number}", self._store
-        store.set(f"{here}/{self._rank}", text)
-        store.set(f"latest/{self._rank}", text)
-        if store.add(f"{here}/arrived", 1) == self._size:
-            store.set(f"{here}/result", fold(self._texts(here)))
+        cause = f"waited {s:.3g} s for what others compute"
         try:
+            store.set(f"{here}/{self._rank}", text)
+            store.set(f"latest/{self._rank}", text)
+            if store.add(f"{here}/arrived", 1) == len(self.ranks):
+                store.set(f"{here}/result", fold(self._texts(here)))
             store.wait([f"{here}/result"], timedelta(seconds=s))
+            result = store.get(f"{here}/result").decode()
+            self._clean(number - 2)  # all who came to this meeting have read that one's result
         except RuntimeError as error:
-            raise self._absent(here, text, s) from error
-        result = store.get(f"{here}/result").decode()
-        self._clean(number - 2)  # all who come to this meeting have read that one's result
+            raise self._reach(lambda: self._absent(here), None, cause) from error
         return result
 
     def _texts(self, here: str) -> list[str]:
-        return [t.decode() for t in self._store.multi_get([f"{here}/{r}" for r in self._ranks])]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._size)
+        return [t.decode() for t in self._store.multi_get([f"{here}/{r}" for r in self.ranks])]
 
     def _clean(self, number: int) -> None:
-        if number >= 0:
+        if number > 0:
             self._store.delete_key(f"meeting/{number}/{self._rank}")
-        if number >= 0 and self._rank == 0:
+        if number > 0 and self._rank == self.ranks[0]:
             self._store.delete_key(f"meeting/{number}/arrived")
             self._store.delete_key(f"meeting/{number}/result")
 
-    def _absent(self, here: str, text: str, waited_s: float) -> ParallelError:
-        """Some ranks did not come: what they brought last time may say why."""
+    def _reach(
+        self, judge: Callable[[], ParallelError], suspect: int | None, cause: str
+    ) -> ParallelError:
+        """The verdict: that of the first who judged, or else judge()."""
         try:
-            absent = [r for r in self._ranks if not self._store.check([f"{here}/{r}"])]
-            verdict = self._read_verdict() or self._no_show(absent, text)
-            self._verdict = self._publish(verdict, f"waited {waited_s:.3g} s for their facts")
+            verdict = self._read_verdict() or judge()
+            said = self._store.compare_set("verdict", "", _to_text(verdict))
+            first = _from_text(said)
+            self._verdict = ParallelError(f"{first} (rank {self._rank}: {cause})", first.rank)
         except RuntimeError as error:
-            self._verdict = self._without_store(None, f"waited {waited_s:.3g} s", error)
+            self._verdict = _without_store(suspect, cause, error)
         return self._verdict
 
-    def _no_show(self, absent: Sequence[int], text: str) -> ParallelError:
+    def _read_verdict(self) -> ParallelError | None:
+        there = self._store.check(["verdict"])
+        return _from_text(self._store.get("verdict")) if there else None
+
+    def _absent(self, here: str) -> ParallelError:
+        """Of a meeting: who is lost, or who did not come, and what he said the last time."""
+        absent = [r for r in self.ranks if not self._store.check([f"{here}/{r}"])]
+        if (lost := self._lost(absent)) is not None or not absent:
+            return lost or ParallelError("the last rank to come did not tell the result")
         sentence = f"{name_ranks(absent)} did not come to agree on what is computed"
-        latest = {r: self._store.get(f"latest/{r}") for r in absent if self._known(r)}
-        difference = compare({self._rank: text} | {r: t.decode() for r, t in latest.items()})
-        if difference is not None:
-            sentence += f" (by what was said last, {difference})"
-        return ParallelError(sentence, absent[0] if absent else None)
+        return ParallelError(sentence + self._last_words(), absent[0])
 
-    def _known(self, rank: int) -> bool:
-        return self._store.check([f"latest/{rank}"])
+    def _last_words(self) -> str:
+        """How the facts differ that the ranks brought last, if they do."""
+        said = {r: self._get(f"latest/{r}") for r in self.ranks}
+        known = {r: words for r, words in said.items() if words is not None}
+        difference = compare(known) if known else None
+        return f" (by what was said last, {difference})" if difference else ""
 
-    def _listen(self, suspect: int | None) -> ParallelError:
+    def _lost(self, ranks: Sequence[int]) -> ParallelError | None:
+        """Listens for a while to those who may be gone."""
         before = self._pulses()
         threading.Event().wait(LISTEN_BEATS * self.beat_s)
         after = self._pulses()
-        if (verdict := self._read_verdict()) is not None:
-            return verdict
-        others = [r for r in self._ranks if r != self._rank]
-        silent = [r for r in others if before[r] == after[r]]
-        if silent:
-            return ParallelError(f"{name_ranks(silent)} gave no sign of life", silent[0])
-        return self._slowest(after, suspect)
+        silent = [r for r in ranks if r != self._rank and before[r] == after[r]]
+        silent.sort(key=lambda r: after[r]["ops"])
+        sentence = f"{name_ranks(silent)} gave no sign of life"
+        return self._read_verdict() or (ParallelError(sentence, silent[0]) if silent else None)
 
-    def _slowest(self, pulses: list[dict], suspect: int | None) -> ParallelError:
-        ops = [pulse["ops"] for pulse in pulses]
-        late = [r for r in self._ranks if ops[r] == min(ops)]
-        if len(late) < self._size:
-            where = f"operation {min(ops)} ({pulses[late[0]]['doing']})"
-            sentence = f"{name_ranks(late)} stalled after {where}, others are at {max(ops)}"
+    def _slowest(self, suspect: int | None) -> ParallelError:
+        pulses = self._pulses()
+        ops = {r: pulses[r]["ops"] for r in self.ranks}
+        least, most = min(ops.values()), max(ops.values())
+        late = [r for r in self.ranks if ops[r] == least]
+        if least < most:
+            where = f"operation {least} ({pulses[late[0]]['doing']})"
+            sentence = f"{name_ranks(late)} stalled after {where}, others are at {most}"
             return ParallelError(sentence, late[0])
+        return self._strayed(pulses) or self._unreachable(suspect)
+
+    def _strayed(self, pulses: dict[int, dict]) -> ParallelError | None:
+        """Ranks that compute different things wait for one another."""
+        acts = {r: json.dumps({"the operation": pulses[r]["doing"]}) for r in self.ranks}
+        strayed = compare(acts)
+        return strayed and ParallelError(f"{strayed}{self._last_words()}", strayed.rank)
+
+    def _unreachable(self, suspect: int | None) -> ParallelError:
         if suspect is None:
-            return ParallelError(f"no rank is behind at operation {ops[0]}: the network is slow")
+            return ParallelError("all ranks are at the same operation: is the network slow?")
         return ParallelError(f"rank {suspect} lives, but its messages do not arrive", suspect)
 
-    def _pulses(self) -> list[dict]:
-        keys = [f"pulse/{r}" for r in self._ranks]
-        shown = [self._store.check([key]) for key in keys]
-        nothing = {"beat": -1, "ops": 0, "doing": "nothing yet"}
-        read = lambda key: json.loads(self._store.get(key))
-        return [read(key) if there else nothing for key, there in zip(keys, shown, strict=True)]
+    def _pulses(self) -> dict[int, dict]:
+        shown = {r: self._get(f"pulse/{r}") for r in self.ranks}
+        return {r: NOTHING if said is None else json.loads(said) for r, said in shown.items()}
 
-    def _read_verdict(self) -> ParallelError | None:
-        if not self._store.check(["verdict"]):
-            return None
-        said = json.loads(self._store.get("verdict"))
-        return ParallelError(said["message"], said["rank"])
-
-    def _publish(self, verdict: ParallelError, cause: str) -> ParallelError:
-        """The first verdict stands, whoever wrote it."""
-        told = json.dumps({"message": str(verdict), "rank": verdict.rank})
-        said = json.loads(self._store.compare_set("verdict", "", told))
-        return ParallelError(f"{said['message']} (rank {self._rank}: {cause})", said["rank"])
-
-    def _without_store(self, suspect: int | None, cause: str, error: Exception) -> ParallelError:
-        sentence = "the store of the group is gone, and with it the process that holds it"
-        who = "rank 0, unless it is torchrun's agent" if suspect is None else f"rank {suspect}"
-        return ParallelError(f"{sentence} ({who}); {cause}; {error}", suspect or 0)
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def _client(store: Store) -> Store:
@@ -166,3 +165,20 @@ def _beat(store: Store, key: str, pulse: dict, beat_s: float, stop: threading.Ev
             _show(store, key, pulse)
         except RuntimeError:  # the store ended first: nobody can read a pulse any more
             return
+
+
+def _to_text(error: ParallelError) -> str:
+    return json.dumps({"message": str(error), "rank": error.rank})
+
+
+def _from_text(text: bytes) -> ParallelError:
+    said = json.loads(text)
+    return ParallelError(said["message"], said["rank"])
+
+
+def _without_store(suspect: int | None, cause: str, error: Exception) -> ParallelError:
+    """Rank 0 holds the store, unless torchrun's agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = suspect if agent else 0
+    named = "" if who is None else f"rank {who} is lost: "
+    return ParallelError(f"{named}the store of the group is gone ({cause}; {error})", who)

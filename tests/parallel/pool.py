@@ -23,10 +23,12 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`size` processes; run(P, fn, *args) asks the first P of them."""
+    """`size` processes; run(P, fn, *args) asks the first P of them. Their store is in this process,
+    or (inside) in that of rank 0.
+    """
 
-    def __init__(self, size):
-        self.size, self._members = size, []
+    def __init__(self, size, inside=False):
+        self.size, self._members, self._inside = size, [], inside
 
     def run(self, size, fn, *args, timeout_s=60.0, lost=()):
         """[fn(comm, *args) of rank 0, of rank 1, ...]; None of ranks in `lost`, who are to die."""
@@ -51,11 +53,6 @@ class Pool:
             for _, pipe in self._members:
                 pipe.send_bytes(pickle.dumps(size))
 
-    def process(self, rank):
-        if not self._members:
-            self._start()
-        return self._members[rank][0]
-
     def close(self):
         for process, _ in self._members:
             process.kill()
@@ -69,10 +66,10 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         # one server imports torch once and forks every rank of every pool
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "onchip.parallel.comm", __name__])
+        context.set_forkserver_preload(["pytest", "onchip.parallel.comm", __name__])
         for rank in range(self.size):
             here, there = context.Pipe()
-            args = (rank, self.size, self._store.port, there)
+            args = (rank, self.size, self._store.port, self._inside, there)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             there.close()
@@ -101,10 +98,15 @@ def _answer(pipe):
         return False, "the process ended"
 
 
-def serve(rank, size, port, pipe):
+def serve(rank, size, port, inside, pipe):
     """The life of a rank: jobs come, answers go, until the pipe is closed."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False)
+    if inside:
+        if rank == 0:
+            mine = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            store.set("port", str(mine.port))
+        store = dist.TCPStore("127.0.0.1", int(store.get("port")), None, False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     groups = {size: dist.group.WORLD}
     while True:
