@@ -54,7 +54,7 @@ class Event:
 
 class CountingComm:
     """A communicator that counts what it sends: messages and bytes that leave this rank, by kind,
-    and the log of all operations. The parts of `split` count together with the whole.
+    and the log of all operations. Its parts count together with the whole.
 
     sum and max count as one message of the tensor's bytes, whatever the backend makes of them;
     agree and split count none.
@@ -90,7 +90,13 @@ class CountingComm:
         self.comm.agree(facts)
 
     def split(self, color: int) -> "CountingComm":
-        part = CountingComm(self.comm.split(color))
+        return self._with(self.comm.split(color))
+
+    def part(self, members: Sequence[int]) -> "CountingComm":
+        return self._with(self.comm.part(members))
+
+    def _with(self, comm: Comm) -> "CountingComm":
+        part = CountingComm(comm)
         part.messages, part.bytes, part.log = self.messages, self.bytes, self.log
         return part
 
