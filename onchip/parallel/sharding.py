@@ -226,7 +226,7 @@ def offsets(cu_seqlens: Tensor, seqlen: int | None = None) -> Tensor:
 
 def documents_of(positions: Tensor, starts: Tensor) -> Tensor:
     """The document of each position, given the offsets of all."""
-    return torch.searchsorted(starts[1:], positions, right=True)
+    return torch.searchsorted(starts[1:], positions.contiguous(), right=True)
 
 
 def visible_cells(mask: BlockMask) -> Tensor:
@@ -253,8 +253,8 @@ def _owners(row_offsets: Tensor, rows: int) -> Tensor:
 def _chunk(i: int, chunks: int, seqlen: int, multiple: int) -> Piece:
     """The i-th of `chunks`, which differ by at most one unit of `multiple` positions."""
     units = -(-seqlen // multiple)
-    edges = (min(seqlen, j * units // chunks * multiple) for j in (i, i + 1))
-    return (*edges, 1)
+    edge = lambda j: min(seqlen, j * units // chunks * multiple)
+    return edge(i), edge(i + 1), 1
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
