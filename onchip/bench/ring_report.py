@@ -161,7 +161,7 @@ def step_sheet(rows: list[Row]) -> Sheet:
     heads = ["tokens", "pass", "step", "kernels", "messages", "step / longer", "sent", "in flight"]
     body = [
         [
-            f"{r['seqlen']:,}",
+            f"{r['seqlen']:,}{' *' if r['doubts'] else ''}",
             r["pass"],
             *(f"{r[f'{name}_ms']:.1f}" for name in ("step", "kernels", "messages")),
             f"{r['value']:.2f}",
@@ -268,6 +268,8 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
         if body:
             say(TITLES[name])
             console.print("", as_table(heads, body), "")
+    for doubt in dict.fromkeys(doubt for row in rows for doubt in row.get("doubts", ())):
+        say(f"* does not count: {doubt}")
     for row in _rows(rows, "step"):
         say(f"{row['seqlen']:,} tokens, {row['pass']}: = in flight beside kernels, w waited for")
         for line in trace_lines(row):
@@ -319,7 +321,7 @@ def _panel(axes: Any, title: str, line: Timeline) -> None:
             y = device * (len(LANES) + 0.6) + i
             names[y] = f"rank {device}  {lane}" if not i else lane
             for span in spans:
-                _bar(axes, span, y)
+                _bar(axes, span, y, gap=2 * line.seconds)
     axes.set_yticks(list(names), names.values(), fontsize=7)
     axes.invert_yaxis()
     work = f"{span_of(line.seconds)}, {span_of(line.busy)} of them computing on the busiest device"
@@ -337,9 +339,12 @@ def _lanes(line: Timeline, device: int) -> tuple[list[Span], list[Span], list[Sp
     return computes, [s for s in mine if s.what in sends], [s for s in before if s.what in sends]
 
 
-def _bar(axes: Any, span: Span, y: float) -> None:
+def _bar(axes: Any, span: Span, y: float, gap: float) -> None:
+    """In ms; neighbours do not touch."""
     start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
-    axes.barh(y, length, left=start, height=0.9, color=COLOURS[span.what], linewidth=0)
+    axes.barh(
+        y, max(length - gap, gap), left=start, height=0.9, color=COLOURS[span.what], linewidth=0
+    )
     if span.what != MERGE:
         axes.text(
             start + length / 2, y, span.round, ha="center", va="center", fontsize=6, color="w"

@@ -67,6 +67,24 @@ def test_two_processes_measure_a_step_and_its_parts(measured):
     assert [r["kernel"] for r in measured if r["bench"] == "kernels"] == [*ring_ranks.LAYOUTS]
 
 
+def test_a_busy_machine_is_told(monkeypatch):
+    """Rows that others disturbed say so, and are judged by no bar."""
+    asked = ring_ranks.Asked(512, "zigzag", False, 1)
+    part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1}
+    ranks = [[part | {"trace": [[0.1, 0.2, 0.3]]}] * 5] * 2
+    monkeypatch.setattr(ring_ranks, "run_processes", lambda *args, **options: ranks)
+    for busy, counts in ((0.5, False), (0.01, True)):
+        monkeypatch.setattr(ring_ranks, "busy_share", lambda busy=busy: busy)
+        rows = ring_ranks.process_rows(quick=True)
+        assert len(rows) == 5 and rows[0]["seqlen"] == asked.tokens
+        assert all(bool(row["doubts"]) != counts for row in rows)
+        assert len(judge(rows, ring_ranks.BARS)) == counts
+
+
+def test_the_share_of_others_is_a_share():
+    assert 0 <= ring_ranks.busy_share(0.05) <= 1
+
+
 def test_a_trace_is_drawn(measured):
     lines = ring_report.trace_lines(measured[1])
     assert len(lines) == 8 and all("=" in line or "w" in line for line in lines)
