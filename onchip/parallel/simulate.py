@@ -186,9 +186,8 @@ def hide_length(step: Step, link: Link, machine: Machine = H200) -> float:
     long calls. Shorter calls are slower, so that less may do.
     """
     heads = step.shape.num_kv_heads / step.shape.num_heads
-    return (
-        hide_factor(step) * heads * machine.best(step.backward, step.shape.head_dim) / link.bytes_s
-    )
+    best = machine.best(step.backward, step.shape.head_dim)
+    return hide_factor(step) * heads * best / link.bytes_s
 
 
 def _busy(step: Step) -> list[Round]:
@@ -297,7 +296,7 @@ class Timeline:
             self._finish(events, i)
         last = self.step.num_devices - 1
         if self.step.backward and last:
-            self._send(events, SEND_DKV, last, (MERGE, last))  # home
+            self._send(events, (SEND_DKV, last), (MERGE, last), (SEND_KV, last))  # home
         events.add(END, None, ((MERGE, last), 0), *self._awaited((SEND_DKV, last)))
         return events
 
@@ -307,20 +306,21 @@ class Timeline:
         """
         events.add(("begun", i), None, ((MERGE, i - 1), 0), *self._awaited((SEND_KV, i - 1)))
         if self.step.backward and i:
-            self._send(events, SEND_DKV, i - 1, (MERGE, i - 1))
+            self._send(events, (SEND_DKV, i - 1), (MERGE, i - 1), (SEND_KV, i - 1))
         if i < self.step.num_devices - 1:
-            self._send(events, SEND_KV, i, ("begun", i), (SEND_DKV, i - 1))
+            self._send(events, (SEND_KV, i), ("begun", i), (SEND_DKV, i - 1))
 
     def _finish(self, events: Events, i: int) -> None:
         """The result is merged, in the backward pass into gradients that have come."""
         come = self._awaited((SEND_DKV, i - 1))
         events.add((MERGE, i), self._over_ranks(i, merge_seconds), ((COMPUTE, i), 0), *come)
 
-    def _send(self, events: Events, what: str, i: int, posted: Key, before: Key | None = None):
-        """Over the hop from each rank to the next: when both have posted, and the link is free."""
-        free = [((SEND_KV, i), 0)] if what == SEND_DKV else [(before, 0)] if before else []
-        lasts = self._message[what]
-        events.add((what, i), lasts, (posted, 0), (posted, 1), *free)
+    def _send(self, events: Events, message: Key, posted: Key, before: Key) -> None:
+        """Over the hop from each rank to the next: when both have posted, and after the message
+        that set out before.
+        """
+        causes = (posted, 0), (posted, 1), (before, 0)
+        events.add(message, self._message[message[0]], *causes)
 
     @cached_property
     def _message(self) -> dict[str, Tensor]:
