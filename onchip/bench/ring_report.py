@@ -137,6 +137,17 @@ def path_sheet(rows: list[Row]) -> Sheet:
     return ["devices", "pass", "step", "efficiency", *kinds], body
 
 
+def hybrid_sheet(rows: list[Row]) -> Sheet:
+    """One context on ever more devices: a ring of all, and heads dealt inside nodes of 8."""
+    chosen = [*_rows(rows, "scaling"), *_rows(rows, "hybrid")]
+    chosen = [r for r in chosen if r["devices"] >= 8]
+    line = lambda r: (f"{r['devices']:,}",)
+    column = lambda r: f"{r['pass']}, {'ring' if r['bench'] == 'scaling' else 'hybrid'}"
+    cell = lambda r: f"{r['value']:.0f} % {span_of(r['step_s'])}"
+    columns, body = _grid(chosen, line, column, cell)
+    return ["devices", *columns], body
+
+
 def link_sheet(rows: list[Row]) -> Sheet:
     """How 8 devices are wired, down; tokens on each, across: efficiency and what is exposed."""
     line = lambda r: (r["fabric"], r["pass"])
@@ -243,6 +254,7 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "exposed": exposed_sheet,
     "memory": memory_sheet,
     "path": path_sheet,
+    "hybrid": hybrid_sheet,
     "published": published_sheet,
 }
 TITLES = {
@@ -256,6 +268,7 @@ TITLES = {
     "exposed": "Exposed communication, zigzag; hides: the condition holds on the slowest link",
     "memory": "Memory of a device, zigzag; or how a context that does not fit is cut, and lies",
     "path": "1M tokens, causal, zigzag: the critical path in per cent",
+    "hybrid": "1M tokens, causal, zigzag: a ring of all devices, and of nodes that deal heads",
     "published": "Per cent of the ideal that others measured (and that the simulation gives)",
 }
 

@@ -2,9 +2,9 @@
 tokens, from measured kernel times and stated link speeds (onchip/parallel/machines.py).
 
 Rows "ring" are whole steps by layout, "scaling" those of one context on more and more devices,
-"link" those of one node by how it is wired, "hide" the chunk from which on messages hide, by the
-formula and by simulation, "published" a measurement of others, simulated from the speed of their
-single call.
+"hybrid" the same with heads dealt inside nodes and a ring between them, "link" those of one node by
+how it is wired, "hide" the chunk from which on messages hide, by the formula and by simulation,
+"published" a measurement of others, simulated from the speed of their single call.
 """
 
 import math
@@ -80,6 +80,8 @@ def grid_steps(quick: bool) -> Iterator[Job]:
     for num_devices, way in product(SCALES[:7] if quick else SCALES, PASSES):
         step = Step(SCALED, num_devices, backward=PASSES[way])
         yield f"{num_devices} devices", partial(step_row, "scaling", step, NODES)
+        if num_devices >= NODE:
+            yield f"{num_devices} devices, hybrid", partial(hybrid_row, step)
 
 
 def link_steps() -> Iterator[Job]:
@@ -184,6 +186,27 @@ def step_row(bench: str, step: Step, fabric: Fabric) -> Row:
         tier=slabs.tier and slabs.tier.name,
         modules=slabs.num_modules,
     )
+
+
+def hybrid_row(step: Step) -> Row:
+    """`value` is the efficiency if the 8 devices of a node deal heads among them, and nodes are a
+    ring in which every device passes its heads' keys on over a link of its own. dealt_s: q, k, v
+    and out (backward dout and the gradients) to and from the others of a node, beside which nothing
+    is computed.
+    """
+    shape, link = step.shape, LINKS["NVLink 4"]
+    heads = shape._replace(
+        num_heads=shape.num_heads // NODE, num_kv_heads=shape.num_kv_heads // NODE
+    )
+    ring = step._replace(num_devices=step.num_devices // NODE, shape=heads)
+    found = predict(ring, Fabric(LINKS["InfiniBand NDR"]))
+    elements = step.chunk * (2 * shape.q_elements + shape.kv_elements) * (NODE - 1) / NODE
+    dealt = 2 * link.latency_s + elements * shape.itemsize / link.bytes_s
+    total = found.spent.total + dealt
+    columns = {"devices": step.num_devices, "fabric": NODES.name, "dealt_s": dealt}
+    columns |= {"step_s": total, "ideal_s": found.ideal, "exposed_s": found.spent.exposed + dealt}
+    value = 100 * found.ideal / total
+    return _case("hybrid", step).row("hybrid", value, "%", **columns)
 
 
 def hide_row(step: Step, link: Link) -> Row:

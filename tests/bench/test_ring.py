@@ -27,7 +27,7 @@ def test_rows_have_the_columns_of_the_schema(quick):
     plain = ring_simulation._case("x", Step(1, 1)).row("y", 1.0, "s")
     assert all(plain.keys() <= row.keys() for row in quick)
     assert {row["bench"] for row in quick} == {
-        *("ring", "scaling", "link", "hide", "published", "simulation")
+        *("ring", "scaling", "hybrid", "link", "hide", "published", "simulation")
     }
 
 
@@ -157,6 +157,17 @@ def test_the_command_prints_tables_and_draws(tmp_path, capsys, monkeypatch):
 def test_only_ring_simulates(capsys):
     assert main(["bench", "memory", "--simulate"]) == 2
     assert "--simulate is for: ring" in capsys.readouterr().err
+
+
+def test_nodes_that_deal_heads_scale_further_than_a_ring_of_all():
+    """Chunks are 8 times as long, messages as long as before; one node has no ring at all."""
+    step = Step(10**6, 1024)
+    ring = ring_simulation.step_row("scaling", step, ring_simulation.NODES)
+    hybrid = ring_simulation.hybrid_row(step)
+    assert ring["ideal_s"] == pytest.approx(hybrid["ideal_s"])
+    assert hybrid["value"] > 5 * ring["value"] and hybrid["dealt_s"] < hybrid["step_s"] / 20
+    alone = ring_simulation.hybrid_row(step._replace(num_devices=8))
+    assert alone["exposed_s"] == alone["dealt_s"]
 
 
 def test_a_link_that_is_slow_is_seen():
