@@ -153,9 +153,9 @@ def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
     counted = CountingComm(comm)
     step = lambda comm: _step(comm, asked, q, k, v, dout)
     step(counted)  # also the warm-up, and the agreement
-    sizes = [(event.kind, event.bytes) for event in counted.log]
+    sent = [torch.zeros(2, e.bytes, dtype=torch.uint8) for e in counted.log if e.kind == "shift"]
     jobs = {"step": lambda: step(comm), "kernels": lambda: step(Still(comm))}
-    jobs["messages"] = lambda: _pass_on(comm, [size for kind, size in sizes if kind == "shift"])
+    jobs["messages"] = lambda: [comm.shift(*rooms).wait() for rooms in sent]
     seconds = {name: [] for name in JOBS}
     for _, name in product(range(asked.rounds), JOBS):
         seconds[name].append(_timed(comm, jobs[name]))
@@ -198,12 +198,6 @@ def _step(comm: Comm, asked: Asked, q: Tensor, k: Tensor, v: Tensor, dout: Tenso
     )
     if asked.backward:
         torch.autograd.grad(out, (q, k, v), dout)
-
-
-def _pass_on(comm: Comm, sizes: list[int]) -> None:
-    for size in sizes:
-        send, recv = torch.empty(2, size, dtype=torch.uint8)
-        comm.shift(send, recv).wait()
 
 
 def _timed(comm: Comm, job: Callable[[], object]) -> float:
