@@ -15,7 +15,7 @@ from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel import ring
 from onchip.parallel.comm import Comm, GroupComm
-from onchip.parallel.rounds import Call, Rule, Schedule, schedule
+from onchip.parallel.rounds import Call, Rule, Schedule
 from onchip.parallel.sharding import Layout, as_layout, offsets
 from onchip.problem import (
     Options,
@@ -86,8 +86,9 @@ def context_parallel_attention(
     _agree(comm, strategy, whole, rule, options, x)
     seed = _shared_seed(comm, dropout_seed, q) if dropout_p else None
     call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
-    plan = schedule(whole.layout, rule, comm.rank, q.device)
-    job = Job(comm, STRATEGIES[_strategy(strategy)], plan, call, out_dtype or q.dtype)
+    chosen = STRATEGIES[_strategy(strategy)]
+    plan = chosen.schedule(whole.layout, rule, comm.rank, q.device)
+    job = Job(comm, chosen, plan, call, out_dtype or q.dtype)
     if cu_seqlens is None:
         out, lse = _Attention.apply(job, q, k, v, sinks)
     else:
@@ -217,8 +218,9 @@ def _strategy(name: str) -> str:
 
 
 class Job(NamedTuple):
-    """One call on one rank. A strategy has `forward(comm, schedule, call, q, k, v)` and
-    `backward(comm, schedule, call, q, k, v, saved)`, as ring.py has them.
+    """One call on one rank. A strategy has `schedule(layout, rule, rank, device)`, `forward(comm,
+    schedule, call, q, k, v)` and `backward(comm, schedule, call, q, k, v, saved)`, as ring.py has
+    them.
     """
 
     comm: Comm
