@@ -129,7 +129,9 @@ class GroupComm(Pairwise):
     def split(self, color: int) -> "GroupComm":
         texts = json.loads(self._decide("split", as_text({"color": color}), json.dumps))
         colors = [json.loads(text).get("color") for text in texts]
-        members = [r for r in range(self.size) if colors[r] == color]
+        return self.part([r for r in range(self.size) if colors[r] == color])
+
+    def part(self, members: Sequence[int]) -> "GroupComm":
         ranks = tuple(self._common.ranks[r] for r in members)
         if ranks not in self._common.parts:
             store = PrefixStore(f"part {ranks}", self._common.store)
