@@ -15,8 +15,9 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients
+from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients, schedule
 
+__all__ = ["backward", "forward", "schedule"]
 Pair = tuple[Tensor, Tensor]
 
 
