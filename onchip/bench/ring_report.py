@@ -24,8 +24,8 @@ ASSUMED = (
     " and length: linear in the logarithm of the length between what was measured, constant above"
     " 16,384 keys, in proportion to the keys below 512; less where a call has fewer tiles of 128"
     " queries than the GPU has processors (132); never less than the 35 us that a call takes on"
-    " the host. Merging reads and writes fp32 at 4.5 TB/s: five times out forward, three times dq,"
-    " dk and dv backward.",
+    " the host. Merging moves fp32 at 4.5 TB/s: out of a round and, for four rounds at once, the"
+    " total twice; backward dq, dk and dv three times.",
     "Heads: 32 over 8 of 128, bf16 (Llama 3 8B), one layer. Nodes of 8 GPUs: NVLink 4 inside,"
     " InfiniBand NDR to the next node. Links have their nominal speed, latency as in NCCL's cost"
     " model; what NCCL's own kernels take from the GPU is not modelled.",
