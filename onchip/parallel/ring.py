@@ -15,9 +15,8 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients, schedule
+from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients
 
-__all__ = ["backward", "forward", "schedule"]
 Pair = tuple[Tensor, Tensor]
 
 

@@ -247,14 +247,16 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded. saved
     is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = _posed(call, round, q, k, v)
+    question, x = _posed(call, round, q, k, v, wide_grads=True)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
 
 
-def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Question, Tensors]:
+def _posed(
+    call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
+) -> tuple[Question, Tensors]:
     places = (None, None) if round.places is None else round.places
     x = Tensors(
         q[:, round.rows],
@@ -276,8 +278,8 @@ def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Q
         out_dtype=accumulator_dtype(q.dtype),
     )
     problem = ask(describe, x, options, ()).problem
-    whole = problem._replace(first_head=call.first_head, wide_grads=True)
-    return library.posed(x, whole), x
+    problem = problem._replace(first_head=call.first_head, wide_grads=wide_grads)
+    return library.posed(x, problem), x
 
 
 class Total:
