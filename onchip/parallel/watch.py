@@ -39,8 +39,9 @@ class Watch:
         stop = threading.Event()
         beat = (pulses, f"pulse/{rank}", self._pulse, self.beat_s, stop)
         _show(*beat[:3])
-        threading.Thread(target=_beat, args=beat, daemon=True, name="onchip-pulse").start()
-        weakref.finalize(self, stop.set)
+        thread = threading.Thread(target=_beat, args=beat, daemon=True, name="onchip-pulse")
+        thread.start()
+        weakref.finalize(self, end, thread, stop.set)
 
     def begin(self, kind: str) -> None:
         """This rank begins an operation. What failed once stays so: connections are gone."""
@@ -149,6 +150,13 @@ class Watch:
 
     def _get(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def end(thread: threading.Thread, stop: Callable[[], object]) -> None:
+    """Before the interpreter ends: a thread that comes back from the store later aborts it."""
+    stop()
+    if thread is not threading.current_thread():
+        thread.join(5.0)
 
 
 def _client(store: Store) -> Store:
