@@ -2,21 +2,18 @@
 gradient.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
-from onchip.kernels.protocol import row_delta, sink_gradient
 from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
-from onchip.parallel import ring
-from onchip.parallel.comm import Comm, GroupComm
-from onchip.parallel.rounds import Call, Rule, Schedule, schedule
+from onchip.parallel.comm import Comm
+from onchip.parallel.nest import Nest
+from onchip.parallel.rounds import Call, Rule
 from onchip.parallel.sharding import Layout, as_layout, offsets
+from onchip.parallel.strategy import Group, attend, choose, ranks_of
 from onchip.problem import (
     Options,
     Tensors,
@@ -25,10 +22,6 @@ from onchip.problem import (
     check_qkv,
     describe,
 )
-from onchip.state import add_sink, finalize, resume
-
-STRATEGIES = {"ring": ring}
-Group = ProcessGroup | DeviceMesh | Comm | None
 
 
 @torch.compiler.disable
@@ -63,7 +56,11 @@ def context_parallel_attention(
     layout.length(rank, seqlen) (see `onchip.parallel.sharding`). Packed documents: (local, heads,
     dim) and the cu_seqlens of the whole sequence, the same on all ranks (on the CPU: values on a
     GPU are waited for). seqlen: of the whole sequence, if it is neither cu_seqlens' end nor size
-    times local. group: a ProcessGroup, a DeviceMesh of one dimension, a Comm, or None for all.
+    times local. group: a ProcessGroup, a DeviceMesh, a Comm, or None for all.
+
+    strategy: "ring", "ulysses" (heads are dealt to ranks), "hybrid" (groups of neighbours deal
+    heads, and are a ring; a DeviceMesh of two dimensions says which, the first being the ring),
+    "allgather" (all keys on every rank), or "auto", that of the first three that sends least.
 
     causal, window_size, mask and ALiBi are over positions in the whole sequence (in the document,
     if packed); mask is anything that attention() takes, over (seqlen, seqlen). lse: (batch, heads,
@@ -74,32 +71,25 @@ def context_parallel_attention(
     queries, like that of any weight: sum it over the ranks. dropout_seed: the same on all ranks;
     drawn by rank 0 unless given.
     """
-    comm = as_comm(group)
+    ranks = ranks_of(group)
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = Options(
         causal, window_size, softmax_scale, softcap, dropout_p, False, deterministic, out_dtype
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    whole = Whole.of(comm, layout, _check(x, options, cu_seqlens), seqlen, cu_seqlens)
+    whole = Whole.of(ranks, layout, _check(x, options, cu_seqlens), seqlen, cu_seqlens)
     rule = _rule(whole, x, options, mask)
-    _agree(comm, strategy, whole, rule, options, x)
-    seed = _shared_seed(comm, dropout_seed, q) if dropout_p else None
+    _agree(ranks, strategy, whole, rule, options, x)
+    seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
     call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
-    plan = schedule(whole.layout, rule, comm.rank, q.device)
-    job = Job(comm, STRATEGIES[_strategy(strategy)], plan, call, out_dtype or q.dtype)
-    if cu_seqlens is None:
-        out, lse = _Attention.apply(job, q, k, v, sinks)
-    else:
-        out, lse = (t[0] for t in _Attention.apply(job, q[None], k[None], v[None], sinks))
+    if cu_seqlens is not None:
+        x = x._replace(q=q[None], k=k[None], v=v[None])
+    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2])
+    out, lse = attend(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype)
+    if cu_seqlens is not None:
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
-
-
-def as_comm(group: Group) -> Comm:
-    """Anything that says who the ranks are."""
-    if hasattr(group, "shift"):
-        return cast(Comm, group)
-    return GroupComm(cast(ProcessGroup | DeviceMesh | None, group))
 
 
 class Whole(NamedTuple):
@@ -112,7 +102,7 @@ class Whole(NamedTuple):
     @classmethod
     def of(
         cls,
-        comm: Comm,
+        comm: Comm | Nest,
         layout: str | Layout,
         local: int,
         seqlen: int | None,
@@ -173,7 +163,7 @@ def _check_fit(mask: BlockMask, wanted: tuple[int, int, int, int]) -> None:
 
 
 def _agree(
-    comm: Comm, strategy: str, whole: Whole, rule: Rule, options: Options, x: Tensors
+    comm: Comm | Nest, strategy: str, whole: Whole, rule: Rule, options: Options, x: Tensors
 ) -> None:
     """What must be the same on all ranks, or messages would not fit. Only what the shapes of the
     messages and the rounds depend on: seeds and masks may change with every call.
@@ -198,7 +188,7 @@ def _agree(
     )
 
 
-def _shared_seed(comm: Comm, seed: int | Tensor | None, q: Tensor) -> Tensor:
+def _shared_seed(comm: Comm | Nest, seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is not None:
         return seed_tensor(seed, q)
     drawn = seed_tensor(None, q)
@@ -206,55 +196,3 @@ def _shared_seed(comm: Comm, seed: int | Tensor | None, q: Tensor) -> Tensor:
         drawn.zero_()
     comm.sum(drawn).wait()
     return drawn
-
-
-def _strategy(name: str) -> str:
-    if name == "auto":
-        return "ring"
-    if name not in STRATEGIES:
-        raise ValueError(f"strategy={name!r} is not one of auto, {', '.join(STRATEGIES)}")
-    return name
-
-
-class Job(NamedTuple):
-    """One call on one rank. A strategy has `forward(comm, schedule, call, q, k, v)` and
-    `backward(comm, schedule, call, q, k, v, saved)`, as ring.py has them.
-    """
-
-    comm: Comm
-    strategy: Any
-    schedule: Schedule
-    call: Call
-    out_dtype: torch.dtype
-
-
-class _Attention(torch.autograd.Function):
-    """A sink enters after the keys of all ranks, once."""
-
-    @staticmethod
-    def forward(ctx, job, q, k, v, sinks):
-        out, lse = job.strategy.forward(job.comm, job.schedule, job.call, q, k, v)
-        if sinks is not None:
-            state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
-            out, lse = finalize(state)
-            out = out.transpose(1, 2)
-        out = out.to(job.out_dtype).contiguous()
-        ctx.job = job
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 5
-        dout = torch.zeros_like(out) if dout is None else dout
-        job, saved = ctx.job, (out, lse, dout, dlse)
-        found = job.strategy.backward(job.comm, job.schedule, job.call, q, k, v, saved)
-        dq, dk, dv = (g.to(q.dtype) for g in found)
-        dsinks = None
-        if sinks is not None:
-            dsinks = sink_gradient(sinks, lse, row_delta(out, dout, dlse)).to(sinks.dtype)
-        return None, dq, dk, dv, dsinks

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from onchip.parallel.group import GroupComm
 from onchip.parallel.local import LocalComm, run_ranks
@@ -23,8 +25,16 @@ __all__ = [
     "LocalComm",
     "ParallelError",
     "Work",
+    "as_comm",
     "run_ranks",
 ]
+
+
+def as_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """Whatever says who the ranks are."""
+    if group is None or isinstance(group, (ProcessGroup, DeviceMesh)):
+        return GroupComm(group)
+    return group
 
 
 @dataclass
@@ -44,7 +54,7 @@ class Event:
 
 class CountingComm:
     """A communicator that counts what it sends: messages and bytes that leave this rank, by kind,
-    and the log of all operations. The parts of `split` count together with the whole.
+    and the log of all operations. Its parts count together with the whole.
 
     sum and max count as one message of the tensor's bytes, whatever the backend makes of them;
     agree and split count none.
@@ -80,7 +90,13 @@ class CountingComm:
         self.comm.agree(facts)
 
     def split(self, color: int) -> "CountingComm":
-        part = CountingComm(self.comm.split(color))
+        return self._with(self.comm.split(color))
+
+    def part(self, members: Sequence[int]) -> "CountingComm":
+        return self._with(self.comm.part(members))
+
+    def _with(self, comm: Comm) -> "CountingComm":
+        part = CountingComm(comm)
         part.messages, part.bytes, part.log = self.messages, self.bytes, self.log
         return part
 

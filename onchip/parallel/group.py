@@ -143,7 +143,9 @@ class GroupComm(Pairwise):
     def split(self, color: int) -> "GroupComm":
         texts = json.loads(self._decide("split", as_text({"color": color}), json.dumps))
         colors = [json.loads(text).get("color") for text in texts]
-        members = [r for r in range(self.size) if colors[r] == color]
+        return self.part([r for r in range(self.size) if colors[r] == color])
+
+    def part(self, members: Sequence[int]) -> "GroupComm":
         ranks, parts = tuple(self._ranks[r] for r in members), self._common.parts
         if ranks not in parts:
             self._connect()
@@ -152,8 +154,10 @@ class GroupComm(Pairwise):
         return GroupComm(self.group, self.timeout_s, _part=parts[ranks])
 
     def _connect(self) -> None:
-        """NCCL connects in the first operation of a group, which must be one of all its ranks."""
-        if self._whole and "cuda:nccl" in dist.get_backend_config(self.group):
+        """NCCL connects in the first operation of a group, which must be one of all its ranks: all
+        make their first parts together."""
+        nccl = "cuda:nccl" in dist.get_backend_config(self.group)
+        if nccl and self._whole and not self._common.parts:
             self.sum(torch.zeros(1, device="cuda")).wait()
 
     def _decide(self, kind: str, text: str, fold) -> str:

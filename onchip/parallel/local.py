@@ -6,7 +6,7 @@ to buffer: who reuses a buffer before `wait` is wrong here, as he would be on a 
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -182,6 +182,7 @@ class LocalComm(Pairwise):
         self.rank, self.size = rank, len(ranks)
         self._hall, self._group, self._ranks = hall, group, ranks
         self._agreed, self._calls = Agreed(), 0
+        self._parts: dict[tuple[int, ...], LocalComm] = {}
 
     def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> LocalWork:
         me, hall = self._ranks[self.rank], self._hall
@@ -200,10 +201,14 @@ class LocalComm(Pairwise):
 
     def split(self, color: int) -> "LocalComm":
         colors = self._texts("colors", str(color))
-        members = [r for r in range(self.size) if colors[r] == str(color)]
-        group = (*self._group, "split", self._calls, color)
+        return self.part([r for r in range(self.size) if colors[r] == str(color)])
+
+    def part(self, members: Sequence[int]) -> "LocalComm":
         ranks = tuple(self._ranks[r] for r in members)
-        return LocalComm(self._hall, group, ranks, members.index(self.rank))
+        if ranks not in self._parts:
+            group, rank = (*self._group, "part", ranks), members.index(self.rank)
+            self._parts[ranks] = LocalComm(self._hall, group, ranks, rank)
+        return self._parts[ranks]
 
     def _texts(self, kind: str, text: str) -> list[str]:
         self._calls += 1

@@ -69,6 +69,11 @@ class Comm(Protocol):
         """The communicator of the ranks that give the same color, in the order of their ranks."""
         ...
 
+    def part(self, members: Sequence[int]) -> "Comm":
+        """The communicator of these ranks, this one among them, all of which know who they are: it
+        costs no message."""
+        ...
+
 
 class Message(NamedTuple):
     """A tensor that goes to a peer or comes from it."""

@@ -8,7 +8,6 @@ window. Any other round is a block mask. ALiBi and dropout go by positions in th
 which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -248,14 +247,16 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded. saved
     is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = _posed(call, round, q, k, v)
+    question, x = _posed(call, round, q, k, v, wide_grads=True)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
 
 
-def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Question, Tensors]:
+def _posed(
+    call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
+) -> tuple[Question, Tensors]:
     places = (None, None) if round.places is None else round.places
     x = Tensors(
         q[:, round.rows],
@@ -277,37 +278,30 @@ def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Q
         out_dtype=accumulator_dtype(q.dtype),
     )
     problem = ask(describe, x, options, ()).problem
-    whole = problem._replace(first_head=call.first_head, wide_grads=True)
-    return library.posed(x, whole), x
+    problem = problem._replace(first_head=call.first_head, wide_grads=wide_grads)
+    return library.posed(x, problem), x
 
 
 class Total:
-    """(out, lse) of local queries over the rounds so far, at rest and unrounded."""
+    """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
+    fp64: of a hundred rounds each would round the sum of all before it.
+    """
 
     def __init__(self, q: Tensor, head_dim_v: int):
         batch, seqlen, heads, _ = q.shape
         wide = accumulator_dtype(q.dtype)
-        self._empty: Callable[[], tuple[Tensor, Tensor]] = lambda: (
-            q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide),
-            q.new_full((batch, heads, seqlen), -torch.inf, dtype=wide),
-        )
-        self._state: tuple[Tensor, Tensor] | None = None
-        self._seqlen = seqlen
+        self._out = q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide)
+        self._lse = q.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round. The tensors are the total's from now on."""
-        if self._state is None and (rows.start, rows.stop) == (0, self._seqlen):
-            self._state = out, lse
-            return
-        total_out, total_lse = self.result()
-        out_rows, lse_rows = total_out[:, rows], total_lse[:, :, rows]
-        merged = torch.logaddexp(lse_rows, lse)
+        """Merge in what `rows` saw in one more round."""
+        total, total_lse = self._out[:, rows], self._lse[:, :, rows]
+        merged = torch.logaddexp(total_lse, lse.double())
         pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        own, new = (torch.exp(x - pivot).transpose(1, 2)[..., None] for x in (lse_rows, lse))
-        out_rows.mul_(own).addcmul_(out, new)
-        lse_rows.copy_(merged)
+        own, new = (torch.exp(x - pivot).to(out.dtype) for x in (total_lse, lse))
+        own, new = (x.transpose(1, 2)[..., None] for x in (own, new))
+        total.mul_(own).addcmul_(out, new)
+        total_lse.copy_(merged)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        if self._state is None:
-            self._state = self._empty()
-        return self._state
+        return self._out, self._lse.to(self._out.dtype)
