@@ -1,7 +1,11 @@
 """The same calls give the same bits in one process and on torch.distributed."""
 
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 
@@ -65,6 +69,52 @@ def test_patterns_in_one_process(size, dtype):
 def test_patterns_on_gloo(pool, size, dtype):
     for rank, got in enumerate(pool.run(size, patterns, 11, dtype)):
         torch.testing.assert_close(got, expected(size, rank, 11, dtype), rtol=0, atol=0)
+
+
+def program(comm, kinds, seed):
+    """Posts these patterns with sizes, hops and gaps by chance, and waits for them in any order."""
+    chance, works, got = random.Random(seed), [], []
+    for step, kind in enumerate(kinds):
+        n = [chance.randrange(6) for _ in range(comm.size)]
+        hops, gaps = chance.randrange(-9, 10), chance.choice((1, 2))
+        mine = lambda *shape, salt=step: draw(97 * salt + comm.rank, *shape)
+        here = n[comm.rank]
+        blank = lambda rows, gaps=gaps: torch.full((rows, 3 * gaps), torch.nan)[:, ::gaps]
+        if kind == "shift":
+            out = [blank(n[(comm.rank - hops) % comm.size])]
+            work = comm.shift(mine(here, 3 * gaps)[:, ::gaps], out[0], hops)
+        elif kind == "gather":
+            out = [blank(m) for m in n]
+            work = comm.gather(mine(here, 3 * gaps)[:, ::gaps], out)
+        elif kind == "swap":
+            out = [blank(m) for m in n]
+            work = comm.swap([mine(here, 3) for _ in n], out)
+        elif kind == "scatter_sum":
+            out = [blank(here)]
+            work = comm.scatter_sum([mine(m, 3 * gaps)[:, ::gaps] for m in n], out[0])
+        else:
+            out = [mine(5, 3 * gaps)[:, ::gaps]]
+            work = comm.max(out[0])
+        works.append(work)
+        got.append(out)
+    chance.shuffle(works)
+    for work in works:
+        work.wait()
+        work.wait()  # once more changes nothing
+    return got
+
+
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 8]),
+    kinds=st.lists(
+        st.sampled_from(["shift", "gather", "swap", "scatter_sum", "max"]), min_size=1, max_size=6
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_any_calls_have_the_same_bits_in_one_process_and_on_gloo(pool, size, kinds, seed):
+    here, there = run_ranks(size, program, kinds, seed), pool.run(size, program, kinds, seed)
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
 def sums(comm):
