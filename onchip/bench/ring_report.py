@@ -196,7 +196,8 @@ def work_sheet(rows: list[Row]) -> Sheet:
     """Layouts down, ranks across: the busiest rank over the mean."""
     cell = lambda r: f"{r['value']:.3f}"
     columns, body = _grid(_rows(rows, "work"), lambda r: (r["kernel"],), _ranks, cell)
-    timed = {r["kernel"]: cell(r) for r in _rows(rows, "kernels")}
+    doubted = lambda r: " *" if r["doubts"] else ""
+    timed = {r["kernel"]: cell(r) + doubted(r) for r in _rows(rows, "kernels")}
     heads = ["layout", *columns, "time of 2 ranks"]
     return heads, [[*line, timed.get(line[0], "")] for line in body]
 

@@ -12,7 +12,9 @@ from onchip.parallel.machines import LINKS, Fabric
 from onchip.parallel.simulate import Step
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = json.loads((ROOT / "bench" / "results" / "simulated-ring.json").read_text())["rows"]
+RESULTS = ROOT / "bench" / "results"
+COMMITTED = json.loads((RESULTS / "simulated-ring.json").read_text())["rows"]
+MEASURED = json.loads((RESULTS / "cpu-ring.json").read_text())["rows"]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,10 @@ def test_the_committed_figures_are_what_the_code_computes(quick):
         assert row.get("step_s") == pytest.approx(committed[key(row)].get("step_s"))
 
 
-def test_the_committed_figures_reach_the_bars():
-    verdicts = judge(COMMITTED, ring.BARS)
-    assert len(verdicts) == 2 and all(verdict.ok for verdict in verdicts)
+@pytest.mark.parametrize("rows, least", [(COMMITTED, 2), (MEASURED, 2)])
+def test_the_committed_figures_reach_the_bars(rows, least):
+    verdicts = judge(rows, ring.BARS)
+    assert len(verdicts) >= least and all(verdict.ok for verdict in verdicts)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +111,9 @@ def test_partials_that_are_rounded_are_worse(causal, monkeypatch):
     assert row["peers"]["bf16 partials"] > 1.02 * row["peers"]["one call"]
 
 
-def test_every_table_has_lines(measured):
-    work = [ring_ranks.work_row(2, "zigzag"), ring_ranks.precision_row(1, False)]
+def test_every_table_has_lines():
     for name, sheet in ring_report.SHEETS.items():
-        heads, body = sheet([*COMMITTED, *measured, *work])
+        heads, body = sheet([*COMMITTED, *MEASURED])
         assert body and all(len(line) == len(heads) for line in body), name
     assert "1,024" in ring_report.SHEETS["forward"](COMMITTED)[0]
 
