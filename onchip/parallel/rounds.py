@@ -110,6 +110,19 @@ def schedule(layout: Layout, rule: Rule, rank: int, device: torch.device) -> Sch
     return Schedule(rounds, tuple(layout.lengths(rule.seqlen)))
 
 
+def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
+    """(query, key) pairs of one head that causal, window and documents leave to each round of a
+    rank; a mask is not counted.
+    """
+    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
+    found = []
+    for hop in range(hops(layout, rule) + 1):
+        cols = layout.positions((rank - hop) % layout.size, rule.seqlen)
+        seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
+        found.append(int(seen.clamp(min=0).sum()))
+    return found
+
+
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.
