@@ -4,6 +4,7 @@ from importlib import import_module
 
 _HOMES = {
     "attention": ("context_parallel_attention",),
+    "explanation": ("explain",),
     "comm": ("Comm", "CountingComm", "GroupComm", "ParallelError", "run_ranks"),
     "sharding": ("Layout", "balanced", "contiguous", "striped", "zigzag"),
 }

@@ -110,6 +110,19 @@ def schedule(layout: Layout, rule: Rule, rank: int, device: torch.device) -> Sch
     return Schedule(rounds, tuple(layout.lengths(rule.seqlen)))
 
 
+def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
+    """(query, key) pairs of one head that causal, window and documents leave to each round of a
+    rank; a mask is not counted.
+    """
+    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
+    found = []
+    for hop in range(hops(layout, rule) + 1):
+        cols = layout.positions((rank - hop) % layout.size, rule.seqlen)
+        seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
+        found.append(int(seen.clamp(min=0).sum()))
+    return found
+
+
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.
@@ -288,20 +301,30 @@ class Total:
     """
 
     def __init__(self, q: Tensor, head_dim_v: int):
-        batch, seqlen, heads, _ = q.shape
-        wide = accumulator_dtype(q.dtype)
-        self._out = q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide)
-        self._lse = q.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
+        self._shape = (*q.shape[:3], head_dim_v)
+        self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
+        self._state: tuple[Tensor, Tensor] | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round."""
-        total, total_lse = self._out[:, rows], self._lse[:, :, rows]
+        """Merge in what `rows` saw in one more round: out may be the total from now on."""
+        if self._state is None and (rows.start, rows.stop) == (0, self._shape[1]):
+            self._state = out, lse.double()
+            return
+        total_out, total_lse = self._begun()
+        total_out, total_lse = total_out[:, rows], total_lse[:, :, rows]
         merged = torch.logaddexp(total_lse, lse.double())
         pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        own, new = (torch.exp(x - pivot).to(out.dtype) for x in (total_lse, lse))
-        own, new = (x.transpose(1, 2)[..., None] for x in (own, new))
-        total.mul_(own).addcmul_(out, new)
+        share = torch.exp(lse - pivot).to(out.dtype)  # and 1 - share is that of the total
+        total_out.lerp_(out, share.transpose(1, 2)[..., None])
         total_lse.copy_(merged)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        return self._out, self._lse.to(self._out.dtype)
+        out, lse = self._begun()
+        return out, lse.to(out.dtype)
+
+    def _begun(self) -> tuple[Tensor, Tensor]:
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
+            self._state = self._like.new_zeros(self._shape), lse
+        return self._state
