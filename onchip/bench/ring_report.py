@@ -173,7 +173,7 @@ def step_sheet(rows: list[Row]) -> Sheet:
     body = [
         [
             f"{r['seqlen']:,}{' *' if r['doubts'] else ''}",
-            r["pass"],
+            r["pass"] + (", slow link" if r.get("message_share") else ""),
             *(f"{r[f'{name}_ms']:.1f}" for name in ("step", "kernels", "messages")),
             f"{r['value']:.2f}",
             f"{r['messages']} x {r['sent_bytes'] / r['messages'] / 1e6:.2g} MB",
