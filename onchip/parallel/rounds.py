@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from onchip import library
+from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import Options, Question, Tensors, Window, ask, describe
+from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
 CPU = torch.device("cpu")
 PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
@@ -281,33 +282,54 @@ def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Q
     return library.posed(x, whole), x
 
 
+State = tuple[Tensor, Tensor]  # (out, lse)
+# States that one launch folds. To read and to write the total costs as much as one of them each.
+WAITING = 4
+
+
 class Total:
-    """(out, lse) of local queries over the rounds so far, at rest and unrounded."""
+    """(out, lse) of local queries over the rounds so far, at rest and unrounded. On a GPU the
+    states of a few rounds wait for one another.
+    """
 
     def __init__(self, q: Tensor, head_dim_v: int):
         batch, seqlen, heads, _ = q.shape
         wide = accumulator_dtype(q.dtype)
-        self._empty: Callable[[], tuple[Tensor, Tensor]] = lambda: (
+        self._empty: Callable[[], State] = lambda: (
             q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide),
             q.new_full((batch, heads, seqlen), -torch.inf, dtype=wide),
         )
-        self._state: tuple[Tensor, Tensor] | None = None
+        self._state: State | None = None
         self._seqlen = seqlen
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+        fused = q.is_cuda and device_info(q.device).has_triton
+        self._fold, self._most = (kernel_module("triton").fold, WAITING) if fused else (_fold, 1)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge in what `rows` saw in one more round. The tensors are the total's from now on."""
         if self._state is None and (rows.start, rows.stop) == (0, self._seqlen):
             self._state = out, lse
             return
-        total_out, total_lse = self.result()
-        out_rows, lse_rows = total_out[:, rows], total_lse[:, :, rows]
-        merged = torch.logaddexp(lse_rows, lse)
-        pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        own, new = (torch.exp(x - pivot).transpose(1, 2)[..., None] for x in (lse_rows, lse))
-        out_rows.mul_(own).addcmul_(out, new)
-        lse_rows.copy_(merged)
+        self._waiting.append((rows.start, out, lse))
+        if len(self._waiting) == self._most:
+            self.result()
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> State:
         if self._state is None:
             self._state = self._empty()
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._fold(self._state, waiting)
         return self._state
+
+
+def _fold(own: State, parts: list[tuple[int, Tensor, Tensor]]) -> None:
+    """The states of rows that begin with a number, into that of all, in place."""
+    for start, out, lse in parts:
+        rows = slice(start, start + out.shape[1])
+        out_rows, lse_rows = own[0][:, rows], own[1][:, :, rows]
+        merged = torch.logaddexp(lse_rows, lse)
+        pivot = merged.masked_fill(merged == -torch.inf, 0.0)
+        before, new = (torch.exp(x - pivot).transpose(1, 2)[..., None] for x in (lse_rows, lse))
+        out_rows.mul_(before).addcmul_(out, new)
+        lse_rows.copy_(merged)

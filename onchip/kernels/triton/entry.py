@@ -62,3 +62,14 @@ def merge(
 
     with on_device(own[0]):
         return merge(own, parts, out_dtype)
+
+
+def fold(own: tuple[Tensor, Tensor], parts: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+    """Fold states of some tokens into one of all, in place: own is (batch, seqlen, heads,
+    head_dim_v) and (batch, heads, seqlen), contiguous fp32; each of parts, at most four, is of the
+    tokens that begin with a number, out and lse in the same layout.
+    """
+    from onchip.kernels.triton.merge import fold
+
+    with on_device(own[0]):
+        fold(own, parts)
