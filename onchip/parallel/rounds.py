@@ -8,7 +8,6 @@ window. Any other round is a block mask. ALiBi and dropout go by positions in th
 which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -235,6 +234,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     first_head: int = 0
+    wide_grads: bool = True  # needed where gradients of rounds are summed
 
 
 def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,17 +246,19 @@ def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple) -> Grads:
-    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded. saved
-    is (out, lse, dout, dlse or None) of all rows over all keys.
+    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded if the
+    call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = _posed(call, round, q, k, v)
+    question, x = _posed(call, round, q, k, v, call.wide_grads)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
 
 
-def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Question, Tensors]:
+def _posed(
+    call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
+) -> tuple[Question, Tensors]:
     places = (None, None) if round.places is None else round.places
     x = Tensors(
         q[:, round.rows],
@@ -278,58 +280,61 @@ def _posed(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Q
         out_dtype=accumulator_dtype(q.dtype),
     )
     problem = ask(describe, x, options, ()).problem
-    whole = problem._replace(first_head=call.first_head, wide_grads=True)
-    return library.posed(x, whole), x
+    problem = problem._replace(first_head=call.first_head, wide_grads=wide_grads)
+    return library.posed(x, problem), x
 
 
 State = tuple[Tensor, Tensor]  # (out, lse)
-# States that one launch folds. To read and to write the total costs as much as one of them each.
+# States that one launch folds: to read the total and to write it costs as much as one of them each.
 WAITING = 4
 
 
 class Total:
-    """(out, lse) of local queries over the rounds so far, at rest and unrounded. On a GPU the
-    states of a few rounds wait for one another.
+    """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
+    fp64: of a hundred rounds each would round the sum of all before it. On a GPU a few rounds wait
+    for one another, because what a launch costs is to read and write the total.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int):
         batch, seqlen, heads, _ = q.shape
         wide = accumulator_dtype(q.dtype)
-        self._empty: Callable[[], State] = lambda: (
-            q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide),
-            q.new_full((batch, heads, seqlen), -torch.inf, dtype=wide),
-        )
-        self._state: State | None = None
-        self._seqlen = seqlen
+        self._out = q.new_empty(batch, seqlen, heads, head_dim_v, dtype=wide)
+        self._lse = q.new_empty(batch, heads, seqlen, dtype=torch.float64)
+        self._fresh = True
         self._waiting: list[tuple[int, Tensor, Tensor]] = []
         fused = q.is_cuda and device_info(q.device).has_triton
         self._fold, self._most = (kernel_module("triton").fold, WAITING) if fused else (_fold, 1)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round. The tensors are the total's from now on."""
-        if self._state is None and (rows.start, rows.stop) == (0, self._seqlen):
-            self._state = out, lse
-            return
+        """Merge in what `rows` saw in one more round."""
         self._waiting.append((rows.start, out, lse))
         if len(self._waiting) == self._most:
-            self.result()
+            self._merge()
 
     def result(self) -> State:
-        if self._state is None:
-            self._state = self._empty()
+        self._merge()
+        return self._out, self._lse.to(self._out.dtype)
+
+    def _merge(self) -> None:
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._fold(self._state, waiting)
-        return self._state
+        if waiting or self._fresh:
+            self._fold((self._out, self._lse), waiting, self._fresh)
+            self._fresh = False
 
 
-def _fold(own: State, parts: list[tuple[int, Tensor, Tensor]]) -> None:
-    """The states of rows that begin with a number, into that of all, in place."""
+def _fold(own: State, parts: list[tuple[int, Tensor, Tensor]], fresh: bool) -> None:
+    """States of rows that begin with a number, into that of all, in place; a fresh one has seen
+    nothing yet, and is not initialised.
+    """
+    if fresh:
+        own[0].zero_()
+        own[1].fill_(-torch.inf)
     for start, out, lse in parts:
         rows = slice(start, start + out.shape[1])
-        out_rows, lse_rows = own[0][:, rows], own[1][:, :, rows]
-        merged = torch.logaddexp(lse_rows, lse)
+        total, total_lse = own[0][:, rows], own[1][:, :, rows]
+        merged = torch.logaddexp(total_lse, lse.double())
         pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        before, new = (torch.exp(x - pivot).transpose(1, 2)[..., None] for x in (lse_rows, lse))
-        out_rows.mul_(before).addcmul_(out, new)
-        lse_rows.copy_(merged)
+        before, new = (torch.exp(x - pivot).to(out.dtype) for x in (total_lse, lse))
+        before, new = (x.transpose(1, 2)[..., None] for x in (before, new))
+        total.mul_(before).addcmul_(out, new)
+        total_lse.copy_(merged)

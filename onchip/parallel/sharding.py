@@ -166,6 +166,9 @@ class Balanced(Layout):
         block = lambda i: (i * BLOCK, min((i + 1) * BLOCK, seqlen), 1)
         return [_joined([block(i) for i in blocks]) for blocks in owned]
 
+    def __repr__(self) -> str:
+        return f"Balanced(size={self.size}, mask={self.mask})"
+
     def _planes(self) -> tuple[int, int]:
         return self.mask.shape[:2] if isinstance(self.mask, BlockMask) else (1, 1)
 

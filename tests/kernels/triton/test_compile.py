@@ -287,9 +287,10 @@ def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
 def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch):
     from onchip.kernels.triton.merge import fold
 
-    own = torch.zeros(1, 64, 32, 128), torch.zeros(1, 32, 64)
+    part = torch.zeros(1, 32, 32, 128), torch.zeros(1, 32, 32)
+    own = torch.zeros(1, 64, 32, 128), torch.zeros(1, 32, 64, dtype=torch.float64)
     for count in (1, 3, 4):
-        fold(own, [(32, own[0][:, 32:], own[1][..., 32:])] * count)
+        fold(own, [(32, *part)] * count, fresh=count == 4)
     assert len(launches) == 3
     for kernel, args, kwargs in launches:
         compiled = _compile(kernel, args, kwargs, arch)

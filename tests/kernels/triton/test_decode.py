@@ -399,10 +399,15 @@ def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v
         outs.append(pad(out.double(), (0, 0, 0, 0, *around)).transpose(1, 2))
         lses.append(pad(lse.double(), around, value=-math.inf))
     out, lse = merge_at_rest(outs, lses)
-    got = [t.to(DEVICE) for t in own]
-    fold(tuple(got), [(start, *(t.to(DEVICE) for t in pair)) for start, *pair in parts])
-    want = out.transpose(1, 2).float().to(DEVICE), lse.float().to(DEVICE)
-    torch.testing.assert_close(tuple(got), want, rtol=1e-5, atol=1e-5)
+    got, first = (own[0].clone().to(DEVICE), own[1].double().to(DEVICE)), (0, *own)
+    there = [(start, *(t.to(DEVICE) for t in pair)) for start, *pair in (first, *parts)]
+    fold(got, there[1:])
+    want = out.transpose(1, 2).float().to(DEVICE), lse.to(DEVICE)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    afresh = tuple(torch.full_like(t, math.nan) for t in got)
+    fold(afresh, there[:4], fresh=True)
+    fold(afresh, there[4:])
+    torch.testing.assert_close(afresh, want, rtol=1e-5, atol=1e-6)
 
 
 @here
