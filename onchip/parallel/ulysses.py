@@ -136,7 +136,8 @@ def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
 
 
 def _overlap(spans: Sequence[Span]) -> bool:
-    return any(a[1] > b[0] for a, b in pairwise(spans) if b[0] < b[1])
+    some = [span for span in spans if span[0] < span[1]]
+    return any(a[1] > b[0] for a, b in pairwise(some))
 
 
 def _columns(lse: Tensor) -> Tensor:
