@@ -37,6 +37,7 @@ LAW = {
         "dispatch",
         "library",
         "ops",
+        "explain",
         "models",
     },
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},

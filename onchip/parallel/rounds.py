@@ -111,6 +111,19 @@ def schedule(layout: Layout, rule: Rule, rank: int, device: torch.device) -> Sch
     return Schedule(rounds, tuple(layout.lengths(rule.seqlen)))
 
 
+def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
+    """(query, key) pairs of one head that causal, window and documents leave to each round of a
+    rank; a mask is not counted.
+    """
+    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
+    found = []
+    for hop in range(hops(layout, rule) + 1):
+        cols = layout.positions((rank - hop) % layout.size, rule.seqlen)
+        seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
+        found.append(int(seen.clamp(min=0).sum()))
+    return found
+
+
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.
@@ -285,56 +298,75 @@ def _posed(
 
 
 State = tuple[Tensor, Tensor]  # (out, lse)
-# States that one launch folds: to read the total and to write it costs as much as one of them each.
-WAITING = 4
 
 
 class Total:
     """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
-    fp64: of a hundred rounds each would round the sum of all before it. On a GPU a few rounds wait
-    for one another, because what a launch costs is to read and write the total.
+    fp64: of a hundred rounds each would round the sum of all before it.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int):
-        batch, seqlen, heads, _ = q.shape
-        wide = accumulator_dtype(q.dtype)
-        self._out = q.new_empty(batch, seqlen, heads, head_dim_v, dtype=wide)
-        self._lse = q.new_empty(batch, heads, seqlen, dtype=torch.float64)
-        self._fresh = True
-        self._waiting: list[tuple[int, Tensor, Tensor]] = []
-        fused = q.is_cuda and device_info(q.device).has_triton
-        self._fold, self._most = (kernel_module("triton").fold, WAITING) if fused else (_fold, 1)
+        self._shape = (*q.shape[:3], head_dim_v)
+        self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
+        self._state: State | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round."""
+        """Merge in what `rows` saw in one more round: out may be the total from now on."""
+        if self._state is None and (rows.start, rows.stop) == (0, self._shape[1]):
+            self._state = out, lse.double()
+            return
+        total_out, total_lse = self._begun()
+        total_out, total_lse = total_out[:, rows], total_lse[:, :, rows]
+        merged = torch.logaddexp(total_lse, lse.double())
+        pivot = merged.masked_fill(merged == -torch.inf, 0.0)
+        share = torch.exp(lse - pivot).to(out.dtype)  # and 1 - share is that of the total
+        total_out.lerp_(out, share.transpose(1, 2)[..., None])
+        total_lse.copy_(merged)
+
+    def result(self) -> State:
+        out, lse = self._begun()
+        return out, lse.to(out.dtype)
+
+    def _begun(self) -> State:
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
+            self._state = self._like.new_zeros(self._shape), lse
+        return self._state
+
+
+class Patient(Total):
+    """A total on a GPU, where rounds wait for one another: to merge them costs to read the total
+    and to write it, which one launch does for several of them.
+    """
+
+    WAITING = 4
+
+    def __init__(self, q: Tensor, head_dim_v: int):
+        super().__init__(q, head_dim_v)
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         self._waiting.append((rows.start, out, lse))
-        if len(self._waiting) == self._most:
+        if len(self._waiting) == self.WAITING:
             self._merge()
 
     def result(self) -> State:
-        self._merge()
-        return self._out, self._lse.to(self._out.dtype)
+        if self._waiting:
+            self._merge()
+        return super().result()
 
     def _merge(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if waiting or self._fresh:
-            self._fold((self._out, self._lse), waiting, self._fresh)
-            self._fresh = False
+        fresh = self._state is None
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
+            self._state = self._like.new_empty(self._shape), lse
+        kernel_module("triton").fold(self._state, self._waiting, fresh)
+        self._waiting = []
 
 
-def _fold(own: State, parts: list[tuple[int, Tensor, Tensor]], fresh: bool) -> None:
-    """States of rows that begin with a number, into that of all, in place; a fresh one has seen
-    nothing yet, and is not initialised.
-    """
-    if fresh:
-        own[0].zero_()
-        own[1].fill_(-torch.inf)
-    for start, out, lse in parts:
-        rows = slice(start, start + out.shape[1])
-        total, total_lse = own[0][:, rows], own[1][:, :, rows]
-        merged = torch.logaddexp(total_lse, lse.double())
-        pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        before, new = (torch.exp(x - pivot).to(out.dtype) for x in (total_lse, lse))
-        before, new = (x.transpose(1, 2)[..., None] for x in (before, new))
-        total.mul_(before).addcmul_(out, new)
-        total_lse.copy_(merged)
+def total_of(q: Tensor, head_dim_v: int) -> Total:
+    """Nothing so far."""
+    fused = q.is_cuda and device_info(q.device).has_triton
+    return (Patient if fused else Total)(q, head_dim_v)
