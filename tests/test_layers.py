@@ -34,6 +34,7 @@ LAW = {
         "masks",
         "problem",
         "kernels.leaf",
+        "dispatch",
         "library",
         "ops",
         "explain",

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from onchip import library
+from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import Options, Question, Tensors, Window, ask, describe
+from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
 CPU = torch.device("cpu")
 PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
@@ -246,6 +247,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     first_head: int = 0
+    wide_grads: bool = True  # needed where gradients of rounds are summed
 
 
 def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -257,10 +259,10 @@ def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple) -> Grads:
-    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded. saved
-    is (out, lse, dout, dlse or None) of all rows over all keys.
+    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded if the
+    call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = pose(call, round, q, k, v, wide_grads=True)
+    question, x = pose(call, round, q, k, v, call.wide_grads)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
@@ -296,6 +298,9 @@ def pose(
     return library.posed(x, problem), x
 
 
+State = tuple[Tensor, Tensor]  # (out, lse)
+
+
 class Total:
     """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
     fp64: of a hundred rounds each would round the sum of all before it.
@@ -304,7 +309,7 @@ class Total:
     def __init__(self, q: Tensor, head_dim_v: int):
         self._shape = (*q.shape[:3], head_dim_v)
         self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
-        self._state: tuple[Tensor, Tensor] | None = None
+        self._state: State | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge in what `rows` saw in one more round: out may be the total from now on."""
@@ -319,13 +324,50 @@ class Total:
         total_out.lerp_(out, share.transpose(1, 2)[..., None])
         total_lse.copy_(merged)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> State:
         out, lse = self._begun()
         return out, lse.to(out.dtype)
 
-    def _begun(self) -> tuple[Tensor, Tensor]:
+    def _begun(self) -> State:
         if self._state is None:
             batch, seqlen, heads, _ = self._shape
             lse = self._like.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
             self._state = self._like.new_zeros(self._shape), lse
         return self._state
+
+
+class Patient(Total):
+    """A total on a GPU, where rounds wait for one another: to merge them costs to read the total
+    and to write it, which one launch does for several of them.
+    """
+
+    WAITING = 4
+
+    def __init__(self, q: Tensor, head_dim_v: int):
+        super().__init__(q, head_dim_v)
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        self._waiting.append((rows.start, out, lse))
+        if len(self._waiting) == self.WAITING:
+            self._merge()
+
+    def result(self) -> State:
+        if self._waiting:
+            self._merge()
+        return super().result()
+
+    def _merge(self) -> None:
+        fresh = self._state is None
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
+            self._state = self._like.new_empty(self._shape), lse
+        kernel_module("triton").fold(self._state, self._waiting, fresh)
+        self._waiting = []
+
+
+def total_of(q: Tensor, head_dim_v: int) -> Total:
+    """Nothing so far."""
+    fused = q.is_cuda and device_info(q.device).has_triton
+    return (Patient if fused else Total)(q, head_dim_v)

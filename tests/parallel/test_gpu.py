@@ -1,99 +1,115 @@
-"""Ranks as chunks of one GPU: the kernels of a GPU serve the rounds, and lose nothing by it."""
-
-from dataclasses import replace
+"""Several chunks on one GPU are one call: ranks are threads, and messages copies on the device."""
 
 import pytest
 import torch
 
 import onchip
-from onchip.dispatch import plan
-from onchip.parallel import context_parallel_attention
+from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.rounds import Call, Rule, pose, schedule
-from onchip.parallel.sharding import zigzag
-from onchip.problem import device_info, laid_out
-from tests.parallel.judge import Case, differentiate, judge, on_one_device, on_rank, whole
-from tests.parallel.test_ring import CU, OPTIONS, PACKED, rmse
+from onchip.parallel.sharding import as_layout
+from onchip.parallel.tree import tree_attention, tree_paged_attention
+from onchip.testing import compare, make_packed, make_pages, make_qkv
 
-CUDA = torch.device("cuda")
+pytestmark = pytest.mark.gpu
 
-
-def on_gpu(case):
-    """The case with its tensors on the GPU."""
-    return GpuCase(**{name: getattr(case, name) for name in case.__dataclass_fields__})
+STRATEGIES = ["ring", "ulysses", "hybrid", "allgather"]
+DROPOUT = {"dropout_p": 0.2, "dropout_seed": 11}
 
 
-class GpuCase(Case):
-    def tensors(self):
-        inputs, extras = super().tensors()
-        return tuple(t.cuda() for t in inputs), {n: t.cuda() for n, t in extras.items()}
-
-    @property
-    def cu(self):
-        return None if super().cu is None else super().cu.cuda()
-
-    def arguments(self, extras):
-        options = super().arguments(extras)
-        mask = options.get("mask")
-        return options | {"mask": mask.cuda()} if isinstance(mask, torch.Tensor) else options
+def sequence(seqlen, dtype, heads=(16, 4), dim=128):
+    """q, k, v and dout on the device."""
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim}
+    q, k, v = make_qkv(1, seqlen, device="cuda", dtype=dtype, **sizes)
+    return [q, k, v, torch.randn_like(q)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["zigzag", "striped", "balanced"])
-def test_fp32_is_one_device(name):
-    cases = [Case(name, 333, 2, dtype=torch.float32, options=options) for options in OPTIONS]
-    packed = {"dtype": torch.float32, "cu_seqlens": CU}
-    cases += [Case(name, CU[-1], options=options, **packed) for options in PACKED]
-    for case in map(on_gpu, cases):
-        parts = run_ranks(4, on_rank, case)
-        judge(case, [part[0] for part in parts])
+def differentiated(attend, q, k, v, dout):
+    """out, dq, dk, dv."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "mask": "prefix"}])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_sixteen_bits_lose_no_more_on_ranks(size, options, head_dim):
-    """RMSE against fp64 of result and gradients, at most 1.02 times that of one call."""
-    case = Case("zigzag", 4096, 1, (4, 2), (head_dim,) * 2, torch.bfloat16, options=options)
-    case = on_gpu(case)
-    (q, k, v, dout, dlse), _ = case.tensors()
-    exact_options = replace(case, dtype=torch.float64).arguments({})
-    attend = lambda q, k, v, extras: onchip.attention(q, k, v, **exact_options)
-    inputs = [t.cpu().double() for t in (q, k, v)]
-    exact = differentiate(attend, inputs, dout.cpu().double(), dlse.cpu().double(), {})
-    exact = {name: t.cuda() for name, t in exact.items()}
-    one = rmse(on_one_device(case), exact)
-    many = rmse(whole(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
-    for name, error in many.items():
-        most = 1.25 if name == "lse" else 1.02
-        assert error <= most * one[name], f"{name}: {error:.3e} on {size}, {one[name]:.3e} on one"
+def in_chunks(x, size, strategy, layout="zigzag", **options):
+    """The same of `size` ranks, joined."""
+    layout, seqlen = as_layout(layout, size), x[0].shape[1]
+    parts = [[layout.shard(t, r).contiguous() for t in x] for r in range(size)]
+    options |= {"strategy": strategy, "layout": layout, "seqlen": seqlen}
+
+    def live(comm):
+        attend = lambda *qkv: context_parallel_attention(*qkv, comm, **options)
+        return differentiated(attend, *parts[comm.rank])
+
+    return [layout.unshard(list(each)) for each in zip(*run_ranks(size, live), strict=True)]
 
 
-@pytest.mark.hopper
-def test_hopper_serves_every_causal_round_both_ways():
-    q, k = (torch.randn(1, 1024, h, 128, dtype=torch.bfloat16, device=CUDA) for h in (8, 2))
-    for round in schedule(zigzag(4), Rule(4096, True), 1, CUDA).rounds:
-        for backward in (False, True):
-            question, x = pose(Call(), round, q, k, k, wide_grads=backward)
-            found = plan(laid_out(question.problem, x), device_info(CUDA), None, backward)
-            assert found.kernel == "hopper", found.reasons
+@pytest.mark.parametrize("options", [{}, {"window_size": (300, None), "softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_chunks_are_as_accurate_as_one_call(strategy, options):
+    """bf16, 8 ranks, uneven chunks, GQA: out and gradients, beside those of one call."""
+    x = sequence(1111, torch.bfloat16)
+    attend = lambda *qkv: onchip.attention(*qkv, causal=True, **options)
+    exact = differentiated(attend, *(t.double().cpu() for t in x))
+    one = differentiated(attend, *x)
+    for got, other, want in zip(
+        in_chunks(x, 8, strategy, causal=True, **options), one, exact, strict=True
+    ):
+        compare(got.cpu(), other.cpu(), want)
 
 
-@pytest.mark.gpu
-def test_no_step_waits_for_the_device():
-    """Once plans are made and kernels compiled, the host only enqueues."""
-    layout, x = zigzag(4), torch.randn(1, 4096, 4, 64, dtype=torch.bfloat16, device=CUDA)
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dropout_is_that_of_one_call(strategy, layout):
+    """fp32, 5 ranks: a single other draw would show."""
+    x = sequence(333, torch.float32, heads=(6, 3), dim=64)
+    one = differentiated(lambda *qkv: onchip.attention(*qkv, causal=True, **DROPOUT), *x)
+    found = in_chunks(x, 5, strategy, layout, causal=True, **DROPOUT)
+    for got, want in zip(found, one, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
 
-    def on_this_rank(comm):
-        mine = layout.shard(x, comm.rank).clone().requires_grad_()
-        out = context_parallel_attention(mine, mine, mine, comm, causal=True, strategy="ring")
-        out.sum().backward()
 
-    for _ in range(3):
-        run_ranks(4, on_this_rank)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_rank_waits_for_the_device(strategy):
+    """Once the rounds are planned, forward and backward are launched and nothing is read back."""
+    x = sequence(1024, torch.bfloat16)
+    layout = as_layout("zigzag", 4)
+    parts = [[layout.shard(t, r).contiguous() for t in x] for r in range(4)]
+    options = {"strategy": strategy, "layout": layout, "seqlen": 1024, "causal": True}
+
+    def live(comm):
+        attend = lambda *qkv: context_parallel_attention(*qkv, comm, **options)
+        return differentiated(attend, *parts[comm.rank])
+
+    run_ranks(4, live)
+    torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_ranks(4, on_this_rank)
+        run_ranks(4, live)
     finally:
-        torch.cuda.set_sync_debug_mode(0)
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("window_size", [(None, None), (700, None)])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+def test_a_cache_of_several_ranks_is_one(seqlen_q, window_size):
+    """Dense and over pages, bf16, 1,500 keys on four ranks."""
+    edges = [0, 100, 900, 900, 1500]
+    x = make_packed(
+        [seqlen_q], [1500], num_heads=64, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16
+    )
+    q, k, v = (t[None].cuda() for t in x[:3])
+    options = {"window_size": window_size, "causal": True}
+    exact = onchip.attention(*(t.double().cpu() for t in (q, k, v)), **options)
+    one = onchip.attention(q, k, v, **options)
+
+    def decode(comm):
+        lo, hi = edges[comm.rank : comm.rank + 2]
+        mine, place = (k[:, lo:hi], v[:, lo:hi]), (lo, 1500)
+        cu = torch.tensor([0, hi - lo], dtype=torch.int32)
+        pages = make_pages(mine[0][0], mine[1][0], cu, 16)
+        paged = tree_paged_attention(q, *pages, comm, places=[place], **options)
+        return tree_attention(q, *mine, comm, place=place, **options), paged
+
+    for found in run_ranks(4, decode):
+        for out in found:
+            compare(out.cpu(), one.cpu(), exact)
