@@ -78,8 +78,8 @@ def context_parallel_attention(
         causal, window_size, softmax_scale, softcap, dropout_p, False, deterministic, out_dtype
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    whole = Whole.of(ranks, layout, _check(x, options, cu_seqlens), seqlen, cu_seqlens)
-    rule = _rule(whole, x, options, mask)
+    whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
+    rule = rule_of(whole, x, options, mask)
     _agree(ranks, strategy, whole, rule, options, x)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
     call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
@@ -124,8 +124,8 @@ class Whole(NamedTuple):
         return cls(layout, seqlen, documents)
 
 
-def _check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
-    """Everything that needs no other rank; the number of local positions."""
+def check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
+    """Everything that needs no other rank is checked; the number of local positions."""
     check_qkv(*x[:3], rank=4 if cu_seqlens is None else 3)
     if x.q.shape[-3] != x.k.shape[-3]:
         raise UnsupportedError(
@@ -142,7 +142,8 @@ def _check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
     return x.q.shape[0]
 
 
-def _rule(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+def rule_of(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+    """What the queries of the whole sequence see."""
     packed = whole.documents is not None
     if mask is not None and packed:
         raise UnsupportedError("documents take no mask: use mask=masks.document(cu_seqlens) & mask")

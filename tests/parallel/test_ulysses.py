@@ -72,7 +72,7 @@ def test_messages_and_bytes(heads):
         assert sent == {"swap": tokens * (there + len(others) * back)}
 
 
-@pytest.mark.parametrize("size, heads", [(2, (16, 2)), (8, (16, 1))], ids=str)
+@pytest.mark.parametrize("size, heads", [(3, (16, 2)), (8, (16, 1)), (8, (3, 1))], ids=str)
 def test_gradients_of_shared_heads_are_not_rounded_on_the_way(size, heads):
     """bf16: as accurate as one device, though the key heads are cut among the ranks."""
     x = inputs(heads, seqlen=257, dtype=torch.bfloat16, head_dim=64)
