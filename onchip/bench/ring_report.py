@@ -24,8 +24,8 @@ ASSUMED = (
     " and length: linear in the logarithm of the length between what was measured, constant above"
     " 16,384 keys, in proportion to the keys below 512; less where a call has fewer tiles of 128"
     " queries than the GPU has processors (132); never less than the 35 us that a call takes on"
-    " the host. Merging reads and writes fp32 at 4.5 TB/s: five times out forward, three times dq,"
-    " dk and dv backward.",
+    " the host. Merging moves fp32 at 4.5 TB/s: out of a round and, for four rounds at once, the"
+    " total twice; backward dq, dk and dv three times.",
     "Heads: 32 over 8 of 128, bf16 (Llama 3 8B), one layer. Nodes of 8 GPUs: NVLink 4 inside,"
     " InfiniBand NDR to the next node. Links have their nominal speed, latency as in NCCL's cost"
     " model; what NCCL's own kernels take from the GPU is not modelled.",
@@ -173,7 +173,7 @@ def step_sheet(rows: list[Row]) -> Sheet:
     body = [
         [
             f"{r['seqlen']:,}{' *' if r['doubts'] else ''}",
-            r["pass"],
+            r["pass"] + (", slow link" if r.get("message_share") else ""),
             *(f"{r[f'{name}_ms']:.1f}" for name in ("step", "kernels", "messages")),
             f"{r['value']:.2f}",
             f"{r['messages']} x {r['sent_bytes'] / r['messages'] / 1e6:.2g} MB",
@@ -196,7 +196,8 @@ def work_sheet(rows: list[Row]) -> Sheet:
     """Layouts down, ranks across: the busiest rank over the mean."""
     cell = lambda r: f"{r['value']:.3f}"
     columns, body = _grid(_rows(rows, "work"), lambda r: (r["kernel"],), _ranks, cell)
-    timed = {r["kernel"]: cell(r) for r in _rows(rows, "kernels")}
+    doubted = lambda r: " *" if r["doubts"] else ""
+    timed = {r["kernel"]: cell(r) + doubted(r) for r in _rows(rows, "kernels")}
     heads = ["layout", *columns, "time of 2 ranks"]
     return heads, [[*line, timed.get(line[0], "")] for line in body]
 
