@@ -21,11 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from onchip.parallel.attention import context_parallel_attention
-from onchip.parallel.sharding import Layout, as_layout
+from onchip import parallel
 
 VOCAB, WORDS = 96, 6
 WIDTH, HEADS, KV_HEADS, DIM, LAYERS = 64, 4, 2, 16, 2
+LAYOUTS = {
+    "contiguous": parallel.contiguous,
+    "zigzag": parallel.zigzag,
+    "striped": parallel.striped,
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Place:
     """Which part of a batch this rank has: rows of its dp rank, positions of its cp rank."""
 
     mesh: DeviceMesh
-    layout: Layout
+    layout: parallel.Layout
     seqlen: int
 
     def rows(self, batch: Tensor) -> Tensor:
@@ -44,7 +48,7 @@ class Place:
         return self.mesh["cp"].get_local_rank()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # (1) attention over all ranks
-        return context_parallel_attention(
+        return parallel.context_parallel_attention(
             q, k, v, self.mesh["cp"], layout=self.layout, seqlen=self.seqlen, causal=True
         )
 
@@ -147,18 +151,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seqlen", type=int, default=509)  # nothing needs to divide it
-    parser.add_argument("--layout", default="zigzag")
+    parser.add_argument("--layout", default="zigzag", choices=LAYOUTS)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--json", type=Path, help="write the losses here")
     args = parser.parse_args()
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group("gloo")
     cp = args.cp or max(size // 2, 1)
+    if size % cp or args.batch % (size // cp):
+        parser.error(f"{size} ranks cannot be rows of {cp} that share a batch of {args.batch}")
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    dist.init_process_group("gloo", **alone)
     mesh = init_device_mesh("cpu", (size // cp, cp), mesh_dim_names=("dp", "cp"))
-    losses = train(Place(mesh, as_layout(args.layout, cp), args.seqlen), args)
+    losses = train(Place(mesh, LAYOUTS[args.layout](cp), args.seqlen), args)
     if args.json and dist.get_rank() == 0:
         args.json.write_text(json.dumps(losses))
     dist.destroy_process_group()

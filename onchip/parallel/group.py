@@ -35,6 +35,7 @@ class Common:
         job_store = PrefixStore("onchip job", dist.group.WORLD.get_group_store())
         self.watch = Watch(store, job_store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
+        self.nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.lookout: Lookout | None = None  # where hosts do not wait
         self.parts: dict[tuple[int, ...], Common] = {}
 
@@ -97,7 +98,7 @@ class GroupComm(Pairwise):
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
     def _host_waits(self, tensor: Tensor) -> bool:
-        return not (tensor.is_cuda and "cuda:nccl" in dist.get_backend_config(self.group))
+        return not (tensor.is_cuda and self._common.nccl)
 
     def _look_out(self) -> None:
         """Follows what the current stream has to do up to here."""
@@ -156,8 +157,7 @@ class GroupComm(Pairwise):
     def _connect(self) -> None:
         """NCCL connects in the first operation of a group, which must be one of all its ranks: all
         make their first parts together."""
-        nccl = "cuda:nccl" in dist.get_backend_config(self.group)
-        if nccl and self._whole and not self._common.parts:
+        if self._common.nccl and self._whole and not self._common.parts:
             self.sum(torch.zeros(1, device="cuda")).wait()
 
     def _decide(self, kind: str, text: str, fold) -> str:

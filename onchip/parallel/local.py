@@ -21,8 +21,8 @@ GRACE_S = 5.0  # what the others have for leaving after one rank failed
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
     """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, on the caller's
-    stream, in its grad mode and autocast. The exception of the rank that failed first reaches the caller; a
-    rank that waits longer than timeout_s for another raises ParallelError.
+    stream, in its grad mode and autocast. The exception of the rank that failed first reaches the
+    caller; a rank that waits longer than timeout_s for another raises ParallelError.
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
