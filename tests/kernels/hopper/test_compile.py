@@ -100,6 +100,10 @@ BACKWARD = [
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
+    Variant(64, {"wide_grads": True, "causal": True}, (0.0, 0.01)),
+    Variant(128, {"wide_grads": True}, (0.0, 0.06)),
+    Variant(128, {"wide_grads": True, "causal": True}, FEW),
+    Variant(128, {"wide_grads": True, **PACKED}, FEW),
 ]
 
 
@@ -115,6 +119,7 @@ def variants(table: list[Variant]) -> list:
 
 def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     options = dict(variant.options)
+    wide_grads = options.pop("wide_grads", False)
     lengths = options.pop("lengths", (200, 300))
     take = lambda *names: {name: options.pop(name) for name in names if name in options}
     shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
@@ -133,7 +138,7 @@ def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     x = Tensors(q, k, v, **extras)
     if page_size:
         return _pose_paged(x, page_size, Options(**options), max_seqlens)
-    return describe(x, Options(**options), max_seqlens), x
+    return describe(x, Options(**options), max_seqlens)._replace(wide_grads=wide_grads), x
 
 
 def _pose_paged(
