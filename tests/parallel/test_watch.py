@@ -1,14 +1,18 @@
 """A rank that dies or stalls is named by every other rank, within the timeout."""
 
+import gc
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
+from onchip.parallel.watch import Watch
 from tests.parallel.pool import Pool
 
 TIMEOUT_S = 5.0
@@ -118,3 +122,13 @@ def stalls_in_a_thread(comm):
 def test_a_thread_that_stalls_is_named():
     with pytest.raises(ParallelError, match="rank 1 did not answer within 0.2 s"):
         run_ranks(3, stalls_in_a_thread, timeout_s=0.2)
+
+
+def test_a_pulse_ends_with_who_shows_it():
+    """And therefore before the interpreter, which a thread inside the store would abort."""
+    store = dist.HashStore()
+    watch = Watch(store, store, [0], 0, timeout_s=1.0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "onchip-pulse"]
+    del watch
+    gc.collect()
+    assert not thread.is_alive()

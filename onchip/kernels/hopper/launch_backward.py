@@ -246,8 +246,8 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 
 
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
-    wide = problem.wide_grads
-    dk, dv = (t.new_empty(t.shape, dtype=grad_dtype(problem)) for t in (x.k, x.v))
+    wide, dtype = problem.wide_grads, grad_dtype(problem)
+    dk, dv = x.k.new_empty(x.k.shape, dtype=dtype), x.v.new_empty(x.v.shape, dtype=dtype)
     config, width = hopper_backward_config(call.width), call.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -264,8 +264,6 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         numbers(accumulator.view(-1, 32), (128, 32)),
         dk if wide else descriptor(dk, 64, width),
         dv if wide else descriptor(dv, 64, width),
-        problem.head_dim,
-        problem.head_dim_v,
         *frame.arguments,
         tiles_n,
         _section(problem, heads, width),
@@ -274,6 +272,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         scale,
         inner,
         problem.softmax_scale,
+        problem.head_dim,
+        problem.head_dim_v,
         WIDTH=width,
         DQ=call.dq is not None,
         WIDE=wide,
