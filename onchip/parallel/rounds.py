@@ -124,6 +124,7 @@ def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=PLANS)
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.

@@ -11,8 +11,18 @@ from onchip.parallel.comm import run_ranks
 from onchip.parallel.rounds import Call, Rule, pose, schedule
 from onchip.parallel.sharding import zigzag
 from onchip.problem import device_info, laid_out
-from tests.parallel.judge import Case, differentiate, judge, on_one_device, on_rank, whole
-from tests.parallel.test_ring import CU, OPTIONS, PACKED, rmse
+from tests.parallel.judge import (
+    CU,
+    OPTIONS,
+    PACKED,
+    Case,
+    differentiate,
+    judge,
+    on_one_device,
+    on_rank,
+    rmse,
+    whole,
+)
 
 CUDA = torch.device("cuda")
 
