@@ -7,13 +7,13 @@ has a link on which they take four fifths as long as a round's kernel. "kernels"
 alone, the slower rank over the mean, by layout. "work": the same of the pairs that a causal mask
 leaves to each rank, counted from the layout's positions. "precision": the RMSE of a ring in bf16
 against fp64, beside that of one call, and that of a ring whose partial results are rounded before
-they are merged.
+they are merged. "sums": the same of dk, which is a sum over ranks, relative to its size.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -36,6 +36,7 @@ COUNTED = 8192  # tokens whose pairs are counted
 ROUNDS, QUICK_ROUNDS = 9, 3
 SIZES = (2, 4, 8)  # whose layouts are counted
 PRECISE, PRECISE_TOKENS, PRECISE_HEADS = (1, 2, 8, 64), 4096, 2
+SUMMED_TOKENS = 2048
 SLOW = 0.4  # of all kernels: of two equal rounds the first has a message beside it
 OVERLAP, ROUNDED = 1.15, 1.02  # the bars
 QUIET = 0.1  # of the CPUs that others may use while times are measured
@@ -70,7 +71,8 @@ BARS = (
 
 def run(session: Session) -> None:
     processes = "two ranks over gloo", partial(process_rows, session.quick)
-    session.run([processes, *work_jobs(), *precision_jobs(session.quick)])
+    sums = [(f"a sum over {n} ranks", partial(sums_row, n)) for n in PRECISE[1:]]
+    session.run([processes, *work_jobs(), *precision_jobs(session.quick), *sums])
 
 
 class Asked(NamedTuple):
@@ -314,6 +316,37 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor
         states = zip(*(attend(s) for s in seen), strict=True)
         outs.append(onchip.merge_states(*map(list, states))[0].to(q.dtype))
     return torch.cat(outs, 1)
+
+
+def sums_row(size: int) -> Row:
+    """`value` is the relative RMSE of dk in bf16 if the terms of ranks are summed in fp32; peers
+    round the terms first, or every sum of them.
+    """
+    torch.manual_seed(0)
+    terms = list(_dk_terms(SUMMED_TOKENS, size))
+    exact = sum(terms, torch.zeros(()))
+    relative = lambda dk: rmse(dk.bfloat16(), exact) / float(exact.square().mean().sqrt())
+    rounded = [term.bfloat16() for term in terms]
+    peers = {
+        "bf16 terms": relative(sum((t.float() for t in rounded), torch.zeros(()))),
+        "bf16 sum": relative(reduce(torch.add, rounded)),
+    }
+    wide = sum((term.float() for term in terms), torch.zeros(()))
+    case = Case(
+        "sums", "none", torch.bfloat16, HEAD_DIM, SUMMED_TOKENS, num_heads=1, way="backward"
+    )
+    return case.row("fp32 terms", relative(wide), "relative RMSE", peers=peers, devices=size)
+
+
+def _dk_terms(tokens: int, size: int) -> Iterator[Tensor]:
+    """What the queries of each rank add to dk, in fp64."""
+    q, k, v, dout = torch.randn(4, tokens, HEAD_DIM).bfloat16().double()
+    softmax_scale = HEAD_DIM**-0.5
+    for q_chunk, dout_chunk in zip(q.chunk(size), dout.chunk(size), strict=True):
+        p = torch.softmax(softmax_scale * q_chunk @ k.T, -1)
+        dp = dout_chunk @ v.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        yield softmax_scale * ds.T @ q_chunk
 
 
 def _case(bench: str, asked: Asked) -> Case:

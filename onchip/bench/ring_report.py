@@ -111,7 +111,8 @@ def memory_sheet(rows: list[Row]) -> Sheet:
 
 def _memory(row: Row) -> str:
     if row["tier"] is None:
-        return size_of(row["memory_gb"])
+        blocks = f" ({size_of(row['six_blocks_gb'])})" if row["pass"] == "forward" else ""
+        return size_of(row["memory_gb"]) + blocks
     drives = f", {row['modules']:,} drives" if row["modules"] > 1 else ""
     return f"{row['slabs']:,} slabs, {size_of(row['stored_gb'])} on {row['tier']}{drives}"
 
@@ -218,6 +219,15 @@ def precision_sheet(rows: list[Row]) -> Sheet:
     return heads, body
 
 
+def sums_sheet(rows: list[Row]) -> Sheet:
+    """Ranks down: relative RMSE of dk, by what is rounded on the way."""
+    names = ("bf16 terms", "bf16 sum")
+    cells = lambda r: [f"{x:.2e}" for x in (r["value"], *(r["peers"][name] for name in names))]
+    return ["ranks", "fp32 terms", *names], [
+        [str(r["devices"]), *cells(r)] for r in _rows(rows, "sums")
+    ]
+
+
 def published_sheet(rows: list[Row]) -> Sheet:
     """GPUs and layouts down: what others measured, and what the simulation gives."""
     line = lambda r: (f"8 x {r['gpu']}", r["kernel"])
@@ -248,6 +258,7 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "step": step_sheet,
     "work": work_sheet,
     "precision": precision_sheet,
+    "sums": sums_sheet,
     "hide": hide_sheet,
     "link": link_sheet,
     "forward": efficiency_sheet("forward"),
@@ -262,12 +273,13 @@ TITLES = {
     "step": "Two ranks on two cores over gloo, fp32, 8 heads of 64, causal, zigzag; ms",
     "work": "Causal: work of the busiest rank over the mean, by layout",
     "precision": "bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
+    "sums": "dk in bf16 as a sum over ranks: relative RMSE against fp64",
     "hide": "Tokens per device from which on messages hide: by the formula (by simulation, < 1 %)",
     "link": "8 devices, causal, zigzag: efficiency by link and tokens on each device",
     "forward": "Forward, causal: efficiency, and the time of a step",
     "backward": "Backward, causal: efficiency, and the time of a step",
     "exposed": "Exposed communication, zigzag; hides: the condition holds on the slowest link",
-    "memory": "Memory of a device, zigzag; or how a context that does not fit is cut, and lies",
+    "memory": "Memory of a device (six blocks alone); or how what does not fit is cut, and lies",
     "path": "1M tokens, causal, zigzag: the critical path in per cent",
     "hybrid": "1M tokens, causal, zigzag: a ring of all devices, and of nodes that deal heads",
     "published": "Per cent of the ideal that others measured (and that the simulation gives)",

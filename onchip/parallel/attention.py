@@ -11,7 +11,7 @@ from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel.comm import Comm
 from onchip.parallel.nest import Nest
-from onchip.parallel.rounds import Call, Rule
+from onchip.parallel.rounds import Call, Rule, hops
 from onchip.parallel.sharding import Layout, as_layout, offsets
 from onchip.parallel.strategy import Group, attend, choose, ranks_of
 from onchip.problem import (
@@ -85,7 +85,7 @@ def context_parallel_attention(
     call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
-    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2])
+    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))
     out, lse = attend(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]

@@ -15,7 +15,7 @@ from onchip.parallel.comm import Comm
 from onchip.parallel.exchange import deal, kv_heads
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.nest import Groups, Nest, sent_bytes
-from onchip.parallel.rounds import Rule, pairs_of_rounds, schedule
+from onchip.parallel.rounds import Rule, hops, pairs_of_rounds, schedule
 from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import Chosen, Group, choose, ranks_of
 from onchip.problem import Options, Tensors, Window
@@ -147,13 +147,14 @@ def explain(
     x = Tensors(q, k, v)
     whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
     rule = rule_of(whole, x, options, mask)
-    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2])
+    turns = hops(whole.layout, rule)
+    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], turns)
     found = _Turns.of(ranks, chosen, whole.layout, rule)
     rates, text = _rates(flops_s, causal, q.shape[-1], whole.seqlen // ranks.size)
     forward, backward = (_pass(x, rule, chosen, found, rates[b], b) for b in (False, True))
     return Explanation(
         chosen,
-        _why(strategy, chosen, ranks, x),
+        _why(strategy, chosen, ranks, x, turns),
         whole.layout,
         ranks.size,
         whole.seqlen,
@@ -285,11 +286,10 @@ def _least_chunks(
     return {name: factor * forward.flops_s / link.bytes_s for name, link in links.items()}
 
 
-def _why(strategy: str, chosen: Chosen, ranks: Comm | Nest, x: Tensors) -> str:
+def _why(strategy: str, chosen: Chosen, ranks: Comm | Nest, x: Tensors, turns: int) -> str:
     if strategy != "auto":
         return "asked for"
-    share = lambda n: f"{sent_bytes(ranks.size, n, *_heads(x)):.3g}"
-    inner, ring = share(chosen.inner_size), share(1)
     if chosen.inner_size == 1:
-        return f"sends least, {ring} times the keys and values of a rank"
-    return f"sends least, {inner} times the keys and values of a rank (a ring: {ring})"
+        return f"sends least, {turns} times the keys and values of a rank"
+    inner = sent_bytes(ranks.size, chosen.inner_size, *_heads(x))
+    return f"sends least, {inner:.3g} times the keys and values of a rank (a ring: {turns})"

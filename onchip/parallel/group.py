@@ -24,7 +24,6 @@ from onchip.parallel.lookout import Lookout
 from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
 
-
 HANG_UP = 2**20  # the tag of a message that nobody sends
 
 

@@ -124,6 +124,7 @@ def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=PLANS)
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.
@@ -254,7 +255,7 @@ def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     """(out, lse) of the round's rows, unrounded; q, k, v (batch, seqlen, heads, head_dim) are all
     that is at hand.
     """
-    question, x = _posed(call, round, q, k, v)
+    question, x = pose(call, round, q, k, v)
     return library.run(question, x, call.kernel)[:2]
 
 
@@ -262,16 +263,17 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded if the
     call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = _posed(call, round, q, k, v, call.wide_grads)
+    question, x = pose(call, round, q, k, v, call.wide_grads)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
 
 
-def _posed(
+def pose(
     call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
 ) -> tuple[Question, Tensors]:
+    """The checked question of a round, and its tensors."""
     places = (None, None) if round.places is None else round.places
     x = Tensors(
         q[:, round.rows],

@@ -118,6 +118,14 @@ def test_partials_that_are_rounded_are_worse(causal, monkeypatch):
     assert row["peers"]["bf16 partials"] > 1.02 * row["peers"]["one call"]
 
 
+def test_rounded_sums_are_worse_with_every_rank():
+    few, many = (ring_ranks.sums_row(size) for size in (2, 16))
+    assert few["value"] == pytest.approx(many["value"], rel=0.05)
+    for row in (few, many):
+        assert row["value"] < row["peers"]["bf16 terms"] <= row["peers"]["bf16 sum"]
+    assert many["peers"]["bf16 sum"] > 1.5 * few["peers"]["bf16 sum"]
+
+
 def test_every_table_has_lines():
     for name, sheet in ring_report.SHEETS.items():
         heads, body = sheet([*COMMITTED, *MEASURED])

@@ -101,6 +101,13 @@ def test_efficiency_is_lost_to_messages_and_to_the_busiest_rank():
     assert even.efficiency(slow) < 0.1
 
 
+def test_auto_knows_that_windows_end_a_ring():
+    ask = lambda **options: explain(*meta(256, (8, 8)), Rank(0, 8), causal=True, **options).chosen
+    assert ask(layout="contiguous").strategy == "ulysses"
+    assert ask(layout="contiguous", window_size=(200, 0)).strategy == "ring"
+    assert ask(layout="striped", window_size=(200, 0)).strategy == "ulysses"
+
+
 def test_it_is_told_in_sentences():
     text = str(explain(*meta(8192, (32, 8)), Rank(3, 8), strategy="ring", causal=True))
     for words in (
