@@ -34,7 +34,7 @@ from onchip.kernels.hopper.tensors import (
     scales,
     section_of,
 )
-from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,7 +46,7 @@ def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
-        return _without_scores(x, out, lse, dout, dlse)
+        return _without_scores(problem, x, out, lse, dout, dlse)
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     call = Call.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
@@ -65,10 +65,10 @@ def backward(
 
 
 def _without_scores(
-    x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """No query or no key: only the sinks have a gradient."""
-    dq, dk, dv = (t.new_zeros(t.shape) for t in x[:3])
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=grad_dtype(problem)) for t in x[:3])
     if x.sinks is None:
         return Grads(dq, dk, dv)
     return Grads(dq, dk, dv, dsinks=sink_gradient(x.sinks, lse, row_delta(out, dout, dlse)))
@@ -229,7 +229,7 @@ def _prepare(
 
 
 def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
-    dq = x.q.new_empty(x.q.shape)
+    dq = x.q.new_empty(x.q.shape, dtype=grad_dtype(problem))
     parts = call.tile_m * call.width // PART.value
     _finish_kernel[(call.num_programs * parts,)](
         call.dq,
@@ -246,7 +246,8 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 
 
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
-    dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
+    wide, dtype = problem.wide_grads, grad_dtype(problem)
+    dk, dv = x.k.new_empty(x.k.shape, dtype=dtype), x.v.new_empty(x.v.shape, dtype=dtype)
     config, width = hopper_backward_config(call.width), call.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -261,8 +262,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         descriptor(dout, config.tile_m, width),
         numbers(call.rows, (2 * config.tile_m,)),
         numbers(accumulator.view(-1, 32), (128, 32)),
-        descriptor(dk, 64, width),
-        descriptor(dv, 64, width),
+        dk if wide else descriptor(dk, 64, width),
+        dv if wide else descriptor(dv, 64, width),
         *frame.arguments,
         tiles_n,
         _section(problem, heads, width),
@@ -271,8 +272,11 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         scale,
         inner,
         problem.softmax_scale,
+        problem.head_dim,
+        problem.head_dim_v,
         WIDTH=width,
         DQ=call.dq is not None,
+        WIDE=wide,
         **frame.constants,
         **_constants(config),
     )

@@ -40,8 +40,9 @@ FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
 class Variant(NamedTuple):
     """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask and
-    page_size shape the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and
-    with later ones: what was measured (2026-11-15), so that it cannot grow unseen.
+    page_size shape the tensors; wide_grads is the problem's. spills: how much of a hot loop may be
+    spills, with Triton 3.6 and with later ones: what was measured (2026-11-15), so that it cannot
+    grow unseen.
     """
 
     head_dim: int
@@ -100,6 +101,8 @@ BACKWARD = [
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
+    Variant(128, {"causal": True, "wide_grads": True}, FEW),
+    Variant(64, {"mask": True, "wide_grads": True, "head_dim_v": 40}, (0.0, 0.01)),
 ]
 
 
@@ -115,6 +118,9 @@ def variants(table: list[Variant]) -> list:
 
 def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     options = dict(variant.options)
+    if options.pop("wide_grads", False):
+        problem, x = _pose(variant._replace(options=options))
+        return problem._replace(wide_grads=True), x
     lengths = options.pop("lengths", (200, 300))
     take = lambda *names: {name: options.pop(name) for name in names if name in options}
     shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
@@ -226,7 +232,8 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert machine.shared <= SHARED_BYTES
     assert machine.registers <= most_registers
     assert machine.has("HGMMA") and machine.has("UTMALDG")
-    stores = ("STG",) if "out_dtype" in variant.options else ("UTMASTG", "UTMAREDG")
+    wide = {"out_dtype", "wide_grads"} & variant.options.keys()
+    stores = ("STG",) if wide else ("UTMASTG", "UTMAREDG")
     assert machine.has(*stores)
 
 

@@ -1,0 +1,107 @@
+"""All keys on every rank are one device: forward and every gradient."""
+
+import pytest
+import torch
+
+from onchip import masks
+from onchip.parallel import allgather, sharding
+from onchip.parallel.comm import CountingComm, run_ranks
+from onchip.parallel.rounds import Rule
+from tests.parallel.judge import (
+    CU,
+    DROPOUT,
+    OPTIONS,
+    PACKED,
+    Case,
+    in_process,
+    judge,
+    lose_no_more,
+    on_rank,
+)
+
+CPU = torch.device("cpu")
+
+
+def gathering(layout="zigzag", seqlen=111, **rest):
+    return Case(layout, seqlen, strategy="allgather", **rest)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_any_mask_and_option(options, layout):
+    in_process(gathering(layout, batch=2, options=options), 3)
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
+def test_documents(options):
+    in_process(gathering(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, DROPOUT], ids=str)
+@pytest.mark.parametrize("size, seqlen", [(1, 37), (8, 5), (4, 300), (3, 0)])
+def test_any_lengths(size, seqlen, options):
+    in_process(gathering(seqlen=seqlen, options=options), size)
+
+
+def test_a_layout_of_many_pieces(monkeypatch):
+    """Every other pair of blocks is on one rank: one call with a block mask."""
+    layout, seqlen = sharding.balanced(2, masks.block_local(64)), 700
+    monkeypatch.setattr(allgather, "MAX_PIECES", 1)
+    assert len(layout.pieces(0, seqlen)) > 1
+    assert len(allgather.schedule(layout, Rule(seqlen, True), 0, CPU).rounds) == 1
+    in_process(gathering("balanced", seqlen, options={"causal": True}), 2)
+
+
+@pytest.mark.parametrize("layout", [sharding.contiguous(4), sharding.zigzag(4)])
+@pytest.mark.parametrize(
+    "rule", [Rule(999, causal=True), Rule(999, window_size=(50, 7)), Rule(999, True, (50, None))]
+)
+def test_pieces_need_no_mask(layout, rule):
+    """Causal and windows are what kernels know, aligned bottom-right, and no key is read that none
+    sees.
+    """
+    for rank in range(4):
+        rounds = allgather.schedule(layout, rule, rank, CPU).rounds
+        assert len(rounds) == len(layout.pieces(rank, 999))
+        assert all(round.mask is None for round in rounds)
+        for round, piece in zip(rounds, layout.pieces(rank, 999), strict=True):
+            lo, hi = rule.spans(torch.arange(*piece))
+            assert (round.keys.start, round.keys.stop) == (int(lo.min()), int(hi.max()))
+
+
+def test_messages_and_bytes():
+    """Keys and values to each other rank, once forward and once backward; then to each its share of
+    their gradients, in fp32.
+    """
+    size, seqlen, heads, dims = 3, 37, (4, 2), (8, 5)
+    case = gathering(seqlen=seqlen, batch=2, heads=heads, dims=dims, dtype=torch.bfloat16)
+
+    def live(comm):
+        comm = CountingComm(comm)
+        on_rank(comm, case)
+        return comm.rank, dict(comm.messages), dict(comm.bytes)
+
+    per_token = 2 * heads[1] * sum(dims)  # of a batch of 2
+    for rank, messages, sent in run_ranks(size, live):
+        mine = case.layout_of(size).length(rank, seqlen)
+        assert messages == {"gather": 2 * (size - 1), "scatter_sum": size - 1}
+        assert sent["gather"] == 2 * (size - 1) * mine * per_token * 2
+        assert sent["scatter_sum"] == (seqlen - mine) * per_token * 4
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_sixteen_bits_lose_no_more(size):
+    options = {"causal": True, "kernel": "tiled"}
+    shape = {"heads": (4, 1), "dims": (64, 64), "dtype": torch.bfloat16}
+    lose_no_more(gathering(seqlen=511, options=options, **shape), size)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gloo(pool, size, dtype):
+    cases = [
+        gathering(dtype=dtype, options={"causal": True, **DROPOUT}),
+        gathering("striped", heads=(6, 2), dtype=dtype, options={"window_size": (17, 0)}),
+    ]
+    for case, *parts in zip(cases, *pool.run(size, on_rank, *cases), strict=True):
+        judge(case, parts)

@@ -1,0 +1,99 @@
+"""Heads dealt to ranks are one device: forward and every gradient."""
+
+import pytest
+import torch
+
+from onchip.parallel.comm import CountingComm, run_ranks
+from onchip.parallel.exchange import deal, kv_heads
+from tests.parallel.judge import (
+    CU,
+    DROPOUT,
+    OPTIONS,
+    PACKED,
+    Case,
+    in_process,
+    judge,
+    lose_no_more,
+    on_rank,
+)
+
+# ranks, (heads, key heads): whole groups, cut groups, fewer heads than ranks, one head for all
+DEALS = [(4, (8, 4)), (3, (8, 2)), (5, (12, 3)), (8, (6, 6)), (4, (7, 1)), (8, (3, 1)), (1, (4, 2))]
+
+
+def ulysses(layout="zigzag", seqlen=111, heads=(8, 2), **rest):
+    return Case(layout, seqlen, heads=heads, strategy="ulysses", **rest)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_any_mask_and_option(options, layout):
+    """Heads that ranks share, 111 tokens on 3 ranks."""
+    in_process(ulysses(layout, batch=2, options=options), 3)
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
+def test_documents(options):
+    in_process(ulysses(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
+
+
+@pytest.mark.parametrize("size, heads", DEALS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mask": "planes"}, {"causal": True, **DROPOUT}, {"alibi": True, "sinks": True}]
+)
+def test_any_number_of_heads(options, size, heads):
+    in_process(ulysses(heads=heads, options=options), size)
+
+
+@pytest.mark.parametrize("seqlen", [0, 1, 2, 63])
+def test_fewer_tokens_than_ranks_and_odd_ones(seqlen):
+    in_process(ulysses(seqlen=seqlen, options={"causal": True}), 4)
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (6, 6), (7, 1)], ids=str)
+def test_messages_and_bytes(heads):
+    """Forward q, k, v there and out, lse back; backward dout, dlse there and dq, dk, dv back: one
+    message each from every rank to every other. Gradients of key heads that ranks share travel in
+    fp32.
+    """
+    size, d, dv = 4, 8, 5
+    case = ulysses("contiguous", 36, heads, batch=3, dims=(d, dv), dtype=torch.bfloat16)
+    dealt = deal(*heads, size)
+    keys = [kv_heads(span, heads[0] // heads[1]) for span in dealt]
+    count = lambda spans, r: spans[r][1] - spans[r][0]
+    shared = sum(count(keys, r) for r in range(size)) > heads[1]
+    tokens = 3 * 36 // size
+
+    def live(comm):
+        comm = CountingComm(comm)
+        on_rank(comm, case)
+        return comm.rank, dict(comm.messages), dict(comm.bytes)
+
+    for rank, messages, sent in run_ranks(size, live):
+        others = [r for r in range(size) if r != rank]
+        there = sum(count(dealt, r) * (d + dv) * 2 + count(dealt, r) * 4 for r in others)
+        there += sum(count(keys, r) * (d + dv) * 2 for r in others)
+        back = count(dealt, rank) * (dv * 2 + 4 + d * 2)
+        back += count(keys, rank) * (d + dv) * (4 if shared else 2)
+        assert messages == {"swap": 4 * len(others)}
+        assert sent == {"swap": tokens * (there + len(others) * back)}
+
+
+@pytest.mark.parametrize("size, heads", [(2, (8, 2)), (3, (16, 2)), (8, (16, 1)), (8, (3, 1))])
+def test_sixteen_bits_lose_no_more(size, heads):
+    """Though key heads are cut among ranks: their gradients are not rounded on the way."""
+    options = {"causal": True, "kernel": "tiled"}
+    lose_no_more(
+        ulysses("zigzag", 257, heads, dims=(64, 64), dtype=torch.bfloat16, options=options), size
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gloo(pool, size, dtype):
+    cases = [
+        ulysses(heads=(8, 8), dtype=dtype, options={"mask": "longformer", "sinks": True}),
+        ulysses("striped", heads=(12, 3), dtype=dtype, options={"causal": True, **DROPOUT}),
+    ]
+    for case, *parts in zip(cases, *pool.run(size, on_rank, *cases), strict=True):
+        judge(case, parts)
