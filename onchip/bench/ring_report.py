@@ -111,7 +111,8 @@ def memory_sheet(rows: list[Row]) -> Sheet:
 
 def _memory(row: Row) -> str:
     if row["tier"] is None:
-        return size_of(row["memory_gb"])
+        blocks = f" ({size_of(row['six_blocks_gb'])})" if row["pass"] == "forward" else ""
+        return size_of(row["memory_gb"]) + blocks
     drives = f", {row['modules']:,} drives" if row["modules"] > 1 else ""
     return f"{row['slabs']:,} slabs, {size_of(row['stored_gb'])} on {row['tier']}{drives}"
 
@@ -278,7 +279,7 @@ TITLES = {
     "forward": "Forward, causal: efficiency, and the time of a step",
     "backward": "Backward, causal: efficiency, and the time of a step",
     "exposed": "Exposed communication, zigzag; hides: the condition holds on the slowest link",
-    "memory": "Memory of a device, zigzag; or how a context that does not fit is cut, and lies",
+    "memory": "Memory of a device (six blocks alone); or how what does not fit is cut, and lies",
     "path": "1M tokens, causal, zigzag: the critical path in per cent",
     "hybrid": "1M tokens, causal, zigzag: a ring of all devices, and of nodes that deal heads",
     "published": "Per cent of the ideal that others measured (and that the simulation gives)",

@@ -10,6 +10,7 @@ import re
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,6 +23,8 @@ from onchip.parallel.facts import Agreed, as_text, compare
 from onchip.parallel.lookout import Lookout
 from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
+
+HANG_UP = 2**20  # the tag of a message that nobody sends
 
 
 class Common:
@@ -173,7 +176,19 @@ class GroupComm(Pairwise):
     def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
         suspect = None if peer is None else self._common.job_rank(peer)
         cause = f"waited {waited_s:.3g} s, {_told(error)}"
-        return self._common.watch.judge(suspect, cause)
+        verdict = self._common.watch.judge(suspect, cause)
+        self._hang_up()
+        return verdict
+
+    def _hang_up(self) -> None:
+        """Those who wait for this rank need not wait for their timeout: gloo closes all connections
+        of a process in which an operation came too late, so one does.
+        """
+        for peer in set(range(self.size)) - {self.rank}:
+            with suppress(RuntimeError):  # which is what it is for
+                nothing, peer = torch.empty(1), self._ranks[peer]
+                work = dist.irecv(nothing, group=self.group, group_src=peer, tag=HANG_UP)
+                work.wait(timedelta(milliseconds=1))
 
 
 class GroupWork:

@@ -190,4 +190,5 @@ def _without_store(suspect: int | None, cause: str, error: Exception) -> Paralle
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     who = suspect if agent else 0
     named = "" if who is None else f"rank {who} is lost: "
-    return ParallelError(f"{named}the store of the group is gone ({cause}; {error})", who)
+    told = str(error).partition("\n")[0]
+    return ParallelError(f"{named}the store of the group is gone ({cause}; {told})", who)
