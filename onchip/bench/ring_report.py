@@ -111,7 +111,8 @@ def memory_sheet(rows: list[Row]) -> Sheet:
 
 def _memory(row: Row) -> str:
     if row["tier"] is None:
-        blocks = f" ({size_of(row['six_blocks_gb'])})" if row["pass"] == "forward" else ""
+        ring = row["pass"] == "forward" and row["devices"] > 1
+        blocks = f" ({size_of(row['six_blocks_gb'])})" if ring else ""
         return size_of(row["memory_gb"]) + blocks
     drives = f", {row['modules']:,} drives" if row["modules"] > 1 else ""
     return f"{row['slabs']:,} slabs, {size_of(row['stored_gb'])} on {row['tier']}{drives}"

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from onchip.explain import human_bytes
 from onchip.kernels.protocol import accumulator_dtype
+from onchip.parallel import allgather
 from onchip.parallel.attention import Whole, check, rule_of
 from onchip.parallel.comm import Comm
 from onchip.parallel.exchange import deal, kv_heads
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.nest import Groups, Nest, sent_bytes
-from onchip.parallel.rounds import Rule, hops, pairs_of_rounds, schedule
+from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds, schedule
 from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import Chosen, Group, choose, ranks_of
 from onchip.problem import Options, Tensors, Window
@@ -74,8 +75,9 @@ class Explanation(NamedTuple):
     seqlen: int
     chunk: int
     balance: float  # pairs of the busiest rank over the mean; a mask is not counted
-    masked: int  # rounds of this rank that need a block mask
-    idle: int  # rounds of this rank in which it sees nothing
+    rounds: int  # of this rank
+    masked: int  # those that need a block mask
+    idle: int  # those in which it sees nothing
     rate: str
     passes: tuple[Pass, Pass]
     least_chunks: Mapping[str, float]
@@ -90,11 +92,8 @@ class Explanation(NamedTuple):
     def _lines(self) -> Iterator[tuple[str, str]]:
         yield "strategy", f"{self.chosen.strategy}: {self.why}"
         yield "layout", f"{self.layout}; the busiest rank has {self.balance:.2f} of the mean work"
-        done = len(self.passes[0].flops) - self.idle
-        yield (
-            "rounds",
-            f"{done} here, {self.idle} more see nothing; {self.masked} need a block mask",
-        )
+        count = f"{self.rounds - self.idle} here, {self.idle} more see nothing"
+        yield "rounds", f"{count}; {self.masked} need a block mask"
         for each in self.passes:
             yield each.name, _sends(each)
         yield "rate", self.rate
@@ -160,8 +159,9 @@ def explain(
         whole.seqlen,
         whole.layout.length(ranks.rank, whole.seqlen),
         found.balance,
-        found.masked,
-        found.idle,
+        len(found.rounds),
+        sum(r is not None and r.mask is not None for r in found.rounds),
+        sum(r is None for r in found.rounds),
         text,
         (forward, backward),
         _least_chunks(x, rule, forward, links),
@@ -171,15 +171,14 @@ def explain(
 
 class _Turns(NamedTuple):
     """The ring of a call: of groups that deal heads among them, or of ranks. pairs are those of the
-    rounds of the busiest, for one head.
+    busiest, round by round and for one head; rounds are this rank's.
     """
 
     size: int
     longest: int
     pairs: list[int]
     mean: float
-    masked: int
-    idle: int
+    rounds: tuple[Round | None, ...]
 
     @property
     def balance(self) -> float:
@@ -189,16 +188,12 @@ class _Turns(NamedTuple):
     def of(cls, ranks: Comm | Nest, chosen: Chosen, layout: Layout, rule: Rule) -> "_Turns":
         inner = chosen.inner_size
         held = layout if inner == 1 else Groups(layout, inner)
-        rank = ranks.rank // inner
-        if chosen.strategy == "allgather":
-            held, rank = layout, ranks.rank
+        planned = allgather.schedule if chosen.strategy == "allgather" else schedule
         work = [_work(held, rule, r) for r in range(held.size)]
         busiest = max(range(held.size), key=work.__getitem__)
         pairs, mean = pairs_of_rounds(held, rule, busiest), sum(work) / len(work)
-        rounds = schedule(held, rule, rank, torch.device("cpu")).rounds
-        masked = sum(r is not None and r.mask is not None for r in rounds)
-        idle = sum(r is None for r in rounds)
-        return cls(held.size, max(held.lengths(rule.seqlen)), pairs, mean, masked, idle)
+        rounds = planned(held, rule, ranks.rank // inner, torch.device("cpu")).rounds
+        return cls(held.size, max(held.lengths(rule.seqlen)), pairs, mean, rounds)
 
 
 def _work(layout: Layout, rule: Rule, rank: int) -> int:
@@ -212,10 +207,10 @@ def _pass(
     heads = rule.planes[0] * rule.planes[1] / chosen.inner_size
     per_pair = 2 * (x.q.shape[-1] + x.v.shape[-1]) * heads * (BACKWARD if backward else 1)
     flops = tuple(per_pair * pairs for pairs in turns.pairs)
-    hops, message, bare = _sent(x, rule, chosen, turns, backward)
+    messages, message, bare = _sent(x, rule, chosen, turns, backward)
     name = "backward" if backward else "forward"
-    rounds = flops if hops else (sum(flops),)
-    return Pass(name, hops, message, bare, rounds, per_pair * turns.mean, flops_s)
+    rounds = flops if messages else (sum(flops),)
+    return Pass(name, messages, message, bare, rounds, per_pair * turns.mean, flops_s)
 
 
 def _sent(
@@ -223,13 +218,13 @@ def _sent(
 ) -> tuple[int, int, int]:
     """Rounds that send, what each of them sends, and what is sent beside no kernel."""
     keys, sums = _key_bytes(x, rule, turns.longest // chosen.inner_size)
-    message, hops = keys + sums if backward else keys, len(turns.pairs) - 1
+    message, messages = keys + sums if backward else keys, len(turns.pairs) - 1
     if chosen.strategy == "allgather":
         return 0, 0, (turns.size - 1) * message
     dealt = _dealt_bytes(x, rule, turns.longest, chosen.inner_size, backward)
-    if hops == 0:
+    if messages == 0:
         return 0, 0, dealt
-    return hops, message, dealt + (sums if backward else 0)  # which come home at last
+    return messages, message, dealt + (sums if backward else 0)  # which come home at last
 
 
 def _key_bytes(x: Tensors, rule: Rule, tokens: int) -> tuple[int, int]:
