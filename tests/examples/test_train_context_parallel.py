@@ -1,4 +1,4 @@
-"""examples/train_context_parallel.py: the loss curve is that of one process, in fp64 within 1e-12."""
+"""examples/train_context_parallel.py: the loss curve is that of one process, fp64 within 1e-12."""
 
 import json
 import os
