@@ -102,12 +102,12 @@ H200_KERNELS = {
     (False, True, 128): Kernel((300, 435, 536, 606, 655, 693)),
     (False, False, 256): Kernel((526, 607, 688, 720, 751, 768)),
     (False, True, 256): Kernel((337, 471, 595, 672, 713, 730)),
-    (True, False, 64): Kernel((317, 383, 428, 449, 479, 487)),
-    (True, True, 64): Kernel((198, 288, 367, 426, 450, 478)),
-    (True, False, 128): Kernel((357, 443, 498, 532, 568, 578)),
-    (True, True, 128): Kernel((223, 332, 422, 488, 527, 557)),
-    (True, False, 256): Kernel((154, 177, 189, 191, 190, 186)),
-    (True, True, 256): Kernel((116, 145, 168, 185, 200, 201)),
+    (True, False, 64): Kernel((318, 387, 434, 459, 476, 480)),
+    (True, True, 64): Kernel((197, 291, 372, 429, 461, 481)),
+    (True, False, 128): Kernel((363, 448, 507, 541, 558, 578)),
+    (True, True, 128): Kernel((224, 337, 429, 489, 533, 552)),
+    (True, False, 256): Kernel((323, 385, 425, 443, 470, 477)),
+    (True, True, 256): Kernel((210, 300, 365, 414, 436, 436)),  # the last one as the one before
 }
 
 

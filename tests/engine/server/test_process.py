@@ -82,8 +82,10 @@ def kill_a_client(ask, url, until):
 def drive(ask, url, max_tokens, stream):
     body = {"prompt": "abc", "max_tokens": max_tokens, "ignore_eos": True, "stream": stream}
     status, answer, _ = ask(url, "/v1/completions", body)
+    if status != 200:
+        return answer["error"]["code"]
     if not stream:
-        return "done" if status == 200 else answer["error"]["code"]
+        return "done"
     *_, last, end = [e.removeprefix("data: ") for e in answer.split("\n\n") if e]
     assert end == "[DONE]"
     last = json.loads(last)
