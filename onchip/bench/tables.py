@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -163,8 +164,9 @@ def _bench(path: Path, form: str) -> str:
         choices = ", ".join(filter(None, forms))
         raise ValueError(f"there is no form {form!r} of {name}; choose from: {choices}")
     command = f"`onchip bench {name} --json {source}`" if name in bench.BENCHES else f"`{source}`"
+    unknown = f"Not measured yet: {command} writes the numbers."
     if not path.exists():
-        return f"Not measured yet: {command} writes the numbers."
+        return unknown
     document = json.loads(path.read_text(encoding="utf-8"))
     if document["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {document['schema']}, expected {SCHEMA}")
@@ -174,14 +176,20 @@ def _bench(path: Path, form: str) -> str:
     triton = f", Triton {meta['triton']}" if meta["triton"] and path.stem != "cpu" else ""
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
     caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."
-    return f"{forms[form](rows)}\n\n{caption}"
+    table = forms[form](rows)
+    return f"{table}\n\n{caption}" if table else unknown
 
 
 def _sheets(name: str) -> dict[str, Callable[[list[Row]], str]]:
-    """The tables that a benchmark makes of its rows itself."""
+    """The tables that a benchmark makes of its rows itself; nothing where it has none for them."""
     report = bench.report(name)
     made = report.SHEETS if report else {}
-    return {form: lambda rows, sheet=sheet: _markdown(*sheet(rows)) for form, sheet in made.items()}
+
+    def table(rows: list[Row], sheet: Callable) -> str:
+        heads, body = sheet(rows)
+        return _markdown(heads, body) if body else ""
+
+    return {form: partial(table, sheet=sheet) for form, sheet in made.items()}
 
 
 def _summary(rows: list[Row]) -> str:

@@ -177,14 +177,18 @@ def _folded(
     m, l, acc, out_ptr, lse_ptr, rows, start, length, num_heads,
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """The state with one more: this is `merge` of onchip/state.py with l = 1 on one side."""
-    seen, lses, cells, exist = _places(rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V)
-    lse = tl.load(lse_ptr + lses, mask=seen, other=float("-inf")).to(tl.float64)
-    part = tl.load(out_ptr + cells, mask=exist, other=0.0)
-    m_new = tl.maximum(m, lse)
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
-    alpha, beta = _weight(m - pivot), _weight(lse - pivot)
-    return m_new, l * alpha + beta, acc * alpha[:, None] + part * beta[:, None]
+    """The state with one more, if there is one: this is `merge` of onchip/state.py with l = 1 on
+    one side.
+    """
+    if out_ptr is not None:
+        seen, lses, cells, exist = _places(rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V)
+        lse = tl.load(lse_ptr + lses, mask=seen, other=float("-inf")).to(tl.float64)
+        part = tl.load(out_ptr + cells, mask=exist, other=0.0)
+        m_new = tl.maximum(m, lse)
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        alpha, beta = _weight(m - pivot), _weight(lse - pivot)
+        m, l, acc = m_new, l * alpha + beta, acc * alpha[:, None] + part * beta[:, None]
+    return m, l, acc
 
 
 @triton.jit
@@ -216,22 +220,18 @@ def fold_kernel(
         m = tl.load(own_lse_ptr + lses, mask=seen, other=float("-inf"))
         acc = tl.load(own_ptr + cells, mask=exist, other=0.0)
     l = tl.where(m > float("-inf"), 1.0, 0.0)
-    if ptr0 is not None:
-        m, l, acc = _folded(
-            m, l, acc, ptr0, lse_ptr0, rows, s0, n0, num_heads, HEAD_DIM_V, PAD_DIM_V
-        )  # fmt: skip
-    if ptr1 is not None:
-        m, l, acc = _folded(
-            m, l, acc, ptr1, lse_ptr1, rows, s1, n1, num_heads, HEAD_DIM_V, PAD_DIM_V
-        )  # fmt: skip
-    if ptr2 is not None:
-        m, l, acc = _folded(
-            m, l, acc, ptr2, lse_ptr2, rows, s2, n2, num_heads, HEAD_DIM_V, PAD_DIM_V
-        )  # fmt: skip
-    if ptr3 is not None:
-        m, l, acc = _folded(
-            m, l, acc, ptr3, lse_ptr3, rows, s3, n3, num_heads, HEAD_DIM_V, PAD_DIM_V
-        )  # fmt: skip
+    m, l, acc = _folded(
+        m, l, acc, ptr0, lse_ptr0, rows, s0, n0, num_heads, HEAD_DIM_V, PAD_DIM_V
+    )  # fmt: skip
+    m, l, acc = _folded(
+        m, l, acc, ptr1, lse_ptr1, rows, s1, n1, num_heads, HEAD_DIM_V, PAD_DIM_V
+    )  # fmt: skip
+    m, l, acc = _folded(
+        m, l, acc, ptr2, lse_ptr2, rows, s2, n2, num_heads, HEAD_DIM_V, PAD_DIM_V
+    )  # fmt: skip
+    m, l, acc = _folded(
+        m, l, acc, ptr3, lse_ptr3, rows, s3, n3, num_heads, HEAD_DIM_V, PAD_DIM_V
+    )  # fmt: skip
     tl.store(own_lse_ptr + lses, m + (tl.log2(l) * LN2).to(tl.float64), mask=seen)
     tl.store(own_ptr + cells, acc / tl.where(l == 0, 1.0, l)[:, None], mask=exist)
 
