@@ -10,13 +10,12 @@ from torch import Tensor
 
 from onchip.explain import human_bytes
 from onchip.kernels.protocol import accumulator_dtype
-from onchip.parallel import allgather
 from onchip.parallel.attention import Whole, check, rule_of
 from onchip.parallel.comm import Comm
 from onchip.parallel.exchange import deal, kv_heads
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.nest import Groups, Nest, sent_bytes
-from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds, schedule
+from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds
 from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import Chosen, Group, choose, ranks_of
 from onchip.problem import Options, Tensors, Window
@@ -188,11 +187,10 @@ class _Turns(NamedTuple):
     def of(cls, ranks: Comm | Nest, chosen: Chosen, layout: Layout, rule: Rule) -> "_Turns":
         inner = chosen.inner_size
         held = layout if inner == 1 else Groups(layout, inner)
-        planned = allgather.schedule if chosen.strategy == "allgather" else schedule
         work = [_work(held, rule, r) for r in range(held.size)]
         busiest = max(range(held.size), key=work.__getitem__)
         pairs, mean = pairs_of_rounds(held, rule, busiest), sum(work) / len(work)
-        rounds = planned(held, rule, ranks.rank // inner, torch.device("cpu")).rounds
+        rounds = chosen.schedule(held, rule, ranks.rank // inner, torch.device("cpu")).rounds
         return cls(held.size, max(held.lengths(rule.seqlen)), pairs, mean, rounds)
 
 

@@ -1,5 +1,6 @@
 """Which strategy serves a call on which ranks."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class Chosen(NamedTuple):
 
     strategy: str
     inner_size: int = 1
+
+    @property
+    def schedule(self) -> Callable[..., rounds.Schedule]:
+        """How rounds are planned: groups that deal heads among them are a ring, too."""
+        return OF_ONE_DIMENSION.get(self.strategy, OF_ONE_DIMENSION["ring"])[1]
 
 
 def choose(
@@ -78,8 +84,8 @@ def attend(
     """(out, lse) of this rank, with gradients for q, k, v and sinks of x."""
     inputs = x.q, x.k, x.v, x.sinks
     if chosen.strategy in OF_ONE_DIMENSION:
-        module, schedule = OF_ONE_DIMENSION[chosen.strategy]
-        plan = schedule(layout, rule, ranks.rank, x.q.device)
+        module, _ = OF_ONE_DIMENSION[chosen.strategy]
+        plan = chosen.schedule(layout, rule, ranks.rank, x.q.device)
         return Attention.apply(Job(ranks, module, plan, call, out_dtype), *inputs)
     nest = ranks if isinstance(ranks, Nest) else nested(ranks, chosen.inner_size)
     return Ulysses.apply(Plan.of(nest, layout, rule, call, x, out_dtype), *inputs)
