@@ -61,9 +61,8 @@ class Ranks:
         # Imported by those who need it: torch.distributed takes its time.
         tensor, checkpoint = import_module("onchip.parallel.tensor"), inspect(model)
         self._job = tensor.join(self._world_size, device)
-        mesh = self._job.mesh
-        sizes = {"rank": mesh.get_local_rank(), "world_size": self._world_size}
-        return tensor.connect(load(checkpoint, device, chosen, **sizes), mesh)
+        sizes = {"rank": self._job.rank, "world_size": self._world_size}
+        return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
     def agree(self, number: int) -> int:
         """The smallest of all ranks."""

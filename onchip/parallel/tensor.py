@@ -18,30 +18,36 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from onchip.models import Decoder
 
 
-class SumOutput(ParallelStyle):
-    """The output of a module is summed over the ranks of a mesh."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
-
-        def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if out.requires_grad:
-                raise ValueError("the ranks of a decoder share no gradient: use torch.no_grad()")
-            dist.all_reduce(out, group=group)
-            return out
-
-        module.register_forward_hook(add)
-        return module
-
-
-PLAN = {"layers.*.attention.out": SumOutput(), "layers.*.mlp.down": SumOutput()}
-
-
 class Job:
     """The ranks of a job. Communication that was begun for it ends with it."""
 
-    def __init__(self, mesh: DeviceMesh, began: bool):
-        self.mesh, self._began = mesh, began
+    def __init__(self, mesh: DeviceMesh, began: bool = False):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"the mesh has {mesh.ndim} dimensions: give the one of tensor parallelism"
+            )
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
+        self._mesh: DeviceMesh | None = mesh
+        self._began = began
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        if self._mesh is None:
+            raise ValueError("this rank has left its job")
+        return self._mesh
+
+    def connect(self, part: Decoder) -> Decoder:
+        """The whole model of one part per rank, in place. From now on all ranks make the same
+        calls. Each has a cache for its own heads (`part.cache_spec()`). Inference only.
+        """
+        if (part.part.rank, part.part.world_size) != (self.rank, self.world_size):
+            raise ValueError(
+                f"the decoder is {part.part}, this is rank {self.rank} of {self.world_size}"
+            )
+        total = SumOutput(self)
+        plan = {"layers.*.attention.out": total, "layers.*.mlp.down": total}
+        parallelize_module(part, self.mesh, plan)
+        return part
 
     def smallest(self, number: int) -> int:
         """Of the numbers that the ranks bring."""
@@ -50,8 +56,29 @@ class Job:
         return int(numbers)
 
     def leave(self) -> None:
+        """A model may outlive its job, and must not keep the group alive: one of gloo's threads
+        that still holds a tensor when Python ends would abort the process.
+        """
+        self._mesh = None
         if self._began and dist.is_initialized():
             dist.destroy_process_group()
+
+
+class SumOutput(ParallelStyle):
+    """The output of a module is summed over the ranks of a job."""
+
+    def __init__(self, job: Job):
+        self._job = job
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            if out.requires_grad:
+                raise ValueError("the ranks of a decoder share no gradient: use torch.no_grad()")
+            dist.all_reduce(out, group=self._job.mesh.get_group())
+            return out
+
+        module.register_forward_hook(add)
+        return module
 
 
 def join(world_size: int, device: torch.device) -> Job:
@@ -66,17 +93,3 @@ def join(world_size: int, device: torch.device) -> Job:
     if began:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return Job(init_device_mesh(device.type, (world_size,)), began)
-
-
-def connect(part: Decoder, mesh: DeviceMesh) -> Decoder:
-    """The whole model of one part per rank of a mesh of one dimension, in place. From now on all
-    ranks make the same calls. Each has a cache for its own heads (`part.cache_spec()`). Inference
-    only.
-    """
-    if mesh.ndim != 1:
-        raise ValueError(f"the mesh has {mesh.ndim} dimensions: give the one of tensor parallelism")
-    rank, world_size = mesh.get_local_rank(), mesh.size()
-    if (part.part.rank, part.part.world_size) != (rank, world_size):
-        raise ValueError(f"the decoder is {part.part}, this is rank {rank} of {world_size}")
-    parallelize_module(part, mesh, PLAN)
-    return part
