@@ -583,7 +583,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     count = mine.count
     before = mine.before
     i = 0
-    seqlen = mine.seqlen
+    seqlen = lengths.keys(b, True)
     q = queries.load(b, rows)
     if mine.has_empty & (number < mine.ranges):
         answer_empty(out, lengths, number, kv_head, mine.ranges, f)
