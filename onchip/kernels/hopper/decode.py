@@ -16,7 +16,15 @@ from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.forward import LN2, LOG2E, Scale
-from onchip.kernels.hopper.pipe import AHEAD, LANES, Lookups, make_boxes, make_lookups, meet
+from onchip.kernels.hopper.pipe import (
+    AHEAD,
+    LANES,
+    Lookups,
+    make_boxes,
+    make_lookups,
+    meet,
+    prefetch,
+)
 from onchip.kernels.hopper.schedule import plus
 
 WARPS = gl.constexpr(4)
@@ -61,10 +69,20 @@ class Lengths:
     def keys(self, b, mask):
         """Keys of sequence b, or of a block of them, within the tables whatever they say."""
         if self.PAGED:
-            seqlen = gl.load(self.cache_seqlens + b, mask=mask, other=0)
+            # Past the L1: it may hold what was there before the call before has ended.
+            at = self.cache_seqlens + b
+            seqlen = gl.load(at, mask=mask, other=0, cache_modifier=".cg")
             return gl.minimum(gl.maximum(seqlen, 0), self.seqlen_k)
         else:
             return b * 0 + self.seqlen_k
+
+    @gluon.jit
+    def all(self, BATCH: gl.constexpr):
+        """Of all sequences, BATCH is not below their number; -1 where there is none. Every warp has
+        them for itself.
+        """
+        e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
+        return gl.where(e < self.batch, self.keys(e, e < self.batch), -1)
 
     @gluon.jit
     def start(self, seqlen):
@@ -83,12 +101,14 @@ class Lengths:
 
 @aggregate
 class Range:
-    """The tiles of one program: `count` of them from tile `tile` of sequence b on. It is one of
-    `ranges` of `total` units; `before`: units of all sequences before b. A tile is a unit, and to
-    begin another sequence takes as long as SWITCH of them: those come before its tiles.
+    """The tiles of one program: `count` of them from tile `tile` of sequence b on, which has seqlen
+    keys. It is one of `ranges` of `total` units; `before`: units of all sequences before b. A tile
+    is a unit, and to begin another sequence takes as long as SWITCH of them: those come before its
+    tiles.
     """
 
     b: gl.tensor
+    seqlen: gl.tensor
     tile: gl.tensor
     count: gl.tensor
     before: gl.tensor
@@ -97,8 +117,9 @@ class Range:
     has_empty: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, tile, count, before, total, ranges, has_empty):
+    def __init__(self, b, seqlen, tile, count, before, total, ranges, has_empty):
         self.b = b
+        self.seqlen = seqlen
         self.tile = tile
         self.count = count
         self.before = before
@@ -128,16 +149,11 @@ def cut(number, total, most, least):
 
 
 @gluon.jit
-def range_of(lengths, number, most, least, BATCH: gl.constexpr):
-    """Range `number` of at most `most`, of `least` units at least. BATCH is a power of two, not
-    below the batch: every warp counts all sequences for itself.
-    """
+def range_of(lengths, seqlens, number, most, least):
+    """Range `number` of at most `most`, of `least` units at least. seqlens: lengths.all()."""
     if lengths.PAGED:
-        e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
-        inside = e < lengths.batch
-        seqlens = lengths.keys(e, inside)
-        _, tiles = lengths.tiles(seqlens)
-        tiles = gl.where(inside, tiles, 0)
+        e = gl.arange(0, seqlens.shape[0], seqlens.type.layout)
+        _, tiles = lengths.tiles(gl.maximum(seqlens, 0))
         lead = switch(e, tiles)
         stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
@@ -148,7 +164,8 @@ def range_of(lengths, number, most, least, BATCH: gl.constexpr):
         b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), lengths.batch - 1)
         before = gl.max(gl.where(stops <= lo, stops, 0), 0)
         tile = gl.maximum(lo - before - gl.sum(gl.where(e == b, lead, 0), 0), 0)
-        has_empty = gl.min(gl.where(inside, seqlens, 1), 0) == 0
+        seqlen = gl.sum(gl.where(e == b, seqlens, 0), 0)
+        has_empty = gl.max((seqlens == 0).to(gl.int32), 0) != 0
     else:
         _, tiles = lengths.tiles(lengths.seqlen_k)
         each = tiles + SWITCH
@@ -159,8 +176,9 @@ def range_of(lengths, number, most, least, BATCH: gl.constexpr):
         before = gl.maximum(b * each - SWITCH, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
-        has_empty = lengths.seqlen_k == 0
-    return Range(b, tile, count, before, total, ranges, has_empty)
+        seqlen = lengths.seqlen_k
+        has_empty = seqlen == 0
+    return Range(b, seqlen, tile, count, before, total, ranges, has_empty)
 
 
 @gluon.jit
@@ -247,6 +265,16 @@ class Pages:
         self.tiles.note(i, 0, at.n)
 
     @gluon.jit
+    def foresee(self, lengths, likely):
+        """Bring the first ids of a range near. Only that: the call before may still write them."""
+        x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        first, _ = lengths.tiles(likely.seqlen)
+        last = gl.maximum(likely.seqlen - 1, 0)
+        key = gl.minimum((first + likely.tile) * TILE_N + x * self.PART, last)
+        row = self.table + likely.b.to(gl.int64) * self.stride
+        prefetch(row + key // self.SIZE)
+
+    @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
         """Where part x of filling i begins. Ids are clamped to pages that there are."""
         page = gl.minimum(gl.maximum(self.ids.number(i, x), 0), self.num_pages - 1)
@@ -259,7 +287,7 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
     if lengths.PAGED:
         produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
     else:
-        at = enter(lengths, mine.b, mine.tile, lengths.seqlen_k)
+        at = enter(lengths, mine.b, mine.tile, mine.seqlen)
         for i in range(mine.count):
             boxes.announce(i, k_desc, v_desc)
             boxes.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
@@ -269,7 +297,7 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 @gluon.jit
 def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
     """As above, with pages looked up on the way, AHEAD tiles before their keys are copied."""
-    at = enter(lengths, mine.b, mine.tile, lengths.keys(mine.b, True))
+    at = enter(lengths, mine.b, mine.tile, mine.seqlen)
     for i in range(-AHEAD, mine.count):
         wanted = i + AHEAD < mine.count
         pages.look_up(i + AHEAD, at, wanted)
@@ -628,10 +656,18 @@ def decode_kernel(
     out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
               num_heads, group_size, dim, HAS_SINKS, MOST)  # fmt: skip
     boxes.warm_up(k_desc, v_desc, exchange)
-    gdc_wait()
     num_kv_heads = num_heads // group_size
     kv_head = gl.program_id(0) % num_kv_heads
-    mine = range_of(lengths, gl.program_id(0) // num_kv_heads, most, least, BATCH)
+    number = gl.program_id(0) // num_kv_heads
+    likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
+    mine = range_of(lengths, likely, number, most, least)
+    if PAGE_SIZE:
+        pages.foresee(lengths, mine)
+    gdc_wait()
+    if PAGE_SIZE:
+        seqlens = lengths.all(BATCH)
+        if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
+            mine = range_of(lengths, seqlens, number, most, least)
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, group_size, dim,
                       Fragments(D))  # fmt: skip

@@ -77,7 +77,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         HAS_RIGHT=right is not None,
         HAS_SINKS=x.sinks is not None,
         SOFTCAP=problem.softcap != 0,
-        BATCH=_bucket(problem.batch) if problem.page_size else 1,
+        BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
         MOST=max(128, 1 << (most - 1).bit_length()),
         **_constants(width, x.page_table is not None),
     )

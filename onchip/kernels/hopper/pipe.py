@@ -291,6 +291,14 @@ AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
 _LOOKUPS = gl.constexpr(8)
 
 
+@gluon.jit
+def prefetch(cells):
+    """Bring what these pointers point to into the L2, if it is not there. Nobody waits for it."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [cells], gl.int32, False, 1
+    )
+
+
 @aggregate
 class Lookups:
     """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
