@@ -24,6 +24,7 @@ from onchip.kernels.hopper.pipe import (
 )
 from onchip.kernels.hopper.schedule import (
     Blocks,
+    Keys,
     Order,
     Pages,
     Shape,
@@ -76,12 +77,17 @@ class Config:
     RESCALE: gl.constexpr
     POLY: gl.constexpr
     UNDER: gl.constexpr
+    AHEAD: gl.constexpr
+    EARLY: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER):
+    def __init__(
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD,
+        EARLY,
+    ):  # fmt: skip
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
@@ -92,6 +98,8 @@ class Config:
         self.RESCALE = gl.constexpr(RESCALE)
         self.POLY = gl.constexpr(POLY)
         self.UNDER = gl.constexpr(UNDER)
+        self.AHEAD = gl.constexpr(AHEAD)
+        self.EARLY = gl.constexpr(EARLY)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -267,6 +275,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
             pipes.tickets.give(given, ticket)
             given += 1
         place = job.place(ticket, 0)
+        following = ticket * 0 - 1
         kv_head = place.head // shape.group_size
         if job.blocks.ON:
             entries, count = job.listed(place)
@@ -294,6 +303,8 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                         pipes.q.wait_empty(t * cfg.CONSUMERS + c)
                         pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
                     t += 1
+                if (cfg.DYNAMIC and cfg.EARLY) and j == count - 1:  # while V waits for room
+                    following = next_ticket(counter, job.order.num_tiles)
                 if pages.SIZE:  # one look-up runs ahead
                     ahead = pages.look_up(place.batch, (n - 1) * cfg.TILE_N)
                 pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
@@ -304,7 +315,9 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                     pipes.v.load(i, v_desc, at)
                 i += 1
         if cfg.DYNAMIC:
-            ticket = next_ticket(counter, job.order.num_tiles)
+            if following < 0:
+                following = next_ticket(counter, job.order.num_tiles)
+            ticket = following
         else:
             ticket += gl.num_programs(0)
         if job.SPARSE:
@@ -422,23 +435,27 @@ def score(pipes, cfg, q, i):
 
 
 @gluon.jit
-def first_tile(pipes, job, place, q, i, n, bits, C: gl.constexpr):
-    """(p, m, l) of filling i, the first key tile of a tile of queries."""
-    cfg = job.cfg
+def start_first(pipes, cfg, q, i, C: gl.constexpr):
+    """Start q k of filling i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.baton.take(C, i)
     s_next = score(pipes, cfg, q, i)
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
-    s = job.scale.bend(warpgroup_mma_wait(num_outstanding=0, deps=(s_next,)))
-    pipes.k.release(i)
-    s = masked(job, place, s, n, bits, True)
+    return s_next
+
+
+@gluon.jit
+def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
+    """(p, m, l) of the first key tile of a tile of queries, from its products."""
+    cfg = job.cfg
+    s = masked(job, place, job.scale.bend(s), n, bits, True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
     p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
-    return gl.convert_layout(p.to(q.dtype), cfg.P), m, gl.sum(p, 1)
+    return gl.convert_layout(p.to(dtype), cfg.P), m, gl.sum(p, 1)
 
 
 @gluon.jit
@@ -597,7 +614,10 @@ def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
         pipes.q.wait_full(filling)
     if count > 0:
         q = pipes.q.slot(filling)
-        p, m, l = first_tile(pipes, job, place, q, i, n, bits, C)
+        s_next = start_first(pipes, cfg, q, i, C)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+        pipes.k.release(i)
+        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
         i += 1
         if job.blocks.ON:
             p, acc, alpha, m, l, i = fold_blocks(pipes, job, place, entries, count,
@@ -629,6 +649,14 @@ def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
 
 @gluon.jit
 def consume(out, pipes, job, C: gl.constexpr):
+    if job.cfg.AHEAD:
+        consume_ahead(out, pipes, job, C)
+    else:
+        consume_each(out, pipes, job, C)
+
+
+@gluon.jit
+def consume_each(out, pipes, job, C: gl.constexpr):
     cfg = job.cfg
     i = 0  # key tiles seen
     t = 0  # query tiles seen
@@ -647,6 +675,143 @@ def consume(out, pipes, job, C: gl.constexpr):
             ticket = pipes.tickets.take(taken)
         else:
             ticket += gl.num_programs(0)
+    store_wait(0)
+
+
+@aggregate
+class Work:
+    """A consumer's part of a ticket: its queries, the key tiles that its program loads for them and
+    those of them that it sees. `exists`: there is such a tile, and it begins inside its sequence.
+    """
+
+    ticket: gl.tensor
+    exists: gl.tensor
+    place: Place
+    keys: Keys
+    mine: Keys
+
+    @gluon.constexpr_function
+    def __init__(self, ticket, exists, place, keys, mine):
+        self.ticket = ticket
+        self.exists = exists
+        self.place = place
+        self.keys = keys
+        self.mine = mine
+
+    @gluon.jit
+    def sees(self):
+        return self.exists & (self.mine.hi > self.mine.lo)
+
+    @gluon.jit
+    def loaded(self):
+        return self.exists & (self.keys.hi > self.keys.lo)
+
+
+@gluon.jit
+def work_of(job, ticket, C: gl.constexpr):
+    num_tiles = job.order.num_tiles
+    some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
+    first, place = job.place(some, 0), job.place(some, C)
+    exists = (ticket < num_tiles) & (first.row < first.seqlen_q)
+    return Work(ticket, exists, place, job.keys(first, job.cfg.CONSUMERS), job.keys(place, 1))
+
+
+@gluon.jit
+def next_work(pipes, job, ticket, taken, C: gl.constexpr):
+    if job.cfg.DYNAMIC:
+        ticket = pipes.tickets.take(taken)
+    else:
+        ticket += gl.num_programs(0)
+    return work_of(job, ticket, C)
+
+
+@gluon.jit
+def finish_out(out, job, place, acc, inverse, C: gl.constexpr):
+    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, job.cfg.O))[:, None]
+    store_out(out, job, place, acc, C)
+
+
+@gluon.jit
+def attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C: gl.constexpr):
+    """One consumer's 64 queries. s: the products of its first key tile, if `ahead`. Those of the
+    next tile of queries are computed while this one's output is finished and stored.
+    """
+    cfg = job.cfg
+    place, keys, mine = work.place, work.keys, work.mine
+    q = pipes.q.slot(t * cfg.CONSUMERS + C)
+    if not ahead:
+        i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
+        pipes.q.wait_full(t * cfg.CONSUMERS + C)
+        s_next = start_first(pipes, cfg, q, i, C)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+        pipes.k.release(i)
+    acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
+    p, m, l = finish_first(job, place, s, mine.hi - 1, -1, q.dtype)
+    i += 1
+    p, acc, alpha, m, l, i = fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C)
+    pipes.q.release(t * cfg.CONSUMERS + C)
+    if cfg.UNDER:
+        acc = rescaled(acc, alpha, cfg)
+    pipes.v.wait_full(i - 1)
+    acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
+    inverse = finish_rows(out, job, place, m, l)
+    work = next_work(pipes, job, work.ticket, taken, C)
+    ahead = work.sees() & (work.keys.hi == work.mine.hi) & (mine.lo == keys.lo)
+    if ahead:
+        filling = (t + 1) * cfg.CONSUMERS + C
+        pipes.q.wait_full(filling)
+        s_next = start_first(pipes, cfg, pipes.q.slot(filling), i, C)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
+        finish_out(out, job, place, acc, inverse, C)
+        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+        pipes.k.release(i)
+    else:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        finish_out(out, job, place, acc, inverse, C)
+        i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
+        s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    return work, s, ahead, i
+
+
+@gluon.jit
+def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
+    """Queries that see no key, though other consumers' may."""
+    cfg = job.cfg
+    rows: gl.constexpr = gl.SliceLayout(1, cfg.S)
+    if work.exists:
+        m = gl.full([64], float("-inf"), gl.float32, rows)
+        finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
+        store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
+    if work.loaded():
+        i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
+        pipes.q.wait_full(t * cfg.CONSUMERS + C)
+        pipes.q.release(t * cfg.CONSUMERS + C)
+    return i
+
+
+@gluon.jit
+def consume_ahead(out, pipes, job, C: gl.constexpr):
+    cfg = job.cfg
+    i = 0  # key tiles seen
+    t = 0  # query tiles seen
+    taken = 1
+    ticket = gl.program_id(0)
+    if cfg.DYNAMIC:
+        ticket = pipes.tickets.take(0)
+    work = work_of(job, ticket, C)
+    s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    ahead = work.ticket < 0
+    while work.ticket < job.order.num_tiles:
+        loaded = work.loaded()
+        if work.sees():
+            work, s, ahead, i = attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C)
+        else:
+            i = pass_by(out, pipes, job, work, t, i, C)
+            s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+            ahead = work.ticket < 0
+            work = next_work(pipes, job, work.ticket, taken, C)
+        t += loaded.to(gl.int32)
+        taken += 1
     store_wait(0)
 
 
@@ -670,11 +835,12 @@ def forward_kernel(
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
-    POLY: gl.constexpr, UNDER: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
+                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q), EARLY)  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip

@@ -144,6 +144,8 @@ def _constants(config: HopperConfig) -> dict:
         "RESCALE": config.rescale,
         "POLY": config.poly,
         "UNDER": config.under,
+        "AHEAD": config.ahead,
+        "EARLY": config.early,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
