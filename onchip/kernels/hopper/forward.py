@@ -79,6 +79,7 @@ class Config:
     UNDER: gl.constexpr
     AHEAD: gl.constexpr
     EARLY: gl.constexpr
+    DECODED: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
@@ -86,7 +87,7 @@ class Config:
     @gluon.constexpr_function
     def __init__(
         self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD,
-        EARLY,
+        EARLY, DECODED,
     ):  # fmt: skip
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -100,6 +101,7 @@ class Config:
         self.UNDER = gl.constexpr(UNDER)
         self.AHEAD = gl.constexpr(AHEAD)
         self.EARLY = gl.constexpr(EARLY)
+        self.DECODED = gl.constexpr(DECODED)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -161,11 +163,20 @@ class Job:
         return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
 
     @gluon.jit
+    def split(self, ticket):
+        """(tile of queries, batch, first head) of a ticket."""
+        tile, plane = self.order.tile(ticket)
+        return tile, plane // self.shape.planes(), self.shape.first_head(plane)
+
+    @gluon.jit
     def place(self, ticket, C: gl.constexpr):
         """The tile of queries of a ticket, or from consumer C on."""
+        tile, batch, head = self.split(ticket)
+        return self.place_at(tile, batch, head, C)
+
+    @gluon.jit
+    def place_at(self, tile, batch, head, C: gl.constexpr):
         shape = self.shape
-        tile, plane = self.order.tile(ticket)
-        batch = plane // shape.planes()
         q0, seqlen_q = shape.queries(batch)
         if self.pages.SIZE:
             k0, seqlen_k = 0, self.pages.length(batch)
@@ -173,7 +184,7 @@ class Job:
             k0, seqlen_k = shape.keys(batch)
         ROWS: gl.constexpr = 64 // shape.GROUP
         row = tile * (ROWS * self.cfg.CONSUMERS) + ROWS * C
-        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
+        return Place(batch, head, row, q0, seqlen_q, k0, seqlen_k)
 
     @gluon.jit
     def keys(self, place, CONSUMERS: gl.constexpr):
@@ -271,10 +282,11 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
     if job.SPARSE:
         ticket, block, passed = job.find(ticket, block, passed)
     while ticket < job.order.num_tiles:
+        tile, batch, head = job.split(ticket)
         if cfg.DYNAMIC:
-            pipes.tickets.give(given, ticket)
+            pipes.tickets.tell(given, (ticket, tile, batch, head))
             given += 1
-        place = job.place(ticket, 0)
+        place = job.place_at(tile, batch, head, 0)
         following = ticket * 0 - 1
         kv_head = place.head // shape.group_size
         if job.blocks.ON:
@@ -323,7 +335,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
         if job.SPARSE:
             ticket, block, passed = job.find(ticket, block, passed)
     if cfg.DYNAMIC:
-        pipes.tickets.give(given, ticket)
+        pipes.tickets.tell(given, (ticket, 0, 0, 0))
 
 
 @gluon.constexpr_function
@@ -548,27 +560,40 @@ def skip(pipes, cfg, i, count, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_rows(out, job, place, m, l):
-    """Store lse; what the accumulator must still be multiplied with."""
-    shape = job.shape
+def close_rows(out, job, place, m, l):
+    """(maximum in powers of two, sum, what the accumulator must still be multiplied with) of rows
+    whose last key tile was folded: with sinks, they join here.
+    """
     m_log2 = m * job.scale.scale_log2
     shrink = gl.full_like(l, 1.0)
-    head = job.heads(place, job.cfg.S)
     if out.HAS_SINKS:
-        sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
+        sink = gl.load(out.sinks + job.heads(place, job.cfg.S)).to(gl.float32) * LOG2E
         top = gl.maximum(m_log2, sink)
         shrink = gl.exp2(m_log2 - top)
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
-    seen = l > 0.0
-    lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
+    return m_log2, l, gl.where(l > 0.0, shrink / l, 0.0)
+
+
+@gluon.jit
+def store_lse(out, job, place, m_log2, l):
+    shape = job.shape
+    lse = gl.where(l > 0.0, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
     rows = place.row + shape.queries_of(64, job.cfg.S)
+    head = job.heads(place, job.cfg.S)
     if shape.PACKED:
         first = head.to(gl.int64) * shape.total_q + place.q0
     else:
         first = (place.batch.to(gl.int64) * shape.num_heads + head) * place.seqlen_q
     gl.store(out.lse + first + rows, lse, mask=rows < place.seqlen_q)
-    return gl.where(seen, shrink / l, 0.0)
+
+
+@gluon.jit
+def finish_rows(out, job, place, m, l):
+    """Store lse; what the accumulator must still be multiplied with."""
+    m_log2, l, inverse = close_rows(out, job, place, m, l)
+    store_lse(out, job, place, m_log2, l)
+    return inverse
 
 
 @gluon.jit
@@ -661,20 +686,26 @@ def consume_each(out, pipes, job, C: gl.constexpr):
     i = 0  # key tiles seen
     t = 0  # query tiles seen
     taken = 0
-    ticket = gl.program_id(0)
+    words = (gl.program_id(0),)
     if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
+        words = pipes.tickets.hear(taken)
+    ticket = words[0]
     while ticket < job.order.num_tiles:
-        first = job.place(ticket, 0)
-        if first.row < first.seqlen_q:
+        if cfg.DYNAMIC and cfg.DECODED:
+            first = job.place_at(words[1], words[2], words[3], 0)
+            place = job.place_at(words[1], words[2], words[3], C)
+        else:
+            first = job.place(ticket, 0)
             place = job.place(ticket, C)
+        if first.row < first.seqlen_q:
             i, loaded = attend(out, pipes, job, place, first, t * cfg.CONSUMERS + C, i, C)
             t += loaded.to(gl.int32)
         if cfg.DYNAMIC:
             taken += 1
-            ticket = pipes.tickets.take(taken)
+            words = pipes.tickets.hear(taken)
         else:
-            ticket += gl.num_programs(0)
+            words = (ticket + gl.num_programs(0),)
+        ticket = words[0]
     store_wait(0)
 
 
@@ -708,21 +739,20 @@ class Work:
 
 
 @gluon.jit
-def work_of(job, ticket, C: gl.constexpr):
+def work_of(pipes, job, ticket, taken, C: gl.constexpr):
+    """Work from the producer, or that of a ticket."""
     num_tiles = job.order.num_tiles
+    if job.cfg.DYNAMIC:
+        words = pipes.tickets.hear(taken)
+        ticket = words[0]
     some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
-    first, place = job.place(some, 0), job.place(some, C)
+    if job.cfg.DYNAMIC and job.cfg.DECODED:
+        first = job.place_at(words[1], words[2], words[3], 0)
+        place = job.place_at(words[1], words[2], words[3], C)
+    else:
+        first, place = job.place(some, 0), job.place(some, C)
     exists = (ticket < num_tiles) & (first.row < first.seqlen_q)
     return Work(ticket, exists, place, job.keys(first, job.cfg.CONSUMERS), job.keys(place, 1))
-
-
-@gluon.jit
-def next_work(pipes, job, ticket, taken, C: gl.constexpr):
-    if job.cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
-    else:
-        ticket += gl.num_programs(0)
-    return work_of(job, ticket, C)
 
 
 @gluon.jit
@@ -754,18 +784,21 @@ def attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C: gl.constexpr):
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-    inverse = finish_rows(out, job, place, m, l)
-    work = next_work(pipes, job, work.ticket, taken, C)
+    work = work_of(pipes, job, work.ticket + gl.num_programs(0), taken, C)
     ahead = work.sees() & (work.keys.hi == work.mine.hi) & (mine.lo == keys.lo)
     if ahead:
         filling = (t + 1) * cfg.CONSUMERS + C
         pipes.q.wait_full(filling)
         s_next = start_first(pipes, cfg, pipes.q.slot(filling), i, C)
+        m_log2, l, inverse = close_rows(out, job, place, m, l)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
         finish_out(out, job, place, acc, inverse, C)
+        if place.row < place.seqlen_q:  # a branch, or ptxas would do this between the products
+            store_lse(out, job, place, m_log2, l)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
         pipes.k.release(i)
     else:
+        inverse = finish_rows(out, job, place, m, l)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
         finish_out(out, job, place, acc, inverse, C)
         i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
@@ -795,10 +828,7 @@ def consume_ahead(out, pipes, job, C: gl.constexpr):
     i = 0  # key tiles seen
     t = 0  # query tiles seen
     taken = 1
-    ticket = gl.program_id(0)
-    if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(0)
-    work = work_of(job, ticket, C)
+    work = work_of(pipes, job, gl.program_id(0), 0, C)
     s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
     ahead = work.ticket < 0
     while work.ticket < job.order.num_tiles:
@@ -809,7 +839,7 @@ def consume_ahead(out, pipes, job, C: gl.constexpr):
             i = pass_by(out, pipes, job, work, t, i, C)
             s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
             ahead = work.ticket < 0
-            work = next_work(pipes, job, work.ticket, taken, C)
+            work = work_of(pipes, job, work.ticket + gl.num_programs(0), taken, C)
         t += loaded.to(gl.int32)
         taken += 1
     store_wait(0)
@@ -836,11 +866,12 @@ def forward_kernel(
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    DECODED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
-                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q), EARLY)  # fmt: skip
+                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q), EARLY, DECODED)  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -853,7 +884,7 @@ def forward_kernel(
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
-    pipes = Pipes(q, k, v, make_tickets(CONSUMERS), make_baton(CONSUMERS))
+    pipes = Pipes(q, k, v, make_tickets(CONSUMERS, 4 if DECODED else 1), make_baton(CONSUMERS))
     slots = q.slots
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape

@@ -146,6 +146,7 @@ def _constants(config: HopperConfig) -> dict:
         "UNDER": config.under,
         "AHEAD": config.ahead,
         "EARLY": config.early,
+        "DECODED": config.decoded,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
