@@ -16,7 +16,7 @@ from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
 
@@ -49,10 +49,23 @@ class Sharing(NamedTuple):
     cascade_bytes: int
 
 
+class Served(NamedTuple):
+    """Sequences of a call that are a call of their own."""
+
+    kernel: str
+    sequences: int
+    queries: int
+    keys: int
+
+    def __str__(self) -> str:
+        count = f"{self.sequences} sequences, {self.queries} queries, {self.keys} keys"
+        return f"{self.kernel}: {count}"
+
+
 class Explanation(NamedTuple):
     problem: Problem
     device: DeviceInfo
-    plan: Plan
+    plan: Plan  # of the whole call, also where it is cut into parts
     flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # what standard attention would allocate for S alone
@@ -60,6 +73,7 @@ class Explanation(NamedTuple):
     pages: Pages | None = None
     splits: Splits | None = None
     sharing: Sharing | None = None
+    parts: tuple[Served, ...] = ()  # of a mixed call that is cut
 
     @property
     def least_us(self) -> float | None:
@@ -78,8 +92,7 @@ class Explanation(NamedTuple):
             f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
             f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}",
-            f"  served by   {self.plan.kernel}",
-            *(f"  not by      {name}: {reason}" for name, reason in self.plan.reasons.items()),
+            *(f"  {title:<11} {text}" for title, text in self._kernel_lines()),
             f"  flops       {self.flops:.3e} forward{backward}",
             f"  min bytes   {human_bytes(self.min_bytes)}, "
             f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
@@ -87,6 +100,14 @@ class Explanation(NamedTuple):
             *(f"  {title:<11} {text}" for title, text in self._paged_lines()),
         ]
         return "\n".join(lines)
+
+    def _kernel_lines(self) -> Iterator[tuple[str, str]]:
+        for part in self.parts or (self.plan.kernel,):
+            yield "served by", str(part)
+        serving = {part.kernel for part in self.parts}
+        for name, reason in self.plan.reasons.items():
+            if name not in serving:
+                yield "not by", f"{name}: {reason}"
 
     def _paged_lines(self) -> Iterator[tuple[str, str]]:
         if self.pages is not None:
@@ -147,7 +168,7 @@ def _explanation(
     return Explanation(
         problem,
         device,
-        plan(problem, device, kernel),
+        plan(laid_out(problem, x), device, kernel),
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
@@ -181,7 +202,9 @@ def _explain_paged(
     problem, x = _pose_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
     found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel)
-    pages = _pages(problem, x, lengths, found.plan.kernel)
+    cut = [] if kernel else paged.parts(problem, x)
+    parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
+    pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
     elif found.plan.kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
@@ -189,7 +212,7 @@ def _explain_paged(
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths)
     sharing = None if shared is None else _sharing(shared, x, [n for _, n in lengths])
-    return found._replace(pages=pages, sharing=sharing)
+    return found._replace(pages=pages, sharing=sharing, parts=parts)
 
 
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
@@ -225,17 +248,24 @@ def _first_key(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
     return 0 if left is None else max(0, seqlen_k - seqlen_q - left)
 
 
-def _pages(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], kernel: str) -> Pages:
+def _served(problem: Problem, x: Tensors, chosen: Plan) -> Served:
+    queries = x.q.shape[0] if problem.packed else problem.batch * problem.seqlen_q
+    return Served(chosen.kernel, problem.batch, queries, int(x.cache_seqlens.sum()))
+
+
+def _pages(
+    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], parts: Sequence[Served]
+) -> Pages:
     size = problem.page_size
     rows, read, left_behind = x.page_table.tolist(), [], 0
     for row, (seqlen_q, seqlen_k) in zip(rows, lengths, strict=True):
         first = _first_key(problem, seqlen_q, seqlen_k) // size
         read += row[first : -(-seqlen_k // size)]
         left_behind += first
-    gathered = 0
-    if not getattr(kernel_module(kernel), "READS_PAGES", False):
-        gathered = sum(n for _, n in lengths) * _token_bytes(problem)
-    return Pages(size, len(read), len(set(read)), left_behind, gathered)
+    reads_pages = lambda name: getattr(kernel_module(name), "READS_PAGES", False)
+    gathered = sum(part.keys for part in parts if not reads_pages(part.kernel))
+    gathered_bytes = gathered * _token_bytes(problem)
+    return Pages(size, len(read), len(set(read)), left_behind, gathered_bytes)
 
 
 def _token_bytes(problem: Problem) -> int:
@@ -364,9 +394,10 @@ def _sharing(shared: cascade.Plan, x: Tensors, lengths: Sequence[int]) -> Sharin
     plain = sum(-(-n // size) for n in lengths)
     own = plain - sum(shared.shared)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
-    queries = [sum(shared.lengths_q[b] for g in x.groups for b in g.members) for x in shared.levels]
-    partials = sum(queries) * model.query_bytes
-    partials += sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    partials = sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    for level in shared.levels:
+        queries = sum(shared.lengths_q[b] for g in level.groups for b in g.members)
+        partials += int(model.bytes_of_queries(queries, level.segments))
     return Sharing(shared, plain * model.page_bytes, (own + runs) * model.page_bytes + partials)
 
 
@@ -382,6 +413,8 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         pages = sum(g.stop - g.start for g in level.groups)
         groups = "1 group" if len(level.groups) == 1 else f"{len(level.groups)} groups"
         read = f"{members} sequences in {groups} read {pages} pages"
+        if level.segments > 1:
+            read += f" in {level.segments} segments"
         yield f"level {number}", f"{read}, saves {human_bytes(level.saved_bytes)}"
 
 

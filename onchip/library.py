@@ -29,9 +29,9 @@ from onchip.problem import (
     ask,
     check_values,
     device_info,
-    is_aligned,
     is_autocast,
     is_eager,
+    laid_out,
 )
 
 _LIB = torch.library.Library("onchip", "DEF")
@@ -304,9 +304,8 @@ def _compute_backward(
 
 
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
-    if x.q.is_cuda and not is_aligned(x):
-        problem = problem._replace(aligned=False)
-    return kernel_module(plan(problem, device_info(x.q.device), kernel, backward).kernel)
+    found = plan(laid_out(problem, x), device_info(x.q.device), kernel, backward)
+    return kernel_module(found.kernel)
 
 
 def _forward_fake(*args):

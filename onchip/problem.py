@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class Problem(NamedTuple):
     aligned: bool = True  # see is_aligned
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
+    even: bool = False  # see is_even
 
     @property
     def group_size(self) -> int:
@@ -167,6 +168,24 @@ def is_aligned(x: Tensors) -> bool:
     return bits % 16 == 0
 
 
+def is_even(problem: Problem, x: Tensors) -> bool:
+    """Whether packed queries over pages are at least three quarters of as many as there would be if
+    all sequences had the most: known without their offsets, and false where chunks join decodes.
+    """
+    packed = problem.packed and problem.page_size > 0
+    return packed and 4 * x.q.shape[0] >= 3 * problem.batch * problem.seqlen_q
+
+
+def laid_out(problem: Problem, x: Tensors) -> Problem:
+    """The problem with what only tensors on a GPU tell dispatch. Nothing else looks at it, so that
+    compilers, to whom lengths may be symbols, compare none.
+    """
+    if not x.q.is_cuda:
+        return problem
+    aligned, even = is_aligned(x), is_even(problem, x)
+    return problem if aligned and not even else problem._replace(aligned=aligned, even=even)
+
+
 def _slots_apart(pages: Tensor) -> bool:
     page, slot = pages.stride()[:2]
     return slot > 0 and page % slot == 0
@@ -195,6 +214,7 @@ class Question(NamedTuple):
     known: dict[tuple, Any] | None = None
 
 
+T = TypeVar("T")
 MAX_QUESTIONS = 1024  # a few kB each
 Describe = Callable[[Tensors, Any, Any], Problem]
 _questions: dict[tuple | None, Question] = {}
@@ -213,7 +233,9 @@ def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any
         question = _questions.get(key)
     except TypeError:  # lists, numbers in place of a window, tensors of other kinds
         return Question(describe(x, options, lengths))
-    return question or _kept(key, Question(describe(x, options, lengths), {}))
+    if question is not None:
+        return question
+    return kept(_questions, key, Question(describe(x, options, lengths), {}), MAX_QUESTIONS)
 
 
 def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> tuple:
@@ -231,11 +253,15 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     return tuple(key)
 
 
-def _kept(key: tuple, question: Question) -> Question:
+def kept(table: dict, key: tuple, value: T, most: int) -> T:
+    """What the table has under this key, the value if nothing, for which the oldest entry makes
+    room. The oldest, not the one that was used least recently: to note each use would cost every
+    call, and an entry that is still in use comes back for one slow call in `most` new ones.
+    """
     with _lock:
-        if len(_questions) >= MAX_QUESTIONS:
-            del _questions[next(iter(_questions))]
-        return _questions.setdefault(key, question)
+        if key not in table and len(table) >= most:
+            del table[next(iter(table))]
+        return table.setdefault(key, value)
 
 
 def forget_questions() -> None:

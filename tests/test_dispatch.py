@@ -5,7 +5,7 @@ import torch
 
 import onchip
 from onchip.dispatch import plan
-from onchip.problem import DeviceInfo, Problem
+from onchip.problem import DeviceInfo, Problem, Tensors, is_even
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
 BF16 = torch.bfloat16
@@ -67,6 +67,27 @@ def test_few_or_deterministic_queries_over_pages_are_left_to_triton(seqlen_q, fi
 @pytest.mark.parametrize("packed", (False, True))
 def test_chunks_over_pages_go_to_hopper(packed):
     assert plan(problem(512, 4096, page_size=16, packed=packed), H200).kernel == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen_q", "even", "kernel"),
+    [
+        (16, 32, True, "hopper"),  # segments of a cascade: each fills a tile
+        (16, 32, False, "triton"),  # a chunk among decodes
+        (512, 1, True, "triton"),  # decodes: a tile for each would be empty
+        (2, 32, True, "triton"),
+    ],
+)
+def test_packed_queries_count_together_where_all_are_as_many(batch, seqlen_q, even, kernel):
+    packed = problem(seqlen_q, 4096, page_size=16, packed=True, even=even)
+    assert plan(packed._replace(batch=batch), H200).kernel == kernel
+
+
+def test_packed_queries_are_even_if_few_are_missing():
+    packed = problem(32, 4096, page_size=16, packed=True)._replace(batch=4)
+    even = lambda total, asked=packed: is_even(asked, Tensors(*[torch.empty(total, 32, 128)] * 3))
+    assert even(128) and even(96) and not even(95)
+    assert not even(128, packed._replace(packed=False))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.explain import Explanation, count_splits
+from onchip.dispatch import kernel_module
+from onchip.explain import Explanation, Served, count_splits
 from onchip.fold import cascade
 from tests.interpreted import inside, outside, run_inside
 
@@ -41,6 +42,46 @@ def test_packed_queries_are_those_of_their_offsets():
     assert x.flops == 4 * HEADS * DIM * (100 + 19 * 20 - 19 * 18 // 2)
 
 
+def mixed(lengths, counts):
+    """A packed call with so many queries of each sequence."""
+    _, *rest = call(lengths)
+    q = torch.zeros(sum(counts), HEADS, DIM, dtype=torch.bfloat16)
+    cu = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return [q, *rest], {"cu_seqlens_q": cu, "max_seqlen_q": max(counts)}
+
+
+def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
+    """Which kernels are called, with how many sequences: as explained. Only the second gathers."""
+    lengths, counts = [100, 7, 33, 250, 64, 111], [1, 7, 1, 1, 31, 1]
+    tensors, packing = mixed(lengths, counts)
+    x = onchip.explain(*tensors, **packing)
+    assert x.parts == (Served("pages_cpu", 4, 4, 494), Served("aten_cpu", 2, 38, 71))
+    assert x.pages.gathered_bytes == (7 + 64) * TOKEN_BYTES
+    text = str(x)
+    assert "served by   pages_cpu: 4 sequences, 4 queries, 494 keys" in text
+    assert "served by   aten_cpu: 2 sequences, 38 queries, 71 keys" in text
+    assert "not by      pages_cpu" not in text and "not by      tiled" in text
+    called = []
+    for name in ("pages_cpu", "aten_cpu"):
+        module = kernel_module(name)
+        hear = lambda p, y, name=name, f=module.forward: called.append((name, p.batch)) or f(p, y)
+        monkeypatch.setattr(module, "forward", hear)
+    onchip.paged_attention(*tensors, **packing)
+    assert called == [(part.kernel, part.sequences) for part in x.parts]
+
+
+def test_what_is_not_cut_is_shown_as_one():
+    lengths = [100, 7, 33, 250, 64]
+    for counts, options in (
+        ([1, 1, 1, 9, 9], {}),  # too few with one query
+        ([1, 1, 1, 1, 9], {"deterministic": True}),
+        ([1, 1, 1, 1, 9], {"kernel": "tiled"}),
+    ):
+        tensors, packing = mixed(lengths, counts)
+        x = onchip.explain(*tensors, **packing, **options)
+        assert x.parts == () and f"served by   {x.plan.kernel}\n" in str(x)
+
+
 def test_a_window_leaves_pages_behind():
     x = onchip.explain(*call([200, 40]), window_size=(50, None))
     assert x.pages.read == (13 - 9) + 3 and x.pages.left_behind == 9
@@ -69,6 +110,19 @@ def test_a_plan_of_the_caller_is_explained():
     assert onchip.explain(*arguments, plan=plan).sharing.plan is plan
     assert "no level of shared pages saves" in str(onchip.explain(*arguments))
     assert onchip.explain(*arguments, window_size=(20, None)).sharing is None
+
+
+def test_segments_of_a_level_are_told_and_counted():
+    arguments = call([600] * 4, shared=32)
+    model = cascade.traffic(*arguments[:3])
+    cut = cascade.Occupancy(num_programs=8, num_kv_heads=KV_HEADS, tile_queries=4)
+    plan = cascade.plan(*arguments[3:], PAGE, model._replace(level_bytes=0, occupancy=cut))
+    x = onchip.explain(*arguments, plan=plan)
+    segments = 8 // KV_HEADS
+    assert f"4 sequences in 1 group read 32 pages in {segments} segments" in str(x)
+    pages = 32 + 4 * (38 - 32)
+    moved = model.query_bytes + (segments - 1) * model.segment_bytes + model.partial_bytes
+    assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + 4 * moved
 
 
 def test_time_is_told_where_memory_sets_the_pace():

@@ -57,7 +57,7 @@ ONLY_UNDER = {
 TORCH_FREE = (
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
-    *(f"engine/{name}.py" for name in ("step", "residence", "scheduler")),
+    *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),
 )
 
 

@@ -6,7 +6,8 @@ process may have several. `stats` may be called from any thread.
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 
@@ -15,7 +16,7 @@ import torch
 from onchip.engine.costs import Costs
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.reports import Reports
-from onchip.engine.request import Request, RequestOutput
+from onchip.engine.request import Request, RequestOutput, Status
 from onchip.engine.runner import Flight, Runner
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.stats import Meter, Stats
@@ -82,18 +83,16 @@ class Engine:
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
         self.costs = Costs(spec.page_bytes) if host_pages else None
         self._clock = pace.clock
-        self.scheduler = Scheduler(
-            self.cache, limits, tier=self.tier, costs=self.costs, clock=pace.clock
-        )
         self._runner = Runner(model, self.cache, pace.graphs)
         self._overlap = self.cache.device.type == "cuda" if pace.overlap is None else pace.overlap
-        self._flight: Flight | None = None
         self._landed_at = 0.0
         self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
         self._names = count()
-        self._reports = Reports(tokenizer, self.scheduler.stop)
         self._meter = Meter(self.cache.pool)
         self._failed: str | None = None
+        self._torn = False
+        self._lost: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told
+        self._open_lines()
 
     def __enter__(self) -> "Engine":
         return self
@@ -105,7 +104,8 @@ class Engine:
     def has_work(self) -> bool:
         if self._runner is None or self._failed:
             return False
-        return self.scheduler.has_work or self._flight is not None
+        unfinished = self.scheduler.has_work or self._flight is not None
+        return unfinished or self._torn or bool(self._lost)
 
     def add(
         self,
@@ -124,6 +124,7 @@ class Engine:
         requests of the same salt alone. stream: False if only its last output is wanted.
         """
         self._check_open()
+        self._mend()
         request = Request(
             f"request-{next(self._names)}" if request_id is None else request_id,
             self.encode(prompt) if isinstance(prompt, str) else prompt,
@@ -136,10 +137,11 @@ class Engine:
             draw_seed=self._seed + self._num_taken,
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
-        refused = self.scheduler.add(request)
-        if refused is None:
-            self._num_taken += 1  # of those that are taken alone, so that draws can be repeated
-            self._reports.watch(request, stream)
+        with self._all_or_torn():
+            refused = self.scheduler.add(request)
+            if refused is None:
+                self._num_taken += 1  # of those that are taken alone: draws can be repeated
+                self._reports.watch(request, stream)
         return refused or request
 
     def encode(self, prompt: str) -> list[int]:
@@ -153,30 +155,42 @@ class Engine:
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
 
+    def graph_bytes(self) -> int:
+        """What `warm_up` would keep on a GPU, estimated from a part of it; none on the CPU."""
+        self._check_open()
+        return self._runner.graph_bytes(self.limits.max_num_batched_tokens)
+
     def cancel(self, request_id: str) -> bool:
         """End a request now: its pages are free when this returns, and no step reports it any
         more. False: there is no such request, or it is done.
         """
-        request = None if self._runner is None else self.scheduler.find(request_id)
+        if self._runner is None:
+            return False
+        self._mend()
+        self._lost.pop(request_id, None)
+        request = self.scheduler.find(request_id)
         if request is None:
             return False
-        self._reports.forget(request)
-        return self.scheduler.abort(request_id)
+        with self._all_or_torn():
+            self._reports.forget(request)
+            return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """One turn: computes something if there is work. Answers the requests that gained tokens
         or ended, cumulative. EngineError: every request has failed, and the engine with them.
+        Interrupted (KeyboardInterrupt), it ends every request, as the next step tells, and the
+        engine goes on with what is added then.
         """
         self._check_open()
+        self._mend()
         started = time.monotonic()
         try:
-            outputs = self._turn()
-        except BaseException as error:  # interrupted, it is as broken, but that is not an error
-            failure = self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-            raise failure from error
-        self._meter.look(self.scheduler, self.cache.pool, started)
+            with self._all_or_torn():
+                outputs = [*self._lost.values(), *self._turn()]
+                self._lost.clear()
+                self._meter.look(self.scheduler, self.cache.pool, started)
+        except Exception as error:
+            raise self._fail(error) from error
         return outputs
 
     def stats(self) -> Stats:
@@ -187,6 +201,7 @@ class Engine:
         """Cancel what there is and give all memory back. The engine is of no use afterwards."""
         if self._runner is None:
             return
+        self._mend()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
@@ -200,6 +215,44 @@ class Engine:
             raise ValueError("the engine was closed")
         if self._failed:
             raise EngineError(f"the engine has failed: {self._failed}")
+
+    @contextmanager
+    def _all_or_torn(self) -> Iterator[None]:
+        """Inside, lines and pages change. An error leaves them to whoever raised it; where an
+        interrupt has cut a change in two, nobody knows, so they are torn.
+        """
+        self._torn = True
+        try:
+            yield
+        except Exception:
+            self._torn = False
+            raise
+        self._torn = False
+
+    def _mend(self) -> None:
+        """If lines and pages are torn, every request is over, and they are as new. Interrupted
+        itself, this is done again.
+        """
+        if not self._torn:
+            return
+        over = self.scheduler.collapse(Status.FINISHED_ABORTED, "a step was interrupted")
+        self._lost |= {request.request_id: request.output() for request in over}
+        self.cache.reset()
+        if self.tier is not None:
+            self.tier.reset()
+        before = self.scheduler
+        self._open_lines()
+        self.scheduler.totals = before.totals
+        self.scheduler.num_cached_tokens = before.num_cached_tokens
+        self._torn = False
+
+    def _open_lines(self) -> None:
+        """Nobody stands in line, nothing is under way."""
+        self._flight: Flight | None = None
+        self.scheduler = Scheduler(
+            self.cache, self.limits, tier=self.tier, costs=self.costs, clock=self._clock
+        )
+        self._reports = Reports(self.tokenizer, self.scheduler.stop)
 
     def _deadline(self, seconds: float | None) -> float | None:
         """On the scheduler's clock."""
@@ -249,9 +302,10 @@ class Engine:
         if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
             self.costs.observe(tokens, seconds)
 
-    def _fail(self, error: BaseException) -> EngineError:
+    def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}".removesuffix(": ")
-        outputs = [request.output() for request in self.scheduler.collapse(self._failed)]
+        failed = self.scheduler.collapse(Status.FINISHED_ERROR, self._failed)
+        outputs = [request.output() for request in failed]
         self._reports.clear()
         self._flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)

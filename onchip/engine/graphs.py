@@ -2,7 +2,9 @@
 
 import threading
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -18,8 +20,7 @@ _SIZE_STEP = 32
 # Tokens of a step that also prefills. Longer ones keep a GPU busy for longer than their launches
 # take (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-_FIRST_WIDTH = 256  # pages of a sequence: 4,096 tokens in pages of 16
-_WIDTH_STEP = 4
+_TRIALS = 4  # recordings to judge all by
 _one_at_a_time = threading.Lock()  # torch can record one graph in a process, whoever's it is
 
 
@@ -33,31 +34,46 @@ class Recorded(NamedTuple):
 
 class Graphs:
     """Graphs of a model on a GPU. Those of steps that only decode by batch size, those of others by
-    their tokens; both by the length of the longest sequence. Smaller batches are padded: with
-    sequences of no tokens, which read and write nothing, and with tokens that nobody looks at.
+    their tokens. Smaller batches are padded: with sequences of no tokens, which read and write
+    nothing, and with tokens that nobody looks at. How long sequences are, kernels read on the
+    device: a graph serves all lengths, so that none has to be recorded while requests wait.
 
     A graph holds addresses: of the weights, of the pages, of the frequencies of rotary embeddings,
-    of `last` (the tokens drawn last), and of a batch of its own. All of them live as long as this
-    object. Graphs share one memory pool: they are replayed one after another, and hidden states are
-    used before the next replay.
+    of `last` (the tokens drawn last), of one page table for all graphs, as wide as any sequence may
+    get, and of a batch of its own. All of them live as long as this object. Graphs share one memory
+    pool: they are replayed one after another, and hidden states are used before the next replay.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
         self._model, self._cache, self._last = model, cache, last
         self.sizes = sizes_up_to(cache.max_seqs)
-        self.widths = widths_up_to(cache.host_table.pages.shape[1])
+        self._table = cache.static_table()
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
         self._recorded: dict[Shape, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record_all(self, most_tokens: int) -> None:
-        """Every size, for sequences of ordinary length; longer ones when they come. The largest
-        first: the others fit into its memory.
+    def shapes(self, most_tokens: int) -> list[Shape]:
+        """Of the batches that steps of at most so many tokens need, the largest first: what is
+        recorded after it fits into its memory.
         """
-        for tokens in reversed(_TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]):
-            self._find(self._mixed(tokens, 1))
-        for size in reversed(self.sizes):
-            self._find(self._decoding(size, 1))
+        found = [self._mixed(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
+        found += [self._decoding(size) for size in self.sizes]
+        return sorted(found, key=lambda shape: shape.num_tokens, reverse=True)
+
+    def record_all(self, most_tokens: int) -> None:
+        for shape in self.shapes(most_tokens):
+            self._find(shape)
+
+    def estimate_bytes(self, most_tokens: int, used_bytes: Callable[[], int]) -> int:
+        """What `record_all` would take of the device, after a few recordings: the first brings the
+        memory that all of them share, another what is its own, of which the most counts.
+        """
+        shapes, marks = self.shapes(most_tokens), [used_bytes()]
+        for shape in shapes[:_TRIALS]:
+            self._find(shape)
+            marks.append(used_bytes())
+        first, *others = [after - before for before, after in pairwise(marks)]
+        return first + (len(shapes) - 1) * max(others, default=0)
 
     def takes(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has a graph, whatever they are."""
@@ -65,14 +81,14 @@ class Graphs:
 
     def replay(self, step: Step, ids: Tensor) -> Tensor:
         """Hidden states of a step of one token for each run; ids: as `filled_in` takes them."""
-        recorded = self._find(self._decoding(len(ids), self._pages(step)))
+        recorded = self._find(self._decoding(len(ids)))
         self._cache.view(step.sequences, out=recorded.batch, extra=ids)
         recorded.graph.replay()
         return recorded.hidden[: len(ids)]
 
     def replay_mixed(self, step: Step, ids: Tensor, rows: Tensor) -> Tensor:
         """Hidden states of these rows of any step that `takes` allows."""
-        shape = self._mixed(len(ids), self._pages(step))
+        shape = self._mixed(len(ids))
         extra = torch.zeros(shape.num_extra, dtype=torch.int32)
         extra[: len(ids)] = ids
         extra[shape.num_tokens : shape.num_tokens + len(rows)] = rows
@@ -81,18 +97,14 @@ class Graphs:
         recorded.graph.replay()
         return recorded.hidden[: len(rows)]
 
-    def _pages(self, step: Step) -> int:
-        return -(-max([run.stop for run in step.runs]) // self._cache.spec.page_size)
-
-    def _decoding(self, num_seqs: int, pages: int) -> Shape:
+    def _decoding(self, num_seqs: int) -> Shape:
         """The static batch for so many sequences of one token each: ids come along."""
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        return Shape(size, size, self.widths[bisect_left(self.widths, pages)], 1, size)
+        return Shape(size, size, self._table.shape[1], 1, size)
 
-    def _mixed(self, num_tokens: int, pages: int) -> Shape:
+    def _mixed(self, num_tokens: int) -> Shape:
         """The one for so many tokens of any sequences: ids and rows come along."""
-        tokens, seqs = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._cache.max_seqs
-        width = self.widths[bisect_left(self.widths, pages)]
+        tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
         return Shape(seqs, tokens, width, tokens, tokens + seqs)
 
     def _find(self, shape: Shape) -> Recorded:
@@ -102,7 +114,7 @@ class Graphs:
 
     def _record(self, shape: Shape) -> Recorded:
         """The batch shows no sequence yet, so recording touches no page of anybody."""
-        batch = self._cache.static_batch(shape)
+        batch = self._cache.static_batch(shape, self._table)
         graph = torch.cuda.CUDAGraph()
         stream = recording_stream(self._cache.device)
         # thread_local: what other threads allocate meanwhile, for another engine, breaks nothing.
@@ -134,17 +146,6 @@ def sizes_up_to(most: int) -> list[int]:
     """Batch sizes worth a graph: close together where a padded batch would cost most."""
     steps = range(_FIRST_SIZES[-1] + _SIZE_STEP, most, _SIZE_STEP)
     return [size for size in (*_FIRST_SIZES, *steps) if size < most] + [most]
-
-
-def widths_up_to(most: int) -> list[int]:
-    """Widths of page tables: what is sent with each step should not be that of a context which
-    nobody uses.
-    """
-    widths, width = [], _FIRST_WIDTH
-    while width < most:
-        widths.append(width)
-        width *= _WIDTH_STEP
-    return [*widths, most]
 
 
 def filled_in(ids: Tensor, last: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The offline interface: a model by name, prompts in, texts out."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 from onchip.engine import memory
 from onchip.engine.chat import Message, render
-from onchip.engine.engine import Engine, Pace
+from onchip.engine.engine import Engine, EngineError, Pace
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
 from onchip.engine.ranks import Ranks
@@ -64,9 +66,12 @@ class LLM:
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
+        graphs = ranks.alone and not enforce_eager
         if num_pages is None:
-            room = memory.device_pages(decoder, limits, block_size, gpu_memory_utilization)
-            num_pages = ranks.agree(room)
+            share = gpu_memory_utilization
+            num_pages = ranks.agree(
+                memory.device_pages(decoder, limits, block_size, share, graphs=graphs)
+            )
         spec = decoder.cache_spec(block_size)
         self.engine = Engine(
             decoder,
@@ -78,10 +83,11 @@ class LLM:
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
-            pace=Pace(graphs=ranks.alone and not enforce_eager, clock=ranks.clock),
+            pace=Pace(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
         self._jobs: dict[str, _Job] = {}
+        self._numbers = count()
         self.engine.warm_up()
 
     def __enter__(self) -> "LLM":
@@ -109,12 +115,15 @@ class LLM:
     ) -> list[RequestOutput]:
         """The continuations of each prompt, in the order of the prompts: texts, lists of token ids,
         or {"prompt": ...} and {"prompt_token_ids": ...}. sampling_params: one for all, or one for
-        each. use_tqdm: show progress where a terminal is.
+        each. use_tqdm: show progress where a terminal is. Ctrl-C cancels the prompts, and the next
+        call finds everything in order.
         """
         prompts = _listed(prompts)
         done: dict[int, RequestOutput] = {}
-        with Bar(len(prompts), use_tqdm) as bar:
-            for place, output in self._serve(prompts, sampling_params, stream=False):
+        served = self._serve(prompts, sampling_params, stream=False)
+        # Closed by hand: a traceback, which a prompt of Python keeps, would keep it open.
+        with closing(served), Bar(len(prompts), use_tqdm) as bar:
+            for place, output in served:
                 done[place] = output
                 bar.advance(sum(len(one.token_ids) for one in output.outputs))
         return [done[place] for place in range(len(prompts))]
@@ -127,8 +136,9 @@ class LLM:
         """Outputs as they grow, cumulative, of all prompts in turns; `request_id` tells which: the
         place of the prompt. Leaving the loop cancels what is left.
         """
-        for place, output in self._serve(_listed(prompts), sampling_params, stream=True):
-            yield replace(output, request_id=str(place))
+        with closing(self._serve(_listed(prompts), sampling_params, stream=True)) as served:
+            for place, output in served:
+                yield replace(output, request_id=str(place))
 
     def chat(
         self,
@@ -170,9 +180,10 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Params | Sequence[Params] | None,
         stream: bool,
-    ) -> Iterator[tuple[int, RequestOutput]]:
+    ) -> Generator[tuple[int, RequestOutput]]:
         """(place of the prompt, output) until all prompts are done. As many stand in line as may;
-        if this is left early, all are cancelled. Another call may come between two outputs.
+        if this is left early, all are cancelled. Another call may come between two outputs; if that
+        is interrupted within a step, the prompts of this one end, too (finish_reason "abort").
         """
         asked = zip(prompts, _each(params, len(prompts)), strict=True)
         job = _Job([(self._read(prompt), how) for prompt, how in asked])
@@ -188,10 +199,13 @@ class LLM:
         finally:
             for name in job.places:
                 self.engine.cancel(name)
-                del self._jobs[name]
+                self._jobs.pop(name, None)
 
     def _pump(self) -> None:
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        if not outputs and not self.engine.has_work:
+            raise EngineError("the last outputs of this call were lost: another was interrupted")
+        for output in outputs:
             if output.request_id in self._jobs:
                 self._jobs[output.request_id].box.append(output)
 
@@ -199,14 +213,15 @@ class LLM:
         while len(job.places) < len(job.asked):
             place = len(job.places)
             (text, ids), params = job.asked[place]
-            answer = self.engine.add(ids, params, stream=stream)
+            name = f"prompt-{next(self._numbers)}"
+            job.places[name], self._jobs[name] = place, job  # whom to cancel, were this interrupted
+            answer = self.engine.add(ids, params, request_id=name, stream=stream)
             if isinstance(answer, Refused):
+                del job.places[name], self._jobs[name]
                 if answer.later and self.engine.has_work:
                     return
                 raise ValueError(f"prompt {place} cannot be served: {answer.reason}")
             answer.prompt = text
-            job.places[answer.request_id] = place
-            self._jobs[answer.request_id] = job
 
     def _read(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it has one, and its token ids."""

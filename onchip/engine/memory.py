@@ -6,22 +6,37 @@ from dataclasses import replace
 import torch
 
 from onchip.engine.engine import Engine, Pace
-from onchip.engine.params import SamplingParams
+from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
+from onchip.kvcache.host import CHUNK_BYTES
 from onchip.models import Decoder
 
 _HOST_SHARE = 0.25  # of the memory that is free where the CPU computes: it belongs to others too
+_TRIAL_TOKENS = 4096  # of a sequence: as long as it takes for kernels to use all their scratch
+_EVERYTHING = SamplingParams(
+    max_tokens=2,
+    ignore_eos=True,
+    temperature=0.7,
+    top_p=0.9,
+    top_k=50,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=MAX_LOGPROBS,
+)
 
 
-def device_pages(model: Decoder, limits: Limits, page_size: int, utilization: float) -> int:
+def device_pages(
+    model: Decoder, limits: Limits, page_size: int, utilization: float, *, graphs: bool = True
+) -> int:
     """Pages for a cache: what a GPU has left of `utilization` of its memory, or a quarter of what
-    the host has free; never more than max_num_seqs sequences of max_model_len can hold.
+    the host has free; never more than max_num_seqs sequences of max_model_len can hold. graphs:
+    whether steps will be recorded.
     """
     spec = model.cache_spec(page_size)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // page_size)
     if model.embed.is_cuda:
-        room = _room_on_gpu(model, limits, page_size, utilization)
+        room = _room_on_gpu(model, limits, page_size, utilization, graphs)
     else:
         room = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     pages = min(most, spec.pages_in(max(0, room)))
@@ -40,31 +55,49 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
     return min(spec.pages_in(int(swap_space * 2**30)), num_pages)
 
 
-def _room_on_gpu(model: Decoder, limits: Limits, page_size: int, utilization: float) -> int:
+def _room_on_gpu(
+    model: Decoder, limits: Limits, page_size: int, utilization: float, graphs: bool
+) -> int:
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must lie above 0, and at most at 1")
-    device = model.embed.device
-    working = _step_bytes(model, limits, page_size)
+    fixed = _step_bytes(model, limits, page_size) + _staging_bytes(model, page_size)
+    if graphs:
+        fixed += _graph_bytes(model, limits, page_size)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return int(total * utilization) - (total - free) - working
+    free, total = torch.cuda.mem_get_info(model.embed.device)
+    return int(total * utilization) - (total - free) - fixed
 
 
 def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
-    """What the largest step needs beside weights and pages, measured: as many prompts as may run,
-    together as long as a step, and draws that use every part of the sampler.
+    """What the largest step needs beside weights and pages, measured with all that torch takes for
+    it: as many prompts as may run, together as long as a step, one of which is asked about itself,
+    and draws that use every part of the sampler.
     """
     device, count = model.embed.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
     pages = 2 + count * -(-(length + 2) // page_size)
-    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.7, top_p=0.9, top_k=50)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
     options = {"page_size": page_size, "prefix_caching": False, "pace": Pace(graphs=False)}
+    torch.cuda.empty_cache()
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
-        held = torch.cuda.memory_allocated(device)
+        held = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        for i in range(count):
-            engine.add([i % 2] * length, params)
+        engine.add([0] * length, replace(_EVERYTHING, prompt_logprobs=MAX_LOGPROBS))
+        for i in range(1, count):
+            engine.add([i % 2] * length, _EVERYTHING)
         while engine.has_work:
             engine.step()
-        return torch.cuda.max_memory_allocated(device) - held
+        return torch.cuda.max_memory_reserved(device) - held
+
+
+def _graph_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
+    """The graphs, and the page table that they share."""
+    width = -(-limits.max_model_len // page_size)
+    pages = 1 + min(width, -(-_TRIAL_TOKENS // page_size))
+    with Engine(model, None, limits=limits, num_pages=pages, page_size=page_size) as engine:
+        return engine.graph_bytes() + 4 * limits.max_num_seqs * width
+
+
+def _staging_bytes(model: Decoder, page_size: int) -> int:
+    """Where pages are packed on their way to the host and back: see kvcache/host.py."""
+    return 2 * max(CHUNK_BYTES, model.cache_spec(page_size).page_bytes)

@@ -60,7 +60,8 @@ class Reports:
 
     def _read(self, request: Request) -> None:
         """The texts of the samples that grow."""
-        for sample in request.samples if self._tokenizer is not None else ():
+        unread = [s for s in request.samples if not s.complete]
+        for sample in unread if self._tokenizer is not None else ():
             stop = _grow(sample, self._tokenizer)
             if stop is not None:
                 if sample.finished:  # by its length, with the same token
@@ -69,7 +70,7 @@ class Reports:
 
     def _put_into_words(self, request: Request, tokenizer: Tokenizer) -> None:
         for sample in request.samples:
-            if request.finished:
+            if sample.finished and not sample.complete:
                 _complete(sample, tokenizer)
             _name_tokens(sample.logprobs, tokenizer)
         _name_tokens(request.prompt_logprobs or (), tokenizer)
@@ -80,22 +81,20 @@ def _grow(sample: Sample, tokenizer: Tokenizer) -> str | None:
     request = sample.request
     if sample.reader is None:
         sample.reader = Reader(tokenizer, request.prompt_token_ids, request.params.stop)
+        sample.text = sample.reader.text
     new = sample.token_ids[sample.reader.num_tokens :]
     if not new:
         return None
-    stop = sample.reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
-    sample.text = sample.reader.text
-    return stop
+    return sample.reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
 
 
 def _complete(sample: Sample, tokenizer: Tokenizer) -> None:
     """The whole text of a sample, with what was held back; or what comes before its stop text."""
     if sample.reader is None:
-        sample.text = text_of(tokenizer, sample.request.prompt_token_ids, sample.token_ids)
+        sample.text.add(text_of(tokenizer, sample.request.prompt_token_ids, sample.token_ids))
     elif not isinstance(sample.stop_reason, str):
         sample.reader.finish()
-        sample.text = sample.reader.text
-    sample.reader = None
+    sample.reader, sample.complete = None, True
 
 
 def _name_tokens(tables: Sequence, tokenizer: Tokenizer) -> None:

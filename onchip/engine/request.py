@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
+from onchip.engine.text import Text
 from onchip.kvcache.prefix import words
 
 MAX_PRIORITY = 100
@@ -73,6 +75,63 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def since(self, chars: int, tokens: int) -> "News":
+        """What is new for somebody who has seen so many characters and tokens."""
+        tables = None if self.logprobs is None else self.logprobs[tokens:]
+        return News(self.text[chars:], self.token_ids[tokens:], tables)
+
+
+class News(NamedTuple):
+    """The end of a CompletionOutput."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class _Snapshot(CompletionOutput):
+    """A sample as it is now, copied when somebody looks: its text and its lists only ever grow, so
+    lengths tell what they were. Who asks for all of it pays for all of it, who asks for what is new
+    pays for that: a stream costs as much as it is long. A pickle or a copy is a CompletionOutput.
+    """
+
+    _grown: tuple[Text, list[int], list[dict[int, Logprob]] | None]
+    _lengths: tuple[int, int]  # of text and token_ids
+
+    @classmethod
+    def of(cls, sample: "Sample") -> "_Snapshot":
+        self, asked = cls.__new__(cls), sample.request.params.logprobs is not None
+        vars(self).update(
+            index=sample.index,
+            cumulative_logprob=sample.cumulative_logprob,
+            finish_reason=sample.status.finish_reason,
+            stop_reason=sample.stop_reason,
+            _grown=(sample.text, sample.token_ids, sample.logprobs if asked else None),
+            _lengths=(len(sample.text), len(sample.token_ids)),
+        )
+        return self
+
+    @cached_property
+    def text(self) -> str:  # pyright: ignore
+        return self.since(0, self._lengths[1]).text
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:  # pyright: ignore
+        return tuple(self._grown[1][: self._lengths[1]])
+
+    @cached_property
+    def logprobs(self) -> list[dict[int, Logprob]] | None:  # pyright: ignore
+        return self.since(self._lengths[0], 0).logprobs
+
+    def since(self, chars: int, tokens: int) -> News:
+        text, ids, tables = self._grown
+        new = slice(tokens, self._lengths[1])
+        shown = text.part(chars, self._lengths[0])
+        return News(shown, tuple(ids[new]), None if tables is None else tables[new])
+
+    def __reduce__(self) -> tuple:
+        return CompletionOutput, tuple(getattr(self, one.name) for one in fields(self))
+
 
 @dataclass(frozen=True)
 class RequestMetrics:
@@ -107,7 +166,7 @@ class Sample:
     up, or it will fork from its request's first sample when the prompt is computed. candidates: of
     a beam that waits for the others of its request. pending: tokens that are drawn and not known
     yet; place: the last one is so far down in its step's draws. draw_key: makes the draws. reader:
-    makes `text` of the tokens while they come.
+    makes `text` of the tokens while they come; complete: it has all of it.
     """
 
     request: "Request"
@@ -115,7 +174,7 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    text: str = ""
+    text: Text = field(default_factory=Text)
     stop_reason: int | str | None = None
     end: Status | None = None
     sequence: Any = None
@@ -124,6 +183,7 @@ class Sample:
     place: int = 0
     draw_key: int = 0
     reader: Any = None
+    complete: bool = False
 
     @property
     def status(self) -> Status:
@@ -179,16 +239,7 @@ class Sample:
         self.end, self.stop_reason, self.pending = end, stop_reason, 0
 
     def output(self) -> CompletionOutput:
-        asked = self.request.params.logprobs is not None
-        return CompletionOutput(
-            self.index,
-            self.text,
-            tuple(self.token_ids),
-            self.cumulative_logprob,
-            list(self.logprobs) if asked else None,
-            self.status.finish_reason,
-            self.stop_reason,
-        )
+        return _Snapshot.of(self)
 
 
 class Request:

@@ -4,6 +4,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -68,6 +69,15 @@ class Runner:
         for params in _WAYS_TO_DRAW:
             rows = self._drawers.rows([Request("", [0], params).samples[0]])
             sample(self._model.logits(hidden, wide=False), rows)
+
+    @torch.inference_mode()
+    def graph_bytes(self, most_tokens: int) -> int:
+        """What the graphs of `warm_up` would take of a GPU, estimated by recording a few of them:
+        to be asked before anything is recorded.
+        """
+        if self._graphs is None:
+            return 0
+        return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Flight:
@@ -152,6 +162,14 @@ class Runner:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return replace(flight, sampled=home, prompts=prompts, event=event)
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Of a GPU, by whomever, but for what torch keeps for itself."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def _only_decodes(step: Step) -> bool:

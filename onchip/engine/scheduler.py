@@ -152,15 +152,17 @@ class Scheduler:
             request.error = error
             self._end(request, Status.FINISHED_ERROR)
 
-    def collapse(self, error: str) -> list[Request]:
-        """End all requests where they stand, after a failure that leaves nothing to rely on: lines
-        and pages are not tidied up, and the scheduler is of no use afterwards.
+    def collapse(self, end: Status, error: str) -> list[Request]:
+        """End all requests where they stand, after what leaves nothing to rely on: lines and pages
+        are not tidied up, and the scheduler is of no use afterwards.
         """
         requests = list(self._requests.values())
         for request in requests:
-            request.error, request.status = error, Status.FINISHED_ERROR
-            for sample in request.live:
-                sample.finish(Status.FINISHED_ERROR)
+            request.error, request.status = error, end
+            for sample in request.samples:
+                sample.sequence = None
+                if not sample.finished:
+                    sample.finish(end)
         self._requests.clear()
         return requests
 

@@ -1,5 +1,6 @@
 """The text of a sample while its tokens come one by one."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from onchip.engine.tokenizer import Tokenizer
@@ -11,9 +12,38 @@ _LONGEST = 64  # tokens that are no text: no character is so long
 _HALF = "\ufffd"
 
 
+class Text:
+    """A text that grows at its end and is otherwise never changed. Every character is stored once,
+    and any part can be had for what that part is long.
+    """
+
+    __slots__ = ("_ends", "_pieces")
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._ends = [0]
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __str__(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._ends.append(self._ends[-1] + len(piece))
+
+    def part(self, start: int, stop: int) -> str:
+        """Characters start to stop - 1, which are there; another thread may add meanwhile."""
+        first, last = bisect_right(self._ends, start) - 1, bisect_left(self._ends, stop)
+        before = self._ends[first]
+        return "".join(self._pieces[first:last])[start - before : stop - before]
+
+
 class Reader:
     """Grows a text by tokens. It never shows half a character, nor what may become a stop text:
-    `text` is what can be shown, and only ever grows.
+    `text` is what can be shown.
 
     The last tokens are decoded together with a few before them. What comes out beyond the text of
     those is new, unless it ends within a character.
@@ -23,18 +53,17 @@ class Reader:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
         self._window, context = _context(tokenizer, prompt)
-        self._shown = len(context)  # characters of the window's text that are in `_all`
+        self._shown = len(context)  # characters of the window's text that were taken from it
         self._mark = len(self._window)  # where the window's text was whole last
         self.num_tokens = 0
-        self._all = ""
+        self._held = ""  # what follows `text`
         self._floor = 0  # where the text begins that may hold a stop
-        self.text = ""
+        self.text = Text()
 
     def push(self, token_ids: Sequence[int], search: bool = True) -> str | None:
         """More tokens; the stop text that appears with them, if one does: the text ends before it.
         search: False while the sample is too short to stop.
         """
-        before = len(self._all)
         self.num_tokens += len(token_ids)
         self._window += token_ids
         text = self._tokenizer.decode(self._window)
@@ -43,18 +72,17 @@ class Reader:
         elif len(self._window) > _LONGEST:
             self._grow_by_bytes(text)
         if not search:
-            self._floor = len(self._all)
-        return self._show(before, self._overlap)
+            self._floor = len(self.text) + len(self._held)
+        return self._show(self._overlap)
 
     def finish(self) -> str | None:
         """No more tokens: everything is shown, or what comes before the stop text in it."""
-        before = len(self._all)
-        self._all += self._tokenizer.decode(self._window)[self._shown :]
+        self._held += self._tokenizer.decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
-        return self._show(before, 0)
+        return self._show(0)
 
     def _grow(self, text: str) -> None:
-        self._all += text[self._shown :]
+        self._held += text[self._shown :]
         self._shown = max(self._shown, len(text))
         if len(self._window) > _WINDOW:
             del self._window[: self._mark]
@@ -63,19 +91,18 @@ class Reader:
 
     def _grow_by_bytes(self, text: str) -> None:
         """Of bytes that are no text the last three may still begin a character."""
-        self._all += text[self._shown : -_BYTES]
+        self._held += text[self._shown : -_BYTES]
         del self._window[:-_CONTEXT]
         self._shown = max(0, len(self._tokenizer.decode(self._window)) - _BYTES)
 
-    def _show(self, before: int, hold: int) -> str | None:
-        start = max(self._floor, before - self._overlap)
-        found = [(at, s) for s in self._stops if (at := self._all.find(s, start)) >= 0]
-        if found:
-            at, stop = min(found)
-            self._all = self.text = self._all[:at]
-            return stop
-        self.text = self._all[: max(len(self.text), len(self._all) - hold)]
-        return None
+    def _show(self, hold: int) -> str | None:
+        """All but the last `hold` characters, or what comes before a stop text."""
+        start, held = max(0, self._floor - len(self.text)), self._held
+        found = [(at, s) for s in self._stops if (at := held.find(s, start)) >= 0]
+        end, stop = min(found) if found else (max(0, len(held) - hold), None)
+        self.text.add(held[:end])
+        self._held = "" if found else held[end:]
+        return stop
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:

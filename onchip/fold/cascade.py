@@ -1,12 +1,13 @@
 """Shared prefixes attended once: sequences whose page tables begin alike form a trie of page runs;
-each run is read once for all queries below it, and the partial results are merged.
+each run is read once for all queries below it, and the partial results are merged. A run is cut
+into segments where its queries alone would leave most of a device idle.
 
 `plan` looks at host tables, once per change of the batch; `run` is called by every layer of every
 step with the plan's tensors, synchronises nothing and makes one call per level plus one. A plan
 stays valid while sequences grow behind their shared pages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -14,10 +15,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import UnsupportedError
+from onchip.problem import UnsupportedError, device_info
 from onchip.state import merge_at_rest
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
+
+
+class Occupancy(NamedTuple):
+    """What fills a device: a program takes tile_queries queries of a group, with the heads of one
+    kv head, over the keys of one segment.
+    """
+
+    num_programs: int = 1  # that run at once; 1 where more would not help
+    num_kv_heads: int = 1
+    tile_queries: int = 1
+    segment_pages: int = 1  # fewer are not worth a program and a partial result
+
+    def segments(self, queries: Sequence[int], pages: Tensor) -> Tensor:
+        """Into how many segments runs of so many pages are cut, if groups with so many queries read
+        them: as many as there are programs for. 1 where tiles are not three quarters full, or half
+        of the device would be idle even so: whoever attends does better with whole runs.
+        """
+        tiles = sum(-(-n // self.tile_queries) for n in queries) * self.num_kv_heads
+        rows = len(queries) * max(*queries, self.tile_queries)
+        is_full = 4 * sum(queries) >= 3 * rows
+        most = (pages // self.segment_pages).clamp(max=self.num_programs // tiles if is_full else 1)
+        return torch.where(2 * most * tiles > self.num_programs, most, 1)
 
 
 class Traffic(NamedTuple):
@@ -27,6 +50,12 @@ class Traffic(NamedTuple):
     query_bytes: int  # what one query token adds in one level
     partial_bytes: int  # what one query token's own part costs more once results are partial
     level_bytes: int  # what the device could have read while a level's launches start and drain
+    segment_bytes: int = 0  # what one query token adds in each further segment of a level
+    occupancy: Occupancy = Occupancy()
+
+    def bytes_of_queries(self, queries: int, segments: Tensor | int) -> Tensor | int:
+        """What the queries of a group add in a level of so many segments."""
+        return queries * (self.query_bytes + (segments - 1) * self.segment_bytes)
 
 
 # A level adds an attend call (a main and a merging launch) and its share of the last merge. CUDA:
@@ -34,11 +63,16 @@ class Traffic(NamedTuple):
 # 2026-11-15); a level saves 13 us of reading there, so it costs some 35 us, in which 4.4 TB/s read
 # 150 MB. CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
 LEVEL_BYTES = {"cuda": 150 << 20, "cpu": 2 << 20}
+# The processors of an H200: the Hopper forward over pages fills each with 128 rows, and does not
+# split keys. Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
+NUM_PROGRAMS = 132
+TILE_ROWS = 128  # queries x heads of a group
+SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
 
 
 def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
-    """The model's constants for tensors like these; only shapes, dtype and device type are read."""
+    """The model's constants for tensors like these; only shapes, dtype and device are read."""
     if q.dim() < 3 or k_pages.dim() != 4 or v_pages.dim() != 4:
         shapes = [tuple(t.shape) for t in (q, k_pages, v_pages)]
         raise ValueError(f"q must end in (heads, head_dim) and pages have rank 4, got {shapes}")
@@ -46,13 +80,33 @@ def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
     page_size, num_kv_heads = k_pages.shape[1:3]
     head_dim_v, item = v_pages.shape[-1], k_pages.element_size()
     partial = 2 * num_heads * 4 * (head_dim_v + 1)  # fp32 out and lse, written and read back
-    query = 3 * num_heads * head_dim * q.element_size()  # gathered (read, written), read again
+    query = num_heads * head_dim * q.element_size()
     return Traffic(
         page_bytes=page_size * num_kv_heads * (head_dim + head_dim_v) * item,
-        query_bytes=query + partial,
+        query_bytes=3 * query + partial,  # gathered (read, written), read again
         partial_bytes=partial,
         level_bytes=LEVEL_BYTES.get(q.device.type, LEVEL_BYTES["cuda"]),
+        segment_bytes=2 * query + partial,  # written, read again
+        occupancy=_occupancy(q, k_pages),
     )
+
+
+def _occupancy(q: Tensor, k_pages: Tensor) -> Occupancy:
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
+    return Occupancy(
+        1 if _splits_keys(q) else NUM_PROGRAMS,
+        num_kv_heads,
+        max(1, TILE_ROWS // group_size),
+        -(-SEGMENT_KEYS // max(1, page_size)),
+    )
+
+
+def _splits_keys(q: Tensor) -> bool:
+    """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
+    device = device_info(q.device)
+    elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
+    return elsewhere or q.element_size() != 2
 
 
 class Group(NamedTuple):
@@ -64,17 +118,28 @@ class Group(NamedTuple):
 
 
 class Level(NamedTuple):
-    """One paged call: each group is a sequence whose keys are the shared run and whose queries are
-    all queries of its members. No sequence is in two groups of a level.
+    """One paged call: each segment of each group is a sequence whose keys are its share of the
+    group's run and whose queries are all queries of the group's members; the first segments of all
+    groups come first. No sequence is in two groups of a level.
     """
 
     groups: tuple[Group, ...]
     saved_bytes: int  # against reading the runs once per sequence, net of what the level costs
-    page_table: Tensor  # (groups, longest run) int32
-    seqlens: Tensor  # (groups,) int32
-    cu_seqlens_q: Tensor  # (groups + 1,) int32
+    segments: int
+    page_table: Tensor  # (segments * groups, longest segment) int32
+    seqlens: Tensor  # (segments * groups,) int32, 0 where a short run has no such segment
+    cu_seqlens_q: Tensor  # (segments * groups + 1,) int32
     max_seqlen_q: int
     rows: Tensor | slice  # of the packed queries, in the order of the groups; a slice needs no copy
+    place: Tensor | None  # (total_q,) int32: where in `rows` each query is, -1 if it is not
+
+
+class Part(NamedTuple):
+    """What a level gives to the merge: states over disjoint keys, of the queries in its `rows`."""
+
+    out: Tensor  # (segments, rows, heads, head_dim_v), contiguous
+    lse: Tensor  # (segments, heads, rows), contiguous in the last dimension
+    place: Tensor | None  # of each query among the rows, -1: it has no part; None: in order
 
 
 class Plan(NamedTuple):
@@ -158,8 +223,10 @@ def plan(
     cu = _host("cu_seqlens_q", uniform if cu_seqlens_q is None else cu_seqlens_q, 1)
     lengths = tuple(cu.diff().tolist())
     shareable = _shareable(table, seqlens, cu.diff(), page_size)
-    groups, saved = _choose(table, shareable, lengths, model, max_levels)
+    groups = _choose(table, shareable, lengths, model, max_levels)
     levels = tuple(_level(table, cu.tolist(), chosen, page_size, model) for chosen in groups)
+    saved = sum(level.saved_bytes for level in levels)
+    saved -= sum(lengths) * model.partial_bytes if levels else 0
     shared = _covered(groups, len(table))
     pages = torch.tensor(shared, dtype=torch.int64)
     tokens = (pages * page_size).int()
@@ -173,7 +240,7 @@ def run(
     pages: Pair,
     own: Pair,
     *,
-    merge: Callable[[list[Tensor], list[Tensor], torch.dtype], Pair] | None = None,
+    merge: Callable[[Pair, list[Part], torch.dtype], Pair] | None = None,
     out_dtype: torch.dtype | None = None,
     **options: object,
 ) -> Pair:
@@ -182,19 +249,18 @@ def run(
 
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
-    counts once. merge(outs, lses, out_dtype) is the n-way merge of packed partials:
-    state.merge_at_rest unless a device has a kernel for it.
+    counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
+    of the levels: state.merge_at_rest unless a device has a kernel for it.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
     if not plan.levels:
         return _attend_own(plan, attend, q, pages, own, {**options, "out_dtype": out_dtype})
     for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # partials are not rounded
-    parts = [_attend_own(plan, attend, q, pages, own, {**for_all, **for_own})]
-    parts = [(out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)) for out, lse in parts]
-    parts += [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
-    outs, lses = [out for out, _ in parts], [lse for _, lse in parts]
-    out, lse = (merge or _merge)(outs, lses, out_dtype or q.dtype)
+    out, lse = _attend_own(plan, attend, q, pages, own, {**for_all, **for_own})
+    state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
+    parts = [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
+    out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 3:
         return out, lse
     return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
@@ -247,26 +313,22 @@ def _attend_own(
 
 def _attend_level(
     level: Level, attend: Callable[..., Pair], rows: Tensor, pages: Pair, options: dict
-) -> Pair:
-    """The level's part for all rows: those that it does not cover have seen no key."""
-    out, lse = attend(
-        rows[level.rows],
-        *pages,
-        level.page_table,
-        level.seqlens,
-        cu_seqlens_q=level.cu_seqlens_q,
-        max_seqlen_q=level.max_seqlen_q,
-        causal=False,
-        return_lse=True,
-        **options,
-    )
-    if isinstance(level.rows, slice) and len(out) == len(rows):
-        return out, lse
-    everywhere = out.new_zeros(len(rows), *out.shape[1:])
-    everywhere[level.rows] = out
-    seen = lse.new_full((len(lse), len(rows)), -torch.inf)
-    seen[:, level.rows] = lse
-    return everywhere, seen
+) -> Part:
+    """One group's segments are sequences of equal length: such a call need not be packed, and all
+    of them read the same queries.
+    """
+    q, packing = rows[level.rows], {}
+    if len(level.groups) == 1:
+        q = q.expand(level.segments, *q.shape)
+    else:
+        q = q.repeat(level.segments, 1, 1)
+        packing = {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": level.max_seqlen_q}
+    tables = level.page_table, level.seqlens
+    out, lse = attend(q, *pages, *tables, causal=False, return_lse=True, **packing, **options)
+    if not packing:
+        return Part(out, lse, level.place)
+    stacked = (level.segments, -1)
+    return Part(out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place)
 
 
 def _packed_lse(lse: Tensor) -> Tensor:
@@ -274,9 +336,21 @@ def _packed_lse(lse: Tensor) -> Tensor:
     return lse.transpose(0, 1).flatten(1) if lse.dim() == 3 else lse
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> Pair:
-    out, lse = merge_at_rest([out.transpose(0, 1) for out in outs], lses)
+def _merge(own: Pair, parts: list[Part], out_dtype: torch.dtype) -> Pair:
+    states = [own, *(state for part in parts for state in _states(part))]
+    outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
+    out, lse = merge_at_rest(outs, lses)
     return out.transpose(0, 1).to(out_dtype), lse
+
+
+def _states(part: Part) -> Iterator[Pair]:
+    """The states of a part in the order of all queries; those without a part have seen no key."""
+    out, lse, place = part
+    if place is not None:
+        at, absent = place.clamp(min=0), place < 0
+        out = out[:, at].masked_fill(absent[:, None, None], 0.0)
+        lse = lse[:, :, at].masked_fill(absent, -torch.inf)
+    return zip(out.unbind(0), lse.unbind(0), strict=True)
 
 
 def _host(name: str, x: object, rank: int) -> Tensor:
@@ -327,8 +401,8 @@ class Node:
 
 def _choose(
     table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Traffic, max_levels: int
-) -> tuple[list[list[Group]], int]:
-    """The groups of each level, and the bytes they save."""
+) -> list[list[Group]]:
+    """The groups of each level."""
     order, common = _sorted_prefixes(table, shareable)
     nodes = _trie(common)
     queries = list(accumulate((lengths[b] for b in order), initial=0))
@@ -336,8 +410,7 @@ def _choose(
     levels = torch.arange(len(totals))
     once = queries[-1] * model.partial_bytes * (levels > 0)
     totals = totals + once + levels * model.level_bytes
-    best = int(totals.argmin())
-    return _trace(nodes[-1], order, best), -int(totals[best])
+    return _trace(nodes[-1], order, int(totals.argmin()))
 
 
 def _sorted_prefixes(table: Tensor, shareable: Tensor) -> tuple[list[int], list[int]]:
@@ -386,14 +459,15 @@ def _price(nodes: list[Node], queries: list[int], model: Traffic, levels: int) -
     """Bytes against one plain call, with at most 0, 1, ..., levels levels.
 
     cost[l, a] of a node is the least its subtree needs with l levels left when ancestor a is the
-    last one taken. Taking a node reads the pages since a once and moves its queries' partials;
-    leaving it lets its children and its loose sequences read them. All ancestors at once.
+    last one taken. Taking a node reads the pages since a once and moves its queries' partials, as
+    many as if it were alone in its level; leaving it lets its children and its loose sequences read
+    them. All ancestors at once.
     """
     for node in nodes[:-1]:
         below = _below(node, model, levels)
-        reads = (node.pages - torch.tensor(node.ends)) * model.page_bytes
-        partials = (queries[node.hi] - queries[node.lo]) * model.query_bytes
-        take, leave = reads + partials + below[:-1, -1:], below[:, :-1]
+        pages, rows = node.pages - torch.tensor(node.ends), queries[node.hi] - queries[node.lo]
+        partials = model.bytes_of_queries(rows, model.occupancy.segments([rows], pages))
+        take, leave = pages * model.page_bytes + partials + below[:-1, -1:], below[:, :-1]
         node.taken = take < leave[1:]
         node.cost = torch.cat([leave[:1], torch.where(node.taken, take, leave[1:])])
     return _below(nodes[-1], model, levels)[:, 0]
@@ -435,22 +509,39 @@ def _covered(levels: list[list[Group]], batch: int) -> tuple[int, ...]:
 def _level(
     table: Tensor, cu: list[int], groups: list[Group], page_size: int, model: Traffic
 ) -> Level:
-    runs = [g.stop - g.start for g in groups]
-    page_table = torch.zeros(len(groups), max(runs), dtype=torch.int32)
-    for i, g in enumerate(groups):
-        page_table[i, : runs[i]] = table[g.members[0], g.start : g.stop]
+    runs = [table[g.members[0], g.start : g.stop] for g in groups]
     lengths = [sum(cu[b + 1] - cu[b] for b in g.members) for g in groups]
-    once_each = sum((len(g.members) - 1) * run for g, run in zip(groups, runs, strict=True))
-    saved = once_each * model.page_bytes - sum(lengths) * model.query_bytes - model.level_bytes
+    longest = torch.tensor(max(map(len, runs)))
+    segments = int(model.occupancy.segments(lengths, longest))
+    page_table, sizes = _cut(runs, segments, model.occupancy.segment_pages)
+    rows = _rows(cu, [b for g in groups for b in g.members])
+    once_each = sum((len(g.members) - 1) * len(run) for g, run in zip(groups, runs, strict=True))
+    costs = model.bytes_of_queries(sum(lengths), segments) + model.level_bytes
     return Level(
         tuple(groups),
-        saved,
+        once_each * model.page_bytes - int(costs),
+        segments,
         page_table,
-        torch.tensor(runs, dtype=torch.int32) * page_size,
-        torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
+        sizes * page_size,
+        torch.tensor(list(accumulate(lengths * segments, initial=0)), dtype=torch.int32),
         max(lengths),
-        _rows(cu, [b for g in groups for b in g.members]),
+        rows,
+        _place(rows, cu[-1]),
     )
+
+
+def _cut(runs: list[Tensor], segments: int, least: int) -> Pair:
+    """(page_table, pages of its rows): the first segment of every run, the second of every run, and
+    so on; of a run the segments are equal, and as few as make them `least` pages long.
+    """
+    sizes = [max(-(-len(run) // segments), least) for run in runs]
+    pieces = [
+        run[i * size : (i + 1) * size]
+        for i in range(segments)
+        for run, size in zip(runs, sizes, strict=True)
+    ]
+    page_table = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+    return page_table, torch.tensor([len(piece) for piece in pieces], dtype=torch.int32)
 
 
 def _rows(cu: list[int], members: list[int]) -> Tensor | slice:
@@ -458,3 +549,14 @@ def _rows(cu: list[int], members: list[int]) -> Tensor | slice:
     if all(cu[a + 1] == cu[b] for a, b in pairwise(members)):
         return slice(cu[members[0]], cu[members[-1] + 1])
     return torch.cat([torch.arange(cu[b], cu[b + 1]) for b in members])
+
+
+def _place(rows: Tensor | slice, total_q: int) -> Tensor | None:
+    """Where each of all queries is among `rows`: the inverse of rows, or None if that is in
+    order.
+    """
+    if isinstance(rows, slice) and rows == slice(0, total_q):
+        return None
+    place = torch.full((total_q,), -1, dtype=torch.int32)
+    place[rows] = torch.arange(len(place[rows]), dtype=torch.int32)
+    return place

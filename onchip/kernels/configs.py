@@ -242,12 +242,16 @@ HOPPER_PAGE_SIZES = (16, 32, 64, 128, 256)
 # 128 for all processors of an H200, or for half of them if half is rounding. Triton's kernel is
 # half as fast, and splits the keys to use all.
 HOPPER_PAGED_ROWS = 128 * 128
+# Packed sequences of fewer queries x heads of a group do not count together, however many they are:
+# each has a tile of its own, and most of it would be empty.
+HOPPER_TILE_ROWS = 128
 
 
 # Few queries: tiles of 64 keys and values in flight. 96 kB of them keep memory busy; with twice as
 # many some processors run ahead of others, and all wait for the last (H200, 2026-11-15, 16 x 4k
 # keys: 61 to 66 us with three stages of head_dim 128, 49 to 68 us with six).
-HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}
+HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}  # out of pages, which take many small copies
+HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
 HOPPER_DECODE_BATCH = 2048  # more sequences than that take too long to count in every program

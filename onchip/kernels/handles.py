@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.problem import kept
+
 _INT32 = 1 << 31
+# Strides are among what tells variants apart, and of these a long life sees any number. What had to
+# make room is compiled all the same: Triton finds it again.
+MAX_FAMILIES = 256
+MAX_VARIANTS = 256  # of a family
 
 
 class Handle:
@@ -28,8 +34,8 @@ class Handle:
     when a variant is first launched.
 
     A compiled kernel is launched through `CompiledKernel.__getitem__`, as Triton's tutorials do.
-    Of arguments, nothing is kept but layouts of descriptors. Threads may share a handle: each entry
-    is written once it is whole, and of two that raced either will do.
+    Of arguments, nothing is kept but layouts of descriptors; of variants, the newest. Threads may
+    share a handle: each entry is written once it is whole, and of two that raced either will do.
     """
 
     def __init__(self, kernel: Any):
@@ -43,17 +49,19 @@ class Handle:
         values = tuple(constants.values())
         kinds = (*map(type, args), *map(type, values), *constants, *values)  # 1 is not True
         family = self._families.get(kinds)
-        compiled = None if family is None else family.compiled.get(family.variant(args))
-        if compiled is None:
+        found = None if family is None else family.variants.get(family.variant(args))
+        if found is None:
             self._launch_first(kinds, grid, args, constants)
         else:
+            compiled = found[0]
             compiled[(*grid, 1, 1)[:3]](*args, *family.constants)
             _tell(compiled, grid, (*args, *family.constants))
 
     def _launch_first(self, kinds: tuple, grid: tuple, args: tuple, constants: dict) -> None:
         compiled = self.kernel[grid](*args, **constants)
         if hasattr(type(compiled), "__getitem__") and not torch.version.hip:
-            family = self._families.setdefault(kinds, _Family.of(self.kernel, args, constants))
+            family = _Family.of(self.kernel, args, constants)
+            family = kept(self._families, kinds, family, MAX_FAMILIES)
             family.keep(args, compiled)
             _tell(compiled, grid, (*args, *family.constants))
         else:
@@ -62,7 +70,8 @@ class Handle:
 
 class _Family(NamedTuple):
     """Launches whose arguments have the same types and whose constants are the same: where which
-    arguments stand, the constants in the order of the signature, and the compiled variants.
+    arguments stand, the constants in the order of the signature, and the compiled variants, each
+    with the layouts whose identity is in its key: alive, so that no other layout takes that.
     """
 
     pointers: list[int]
@@ -70,13 +79,12 @@ class _Family(NamedTuple):
     values: list[int]  # constants, and integers whose value makes a variant
     lengths: list[int]  # integers of which only the width does
     constants: tuple
-    compiled: dict[tuple, Any]
-    layouts: list  # alive, so that none of another takes their identity
+    variants: dict[tuple, tuple[Any, list]]
 
     @classmethod
     def of(cls, kernel: Any, args: tuple, constants: dict) -> "_Family":
         params = kernel.params
-        found = cls([], [], [], [], _in_order(params[len(args) :], constants), {}, [])
+        found = cls([], [], [], [], _in_order(params[len(args) :], constants), {})
         for i, (param, arg) in enumerate(zip(params, args, strict=False)):
             found._places(param, arg).append(i)
         return found
@@ -91,8 +99,8 @@ class _Family(NamedTuple):
         return [] if arg is None or isinstance(arg, float) else self.descriptors
 
     def keep(self, args: tuple, compiled: Any) -> None:
-        self.layouts.extend(args[i].layout for i in self.descriptors)
-        self.compiled[self.variant(args)] = compiled
+        layouts = [args[i].layout for i in self.descriptors]
+        kept(self.variants, self.variant(args), (compiled, layouts), MAX_VARIANTS)
 
     def variant(self, args: tuple) -> tuple:
         """What tells the compiled variants apart."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.kernels import flat
 from onchip.kernels.handles import listening, on_device
-from onchip.problem import Problem, Question, Tensors
+from onchip.problem import Problem, Question, Tensors, kept
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -54,7 +54,7 @@ class Tape(NamedTuple):
         return self.result(*[None if i is None else made[i] for i in self.returned])
 
 
-MAX_TAPES = 64  # of a question: kernels, passes, alignments
+MAX_TAPES = 64  # of a question: kernels, passes, alignments, layouts of saved tensors
 _SEEN = object()  # once: worth a recording if it comes again
 _AS_EVER = object()
 
@@ -75,8 +75,8 @@ def replayed(compute: Callable, question: Question, x: Tensors, kernel: str | No
     if tape is _SEEN:
         result, question.known[key] = _record(compute, question.problem, x, kernel, saved)
         return result
-    if tape is None and len(question.known) < MAX_TAPES:
-        question.known[key] = _SEEN
+    if tape is None:
+        kept(question.known, key, _SEEN, MAX_TAPES)
     return compute(question.problem, x, kernel, *saved)
 
 

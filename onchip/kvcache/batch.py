@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 _ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
+# Pages of a sequence up to which a static table is sent whole, as one piece of memory: 4,096 tokens
+# in pages of 16. Of a wider one the columns that are used are sent, and copied to their places.
+SENT_WHOLE = 256
 
 
 class Shape(NamedTuple):
@@ -37,7 +40,7 @@ class Shape(NamedTuple):
 
 class PagedBatch(NamedTuple):
     """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. The tensors are
-    int32 and lie in one buffer.
+    int32 and lie in one buffer; the page table of a static batch lies apart.
 
     page_table: (num_seqs, max_pages), meaningless past a sequence's pages; cache_seqlens:
     (num_seqs,), tokens with the new ones; slot_mapping: (num_tokens,), where the new ones go;
@@ -107,6 +110,27 @@ def empty(shape: Shape, device: torch.device | str = "cpu", pinned: bool = False
     return batch
 
 
+def static(shape: Shape, table: Tensor) -> PagedBatch:
+    """A batch that shows no sequence, whose page table is the beginning of this one."""
+    rest = empty(shape._replace(max_pages=0), table.device)
+    return rest._replace(page_table=table[: shape.num_seqs])
+
+
+def sent(needed: Shape, room: Shape) -> Shape:
+    """What is sent to a static batch: all of it, but of a wide table only the columns in use."""
+    return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, SENT_WHOLE)))
+
+
+def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:
+    """A static batch shows what this one, of the shape `sent`, shows in host memory: so many
+    sequences. Nobody waits.
+    """
+    columns = staged.page_table.shape[1]
+    batch.buffer.copy_(staged.buffer[staged.shape.starts[1] :], non_blocking=True)
+    table = batch.page_table[:num_seqs, :columns]
+    table.copy_(staged.page_table[:num_seqs], non_blocking=True)
+
+
 def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -> None:
     """Show these sequences in an empty batch in host memory."""
     rows, lengths, computed = members.tensors()
@@ -120,10 +144,18 @@ def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -
     batch.cu_seqlens_q[n + 1 :] = ends[-1]
     each = torch.arange(int(ends[-1]))
     decodes = len(each) == n and not (counts - 1).any()
-    owner = each if decodes else torch.repeat_interleave(counts)
+    owner = each if decodes else _owners(ends)
     position = each + (lengths - ends)[owner]
     page, slot = table[owner, position // page_size], position % page_size
     batch.slot_mapping[: len(each)] = page * page_size + slot
+
+
+def _owners(ends: Tensor) -> Tensor:
+    """Whose each token is, when those of sequence i end at ends[i]. repeat_interleave would wake
+    all threads for it, which took 3 ms of a step.
+    """
+    total = int(ends[-1])
+    return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
 def shape_of(members: Members, page_size: int, num_extra: int = 0) -> Shape:

@@ -87,10 +87,17 @@ class KVCache:
         self.max_seqs = max_seqs
         self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
         self.pages = Pages(spec, self.pool)
-        self.prefix = PrefixIndex(self.pool)
         self.prefix_reuse = prefix_reuse
-        width = -(-self.max_seqlen // spec.page_size)
-        self.host_table = HostTable(max_seqs, width)
+        self.reset()
+
+    def reset(self) -> None:
+        """Be as new, in whatever state a call was interrupted: no sequence, no prefix, every page
+        free. The memory of the pages stays where it is; handles from before are strangers.
+        """
+        self.pool = self.pages.pool = Pool(self.pool.num_pages, self.spec.page_size)
+        self.prefix = PrefixIndex(self.pool)
+        width = -(-self.max_seqlen // self.spec.page_size)
+        self.host_table = HostTable(self.max_seqs, width)
 
     @property
     def device(self) -> torch.device:
@@ -245,15 +252,15 @@ class KVCache:
         extra: Tensor | None = None,
     ) -> PagedBatch:
         """The tokens of these sequences that are not computed yet, as one step on the device. out:
-        a batch from `static_batch`, refilled in place (for CUDA graphs). extra: int32 words that
-        travel in the same copy.
+        a batch from `static_batch`, refilled in place (for CUDA graphs); past the pages of its
+        sequences its table holds what was there before. extra: int32 words that travel with it.
         """
         members = self._members(sequences)
         num_extra = 0 if extra is None else len(extra)
         shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
             batches.check_room(out, shape)
-            shape = out.shape
+            shape = batches.sent(shape, out.shape)
         staged = batches.empty(shape, pinned=self.device.type == "cuda")
         if members.rows:
             batches.fill(staged, members, self.host_table, self.spec.page_size)
@@ -261,12 +268,21 @@ class KVCache:
             staged.extra[:num_extra] = extra
         if out is None:
             return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
-        out.buffer.copy_(staged.buffer, non_blocking=True)
+        batches.refill(out, staged, len(members.rows))
         return out
 
-    def static_batch(self, shape: Shape) -> PagedBatch:
-        """An empty batch on the device whose addresses stay, for `view(sequences, out=...)`."""
-        return batches.empty(shape, self.device)
+    def static_table(self) -> Tensor:
+        """A page table on the device with room for all sequences, however long."""
+        return torch.zeros_like(self.host_table.pages, device=self.device)
+
+    def static_batch(self, shape: Shape, table: Tensor | None = None) -> PagedBatch:
+        """An empty batch on the device whose addresses stay, for `view(sequences, out=...)`. Those
+        that are used one after another may share a table of their max_pages.
+        """
+        if table is None:
+            size = shape.num_seqs, shape.max_pages
+            table = torch.zeros(size, dtype=torch.int32, device=self.device)
+        return batches.static(shape, table)
 
     def check(self) -> None:
         """Raise AssertionError unless pool and prefixes are consistent (for tests and idle moments:

@@ -91,8 +91,16 @@ class HostTier:
         self.chunk_pages = min(wanted, num_pages)
         num_chunks = num_pages // self.chunk_pages
         self.capacity = num_chunks * self.chunk_pages
-        self._free_chunks = list(range(num_chunks - 1, -1, -1))
         self._mover = _mover(cache.pages, self.chunk_pages, num_chunks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Be as new, in whatever state a call was interrupted, after all copies are finished, also
+        those that nobody remembers. It goes with the cache's own `reset`.
+        """
+        if self._cache.device.type == "cuda":
+            torch.cuda.synchronize(self._cache.device)
+        self._free_chunks = list(range(self.capacity // self.chunk_pages - 1, -1, -1))
         self._moving: list[tuple[Transfer, Family]] = []
         self._families: set[Family] = set()
 

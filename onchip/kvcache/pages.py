@@ -83,7 +83,7 @@ class Pages:
                 " int32"
             )
         self.spec = spec
-        self._pool = pool
+        self.pool = pool
         self.k, self.v = (
             torch.empty(
                 (shape[0], pool.num_pages, *shape[1:]), dtype=spec.dtype, device=spec.device
@@ -138,11 +138,11 @@ class Pages:
         """Only pages that exactly one table holds are written."""
         slots = slot_mapping[slot_mapping != -1]
         for page in (slots // self.spec.page_size).unique_consecutive().tolist():
-            if not 0 < page < self._pool.num_pages:
+            if not 0 < page < self.pool.num_pages:
                 raise ValueError(
-                    f"slot_mapping points to page {page}, pages are 1 to {self._pool.capacity}"
+                    f"slot_mapping points to page {page}, pages are 1 to {self.pool.capacity}"
                 )
-            if (refs := self._pool.refs(page)) != 1:
+            if (refs := self.pool.refs(page)) != 1:
                 raise ValueError(f"slot_mapping points to page {page}, which {refs} tables hold")
 
 

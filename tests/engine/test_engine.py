@@ -214,6 +214,63 @@ def test_stream_grows_and_ends_as_the_whole(tiny, expected, overlap):
             seen[output.request_id, c.index] = c.text
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sample_that_ends_before_its_request_is_told_whole_at_once(tiny, overlap):
+    """With what was held back of its text: half a character, and what might have become a stop."""
+    params = SamplingParams(seed=3, n=4, max_tokens=60, temperature=1.5, stop=["~" * 30])
+    with tiny.engine(overlap=overlap) as one:
+        one.add("x", params)
+        _, outputs = tiny.drain(one)
+    columns = zip(*(output.outputs for output in outputs), strict=True)
+    ended = [[c for c in column if c.finished] for column in columns]
+    assert max(map(len, ended)) > 9, "one of them ends long before the last"
+    for many in ended:
+        assert len({(c.text, c.token_ids, c.finish_reason) for c in many}) == 1
+        assert many[0].text == ByteTokenizer().decode(many[0].token_ids)
+
+
+class Counted(list):
+    """A list that counts the items it is asked for."""
+
+    asked = 0
+
+    def __iter__(self):
+        Counted.asked += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, place):
+        found = super().__getitem__(place)
+        Counted.asked += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
+    """Items of the growing lists, tokens that are decoded, characters that are kept for later: so
+    many for each token, however many came before.
+    """
+    reader_of = pytest.importorskip("onchip.engine.server.answers").Reader
+    params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
+    decoded, told, decode = 0, 0, ByteTokenizer.decode
+
+    def counting(self, token_ids):
+        nonlocal decoded
+        decoded += len(token_ids)
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", counting)
+    monkeypatch.setattr(Counted, "asked", 0)
+    with tiny.engine(overlap=True) as one:
+        (sample,), reader = one.add("x", params).samples, reader_of(1)
+        sample.token_ids, sample.logprobs = Counted(), Counted()
+        while one.has_work:
+            told += sum(len(piece.text) for piece in reader.news(one.step()))
+            if sample.reader is not None:
+                kept = [len(x) for x in vars(sample.reader).values() if isinstance(x, (str, list))]
+                assert max(kept) < 80
+    assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
+    assert Counted.asked < 12 * 200 and decoded < 80 * 200
+
+
 def test_who_does_not_stream_is_told_at_the_end(tiny, expected):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one, stream=False)
@@ -403,19 +460,34 @@ def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, ov
                 call()
 
 
-def test_an_interrupted_step_is_the_end_too_and_says_so(tiny, monkeypatch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypatch, overlap):
+    """All but the one that is cancelled are told of it by the next step; then it is as new."""
+
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    with tiny.engine(overlap=True) as one:
+    with tiny.engine(overlap=overlap, host_pages=100, num_pages=60) as one:
+        expected = tiny.ask(one) and tiny.told(tiny.drain(one)[0])
+        generated = one.stats().tokens_generated
         requests = tiny.ask(one)
-        one.step()
-        monkeypatch.setattr(one.model, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
             one.step()
-        assert all(request.finished for request in requests) and not one.has_work
-        with pytest.raises(EngineError, match="has failed: KeyboardInterrupt$"):
-            one.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(one.model, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                one.step()
+        gone = [request for request in requests if not request.finished]
+        assert one.has_work and len(gone) > 2
+        one.cancel(gone[0].request_id)
+        tiny.check_empty(one)
+        outputs = one.step()
+        assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
+        assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
+        assert not one.has_work and one.stats().tokens_generated > generated
+        one._num_taken = 0
+        tiny.ask(one)
+        assert tiny.told(tiny.drain(one)[0]) == expected
 
 
 def test_close_gives_all_memory_back(tiny):

@@ -113,6 +113,69 @@ def test_leaving_a_stream_cancels_it(llm):
     assert not llm.engine.has_work and not llm.engine.cache.pool.tables
 
 
+def test_closing_a_stream_cancels_it(llm):
+    stream = llm.stream(["a", "b"], SamplingParams(max_tokens=100, ignore_eos=True, n=2))
+    for _ in range(5):
+        next(stream)
+    assert llm.engine.cache.pool.tables
+    stream.close()
+    assert not llm.engine.cache.pool.tables and not llm.engine.scheduler.has_work
+
+
+def interrupted_at(place, work):
+    """Do the work, with a KeyboardInterrupt at the `place`-th line of engine and cache that is
+    executed. False: there are fewer.
+    """
+    root, left = str(Path(onchip.__file__).parent), place
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.startswith((f"{root}/engine", f"{root}/kvcache")):
+            return None
+        left -= event == "line"
+        if not left:
+            left = -1
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_interrupted_at_any_line_it_serves_the_next_call(tiny, start):
+    """Within schedule, launch, update, add, cancel: nothing leaks, and the next call gives what it
+    always gives. The strides leave no part of a call out; no two runs stop at the same lines.
+    """
+    prompts = [tiny.PREFIX + "a", tiny.PREFIX, "x"]
+    how = SamplingParams(temperature=0, max_tokens=4, n=2, ignore_eos=True, stop=["never"])
+    options = {"num_pages": 40, "max_num_seqs": 5, "block_size": 4, "max_num_batched_tokens": 30}
+    with LLM(tiny.model(), tokenizer=ByteTokenizer(), **options) as one:
+        told = lambda: [[c.token_ids for c in o.outputs] for o in one.generate(prompts, how)]
+        expected, place = told(), start
+        while interrupted_at(place, lambda: one.generate(prompts, how)):
+            assert not one._jobs and len(one.engine.scheduler.waiting) == 0
+            assert told() == expected
+            tiny.check(one.engine)
+            tiny.check_empty(one.engine)
+            place = place * 5 // 4 + 7
+    assert place > 2000
+
+
+def test_an_interrupted_call_ends_a_stream_that_was_under_way(llm):
+    stream = llm.stream("one", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    assert interrupted_at(1500, lambda: llm.generate(["two"] * 3, GREEDY))
+    *_, last = stream
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+
+
 def test_calls_between_the_outputs_of_a_stream(llm):
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     alone = [output.outputs[0].token_ids for output in llm.stream("one", params)]

@@ -1,8 +1,11 @@
 """A request and its samples: when they end, what they hold, what is handed back."""
 
+import copy
+import pickle
+
 import pytest
 
-from onchip.engine import BeamSearchParams, Drawn, Request, SamplingParams, Status
+from onchip.engine import BeamSearchParams, CompletionOutput, Drawn, Request, SamplingParams, Status
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,25 @@ def test_logprobs_are_kept_if_asked_for():
     assert plain.output().logprobs is None
     assert [set(place) for place in asked.output().logprobs] == [{4, 0}, {5, 0}]
     assert asked.output().cumulative_logprob == -1.0
+
+
+def test_an_output_stays_what_it_was():
+    """It is not copied before somebody looks, and yet of its own time."""
+    sample = taken(SamplingParams(logprobs=1), (4, 5))
+    sample.text.add("ab")
+    early, untouched = sample.output(), sample.output()
+    assert early.token_ids == (4, 5)
+    sample.text.add("cd")
+    sample.take(Drawn(6, -1.0))
+    for output in (early, untouched):
+        assert (output.text, output.token_ids, len(output.logprobs)) == ("ab", (4, 5), 2)
+        assert output.cumulative_logprob == -1.0 and output == untouched
+    late = sample.output()
+    text, ids, tables = late.since(2, 2)
+    assert (text, ids, [set(t) for t in tables]) == ("cd", (6,), [{6}])
+    plain = pickle.loads(pickle.dumps(late))
+    assert plain == copy.copy(late) and type(plain) is CompletionOutput
+    assert plain.since(2, 2) == late.since(2, 2) and "token_ids=(4, 5, 6)" in repr(late)
 
 
 def test_logits_that_are_not_finite_end_the_sample_alone():

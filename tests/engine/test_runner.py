@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to, widths_up_to
+from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to
 from onchip.engine.runner import _only_decodes, _words
 from onchip.kvcache import PagedBatch
+from onchip.kvcache import batch as batches
 
 WAYS = {
     "plain": {},
@@ -40,13 +41,6 @@ def test_graphs_for_every_batch_size(most):
         assert size - count < max(2, 0.5 * size)
 
 
-@pytest.mark.parametrize("most", [1, 255, 256, 257, 2560, 8192])
-def test_graphs_for_every_length(most):
-    widths = widths_up_to(most)
-    assert widths == sorted(set(widths)) and widths[-1] == most
-    assert all(b <= 4 * a for a, b in zip(widths, widths[1:], strict=False))
-
-
 @pytest.fixture(scope="module")
 def expected(tiny):
     with tiny.engine("cuda", prefix_caching=False, overlap=False, graphs=False) as one:
@@ -64,6 +58,31 @@ def test_every_way_gives_the_same_on_a_gpu(tiny, expected, way):
         one.warm_up()
         tiny.ask(one)
         assert tiny.told(tiny.drain(one)[0]) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sent_whole", [8, 256])
+def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
+    """After the start nothing is recorded, however long sequences get, and nobody waits for the
+    columns of a wide table.
+    """
+    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    with tiny.engine("cuda") as one:
+        one.warm_up()
+        tiny.ask(one)
+        tiny.drain(one)  # everything is compiled
+        one._num_taken = 0
+        tiny.ask(one)
+        monkeypatch.setattr(Graphs, "_record", None)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outputs = []
+            while one.has_work:
+                outputs += one.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert tiny.told({output.request_id: output for output in outputs}) == expected
 
 
 @pytest.mark.gpu
@@ -165,7 +184,7 @@ class Replayed(Graphs):
         self.used = set()
 
     def _record(self, shape):
-        batch = self._cache.static_batch(shape)
+        batch = self._cache.static_batch(shape, self._table)
         hidden = torch.full((shape.num_seqs, self._model.config.hidden_size), float("nan"))
         return Recorded(Again(lambda: self._compute(batch, hidden)), batch, hidden)
 
@@ -186,11 +205,13 @@ class Again(NamedTuple):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap):
+@pytest.mark.parametrize("sent_whole", [3, 256])
+def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, sent_whole):
     """Sizes of 12 sequences are 1, 2, 4, 8 and 12, those of tokens 64, 128 ...; padding reads and
-    writes nothing.
+    writes nothing. All are recorded at the start, for sequences of any length.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
     told = []
     for graphs in (False, True):
         with tiny.engine(overlap=overlap, num_pages=40, host_pages=90) as one:
@@ -198,11 +219,29 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap):
             one.cache.pages.v.fill_(float("nan"))
             if graphs:
                 one._runner._graphs = Replayed(one.model, one.cache, one._runner._last)
-                one.warm_up()
+                one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
+                monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
             told.append(tiny.told(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
     assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
+
+
+@pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])
+def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_seqs):
+    """Of a device on which a graph takes 3 bytes of its own, and all together 100 for each token of
+    the largest: no less is estimated than all of them take.
+    """
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
+        graphs = Replayed(one.model, one.cache, one._runner._last)
+        used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
+        found = lambda: graphs._recorded
+        estimate = graphs.estimate_bytes(4096, used)
+        assert len(found()) <= 4 and found().keys() == set(graphs.shapes(4096)[: len(found())])
+        graphs.record_all(4096)
+        assert estimate == used() and len(found()) == len(graphs.shapes(4096))
+    assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
 
 
 def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):

@@ -8,7 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import onchip
+from onchip import dispatch
 from onchip.fold import cascade
+from onchip.problem import DeviceInfo, Problem, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -219,10 +221,20 @@ class TestModel:
 
     def test_bytes_of_a_page_and_a_query(self):
         q, k, v = torch.empty(3, 1, 6, 24), torch.empty(2, 4, 2, 24), torch.empty(2, 4, 2, 40)
-        page, query, partial, _ = cascade.traffic(q, k, v)
+        page, query, partial, _, segment, occupancy = cascade.traffic(q, k, v)
         assert page == (k[0].numel() + v[0].numel()) * 4
         assert partial == 2 * 4 * (6 * 40 + 6)  # out and lse, written and read
         assert query == partial + 3 * 4 * 6 * 24  # q gathered (read, written) and read
+        assert segment == partial + 2 * 4 * 6 * 24  # q written once more, and read
+        assert occupancy.num_programs == 1  # the CPU: nothing is cut
+
+    @pytest.mark.parametrize("dtype, programs", [(torch.float16, 132), (torch.float32, 1)])
+    def test_runs_are_cut_where_a_kernel_does_not_split_keys(self, dtype, programs):
+        q, pages = (
+            torch.empty(*n, dtype=dtype, device="meta") for n in ((3, 40, 64), (2, 16, 5, 64))
+        )
+        occupancy = cascade.traffic(q, pages, pages).occupancy
+        assert occupancy == (programs, 5, 128 // 8, 512 // 16)
 
     @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
@@ -242,6 +254,156 @@ class TestModel:
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
         plan = cascade.plan(table, [8448] * 64, 16, cascade.traffic(q, pages, pages))
         assert found(plan) == [[(tuple(range(63)), 0, 512)]]
+
+    @pytest.mark.parametrize(
+        "batch, tokens, segments",
+        [
+            (64, 8192, 8),
+            (60, 8192, 8),
+            (32, 8192, 16),
+            (128, 8192, 4),
+            (64, 4096, 8),
+            (512, 4096, 1),
+        ],
+    )
+    def test_segments_fill_the_processors_once(self, batch, tokens, segments):
+        """132 processors, 8 kv heads, tiles of 32 queries with their 4 heads."""
+        (level,) = self.plan(batch, tokens).levels
+        assert level.segments == segments
+        assert level.seqlens.tolist() == [tokens // segments] * segments
+        assert segments == 1 or 66 < segments * 8 * -(-batch // 32) <= 132
+
+    @pytest.mark.parametrize("batch, tokens", [(64, 2048), (20, 16384), (16, 8192)])
+    def test_what_would_not_fill_half_of_them_is_left_whole(self, batch, tokens):
+        """Too few keys for segments of 512, or too few queries for a tile."""
+        (level,) = self.plan(batch, tokens).levels
+        assert level.segments == 1 and level.seqlens.tolist() == [tokens]
+
+    @pytest.mark.parametrize("groups", [1, 2, 4])
+    @pytest.mark.parametrize("batch", [26, 32, 33, 60, 64, 100, 130, 250])
+    def test_segments_are_for_the_kernel_that_does_not_split_keys(self, batch, groups):
+        """What is cut goes to hopper, in calls that are packed (several groups) or not."""
+        members = batch // groups
+        table = torch.arange(members * groups * 528, dtype=torch.int32).view(groups, members, 528)
+        table[:, :, :512] = table[:, :1, :512].clone()
+        q = torch.empty(members * groups, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+        lengths = [8448] * members * groups
+        plan = cascade.plan(table.flatten(0, 1), lengths, 16, cascade.traffic(q, pages, pages))
+        (level,) = plan.levels
+        assert len(level.groups) == groups
+        rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
+        types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
+        asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
+        queries = q[:, 0].repeat(level.segments, 1, 1)
+        asked = asked._replace(even=is_even(asked, Tensors(queries, pages, pages)))
+        kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
+        assert level.segments == 1 or kernel == "hopper"
+        assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
+
+    def test_segments_cost_what_they_move(self):
+        """8 segments write the queries of 64 sequences and their fp32 results 8 times."""
+        plan = self.plan(64, 8192)
+        page, query, partial, level, segment, _ = cascade.traffic(
+            torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta"),
+            *[torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")] * 2,
+        )
+        assert plan.levels[0].saved_bytes == 63 * 512 * page - 64 * (query + 7 * segment) - level
+        assert plan.saved_bytes == plan.levels[0].saved_bytes - 64 * partial
+        assert segment == 2 * 32 * 128 * 2 + 2 * 32 * 4 * 129
+
+    def test_a_segment_too_many_is_not_taken_for_free(self):
+        """Where a further partial costs more than all the pages, nothing is shared."""
+        model = FREE._replace(segment_bytes=10_000, occupancy=CUT)
+        table = [[1, 2, 3, 4, 10 + b] for b in range(3)]
+        assert cascade.plan(table, [17] * 3, PAGE, model._replace(segment_bytes=10)).levels
+        assert cascade.plan(table, [17] * 3, PAGE, model).levels == ()
+
+
+CUT = cascade.Occupancy(num_programs=12, num_kv_heads=KV_HEADS, tile_queries=1, segment_pages=1)
+MANY = FREE._replace(occupancy=CUT._replace(num_programs=64))  # every page is a segment
+
+
+class TestSegments:
+    """A run that is cut changes who computes, never what comes out."""
+
+    @settings(max_examples=100)
+    @given(tries(), st.integers(1, 60), st.integers(0, 4), st.integers(0, 2**20))
+    def test_equals_the_plain_call_for_any_trie(self, trie, programs, seqlen_q, seed):
+        """seqlen_q 0: packed queries of unequal number."""
+        torch.manual_seed(seed)
+        tables, lengths = trie
+        pages, table, seqlens = cache(tables, [max(n, seqlen_q) for n in lengths])
+        lengths_q = torch.minimum(torch.randint(1, 4, (len(tables),)), seqlens)
+        if seqlen_q:
+            lengths_q = torch.full_like(seqlens, seqlen_q)
+        cu = torch.cat([torch.zeros(1), lengths_q.cumsum(0)]).int()
+        packing = {"cu_seqlens_q": cu, "max_seqlen_q": int(lengths_q.max())}
+        q = torch.randn(int(cu[-1]), HEADS, DIM, dtype=torch.float64)
+        model = FREE._replace(occupancy=CUT._replace(num_programs=programs))
+        plan = cascade.plan(table, seqlens, PAGE, model, cu_seqlens_q=cu)
+        options = {"sinks": torch.randn(HEADS, dtype=torch.float64), "softcap": 3.0}
+        got = cascaded(q, pages, table, seqlens, plan, **options)
+        args = (q, *pages, table, seqlens)
+        want = onchip.paged_attention(*args, return_lse=True, **packing, **options)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_runs_of_different_lengths_are_cut_alike(self):
+        """Pairs that share 5, 1 and 3 pages, one level: each has as many segments as the longest,
+        of pages as equal as can be, the last of them empty.
+        """
+        runs = [[100, 101, 102, 103, 104], [110], [120, 121, 122]]
+        tables = [runs[b // 2] + [b] for b in range(6)]
+        lengths = [len(t) * PAGE for t in tables]
+        pages, table, seqlens = cache(tables, lengths)
+        plan = cascade.plan(table, seqlens, PAGE, MANY)
+        (level,) = plan.levels
+        assert (level.segments, len(level.groups)) == (5, 3)
+        assert level.seqlens.view(5, 3).T.tolist() == [
+            [PAGE] * 5,
+            [PAGE, 0, 0, 0, 0],
+            [PAGE, PAGE, PAGE, 0, 0],
+        ]
+        assert level.page_table.view(5, 3)[:, 0].tolist() == table[0, :5].tolist()
+        assert level.cu_seqlens_q.tolist() == [*range(0, 31, 2)]
+        q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
+        got = cascaded(q, pages, table, seqlens, plan)
+        want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_levels_are_cut_each_for_itself(self):
+        tables = three_levels()
+        pages, table, seqlens = cache(tables, [len(t) * PAGE - 1 for t in tables])
+        plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
+        assert [level.segments for level in plan.levels] == [1, 2, 1]
+        attend, calls = counted(onchip.paged_attention)
+        q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
+        got = cascade.run(plan, attend, q, pages, plan.own(table, seqlens))
+        want = onchip.paged_attention(q, *pages, table, seqlens, return_lse=True)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        assert [tuple(x.shape[:2]) for x in calls] == [(6, 1), (1, 6), (2, 3), (1, 2)]
+
+    def test_a_plan_stays_valid_while_sequences_grow(self):
+        tables = three_levels()
+        pages, table, seqlens = cache(tables, [len(t) * PAGE - 6 for t in tables])
+        pages = tuple(torch.randn_like(p) for p in pages)
+        plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
+        assert max(level.segments for level in plan.levels) > 1
+        q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
+        for grown in range(6):
+            got = cascaded(q, pages, table, seqlens + grown, plan)
+            want = onchip.paged_attention(q, *pages, table, seqlens + grown, return_lse=True)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+    def test_a_query_that_is_not_a_number_stays_alone(self):
+        """It has the first row of a level; sequences outside of that level take no part of it."""
+        tables = three_levels()
+        pages, table, seqlens = cache(tables, [len(t) * PAGE - 1 for t in tables])
+        plan = cascade.plan(table, seqlens, PAGE, FREE._replace(occupancy=CUT))
+        q = torch.randn(6, 1, HEADS, DIM, dtype=torch.float64)
+        q[0] = torch.nan
+        out, lse = cascaded(q, pages, table, seqlens, plan)
+        assert out[0].isnan().all() and not out[1:].isnan().any() and not lse[1:].isnan().any()
 
 
 class TestRun:
@@ -278,25 +440,29 @@ class TestRun:
     def test_a_merge_of_the_caller_is_used(self):
         used = []
 
-        def merge(outs, lses, out_dtype):
-            used.append([tuple(out.shape) for out in outs] + [out_dtype])
-            return onchip.merge_states(outs, lses)
+        def merge(own, parts, out_dtype):
+            used.append([tuple(out.shape) for out, *_ in (own, *parts)] + [out_dtype])
+            return cascade._merge(own, parts, out_dtype)
 
         got = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan, merge=merge)
         want = cascaded(self.q, self.pages, self.table, self.seqlens, self.plan)
         torch.testing.assert_close(got, want)
-        assert used == [[(6, HEADS, DIM)] * 4 + [torch.float64]]
+        rows = [(1, n, HEADS, DIM) for n in (6, 3, 2)]
+        assert used == [[(6, HEADS, DIM), *rows, torch.float64]]
 
+    @pytest.mark.parametrize("segments", [1, 7])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_accuracy_contract(self, dtype):
+    def test_accuracy_contract(self, dtype, segments):
         """64 rows of one chunk over a shared prefix, judged by fp64: partials are not rounded."""
         k, v = torch.randn(2, 1, 512, KV_HEADS, 64).to(dtype)
         q = torch.randn(1, 64, HEADS, 64).to(dtype)
         pages = tuple(x[0].unflatten(0, (-1, 16)) for x in (k, v))
         table = torch.arange(32, dtype=torch.int32)[None].repeat(2, 1)
         seqlens = torch.tensor([512, 512], dtype=torch.int32)
-        plan = cascade.plan(table, seqlens, 16, FREE._replace(query_bytes=0), seqlen_q=64)
-        assert plan.shared == (28, 28)
+        cut = cascade.Occupancy(segments, tile_queries=128)
+        model = FREE._replace(query_bytes=0, occupancy=cut)
+        plan = cascade.plan(table, seqlens, 16, model, seqlen_q=64)
+        assert plan.shared == (28, 28) and plan.levels[0].segments == segments
 
         def attention(q, k, v, **options):
             del k, v, options
@@ -410,3 +576,36 @@ class TestOnTheGpu:
             graph.replay()
             torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
             self.seqlens += 1
+
+
+@pytest.mark.hopper
+class TestSegmentsOnTheGpu:
+    """Prefixes long enough that segments of them fill the processors."""
+
+    @pytest.mark.parametrize("runs", [(4096,), (4096, 1504)])
+    @pytest.mark.parametrize("seqlen_q", [1, 3])
+    def test_equals_the_plain_call_in_a_graph_too(self, runs, seqlen_q):
+        batch, own = 48, 5
+        width = max(runs) // 16 + own
+        table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+        for b in range(batch):
+            shared = runs[b % len(runs)] // 16
+            table[b, :shared] = table[b % len(runs), :shared]
+        seqlens = torch.tensor([runs[b % len(runs)] + 7 + b % 60 for b in range(batch)]).int()
+        q = torch.randn(batch, seqlen_q, 32, 128, dtype=torch.bfloat16, device="cuda")
+        pages = torch.randn(2, batch * width, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+        model = cascade.traffic(q, *pages)._replace(level_bytes=0)
+        plan = cascade.plan(table, seqlens, 16, model, seqlen_q=seqlen_q)
+        assert len(plan.levels) == 1 and plan.levels[0].segments > 1
+        plan, tables = plan.to("cuda"), (table.cuda(), seqlens.cuda())
+        options = {"sinks": torch.randn(32, device="cuda"), "softcap": 20.0, "return_lse": True}
+        call = lambda: onchip.cascade_attention(q, *pages, *tables, plan=plan, **options)
+        want = onchip.paged_attention(q, *pages, *tables, out_dtype=torch.float32, **options)
+        call(), call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call()
+        graph.replay()
+        for out, lse in (call(), captured):
+            torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=2e-3)
+            torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)

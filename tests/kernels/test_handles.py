@@ -13,7 +13,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import MAX_FAMILIES, MAX_VARIANTS, Handle
 from tests.kernels.gpu import each_kernel
 
 GRID = (7,)
@@ -154,6 +154,53 @@ def test_of_tensors_nothing_is_kept():
     gc.collect()
     assert all(each() is None for each in gone)
     assert layout() is not None  # or another layout could get its identity, and its kernel
+
+
+def test_old_variants_make_room_for_new_ones():
+    """A number that is specialised comes with ever new values: the last ones are at hand, what is
+    kept for the others, layouts among it, is gone, and they are launched right when they return.
+    """
+    kernel, layouts = Kernel(kernel_of), []
+    handle = Handle(kernel)
+    launch = lambda heads, y: handle[GRID](POINTER, y, heads, *PLAIN[3:], CAUSAL=True)
+    for heads in range(3 * MAX_VARIANTS):
+        described = Described(Layout())
+        layouts.append(weakref.ref(described.layout))
+        launch(heads, described)
+    assert len(kernel.compiled) == 3 * MAX_VARIANTS and not kernel.log
+    gc.collect()
+    assert sum(layout() is not None for layout in layouts) == MAX_VARIANTS
+    newest = Described(layouts[-1]())
+    launch(heads, newest)
+    assert kernel.log.pop()[0] is kernel.compiled[-1]
+    launch(0, newest)
+    launch(0, newest)
+    assert len(kernel.compiled) == 3 * MAX_VARIANTS + 1
+    assert kernel.log == [
+        (kernel.compiled[-1], (7, 1, 1), (POINTER, newest, 0, *PLAIN[3:], True, 2))
+    ]
+
+
+def test_old_constants_make_room_for_new_ones():
+    kernel = Kernel(kernel_of)
+    handle = Handle(kernel)
+    for causal in range(2 * MAX_FAMILIES):
+        handle[GRID](*PLAIN, CAUSAL=causal)
+    assert len(handle._families) == MAX_FAMILIES
+    for causal in (2 * MAX_FAMILIES - 1, 0):
+        handle[GRID](*PLAIN, CAUSAL=causal)
+    assert len(kernel.log) == 1 and len(kernel.compiled) == 2 * MAX_FAMILIES + 1
+
+
+def test_threads_share_a_handle_that_is_full():
+    kernel, many = Kernel(kernel_of), 2 * MAX_VARIANTS
+    handle = Handle(kernel)
+    with ThreadPoolExecutor(8) as pool:
+        calls = [(i * i % many, i % 3) for i in range(4000)]
+        list(pool.map(lambda c: handle[GRID](*changed(2, c[0]), CAUSAL=c[1]), calls))
+    assert len(kernel.log) + len(kernel.compiled) == 4000
+    assert all(compiled.constants["CAUSAL"] == args[6] for compiled, _, args in kernel.log)
+    assert all(len(family.variants) <= MAX_VARIANTS for family in handle._families.values())
 
 
 def test_threads_share_a_handle():

@@ -190,6 +190,17 @@ def test_kernels_by_name_are_told_apart(log, compute):
     assert not log
 
 
+def test_calls_that_came_once_do_not_keep_others_from_being_replayed(log, compute):
+    x = tensors()
+    asked = question(x)
+    for kernel in map(str, range(3 * tapes.MAX_TAPES)):
+        tapes.replayed(compute, asked, x, kernel)
+    assert len(asked.known) == tapes.MAX_TAPES and not log
+    for _ in range(3):
+        tapes.replayed(compute, asked, x, "again and again")
+    assert len(asked.known) == tapes.MAX_TAPES and len(log) == 1
+
+
 def test_saved_tensors_may_come_back_in_another_layout(log):
     handle = Handle(Kernel())
 

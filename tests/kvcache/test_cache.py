@@ -5,6 +5,7 @@ import torch
 
 import onchip
 from onchip.kvcache import KVCache, NoRoom, Shape, Spec
+from onchip.kvcache import batch as batches
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
 
@@ -261,6 +262,33 @@ def test_a_static_batch_is_refilled_in_place():
     cache.append(a, tokens(12))
     with pytest.raises(ValueError, match="the batch has num_tokens=12, these sequences need 13"):
         cache.view([a, b], out=static)
+
+
+@pytest.mark.parametrize("sent_whole", [1, 2, 256])
+def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, sent_whole):
+    """A narrow table is one piece of memory; of a wide one the columns in use reach their places,
+    and past the pages of a sequence anything may stand.
+    """
+    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    cache = make()
+    toy = Toy(cache)
+    a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
+    table = cache.static_table()
+    assert table.shape == cache.host_table.pages.shape
+    table.fill_(-7)
+    shapes = [Shape(3, 12, table.shape[1], 9), Shape(2, 11, table.shape[1], 9, 2)]
+    for static in [cache.static_batch(shape, table) for shape in shapes]:
+        assert static.shape in shapes and static.page_table.data_ptr() == table.data_ptr()
+        cache.view([a, b], out=static)
+        for row, sequence in enumerate((a, b)):
+            pages = sequence.table.pages
+            assert static.page_table[row, : len(pages)].tolist() == list(pages)
+        assert static.cache_seqlens[:2].tolist() == [9, 2]
+        assert static.cu_seqlens_q[:3].tolist() == [0, 9, 11]
+        untouched = static.page_table[:2, max(3, sent_whole) :]
+        assert (untouched == -7).all()
+    assert (table[2:] == -7).all()
+    toy.check([a, b])
 
 
 def test_a_transposed_key_is_written_as_it_reads():

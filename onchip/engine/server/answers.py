@@ -66,8 +66,7 @@ class Reader:
                 sent = self._sent.setdefault((place, i), _Sent())
                 piece = self._piece(place * self.n + i, sent, choice)
                 piece = self._after_echo(piece, sent, place, output)
-                if output.finished and not sent.finished:
-                    # A choice ends with its request: till then some of its text may be held back.
+                if choice.finished and not sent.finished:
                     sent.finished = True
                     yield self._last(piece, choice)
                 elif piece.text or piece.tokens:
@@ -75,9 +74,12 @@ class Reader:
                     yield piece
 
     def _piece(self, index: int, sent: _Sent, choice: CompletionOutput) -> Piece:
-        text, tokens = self._shown(choice)
-        text, tokens, offset = text[sent.chars :], tokens[sent.tokens :], sent.chars
-        sent.chars, sent.tokens = sent.chars + len(text), sent.tokens + len(tokens)
+        if self._scores_only:
+            return Piece(index, "", (), 0)
+        text, ids, tables = choice.since(sent.chars, sent.tokens)
+        tokens = () if tables is None else tuple(zip(ids, tables, strict=True))
+        offset, sent.chars = sent.chars, sent.chars + len(text)
+        sent.tokens += len(ids)
         return Piece(index, text, tokens, offset)
 
     def _last(self, piece: Piece, choice: CompletionOutput) -> Piece:
@@ -95,13 +97,6 @@ class Reader:
     @property
     def _scores_only(self) -> bool:
         return self.echo is not None and self.echo.scores_only
-
-    def _shown(self, choice: CompletionOutput) -> tuple[str, Tokens]:
-        if self._scores_only:
-            return "", ()
-        tables = choice.logprobs
-        tokens = () if tables is None else tuple(zip(choice.token_ids, tables, strict=True))
-        return choice.text, tokens
 
 
 def _scored(output: RequestOutput) -> Tokens:

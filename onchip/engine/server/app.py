@@ -128,7 +128,8 @@ class Server:
 
     def _api(self) -> APIRouter:
         router = APIRouter(
-            route_class=bounded_route(self.options.max_body_bytes), responses=_ERRORS
+            route_class=bounded_route(self.options.max_body_bytes, self.service.arriving),
+            responses=_ERRORS,
         )
         streams = {200: {"content": _STREAM}}
         router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(

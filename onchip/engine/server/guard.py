@@ -6,6 +6,7 @@ short list of open paths needs a key, if there are keys.
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,12 @@ def _name(host: str) -> str:
     return (name if colon and port.isdigit() else host).lower()
 
 
-def bounded_route(max_bytes: int) -> type[APIRoute]:
+def bounded_route(
+    max_bytes: int, arriving: Callable[[], AbstractContextManager[None]]
+) -> type[APIRoute]:
     """Routes whose bodies are at most so large, arrive in time, and are JSON to the letter: depth
-    is bounded by the parser, NaN and Infinity are no JSON.
+    is bounded by the parser, NaN and Infinity are no JSON. arriving: a block around what is done
+    with a request that has a body; it refuses whoever is one too many before the body is read.
     """
 
     class BoundedRoute(APIRoute):
@@ -72,7 +76,8 @@ def bounded_route(max_bytes: int) -> type[APIRoute]:
             handle = super().get_route_handler()
 
             async def bounded(request: Request) -> Response:
-                return await handle(_Bounded(request.scope, request.receive, max_bytes))
+                with arriving() if request.method == "POST" else nullcontext():
+                    return await handle(_Bounded(request.scope, request.receive, max_bytes))
 
             return bounded
 

@@ -14,7 +14,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -74,8 +75,8 @@ class State(Enum):
 class Service:
     """Requests in, outputs back, for callers on the event loop on which it was started.
 
-    max_open: requests that may be open at a time, whatever the engine would queue. on_output is
-    told each output that arrives.
+    max_open: requests that may be open at a time, whatever the engine would queue; those that
+    still arrive are open, too. on_output is told each output that arrives.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Service:
         self._state = State.READY
         self._death: str | None = None
         self._busy_since: float | None = None
+        self._arriving: set[asyncio.Task | None] = set()
         self.num_steps = 0
 
     def start(self) -> None:
@@ -118,6 +120,10 @@ class Service:
         return len(self._places)
 
     @property
+    def num_arriving(self) -> int:
+        return len(self._arriving)
+
+    @property
     def standings(self) -> list[Standing]:
         """All that are open, oldest first."""
         return [place.standing for place in self._places.values()]
@@ -128,10 +134,22 @@ class Service:
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """While a task reads a request, up to its `submit`. A Refusal: there is no room for it."""
+        self._check_open(1)
+        task = asyncio.current_task()
+        self._arriving.add(task)
+        try:
+            yield
+        finally:
+            self._arriving.discard(task)
+
     async def submit(self, asks: Sequence[Ask]) -> Ticket:
         """All of them, or none and a Refusal. A caller that is cancelled meanwhile leaves nothing
         behind.
         """
+        self._arriving.discard(asyncio.current_task())
         self._check_open(len(asks))
         ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
         now = time.monotonic()
@@ -200,10 +218,11 @@ class Service:
             raise Refusal(
                 503, "the server is shutting down", code="shutdown", retry_after_s=RETRY_AFTER_S
             )
-        if len(self._places) + count > self._max_open:
+        taken = self.num_open + self.num_arriving
+        if taken + count > self._max_open:
             raise Refusal(
                 429,
-                f"{len(self._places)} requests are open, at most {self._max_open} may be",
+                f"{taken} requests are open, at most {self._max_open} may be",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )

@@ -11,7 +11,7 @@ Each warp of the consumer folds its own 16 keys of every tile; their states meet
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -23,6 +23,10 @@ WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
+RING = gl.constexpr(8)  # tiles whose page ids wait
+AHEAD = gl.constexpr(6)  # tiles between a look-up and its keys
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer
+SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
 
@@ -75,15 +79,16 @@ class Lengths:
 
     @gluon.jit
     def tiles(self, seqlen):
-        """(first tile, tiles) of a sequence: one at least, or nobody would store its result."""
+        """(first tile, tiles) of a sequence."""
         first = self.start(seqlen) // TILE_N
-        return first, gl.maximum((seqlen + TILE_N - 1) // TILE_N - first, 1)
+        return first, (seqlen + TILE_N - 1) // TILE_N - first
 
 
 @aggregate
 class Range:
-    """The tiles of one program: `count` of them from tile `tile` of sequence b on. `before`: tiles
-    of all sequences before b. It is one of `ranges` for `total` tiles.
+    """The tiles of one program: `count` of them from tile `tile` of sequence b on. It is one of
+    `ranges` of `total` units; `before`: units of all sequences before b. A tile is a unit, and to
+    begin another sequence takes as long as SWITCH of them: those come before its tiles.
     """
 
     b: gl.tensor
@@ -92,111 +97,201 @@ class Range:
     before: gl.tensor
     total: gl.tensor
     ranges: gl.tensor
+    has_empty: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, tile, count, before, total, ranges):
+    def __init__(self, b, tile, count, before, total, ranges, has_empty):
         self.b = b
         self.tile = tile
         self.count = count
         self.before = before
         self.total = total
         self.ranges = ranges
+        self.has_empty = has_empty
 
     @gluon.jit
-    def holder(self, tile):
-        """The range that a tile lies in: range r begins at tile r * total // ranges."""
-        return (((tile + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
+    def holder(self, unit):
+        """The range that a unit lies in: range r begins at unit r * total // ranges."""
+        return (((unit + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
+
+
+@gluon.jit
+def switch(b, tiles):
+    """Units before the tiles of sequence b. The first one needs none: every range begins once."""
+    return gl.where((b > 0) & (tiles > 0), SWITCH, 0)
+
+
+@gluon.jit
+def cut(number, total, most, least):
+    """(lo, hi, ranges): the units of range `number`, of at most `most`."""
+    ranges = gl.minimum(most, gl.maximum(total // least, 1))
+    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
+    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
+    return lo, gl.where(number < ranges, hi, lo), ranges
 
 
 @gluon.jit
 def range_of(lengths, number, most, least, BATCH: gl.constexpr):
-    """Range `number` of at most `most`, of `least` tiles at least. BATCH is a power of two, not
+    """Range `number` of at most `most`, of `least` units at least. BATCH is a power of two, not
     below the batch: every warp counts all sequences for itself.
     """
     if lengths.PAGED:
         e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
-        _, tiles = lengths.tiles(lengths.keys(e, e < lengths.batch))
-        stops = gl.associative_scan(gl.where(e < lengths.batch, tiles, 0), 0, plus)
+        inside = e < lengths.batch
+        seqlens = lengths.keys(e, inside)
+        _, tiles = lengths.tiles(seqlens)
+        tiles = gl.where(inside, tiles, 0)
+        lead = switch(e, tiles)
+        stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-    else:
-        _, tiles = lengths.tiles(lengths.seqlen_k)
-        total = tiles * lengths.batch
-    ranges = gl.minimum(most, gl.maximum(total // least, 1))
-    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
-    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
-    count = gl.where(number < ranges, hi - lo, 0)
-    if lengths.PAGED:
+        lo, hi, ranges = cut(number, total, most, least)
+        starts = stops - tiles
+        done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
+        count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
         b = gl.minimum(gl.sum((stops <= lo).to(gl.int32), 0), lengths.batch - 1)
         before = gl.max(gl.where(stops <= lo, stops, 0), 0)
+        tile = gl.maximum(lo - before - gl.sum(gl.where(e == b, lead, 0), 0), 0)
+        has_empty = gl.min(gl.where(inside, seqlens, 1), 0) == 0
     else:
-        b = gl.minimum(lo // tiles, lengths.batch - 1)
-        before = b * tiles
-    return Range(b, lo - before, count, before, total, ranges)
+        _, tiles = lengths.tiles(lengths.seqlen_k)
+        each = tiles + SWITCH
+        total = each * lengths.batch - SWITCH
+        lo, hi, ranges = cut(number, total, most, least)
+        b = (lo + SWITCH) // each
+        last = (hi + SWITCH) // each
+        before = gl.maximum(b * each - SWITCH, 0)
+        tile = gl.maximum(lo - b * each, 0)
+        count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
+        has_empty = lengths.seqlen_k == 0
+    return Range(b, tile, count, before, total, ranges, has_empty)
+
+
+@gluon.jit
+def pass_empty(lengths, b, seqlen):
+    """(b, seqlen) of the next sequence that has keys, from sequence b on."""
+    while (seqlen == 0) & (b < lengths.batch - 1):
+        b += 1
+        seqlen = lengths.keys(b, True)
+    return b, seqlen
+
+
+@aggregate
+class Walk:
+    """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
+    whose keys with `last`. The length of the sequence after it is asked for early.
+    """
+
+    b: gl.tensor
+    n: gl.tensor
+    stop: gl.tensor
+    last: gl.tensor
+    upcoming: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, n, stop, last, upcoming):
+        self.b = b
+        self.n = n
+        self.stop = stop
+        self.last = last
+        self.upcoming = upcoming
+
+    @gluon.jit
+    def next(self, lengths):
+        following = Walk(self.b, self.n + 1, self.stop, self.last, self.upcoming)
+        if self.n + 1 == self.stop:
+            b, seqlen = pass_empty(lengths, self.b + 1, self.upcoming)
+            following = enter(lengths, b, 0, seqlen)
+        return following
+
+
+@gluon.jit
+def enter(lengths, b, tile, seqlen):
+    """The walk at a tile of sequence b."""
+    first, tiles = lengths.tiles(seqlen)
+    upcoming = lengths.keys(gl.minimum(b + 1, lengths.batch - 1), True)
+    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0), upcoming)
 
 
 @aggregate
 class Pages:
-    """Where keys lie: in `parts` of PART slots, each within one page; or side by side."""
+    """Where keys lie: PARTS to a tile, of PART slots within one page each. The page ids of tiles to
+    come wait in a ring: they are copied there AHEAD tiles before they are needed, so that neither
+    they nor the lengths of sequences hold up the keys.
+    """
 
     table: gl.tensor
     stride: gl.tensor
     num_pages: gl.tensor
+    ids: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
     SIZE: gl.constexpr
     PART: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, table, stride, num_pages, SIZE, PART):
+    def __init__(self, table, stride, num_pages, ids, tiles, SIZE, PART):
         self.table = table
         self.stride = stride
         self.num_pages = num_pages
+        self.ids = ids
+        self.tiles = tiles
         self.SIZE = gl.constexpr(SIZE)
         self.PART = gl.constexpr(PART)
+        self.PARTS = gl.constexpr(TILE_N.value // PART)
 
     @gluon.jit
-    def look_up(self, b, n, last, PARTS: gl.constexpr):
-        """The pages of the parts of key tile n, clamped to those there are. Parts past the last key
-        are those of the last one: nobody looks at them.
+    def fetch(self, i, at):
+        """Start to copy the ids of filling i, the tile `at`. Parts past the last key are those of
+        the last one: nobody looks at them.
         """
-        found = ()
-        for x in gl.static_range(PARTS):
-            if self.SIZE:
-                key = gl.minimum(n * TILE_N + x * self.PART, last)
-                page = gl.load(self.table + b.to(gl.int64) * self.stride + key // self.SIZE)
-                found = found + (gl.minimum(gl.maximum(page, 0), self.num_pages - 1),)
-            else:
-                found = found + (b,)
-        return found
+        x = gl.arange(0, self.PARTS, LANES)
+        key = gl.minimum(at.n * TILE_N + x * self.PART, at.last)
+        row = self.table + at.b.to(gl.int64) * self.stride
+        async_copy.async_copy_global_to_shared(self.ids.index(i % RING), row + key // self.SIZE)
+        self.tiles.index(i % RING).store(gl.full([1], at.n, gl.int32, LANES))
 
     @gluon.jit
-    def coord(self, page, kv_head, n, x: gl.constexpr):
-        slot = n * TILE_N + x * self.PART
-        if self.SIZE:
-            slot = slot % self.SIZE
-        return [page, kv_head, slot, 0]
+    def coord(self, i, kv_head, x: gl.constexpr):
+        """Where part x of filling i begins. Ids are clamped to pages that there are."""
+        page = gl.max(self.ids.index(i % RING).slice(x, 1).load(LANES), 0)
+        page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
+        n = gl.max(self.tiles.index(i % RING).load(LANES), 0)
+        return [page, kv_head, (n * TILE_N + x * self.PART) % self.SIZE, 0]
+
+
+@gluon.jit
+def make_pages(table, stride, num_pages, SIZE: gl.constexpr, PART: gl.constexpr):
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ids = gl.allocate_shared_memory(gl.int32, [RING, TILE_N // PART], plain)
+    tiles = gl.allocate_shared_memory(gl.int32, [RING, 1], plain)
+    return Pages(table, stride, num_pages, ids, tiles, SIZE, PART)
 
 
 @gluon.jit
 def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
-    b = mine.b
-    tile = mine.tile
-    count = mine.count
-    i = 0
-    while count > 0:
-        seqlen = lengths.keys(b, True)
-        first, tiles = lengths.tiles(seqlen)
-        stop = gl.minimum(tile + count, tiles)
-        last = gl.maximum(seqlen - 1, 0)
-        found = pages.look_up(b, first + tile, last, boxes.PARTS)
-        for n in range(first + tile, first + stop):
-            ahead = pages.look_up(b, n + 1, last, boxes.PARTS)
+    if lengths.PAGED:
+        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
+    else:
+        at = enter(lengths, mine.b, mine.tile, lengths.seqlen_k)
+        for i in range(mine.count):
             boxes.announce(i, k_desc, v_desc)
-            for x in gl.static_range(boxes.PARTS):
-                boxes.load(i, x, k_desc, v_desc, pages.coord(found[x], kv_head, n, x))
-            found = ahead
-            i += 1
-        count -= stop - tile
-        tile = 0
-        b += 1
+            boxes.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
+            at = at.next(lengths)
+
+
+@gluon.jit
+def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+    at = enter(lengths, mine.b, mine.tile, lengths.keys(mine.b, True))
+    for i in range(-AHEAD, mine.count):
+        if i + AHEAD < mine.count:
+            pages.fetch(i + AHEAD, at)
+            at = at.next(lengths)
+        async_copy.commit_group()
+        if i >= 0:
+            async_copy.wait_group(AHEAD)
+            boxes.announce(i, k_desc, v_desc)
+            for x in gl.static_range(pages.PARTS):
+                boxes.load(i, x, k_desc, v_desc, pages.coord(i, kv_head, x))
 
 
 @aggregate
@@ -345,17 +440,43 @@ class Fragments:
         return gl.SliceLayout(rest[1], gl.SliceLayout(rest[0], layout))
 
 
-@gluon.jit
-def load_queries(q_ptr, stride_b, stride_s, stride_h, b, kv_head, lengths, group_size, dim, f):
-    """The rows of a group, for every warp: row r is query r // group_size, head r % group_size."""
-    r = gl.arange(0, ROWS, f.line(f.A, 1))
-    d = gl.arange(0, f.D, f.line(f.A, 2))
-    head = kv_head * group_size + r % group_size
-    row = b.to(gl.int64) * stride_b + (r // group_size) * stride_s + head * stride_h
-    inside = (r < lengths.seqlen_q * group_size)[None, :, None] & (d < dim)[None, None, :]
-    everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
-    cells = q_ptr + row[None, :, None] + d[None, None, :] + everywhere
-    return gl.load(cells, mask=inside, other=0.0)
+@aggregate
+class Queries:
+    """The rows of a kv head's group: row r is query r // group_size, head r % group_size."""
+
+    ptr: gl.tensor
+    stride_b: gl.tensor
+    stride_s: gl.tensor
+    stride_h: gl.tensor
+    kv_head: gl.tensor
+    group_size: gl.tensor
+    dim: gl.tensor
+    f: Fragments
+
+    @gluon.constexpr_function
+    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, group_size, dim, f):
+        self.ptr = ptr
+        self.stride_b = stride_b
+        self.stride_s = stride_s
+        self.stride_h = stride_h
+        self.kv_head = kv_head
+        self.group_size = group_size
+        self.dim = dim
+        self.f = f
+
+    @gluon.jit
+    def load(self, b, rows):
+        """The first `rows` of sequence b, for every warp, and zeros."""
+        f = self.f
+        r = gl.arange(0, ROWS, f.line(f.A, 1))
+        d = gl.arange(0, f.D, f.line(f.A, 2))
+        head = self.kv_head * self.group_size + r % self.group_size
+        query = r // self.group_size
+        row = b.to(gl.int64) * self.stride_b + query * self.stride_s + head * self.stride_h
+        inside = (r < rows)[None, :, None] & (d < self.dim)[None, None, :]
+        everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
+        cells = self.ptr + row[None, :, None] + d[None, None, :] + everywhere
+        return gl.load(cells, mask=inside, other=0.0)
 
 
 @gluon.jit
@@ -418,24 +539,47 @@ def merge_warps(exchange, m, l, acc, f):
 
 
 @gluon.jit
-def consume(q_ptr, stride_b, stride_s, stride_h, out, boxes, exchange, lengths, scale, mine,
-            kv_head, f):  # fmt: skip
-    """Fold the tiles of a range, sequence by sequence."""
+def answer_empty(out, lengths, number, kv_head, ranges, f):
+    """Sequences without keys are no range's: all programs of a kv head share them."""
+    R: gl.constexpr = gl.SliceLayout(0, f.W)
+    m = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, R))
+    l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
+    acc = gl.zeros([ROWS, f.D], gl.float32, R)
+    for b in range(number, lengths.batch, ranges):
+        if lengths.keys(b, True) == 0:
+            out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
+
+
+@gluon.jit
+def consume(queries, out, boxes, exchange, lengths, scale, mine):
+    """Fold the tiles of a range, sequence by sequence. The queries of the next one are on their way
+    while the keys of this one stream by.
+    """
+    f = queries.f
+    EARLY: gl.constexpr = f.D <= 128  # wider ones have no registers to wait in
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.group_size
     number = gl.program_id(0) // num_kv_heads
+    kv_head = queries.kv_head
+    rows = lengths.seqlen_q * out.group_size
     b = mine.b
     tile = mine.tile
     count = mine.count
     before = mine.before
     i = 0
+    seqlen = lengths.keys(b, True)
+    q = queries.load(b, rows)
+    if mine.has_empty & (number < mine.ranges):
+        answer_empty(out, lengths, number, kv_head, mine.ranges, f)
     boxes.wait_warm()
     while count > 0:
-        seqlen = lengths.keys(b, True)
         first, tiles = lengths.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
-        q = load_queries(q_ptr, stride_b, stride_s, stride_h, b, kv_head, lengths,
-                         out.group_size, out.dim, f)  # fmt: skip
+        following = gl.minimum(b + 1, lengths.batch - 1)
+        upcoming = lengths.keys(following, True)
+        q_next = q
+        if EARLY and stop - tile < count:
+            q_next = queries.load(following, rows)
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -443,24 +587,27 @@ def consume(q_ptr, stride_b, stride_s, stride_h, out, boxes, exchange, lengths, 
             m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
                                   out.group_size, f)  # fmt: skip
             i += 1
-        if stop - tile == count:
+        count -= stop - tile
+        if count == 0:
             gdc_launch_dependents()
         m, l, acc = merge_warps(exchange, m, l, acc, f)
+        start = before + switch(b, tiles)
+        before = start + tiles
         if stop - tile == tiles:
             out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
         else:
-            rows = lengths.seqlen_q * out.group_size
             slot = (number + b) * num_kv_heads + kv_head
             out.leave(slot, rows, m, l, acc, R)
-            holder = mine.holder(before)
-            shared = mine.holder(before + tiles - 1) - holder + 1
-            start = (holder + b) * num_kv_heads + kv_head
-            if out.complete(slot, start, num_kv_heads, shared):
-                out.merge(b, kv_head, lengths.seqlen_q, start, num_kv_heads, shared, f.D)
-        count -= stop - tile
-        before += tiles
+            holder = mine.holder(start)
+            shared = mine.holder(before - 1) - holder + 1
+            origin = (holder + b) * num_kv_heads + kv_head
+            if out.complete(slot, origin, num_kv_heads, shared):
+                out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
-        b += 1
+        b, seqlen = pass_empty(lengths, following, upcoming)
+        if (b != following) | (not EARLY):
+            q_next = queries.load(b, rows)
+        q = q_next
 
 
 _RUNTIME = [
@@ -481,11 +628,11 @@ def decode_kernel(
 ):  # fmt: skip
     lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
                       HAS_LEFT, HAS_RIGHT)  # fmt: skip
-    pages = Pages(page_table, stride_table, num_pages, PAGE_SIZE, k_desc.block_shape[2])
+    pages = make_pages(page_table, stride_table, num_pages, PAGE_SIZE, k_desc.block_shape[2])
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
     shape: gl.constexpr = [WARPS, ROWS, D]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    exchange = gl.allocate_shared_memory(gl.float32, shape, plain)
+    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
+    exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
     part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
     parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * group_size)
     out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
@@ -496,8 +643,9 @@ def decode_kernel(
     kv_head = gl.program_id(0) % num_kv_heads
     mine = range_of(lengths, gl.program_id(0) // num_kv_heads, most, least, BATCH)
     scale = Scale(scale_log2, inner, SOFTCAP)
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, group_size, dim,
+                      Fragments(D))  # fmt: skip
     gl.warp_specialize([
-        (consume, (q_ptr, stride_qb, stride_qs, stride_qh, out, boxes, exchange, lengths, scale,
-                   mine, kv_head, Fragments(D))),
+        (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
         (produce, (k_desc, v_desc, boxes, pages, lengths, mine, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip

@@ -7,6 +7,7 @@ from onchip.kernels.configs import (
     HOPPER_DECODE_ROWS,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
+    HOPPER_TILE_ROWS,
 )
 from onchip.kernels.handles import on_device
 from onchip.kernels.protocol import lacks
@@ -55,10 +56,11 @@ def defers(problem: Problem) -> str | None:
 
 
 def _defers_pages(problem: Problem) -> str | None:
-    """Of packed queries no more is known than the longest sequence."""
+    """Of packed queries no more is known than the longest sequence, unless most are as long."""
     if problem.deterministic:
         return "leaves deterministic calls over pages to triton: one kernel for all lengths"
-    sequences = 1 if problem.packed else problem.batch
+    fills_tiles = problem.even and problem.seqlen_q * problem.group_size >= HOPPER_TILE_ROWS
+    sequences = problem.batch if fills_tiles or not problem.packed else 1
     if sequences * problem.seqlen_q * problem.num_heads < HOPPER_PAGED_ROWS:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None

@@ -6,7 +6,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_STAGES
+from onchip.kernels.configs import (
+    HOPPER_DECODE_KEYS,
+    HOPPER_DECODE_STAGES,
+    HOPPER_DECODE_STAGES_DENSE,
+)
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.decode import TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
@@ -75,7 +79,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         SOFTCAP=problem.softcap != 0,
         BATCH=_bucket(problem.batch) if problem.page_size else 1,
         MOST=max(128, 1 << (most - 1).bit_length()),
-        **_constants(width),
+        **_constants(width, x.page_table is not None),
     )
     return Result(out, lse)
 
@@ -95,10 +99,10 @@ def _bucket(batch: int) -> int:
 
 
 @cache
-def _constants(width: int) -> dict:
+def _constants(width: int, paged: bool) -> dict:
     return {
         "D": width,
-        "STAGES": HOPPER_DECODE_STAGES[width],
+        "STAGES": (HOPPER_DECODE_STAGES if paged else HOPPER_DECODE_STAGES_DENSE)[width],
         "PRODUCER_REGS": 40,
         "num_warps": 4,
         "launch_pdl": True,

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for r
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,11 +48,17 @@ def backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse) of states over disjoint keys: outs (total_q, heads, head_dim_v), lses (heads,
-    total_q).
+def merge(
+    own: tuple[Tensor, Tensor],
+    parts: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of states over disjoint keys: own is (total_q, heads, head_dim_v) and (heads,
+    total_q); each of parts is a stack of states (states, rows, heads, head_dim_v) and (states,
+    heads, rows), lse contiguous in its rows, and says in (total_q,) int32 which row is whose, -1
+    if none; None: all in order.
     """
     from onchip.kernels.triton.merge import merge
 
-    with on_device(outs[0]):
-        return merge(outs, lses, out_dtype)
+    with on_device(own[0]):
+        return merge(own, parts, out_dtype)

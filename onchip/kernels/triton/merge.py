@@ -1,5 +1,7 @@
 """The merge of states at rest, (out, lse), in Triton: the twin of onchip/state.py."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -63,54 +65,86 @@ def merge_kernel(
     tl.store(cells, rounded(out, out_ptr.dtype.element_ty), mask=dims < HEAD_DIM_V)
 
 
-@triton.jit(do_not_specialize=("total_q", "num_rows"))
-def pair_kernel(
-    a_ptr, a_lse_ptr, b_ptr, b_lse_ptr, out_ptr, lse_ptr, num_heads, total_q, num_rows,
-    HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
+_LENGTHS = (
+    "num_rows", "own_head", "own_token", "num_parts", "part_rows", "part_step", "part_head",
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def stack_kernel(
+    own_ptr, own_lse_ptr, parts_ptr, part_lses_ptr, place_ptr, out_ptr, lse_ptr,
+    num_heads, num_rows, own_head, own_token, num_parts, part_rows, part_step, part_head,
+    HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr,
 ):  # fmt: skip
-    """(out, lse) of two packed states: outs (total_q, num_heads, HEAD_DIM_V), lses (num_heads,
-    total_q).
+    """(out, lse) of TILE_M rows, token by token and head by head, over a state of all tokens and
+    num_parts states of those that have a place among part_rows: TILE_S of them at a time, because
+    one after the other, each would cost a latency. What has no place is not read.
     """
-    rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    dims = tl.arange(0, PAD_DIM_V)
-    inside = rows < num_rows
-    place = rows % num_heads * total_q + rows // num_heads
-    a_lse = tl.load(a_lse_ptr + place, mask=inside, other=float("-inf")) * LOG2E
-    b_lse = tl.load(b_lse_ptr + place, mask=inside, other=float("-inf")) * LOG2E
-    cells = rows[:, None] * HEAD_DIM_V + dims[None, :]
-    stored = inside[:, None] & (dims < HEAD_DIM_V)[None, :]
-    a = tl.load(a_ptr + cells, mask=stored, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + cells, mask=stored, other=0.0).to(tl.float32)
-    m = tl.maximum(a_lse, b_lse)
-    pivot = tl.where(m == float("-inf"), 0.0, m)  # neither saw a key
-    alpha, beta = tl.exp2(a_lse - pivot), tl.exp2(b_lse - pivot)
-    l = alpha + beta
-    tl.store(lse_ptr + place, (m + tl.log2(l)) * LN2, mask=inside)
-    out = (a * alpha[:, None] + b * beta[:, None]) / tl.where(l == 0, 1.0, l)[:, None]
-    tl.store(out_ptr + cells, rounded(out, out_ptr.dtype.element_ty), mask=stored)
+    rows = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    dims, states = tl.arange(0, PAD_DIM_V), tl.arange(0, TILE_S)
+    inside, stored = rows < num_rows, dims < HEAD_DIM_V
+    h, token = (rows % num_heads).to(tl.int64), (rows // num_heads).to(tl.int64)
+    at = token
+    if place_ptr is not None:
+        at = tl.load(place_ptr + token, mask=inside, other=-1).to(tl.int64)
+    own = h * own_head + token * own_token
+    cells = rows.to(tl.int64)[:, None] * HEAD_DIM_V + dims[None, :]
+    m = tl.load(own_lse_ptr + own, mask=inside, other=float("-inf")) * LOG2E
+    acc = tl.load(own_ptr + cells, mask=inside[:, None] & stored[None, :], other=0.0).to(tl.float32)
+    l = tl.where(m > float("-inf"), 1.0, 0.0)
+    for s0 in range(0, num_parts, TILE_S):
+        s = (s0 + states).to(tl.int64)[None, :]
+        seen = (inside & (at >= 0))[:, None] & (s < num_parts)
+        lses = part_lses_ptr + s * part_step + (h * part_head + at)[:, None]
+        lse = tl.load(lses, mask=seen, other=float("-inf")) * LOG2E
+        first = ((s * part_rows + at[:, None]) * num_heads + h[:, None]) * HEAD_DIM_V
+        some = seen[:, :, None] & stored[None, None, :]
+        part = tl.load(parts_ptr + first[:, :, None] + dims[None, None, :], mask=some, other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 1))
+        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+        alpha, beta = tl.exp2(m - pivot), tl.exp2(lse - pivot[:, None])
+        acc = acc * alpha[:, None] + tl.sum(part * beta[:, :, None], 1)
+        l = l * alpha + tl.sum(beta, 1)
+        m = m_new
+    tl.store(lse_ptr + own, (m + tl.log2(l)) * LN2, mask=inside)
+    out = acc / tl.where(l == 0, 1.0, l)[:, None]
+    kept = inside[:, None] & stored[None, :]
+    tl.store(out_ptr + cells, rounded(out, out_ptr.dtype.element_ty), mask=kept)
 
 
-_pair_kernel = Handle(pair_kernel)
+_stack_kernel = Handle(stack_kernel)
+State = tuple[Tensor, Tensor]
+Part = tuple[Tensor, Tensor, Tensor | None]
 
 
-def merge(outs: list[Tensor], lses: list[Tensor], out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The packed states merged two by two, in order; only the last result is rounded."""
-    out, lse = outs[0], lses[0]
-    for i in range(1, len(outs)):
-        dtype = out_dtype if i == len(outs) - 1 else torch.float32
-        out, lse = _pair((out, lse), (outs[i], lses[i]), dtype)
+def merge(own: State, parts: Sequence[Part], out_dtype: torch.dtype) -> State:
+    """The packed state and the stacks of states merged, a launch for each stack; only the last
+    result is rounded.
+    """
+    state = own
+    for i, part in enumerate(parts, 1):
+        state = _add_stack(state, part, out_dtype if i == len(parts) else torch.float32)
+    out, lse = state
     return out.to(out_dtype), lse
 
 
-def _pair(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype):
-    tensors = [t.contiguous() for t in (*a, *b)]
-    out, lse = torch.empty_like(tensors[0], dtype=dtype), torch.empty_like(tensors[1])
+def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
+    """lse comes back in the layout of own's: heads or tokens first."""
+    own_out, own_lse = own[0].contiguous(), own[1]
+    stack, lses, place = part[0].contiguous(), *part[1:]
+    out, lse = torch.empty_like(own_out, dtype=dtype), torch.empty_like(own_lse)
+    if lse.stride() != own_lse.stride():  # own's overlaps, or has gaps
+        own_lse = own_lse.contiguous()
+        lse = torch.empty_like(own_lse)
     total_q, num_heads, head_dim_v = out.shape
-    num_rows, tile_m = total_q * num_heads, TRITON_STREAMED.tile_m
-    if num_rows:
-        _pair_kernel[(triton.cdiv(num_rows, tile_m),)](
-            *tensors, out, lse, num_heads, total_q, num_rows,
-            HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m,
+    tile_s = min(triton.next_power_of_2(len(stack)), TRITON_STREAMED.tile_m)
+    tile_m = TRITON_STREAMED.tile_m // tile_s
+    if out.numel():
+        _stack_kernel[(triton.cdiv(total_q * num_heads, tile_m),)](
+            own_out, own_lse, stack, lses, place, out, lse,
+            num_heads, total_q * num_heads, *own_lse.stride(),
+            len(stack), stack.shape[1], *lses.stride()[:2],
+            HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m, TILE_S=tile_s,
             **launch_options(TRITON_STREAMED),
         )  # fmt: skip
     return out, lse

@@ -233,6 +233,41 @@ class TestClients:
             assert ask(url, COMPLETIONS, {"prompt": "a"})[0] == 429
             assert len(taken) == 2
 
+    def test_slow_uploads_are_open_requests_too(self, serving, fake, ask, connect, until):
+        """300 clients send a body byte by byte: as many as may be open are read, the others are
+        told at once when to come again, and who hangs up makes room.
+        """
+        body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+
+        def upload(url):
+            connection = connect(url)
+            connection.putrequest("POST", COMPLETIONS)
+            connection.putheader("content-type", "application/json")
+            connection.putheader("content-length", str(len(body)))
+            connection.endheaders(body[:1])
+            return connection
+
+        with serving(fake(), max_open=120) as (url, server):
+            service, slow = server.service, [upload(url) for _ in range(120)]
+            until(lambda: service.num_arriving == 120)
+            late = [upload(url).getresponse() for _ in range(180)]
+            assert {answer.status for answer in late} == {429} and service.num_arriving == 120
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in late)
+            assert ask(url, "/v1/models")[0] == ask(url, "/health")[0] == 200
+            for connection in slow[60:]:
+                connection.close()
+            until(lambda: service.num_arriving == 60)
+            assert ask(url, COMPLETIONS, body)[0] == 200
+            for connection in slow[:60]:
+                connection.send(body[1:])
+            assert {connection.getresponse().status for connection in slow[:60]} == {200}
+            until(lambda: service.num_arriving == service.num_open == 0)
+
+    def test_a_server_of_one_request_takes_one(self, serving, fake, ask):
+        """It does not count twice while it is read."""
+        with serving(fake(), max_open=1) as (url, _):
+            assert [ask(url, COMPLETIONS, {"prompt": "a"})[0] for _ in range(3)] == [200] * 3
+
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_deadline_is_kept(self, serving, fake, ask, open_stream, stream):
         with serving(fake(step_s=0.005), max_request_s=60.0) as (url, _):

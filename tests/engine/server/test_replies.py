@@ -13,6 +13,21 @@ from onchip.engine.server.service import Service
 from onchip.engine.server.tickets import Ask
 
 
+def test_a_choice_ends_when_it_ends_not_with_its_request(fake):
+    """One of two samples meets its stop text after 2 tokens, the other after 3."""
+    engine = fake()
+    params = SamplingParams(n=2, max_tokens=9, stop=["bc"])
+    engine.add(b"abcdefghijkl", params, request_id="r")
+    reader, ends = Reader(2), {}
+    while engine.has_work:
+        for output in engine.step():
+            for piece in reader.news([output]):
+                assert piece.index not in ends, "nothing follows the end of a choice"
+                if piece.finish_reason:
+                    ends[piece.index] = engine.steps, piece.finish_reason, piece.stop_reason
+    assert ends == {1: (2, "stop", "bc"), 0: (3, "stop", "bc")}
+
+
 def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
     """While a client takes nothing its request is computed to the end; one piece has the rest."""
 

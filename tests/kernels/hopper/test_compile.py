@@ -73,6 +73,8 @@ FORWARD = [
     Variant(128, {**PAGED, "page_size": 16}),
     Variant(128, {**PAGED, **PACKED, **WINDOW, "page_size": 256, "sinks": True, "softcap": 5.0}),
     Variant(256, {**PAGED, "page_size": 32}),
+    Variant(128, {"num_kv_heads": 1, "page_size": 16, "out_dtype": torch.float32}),  # a cascade's
+    Variant(128, {**PAGED, **PACKED, "page_size": 16, "out_dtype": torch.float32}),
 ]
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),

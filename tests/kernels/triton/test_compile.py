@@ -267,6 +267,22 @@ def test_draws_fit_into_registers(launches, arch):
         assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__
 
 
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
+    """As a cascade brings them: 1, 8 or 40 segments of a level, of all queries or of some."""
+    from onchip.kernels.triton.merge import merge
+
+    own = torch.zeros(64, 32, 128), torch.zeros(64, 32).t()
+    for segments, place in ((1, None), (8, None), (40, torch.zeros(64, dtype=torch.int32))):
+        stack = torch.zeros(segments, 64, 32, 128), torch.zeros(segments, 32, 64)
+        merge(own, [(*stack, place)], BF16)
+    assert len(launches) == 3
+    for kernel, args, kwargs in launches:
+        compiled = _compile(kernel, args, kwargs, arch)
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], kwargs
+        assert not re.search(r"\b(STL|LDL)\b", _sass(compiled.asm["cubin"])), kwargs
+
+
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])
 def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_dim, few):
     """head_dim 20: strides are aligned or not; few queries: split or not."""

@@ -9,6 +9,8 @@ import torch
 
 import onchip
 import onchip.testing as ot
+from onchip.dispatch import kernel_module
+from onchip.fold import cascade
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
@@ -316,17 +318,89 @@ def test_a_pool_past_two_billion_elements():
     ot.assert_accurate(got, q, k, k)
 
 
+def stacks(counts, total_q, num_heads=3, dim=24):
+    """A state of all queries and stacks of states; of every other stack some queries have no row,
+    and the rows are in another order. One query has seen no key anywhere, one none of its own.
+    """
+    own = torch.randn(total_q, num_heads, dim), torch.randn(num_heads, total_q) * 5
+    parts = []
+    for i, count in enumerate(counts):
+        rows = torch.randperm(total_q)[: total_q * 2 // 3] if i % 2 else torch.arange(total_q)
+        out, lse = (
+            torch.randn(count, len(rows), num_heads, dim),
+            torch.randn(count, num_heads, len(rows)) * 5,
+        )
+        lse[:, :, rows == 5], out[:, rows == 5] = -math.inf, 0.0
+        lse[-1, 1], out[-1, :, 1] = -math.inf, 0.0  # an empty segment
+        place = torch.full((total_q,), -1, dtype=torch.int32)
+        place[rows] = torch.arange(len(rows), dtype=torch.int32)
+        parts.append((out, lse, place if i % 2 else None))
+    for b in (5, 7):
+        own[0][b], own[1][:, b] = 0.0, -math.inf
+    return own, parts
+
+
+def states_of(own, parts):
+    """All of them, of all queries."""
+    outs, lses = [own[0]], [own[1]]
+    for out, lse, place in parts:
+        at = slice(None) if place is None else place.clamp(min=0).long()
+        absent = torch.zeros(len(own[0]), dtype=torch.bool) if place is None else place < 0
+        outs += out[:, at].masked_fill(absent[:, None, None], 0.0)
+        lses += lse[:, :, at].masked_fill(absent, -math.inf)
+    return outs, lses
+
+
 @here
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_states_merge_in_a_kernel_as_in_the_algebra(count):
+@pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
+    from onchip.kernels.triton.merge import merge
+    from onchip.state import merge_at_rest
+
+    torch.manual_seed(len(counts))
+    own, parts = stacks(counts, 11)
+    outs, lses = states_of(own, parts)
+    exact = [out.transpose(0, 1).double() for out in outs], [lse.double() for lse in lses]
+    out, lse = merge_at_rest(*exact)
+    if tokens_first:
+        own = own[0], own[1].t().contiguous().t()
+    move = lambda state: tuple(t if t is None else t.to(DEVICE) for t in state)
+    got = merge(move(own), [*map(move, parts)], FP32)
+    want = out.transpose(0, 1).float().to(DEVICE), lse.float().to(DEVICE)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert got[1].stride() == own[1].stride()
+    assert merge(move(own), [*map(move, parts)], BF16)[0].dtype == BF16
+
+
+@here
+def test_rows_without_a_part_are_not_touched_by_it():
+    """A stack whose states are NaN, of which two queries have a row: the others keep their own."""
     from onchip.kernels.triton.merge import merge
 
-    outs = [torch.randn(37, 3, 24, device=DEVICE) for _ in range(count)]
-    lses = [torch.randn(3, 37, device=DEVICE) * 5 for _ in range(count)]
-    for out, lse in zip(outs, lses, strict=True):
-        out[5], lse[:, 5] = 0.0, -math.inf  # a row that saw no key anywhere
-    lses[0][:, 7], outs[0][7] = -math.inf, 0.0
-    got = merge(outs, lses, FP32)
-    want = onchip.merge_states(outs, lses)
+    own = torch.randn(9, 2, 40, device=DEVICE), torch.randn(2, 9, device=DEVICE)
+    stack = torch.full((3, 2, 2, 40), math.nan, device=DEVICE)
+    place = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
+    place[4], place[8] = 1, 0
+    out, lse = merge(own, [(stack, stack[..., 0], place)], FP32)
+    kept = place < 0
+    torch.testing.assert_close(out[kept], own[0][kept])
+    torch.testing.assert_close(lse[:, kept], own[1][:, kept])
+    assert out[~kept].isnan().all() and lse[:, ~kept].isnan().all()
+
+
+@here
+def test_a_cascade_of_segments():
+    """Pairs that share 4 and 2 pages, read once and in four segments, by these kernels alone."""
+    q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)
+    table[1, :4], table[3, :2] = table[0, :4], table[2, :2]
+    programs = cascade.Occupancy(16, num_kv_heads=2, tile_queries=2)
+    model = cascade.Traffic(100, 0, 0, 0, occupancy=programs)
+    plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
+    assert [level.segments for level in plan.levels] == [4]
+    args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}
+    own, merge = plan.own(table, seqlens), kernel_module("triton").merge
+    attend = onchip.paged_attention
+    got = cascade.run(plan, attend, q, args[1:], own, merge=merge, **options)
+    want = attend(*args, table, seqlens, return_lse=True, **options)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    assert merge(outs, lses, BF16)[0].dtype == BF16
