@@ -187,8 +187,6 @@ class HopperConfig(NamedTuple):
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
     under: bool = False  # rescale under the next product of scores, not after this one's values
     ahead: bool = False  # the next queries' first scores under the last queries' last values
-    early: bool = False  # the next ticket is drawn before the last values are loaded
-    decoded: bool = False  # the producer tells where a ticket's queries are, too
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
     dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240

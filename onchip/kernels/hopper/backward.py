@@ -243,7 +243,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
     ticket = gl.program_id(0)
     while ticket < job.order.num_tiles:
         if cfg.DYNAMIC:
-            pipes.tickets.give(given, ticket)
+            pipes.tickets.give(given, (ticket,))
             given += 1
         batch, kv_head, col = job.place(ticket)
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
@@ -274,7 +274,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
         else:
             ticket += gl.num_programs(0)
     if cfg.DYNAMIC:
-        pipes.tickets.give(given, ticket)
+        pipes.tickets.give(given, (ticket,))
 
 
 @gluon.jit
@@ -479,7 +479,7 @@ def consume(out, pipes, job, C: gl.constexpr):
     taken = 0
     ticket = gl.program_id(0)
     if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
+        (ticket,) = pipes.tickets.take(taken)
     while ticket < job.order.num_tiles:
         batch, kv_head, first = job.place(ticket)
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
@@ -506,7 +506,7 @@ def consume(out, pipes, job, C: gl.constexpr):
             store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
         if cfg.DYNAMIC:
             taken += 1
-            ticket = pipes.tickets.take(taken)
+            (ticket,) = pipes.tickets.take(taken)
         else:
             ticket += gl.num_programs(0)
     store_wait(0)
@@ -547,7 +547,7 @@ def backward_kernel(
         make_ring(k_desc, 1, 2),
         make_ring(v_desc, 1, 2),
         make_exchange(q_desc.dtype, TILE_N, TILE_M, 2),
-        make_tickets(2),
+        make_tickets(2, 1),
     )
     slots = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)
     out = Out(dq_desc, dk_desc, dv_desc, slots)

@@ -2,8 +2,9 @@
 the rest.
 
 Each consumer computes the scores of key tile j + 1 while it adds the values of tile j. Programs are
-persistent: the producer takes tickets (an atomic counter where tiles differ in length) and runs
-ahead into the next tile of queries while the consumers store the last.
+persistent: the producer takes tickets (an atomic counter where tiles differ in length), tells the
+consumers whose queries they are, and runs ahead into the next tile of queries while the consumers
+store the last.
 """
 
 from triton.experimental import gluon
@@ -78,16 +79,13 @@ class Config:
     POLY: gl.constexpr
     UNDER: gl.constexpr
     AHEAD: gl.constexpr
-    EARLY: gl.constexpr
-    DECODED: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD,
-        EARLY, DECODED,
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD
     ):  # fmt: skip
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -100,8 +98,6 @@ class Config:
         self.POLY = gl.constexpr(POLY)
         self.UNDER = gl.constexpr(UNDER)
         self.AHEAD = gl.constexpr(AHEAD)
-        self.EARLY = gl.constexpr(EARLY)
-        self.DECODED = gl.constexpr(DECODED)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -142,6 +138,7 @@ class Job:
     cfg: Config
     batch: gl.tensor
     SPARSE: gl.constexpr
+    WORDS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, shape, blocks, pages, order, scale, cfg, batch):
@@ -153,6 +150,7 @@ class Job:
         self.cfg = cfg
         self.batch = batch
         self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
+        self.WORDS = gl.constexpr(6 if shape.PACKED.value or pages.SIZE.value else 3)
 
     @gluon.jit
     def find(self, number, block, passed):
@@ -163,28 +161,46 @@ class Job:
         return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
 
     @gluon.jit
-    def split(self, ticket):
-        """(tile of queries, batch, first head) of a ticket."""
-        tile, plane = self.order.tile(ticket)
-        return tile, plane // self.shape.planes(), self.shape.first_head(plane)
-
-    @gluon.jit
-    def place(self, ticket, C: gl.constexpr):
-        """The tile of queries of a ticket, or from consumer C on."""
-        tile, batch, head = self.split(ticket)
-        return self.place_at(tile, batch, head, C)
-
-    @gluon.jit
-    def place_at(self, tile, batch, head, C: gl.constexpr):
-        shape = self.shape
+    def place(self, ticket):
+        """The tile of queries of a ticket; its row is -1 if there is no such ticket."""
+        shape, num_tiles = self.shape, self.order.num_tiles
+        some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
+        tile, plane = self.order.tile(some)
+        batch = plane // shape.planes()
         q0, seqlen_q = shape.queries(batch)
         if self.pages.SIZE:
             k0, seqlen_k = 0, self.pages.length(batch)
         else:
             k0, seqlen_k = shape.keys(batch)
-        ROWS: gl.constexpr = 64 // shape.GROUP
-        row = tile * (ROWS * self.cfg.CONSUMERS) + ROWS * C
-        return Place(batch, head, row, q0, seqlen_q, k0, seqlen_k)
+        ROWS: gl.constexpr = 64 // shape.GROUP * self.cfg.CONSUMERS
+        row = gl.where(ticket < num_tiles, tile * ROWS, -1)
+        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
+
+    @gluon.jit
+    def words(self, place):
+        """What consumers must know of a place: see told."""
+        words = (place.row, place.batch, place.head)
+        if self.WORDS == 6:
+            words = words + (place.q0, place.seqlen_q, place.seqlen_k)
+        return words
+
+    @gluon.jit
+    def told(self, words):
+        """The place from its words; where its keys begin, only the producer knows."""
+        row, batch, head = words[0], words[1], words[2]
+        nowhere = 0
+        if self.WORDS == 3:
+            q0, seqlen_q, seqlen_k = 0, self.shape.seqlen_q, self.shape.seqlen_k
+        else:
+            q0, seqlen_q, seqlen_k = words[3], words[4], words[5]
+        return Place(batch, head, row, q0, seqlen_q, nowhere, seqlen_k)
+
+    @gluon.jit
+    def part(self, place, C: gl.constexpr):
+        """The queries of consumer C."""
+        row = place.row + 64 // self.shape.GROUP * C
+        return Place(place.batch, place.head, row, place.q0, place.seqlen_q, place.k0,
+                     place.seqlen_k)  # fmt: skip
 
     @gluon.jit
     def keys(self, place, CONSUMERS: gl.constexpr):
@@ -270,72 +286,105 @@ def load_pages(ring, i, desc, job, place, n, found, span):
         ring.load_part(i, desc, pages.at(ends, rests, x, kv_head), x)
 
 
+@aggregate
+class Drawn:
+    """The last ticket of a producer, how many it has given, and where it searches: see
+    schedule.find_tile.
+    """
+
+    ticket: gl.tensor
+    given: gl.tensor
+    block: gl.tensor
+    passed: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, ticket, given, block, passed):
+        self.ticket = ticket
+        self.given = given
+        self.block = block
+        self.passed = passed
+
+
+@gluon.jit
+def following(counter, job, ticket):
+    if job.cfg.DYNAMIC:
+        return next_ticket(counter, job.order.num_tiles)
+    else:
+        return ticket + gl.num_programs(0)
+
+
+@gluon.jit
+def hand_out(counter, pipes, job, ticket, drawn):
+    """(place, drawn): the consumers are told where the queries of a ticket are, or those of the
+    next one that has any.
+    """
+    block, passed = drawn.block, drawn.passed
+    if job.SPARSE:
+        found, block, passed = job.find(ticket, block, passed)
+        place = job.place(found)
+    else:
+        place = job.place(ticket)
+        while place.row >= place.seqlen_q:
+            ticket = following(counter, job, ticket)
+            place = job.place(ticket)
+    pipes.tickets.give(drawn.given, job.words(place))
+    return place, Drawn(ticket, drawn.given + 1, block, passed)
+
+
+@gluon.jit
+def hand_out_next(counter, pipes, job, drawn):
+    return hand_out(counter, pipes, job, following(counter, job, drawn.ticket), drawn)
+
+
 @gluon.jit
 def produce(q_desc, k_desc, v_desc, counter, pipes, job):
     shape, cfg, pages = job.shape, job.cfg, job.pages
     i = 0  # key tiles loaded
     t = 0  # query tiles loaded
-    given = 0
-    block = 0  # see schedule.find_tile
-    passed = 0
-    ticket = gl.program_id(0)
-    if job.SPARSE:
-        ticket, block, passed = job.find(ticket, block, passed)
-    while ticket < job.order.num_tiles:
-        tile, batch, head = job.split(ticket)
-        if cfg.DYNAMIC:
-            pipes.tickets.tell(given, (ticket, tile, batch, head))
-            given += 1
-        place = job.place_at(tile, batch, head, 0)
-        following = ticket * 0 - 1
+    zero = job.order.num_tiles * 0
+    place, drawn = hand_out(counter, pipes, job, gl.program_id(0), Drawn(zero, zero, zero, zero))
+    while place.row >= 0:
         kv_head = place.head // shape.group_size
         if job.blocks.ON:
             entries, count = job.listed(place)
         else:
             keys = job.keys(place, cfg.CONSUMERS)
             count = keys.hi - keys.lo
-        if place.row < place.seqlen_q:
+        if pages.SIZE:
+            found = pages.look_up(place.batch, (keys.hi - 1) * cfg.TILE_N)
+        after = place
+        for j in range(count):
+            if job.blocks.ON:
+                n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
+            else:
+                n = keys.hi - 1 - j
+            at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
+            pipes.k.wait_empty(i)
             if pages.SIZE:
-                found = pages.look_up(place.batch, (keys.hi - 1) * cfg.TILE_N)
-            for j in range(count):
-                if job.blocks.ON:
-                    n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
-                else:
-                    n = keys.hi - 1 - j
-                at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
-                pipes.k.wait_empty(i)
-                if pages.SIZE:
-                    load_pages(pipes.k, i, k_desc, job, place, n, found, pages.span_k)
-                else:
-                    pipes.k.load(i, k_desc, at)
-                if j == 0:
-                    for c in gl.static_range(cfg.CONSUMERS):
-                        row = place.row + 64 // shape.GROUP * c
-                        q_at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
-                        pipes.q.wait_empty(t * cfg.CONSUMERS + c)
-                        pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
-                    t += 1
-                if (cfg.DYNAMIC and cfg.EARLY) and j == count - 1:  # while V waits for room
-                    following = next_ticket(counter, job.order.num_tiles)
-                if pages.SIZE:  # one look-up runs ahead
-                    ahead = pages.look_up(place.batch, (n - 1) * cfg.TILE_N)
-                pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
-                if pages.SIZE:
-                    load_pages(pipes.v, i, v_desc, job, place, n, found, pages.span_v)
-                    found = ahead
-                else:
-                    pipes.v.load(i, v_desc, at)
-                i += 1
-        if cfg.DYNAMIC:
-            if following < 0:
-                following = next_ticket(counter, job.order.num_tiles)
-            ticket = following
-        else:
-            ticket += gl.num_programs(0)
-        if job.SPARSE:
-            ticket, block, passed = job.find(ticket, block, passed)
-    if cfg.DYNAMIC:
-        pipes.tickets.tell(given, (ticket, 0, 0, 0))
+                load_pages(pipes.k, i, k_desc, job, place, n, found, pages.span_k)
+            else:
+                pipes.k.load(i, k_desc, at)
+            if j == 0:
+                for c in gl.static_range(cfg.CONSUMERS):
+                    row = place.row + 64 // shape.GROUP * c
+                    q_at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
+                    pipes.q.wait_empty(t * cfg.CONSUMERS + c)
+                    pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
+                t += 1
+            if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
+                after, drawn = hand_out_next(counter, pipes, job, drawn)
+            if pages.SIZE:  # one look-up runs ahead
+                ahead = pages.look_up(place.batch, (n - 1) * cfg.TILE_N)
+            pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
+            if pages.SIZE:
+                load_pages(pipes.v, i, v_desc, job, place, n, found, pages.span_v)
+                found = ahead
+            else:
+                pipes.v.load(i, v_desc, at)
+            i += 1
+        if count == 0:
+            after, drawn = hand_out_next(counter, pipes, job, drawn)
+        place = after
 
 
 @gluon.constexpr_function
@@ -615,9 +664,10 @@ def store_out(out, job, place, acc, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
-    """One consumer's 64 queries, `place`, of the tile that begins at `first`."""
+def attend(out, pipes, job, first, filling, i, C: gl.constexpr):
+    """One consumer's 64 queries of the tile that begins at `first`."""
     cfg = job.cfg
+    place = job.part(first, C)
     EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
     acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
@@ -685,45 +735,29 @@ def consume_each(out, pipes, job, C: gl.constexpr):
     cfg = job.cfg
     i = 0  # key tiles seen
     t = 0  # query tiles seen
-    taken = 0
-    words = (gl.program_id(0),)
-    if cfg.DYNAMIC:
-        words = pipes.tickets.hear(taken)
-    ticket = words[0]
-    while ticket < job.order.num_tiles:
-        if cfg.DYNAMIC and cfg.DECODED:
-            first = job.place_at(words[1], words[2], words[3], 0)
-            place = job.place_at(words[1], words[2], words[3], C)
-        else:
-            first = job.place(ticket, 0)
-            place = job.place(ticket, C)
-        if first.row < first.seqlen_q:
-            i, loaded = attend(out, pipes, job, place, first, t * cfg.CONSUMERS + C, i, C)
-            t += loaded.to(gl.int32)
-        if cfg.DYNAMIC:
-            taken += 1
-            words = pipes.tickets.hear(taken)
-        else:
-            words = (ticket + gl.num_programs(0),)
-        ticket = words[0]
+    taken = 1
+    place = job.told(pipes.tickets.take(0))
+    while place.row >= 0:
+        i, loaded = attend(out, pipes, job, place, t * cfg.CONSUMERS + C, i, C)
+        t += loaded.to(gl.int32)
+        place = job.told(pipes.tickets.take(taken))
+        taken += 1
     store_wait(0)
 
 
 @aggregate
 class Work:
     """A consumer's part of a ticket: its queries, the key tiles that its program loads for them and
-    those of them that it sees. `exists`: there is such a tile, and it begins inside its sequence.
+    those of them that it sees. `exists`: there was such a ticket.
     """
 
-    ticket: gl.tensor
     exists: gl.tensor
     place: Place
     keys: Keys
     mine: Keys
 
     @gluon.constexpr_function
-    def __init__(self, ticket, exists, place, keys, mine):
-        self.ticket = ticket
+    def __init__(self, exists, place, keys, mine):
         self.exists = exists
         self.place = place
         self.keys = keys
@@ -739,20 +773,10 @@ class Work:
 
 
 @gluon.jit
-def work_of(pipes, job, ticket, taken, C: gl.constexpr):
-    """Work from the producer, or that of a ticket."""
-    num_tiles = job.order.num_tiles
-    if job.cfg.DYNAMIC:
-        words = pipes.tickets.hear(taken)
-        ticket = words[0]
-    some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
-    if job.cfg.DYNAMIC and job.cfg.DECODED:
-        first = job.place_at(words[1], words[2], words[3], 0)
-        place = job.place_at(words[1], words[2], words[3], C)
-    else:
-        first, place = job.place(some, 0), job.place(some, C)
-    exists = (ticket < num_tiles) & (first.row < first.seqlen_q)
-    return Work(ticket, exists, place, job.keys(first, job.cfg.CONSUMERS), job.keys(place, 1))
+def take_work(pipes, job, taken, C: gl.constexpr):
+    first = job.told(pipes.tickets.take(taken))
+    place = job.part(first, C)
+    return Work(first.row >= 0, place, job.keys(first, job.cfg.CONSUMERS), job.keys(place, 1))
 
 
 @gluon.jit
@@ -784,7 +808,7 @@ def attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C: gl.constexpr):
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-    work = work_of(pipes, job, work.ticket + gl.num_programs(0), taken, C)
+    work = take_work(pipes, job, taken, C)
     ahead = work.sees() & (work.keys.hi == work.mine.hi) & (mine.lo == keys.lo)
     if ahead:
         filling = (t + 1) * cfg.CONSUMERS + C
@@ -811,10 +835,9 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     """Queries that see no key, though other consumers' may."""
     cfg = job.cfg
     rows: gl.constexpr = gl.SliceLayout(1, cfg.S)
-    if work.exists:
-        m = gl.full([64], float("-inf"), gl.float32, rows)
-        finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
-        store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
+    m = gl.full([64], float("-inf"), gl.float32, rows)
+    finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
+    store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
     if work.loaded():
         i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
         pipes.q.wait_full(t * cfg.CONSUMERS + C)
@@ -828,18 +851,18 @@ def consume_ahead(out, pipes, job, C: gl.constexpr):
     i = 0  # key tiles seen
     t = 0  # query tiles seen
     taken = 1
-    work = work_of(pipes, job, gl.program_id(0), 0, C)
+    work = take_work(pipes, job, 0, C)
     s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
-    ahead = work.ticket < 0
-    while work.ticket < job.order.num_tiles:
+    ahead = i < 0  # it is not
+    while work.exists:
         loaded = work.loaded()
         if work.sees():
             work, s, ahead, i = attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C)
         else:
             i = pass_by(out, pipes, job, work, t, i, C)
             s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
-            ahead = work.ticket < 0
-            work = work_of(pipes, job, work.ticket + gl.num_programs(0), taken, C)
+            ahead = i < 0
+            work = take_work(pipes, job, taken, C)
         t += loaded.to(gl.int32)
         taken += 1
     store_wait(0)
@@ -865,13 +888,12 @@ def forward_kernel(
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
-    POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
-    DECODED: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
-                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q), EARLY, DECODED)  # fmt: skip
+                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q))  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -884,7 +906,7 @@ def forward_kernel(
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
-    pipes = Pipes(q, k, v, make_tickets(CONSUMERS, 4 if DECODED else 1), make_baton(CONSUMERS))
+    pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
     slots = q.slots
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape

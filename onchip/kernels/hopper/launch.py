@@ -145,8 +145,6 @@ def _constants(config: HopperConfig) -> dict:
         "POLY": config.poly,
         "UNDER": config.under,
         "AHEAD": config.ahead,
-        "EARLY": config.early,
-        "DECODED": config.decoded,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,

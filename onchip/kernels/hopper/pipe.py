@@ -370,15 +370,7 @@ class Tickets:
         self.WORDS = gl.constexpr(WORDS)
 
     @gluon.jit
-    def give(self, i, ticket):
-        self.tell(i, (ticket,))
-
-    @gluon.jit
-    def take(self, i):
-        return self.hear(i)[0]
-
-    @gluon.jit
-    def tell(self, i, words):
+    def give(self, i, words):
         self.ring.wait_empty(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         for w in gl.static_range(self.WORDS):
@@ -387,7 +379,7 @@ class Tickets:
         mbarrier.arrive(self.ring.full.index(i % 2), count=1)
 
     @gluon.jit
-    def hear(self, i):
+    def take(self, i):
         self.ring.wait_full(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         words = ()
@@ -399,7 +391,7 @@ class Tickets:
 
 
 @gluon.jit
-def make_tickets(consumers: gl.constexpr, words: gl.constexpr = 1):
+def make_tickets(consumers: gl.constexpr, words: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * words, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
