@@ -25,6 +25,7 @@ from onchip.kernels.hopper.pipe import (
 )
 from onchip.kernels.hopper.schedule import (
     Blocks,
+    Entries,
     Keys,
     Order,
     Pages,
@@ -219,8 +220,9 @@ class Job:
 
     @gluon.jit
     def listed(self, place):
-        """The same where a mask lists them."""
-        entries = self.blocks.entries(place.batch, place.head, place.row // 128)
+        """The same where a mask lists them (of no place: those of some row)."""
+        block = gl.maximum(place.row, 0) // 128
+        entries = self.blocks.entries(place.batch, place.head, block)
         return entries, block_tiles(entries, self.cfg.TILE_N)
 
 
@@ -286,6 +288,18 @@ def load_pages(ring, i, desc, job, place, n, found, span):
         ring.load_part(i, desc, pages.at(ends, rests, x, kv_head), x)
 
 
+@gluon.jit
+def load_queries(pipes, desc, job, place, t):
+    """Those of the t-th tile, even if they see no key: its output may leave through their slots."""
+    shape = job.shape
+    CONSUMERS: gl.constexpr = job.cfg.CONSUMERS
+    for c in gl.static_range(CONSUMERS):
+        row = place.row + 64 // shape.GROUP * c
+        at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
+        pipes.q.wait_empty(t * CONSUMERS + c)
+        pipes.q.load(t * CONSUMERS + c, desc, at)
+
+
 @aggregate
 class Drawn:
     """The last ticket of a producer, how many it has given, and where it searches: see
@@ -340,7 +354,7 @@ def hand_out_next(counter, pipes, job, drawn):
 def produce(q_desc, k_desc, v_desc, counter, pipes, job):
     shape, cfg, pages = job.shape, job.cfg, job.pages
     i = 0  # key tiles loaded
-    t = 0  # query tiles loaded
+    t = 0  # tiles of queries loaded
     zero = job.order.num_tiles * 0
     place, drawn = hand_out(counter, pipes, job, gl.program_id(0), Drawn(zero, zero, zero, zero))
     while place.row >= 0:
@@ -365,12 +379,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
             else:
                 pipes.k.load(i, k_desc, at)
             if j == 0:
-                for c in gl.static_range(cfg.CONSUMERS):
-                    row = place.row + 64 // shape.GROUP * c
-                    q_at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
-                    pipes.q.wait_empty(t * cfg.CONSUMERS + c)
-                    pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
-                t += 1
+                load_queries(pipes, q_desc, job, place, t)
             if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
             if pages.SIZE:  # one look-up runs ahead
@@ -383,8 +392,10 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                 pipes.v.load(i, v_desc, at)
             i += 1
         if count == 0:
+            load_queries(pipes, q_desc, job, place, t)
             after, drawn = hand_out_next(counter, pipes, job, drawn)
         place = after
+        t += 1
 
 
 @gluon.constexpr_function
@@ -422,6 +433,16 @@ def exp2(x, POLY: gl.constexpr):
         return gl.inline_asm_elementwise(
             _exp2_asm(POLY), _exp2_constraints(POLY), [x], dtype=gl.float32, is_pure=True, pack=POLY
         )
+
+
+@gluon.jit
+def approximate(name: gl.constexpr, x):
+    """A function of the special unit, good to 2^-22: exact ones would be 20 to 30 instructions,
+    which the compiler puts between the last products of a tile.
+    """
+    return gl.inline_asm_elementwise(
+        name + ".approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -621,13 +642,13 @@ def close_rows(out, job, place, m, l):
         shrink = gl.exp2(m_log2 - top)
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
-    return m_log2, l, gl.where(l > 0.0, shrink / l, 0.0)
+    return m_log2, l, gl.where(l > 0.0, shrink * approximate("rcp", l), 0.0)
 
 
 @gluon.jit
 def store_lse(out, job, place, m_log2, l):
     shape = job.shape
-    lse = gl.where(l > 0.0, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
+    lse = gl.where(l > 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
     rows = place.row + shape.queries_of(64, job.cfg.S)
     head = job.heads(place, job.cfg.S)
     if shape.PACKED:
@@ -663,171 +684,133 @@ def store_out(out, job, place, acc, C: gl.constexpr):
         store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
 
 
-@gluon.jit
-def attend(out, pipes, job, first, filling, i, C: gl.constexpr):
-    """One consumer's 64 queries of the tile that begins at `first`."""
-    cfg = job.cfg
-    place = job.part(first, C)
-    EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
-    acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
-    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, cfg.S))
-    bits = -1
-    if job.blocks.ON:
-        entries, loaded = job.listed(first)
-        count = loaded
-        n, bits = job.blocks.tile(entries, 0, cfg.TILE_N)
-    else:
-        keys = job.keys(first, cfg.CONSUMERS)
-        mine = job.keys(place, 1)
-        loaded = keys.hi - keys.lo
-        count = mine.hi - mine.lo
-        n = mine.hi - 1
-        if loaded > 0:
-            i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
-    if loaded > 0:
-        pipes.q.wait_full(filling)
-    if count > 0:
-        q = pipes.q.slot(filling)
-        s_next = start_first(pipes, cfg, q, i, C)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-        pipes.k.release(i)
-        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
-        i += 1
-        if job.blocks.ON:
-            p, acc, alpha, m, l, i = fold_blocks(pipes, job, place, entries, count,
-                                                 q, p, acc, m, l, i, C)  # fmt: skip
-        else:
-            p, acc, alpha, m, l, i = fold_band(pipes, job, place, mine,
-                                               q, p, acc, m, l, i, C)  # fmt: skip
-        if EARLY:
-            pipes.q.release(filling)
-        if cfg.UNDER:
-            acc = rescaled(acc, alpha, cfg)
-        pipes.v.wait_full(i - 1)
-        acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-        inverse = finish_rows(out, job, place, m, l)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
-    else:
-        finish_rows(out, job, place, m, l)
-        if EARLY and loaded > 0:
-            pipes.q.release(filling)
-    if not job.blocks.ON and loaded > 0:
-        i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
-    store_out(out, job, place, acc, C)
-    if not EARLY and loaded > 0:
-        store_wait(0)
-        pipes.q.release(filling)
-    return i, loaded > 0
-
-
-@gluon.jit
-def consume(out, pipes, job, C: gl.constexpr):
-    if job.cfg.AHEAD:
-        consume_ahead(out, pipes, job, C)
-    else:
-        consume_each(out, pipes, job, C)
-
-
-@gluon.jit
-def consume_each(out, pipes, job, C: gl.constexpr):
-    cfg = job.cfg
-    i = 0  # key tiles seen
-    t = 0  # query tiles seen
-    taken = 1
-    place = job.told(pipes.tickets.take(0))
-    while place.row >= 0:
-        i, loaded = attend(out, pipes, job, place, t * cfg.CONSUMERS + C, i, C)
-        t += loaded.to(gl.int32)
-        place = job.told(pipes.tickets.take(taken))
-        taken += 1
-    store_wait(0)
-
-
 @aggregate
 class Work:
     """A consumer's part of a ticket: its queries, the key tiles that its program loads for them and
-    those of them that it sees. `exists`: there was such a ticket.
+    those of them that it sees, or what a mask lists. `exists`: there was such a ticket.
     """
 
     exists: gl.tensor
     place: Place
     keys: Keys
     mine: Keys
+    entries: Entries
 
     @gluon.constexpr_function
-    def __init__(self, exists, place, keys, mine):
+    def __init__(self, exists, place, keys, mine, entries):
         self.exists = exists
         self.place = place
         self.keys = keys
         self.mine = mine
+        self.entries = entries
 
     @gluon.jit
     def sees(self):
         return self.exists & (self.mine.hi > self.mine.lo)
 
-    @gluon.jit
-    def loaded(self):
-        return self.exists & (self.keys.hi > self.keys.lo)
-
 
 @gluon.jit
-def take_work(pipes, job, taken, C: gl.constexpr):
-    first = job.told(pipes.tickets.take(taken))
+def take_work(pipes, job, t, C: gl.constexpr):
+    """What consumer C has to do for the t-th ticket."""
+    first = job.told(pipes.tickets.take(t))
     place = job.part(first, C)
-    return Work(first.row >= 0, place, job.keys(first, job.cfg.CONSUMERS), job.keys(place, 1))
+    zero = t * 0
+    if job.blocks.ON:
+        entries, count = job.listed(first)
+        keys = Keys(zero, zero, count, count)
+        mine = keys
+    else:
+        entries = Entries(zero, zero, zero, zero)
+        keys = job.keys(first, job.cfg.CONSUMERS)
+        mine = job.keys(place, 1)
+    return Work(first.row >= 0, place, keys, mine, entries)
 
 
 @gluon.jit
-def finish_out(out, job, place, acc, inverse, C: gl.constexpr):
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, job.cfg.O))[:, None]
-    store_out(out, job, place, acc, C)
+def finish(out, job, place, acc_next, m, l, C: gl.constexpr):
+    """Store what 64 queries have come to, once their last values are added."""
+    inverse = finish_rows(out, job, place, m, l)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+    store_out(out, job, place, normalised(acc, inverse, job.cfg), C)
 
 
 @gluon.jit
-def attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C: gl.constexpr):
-    """One consumer's 64 queries. s: the products of its first key tile, if `ahead`. Those of the
-    next tile of queries are computed while this one's output is finished and stored.
+def normalised(acc, inverse, cfg):
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
+
+
+@gluon.jit
+def first_scores(pipes, cfg, work, filling, i, C: gl.constexpr):
+    """(products of the first key tile that a consumer sees, its filling)"""
+    i = skip(pipes, cfg, i, work.keys.hi - work.mine.hi, C)
+    pipes.q.wait_full(filling)
+    s_next = start_first(pipes, cfg, pipes.q.slot(filling), i, C)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+    pipes.k.release(i)
+    return s, i
+
+
+@gluon.jit
+def fold(pipes, job, work, q, s, i, C: gl.constexpr):
+    """All key tiles of `work`, the first of which has the products s and filling i."""
+    place, mine = work.place, work.mine
+    acc = gl.zeros([64, job.cfg.WIDTH], gl.float32, job.cfg.O)
+    if job.blocks.ON:
+        n, bits = job.blocks.tile(work.entries, 0, job.cfg.TILE_N)
+        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
+        return fold_blocks(pipes, job, place, work.entries, mine.hi, q, p, acc, m, l, i + 1, C)
+    else:
+        p, m, l = finish_first(job, place, s, mine.hi - 1, -1, q.dtype)
+        return fold_band(pipes, job, place, mine, q, p, acc, m, l, i + 1, C)
+
+
+@gluon.jit
+def attend(out, pipes, job, work, s, ahead, t, i, C: gl.constexpr):
+    """One consumer's 64 queries, which see keys: (the next work, s, ahead, i). s: the products of
+    their first key tile, if `ahead`: they were computed while the output before was stored.
     """
     cfg = job.cfg
-    place, keys, mine = work.place, work.keys, work.mine
-    q = pipes.q.slot(t * cfg.CONSUMERS + C)
-    if not ahead:
-        i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
-        pipes.q.wait_full(t * cfg.CONSUMERS + C)
-        s_next = start_first(pipes, cfg, q, i, C)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-        pipes.k.release(i)
-    acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
-    p, m, l = finish_first(job, place, s, mine.hi - 1, -1, q.dtype)
-    i += 1
-    p, acc, alpha, m, l, i = fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C)
-    pipes.q.release(t * cfg.CONSUMERS + C)
+    EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
+    filling = t * cfg.CONSUMERS + C
+    place = work.place
+    if not (cfg.AHEAD and ahead):
+        s, i = first_scores(pipes, cfg, work, filling, i, C)
+    p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
+    if EARLY:
+        pipes.q.release(filling)
     if cfg.UNDER:
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-    work = take_work(pipes, job, taken, C)
-    ahead = work.sees() & (work.keys.hi == work.mine.hi) & (mine.lo == keys.lo)
-    if ahead:
-        filling = (t + 1) * cfg.CONSUMERS + C
-        pipes.q.wait_full(filling)
-        s_next = start_first(pipes, cfg, pipes.q.slot(filling), i, C)
-        m_log2, l, inverse = close_rows(out, job, place, m, l)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
-        finish_out(out, job, place, acc, inverse, C)
-        if place.row < place.seqlen_q:  # a branch, or ptxas would do this between the products
-            store_lse(out, job, place, m_log2, l)
-        s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-        pipes.k.release(i)
+    after = take_work(pipes, job, t + 1, C)
+    if cfg.AHEAD:
+        ahead = after.sees() & (after.keys.hi == after.mine.hi) & (work.mine.lo == work.keys.lo)
+    if cfg.AHEAD and ahead:
+        s = finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C)
     else:
-        inverse = finish_rows(out, job, place, m, l)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        finish_out(out, job, place, acc, inverse, C)
-        i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
+        finish(out, job, place, acc_next, m, l, C)
+        i = skip(pipes, cfg, i, work.mine.lo - work.keys.lo, C)
         s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
-    return work, s, ahead, i
+    if not EARLY:
+        store_wait(0)
+        pipes.q.release(filling)
+    return after, s, ahead, i
+
+
+@gluon.jit
+def finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C: gl.constexpr):
+    """finish, under the product of the next queries and filling i, which is returned."""
+    cfg = job.cfg
+    pipes.q.wait_full(filling + cfg.CONSUMERS)
+    s_next = start_first(pipes, cfg, pipes.q.slot(filling + cfg.CONSUMERS), i, C)
+    m_log2, l, inverse = close_rows(out, job, place, m, l)
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
+    store_out(out, job, place, normalised(acc, inverse, cfg), C)
+    if place.row < place.seqlen_q:  # a branch, or ptxas would do this between the products
+        store_lse(out, job, place, m_log2, l)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+    pipes.k.release(i)
+    return s
 
 
 @gluon.jit
@@ -835,36 +818,34 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     """Queries that see no key, though other consumers' may."""
     cfg = job.cfg
     rows: gl.constexpr = gl.SliceLayout(1, cfg.S)
+    filling = t * cfg.CONSUMERS + C
+    i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
+    pipes.q.wait_full(filling)
     m = gl.full([64], float("-inf"), gl.float32, rows)
     finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
     store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
-    if work.loaded():
-        i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
-        pipes.q.wait_full(t * cfg.CONSUMERS + C)
-        pipes.q.release(t * cfg.CONSUMERS + C)
+    if cfg.OUT_IN_Q:
+        store_wait(0)
+    pipes.q.release(filling)
     return i
 
 
 @gluon.jit
-def consume_ahead(out, pipes, job, C: gl.constexpr):
-    cfg = job.cfg
+def consume(out, pipes, job, C: gl.constexpr):
     i = 0  # key tiles seen
-    t = 0  # query tiles seen
-    taken = 1
+    t = 0  # tiles of queries seen
     work = take_work(pipes, job, 0, C)
-    s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
     ahead = i < 0  # it is not
     while work.exists:
-        loaded = work.loaded()
         if work.sees():
-            work, s, ahead, i = attend_ahead(out, pipes, job, work, s, ahead, t, i, taken, C)
+            work, s, ahead, i = attend(out, pipes, job, work, s, ahead, t, i, C)
         else:
             i = pass_by(out, pipes, job, work, t, i, C)
-            s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+            work = take_work(pipes, job, t + 1, C)
+            s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
             ahead = i < 0
-            work = take_work(pipes, job, taken, C)
-        t += loaded.to(gl.int32)
-        taken += 1
+        t += 1
     store_wait(0)
 
 
