@@ -144,6 +144,7 @@ def _add_generate(commands) -> None:
 
 def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
+    p.add_argument("model", nargs="?", metavar="DIR", help="how the model of a folder would run")
     p.add_argument(
         "--measure", action="store_true", help="GPU: how long first calls take that must compile"
     )
@@ -353,8 +354,8 @@ def _generate(args: argparse.Namespace) -> int:
         seed=args.seed,
         ignore_eos=args.ignore_eos,
     )
-    if args.model == models.builtin.NAME:
-        print(models.builtin.ABOUT, file=sys.stderr)
+    if note := models.about(args.model):
+        print(note, file=sys.stderr)
     options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
     with LLM(args.model, device=args.device, max_num_seqs=1, swap_space=0, **options) as llm:
         prompt = args.prompt
@@ -394,6 +395,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from onchip import doctor
 
     console = Console()
+    if args.model is not None:
+        return doctor.print_model(console, args.model)
     doctor.print_report(console)
     if args.measure:
         doctor.print_first_calls(console)

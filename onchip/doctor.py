@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 
 import onchip
+from onchip import models
 from onchip.dispatch import KERNELS, kernel_module
+from onchip.models import foreign
 from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
 
 DEVICES = {
@@ -66,9 +68,23 @@ def findings() -> list[Finding]:
         _triton(),
         _launcher(),
         _cache(),
+        _models(),
         _cpu(),
         *_gpus(),
     ]
+
+
+def model_finding(folder: str | Path) -> tuple[bool, Finding]:
+    """Whether the model of a folder is served, and how; its weights are not read."""
+    try:
+        native = models.is_native(folder)
+        found = models.inspect(folder) if native else models.inspect_foreign(folder)
+    except ValueError as error:
+        return False, Finding(str(folder), "not served", f"{error}.")
+    what = f"{found.config.model_type}, {found.config.num_layers} layers, {found.dtype}"
+    if native:
+        return True, Finding(str(folder), what, "Runs natively: fused, recorded, on several ranks.")
+    return True, Finding(str(folder), what, f"It {foreign.ABOUT}; on one device.")
 
 
 def ordinary(dtype: torch.dtype) -> Problem:
@@ -121,6 +137,14 @@ def print_report(console) -> None:
         console.print(f"- {reason}", highlight=False, markup=False, soft_wrap=True)
 
 
+def print_model(console, folder: str | Path) -> int:
+    """An exit status: 1 if the model is not served."""
+    served, finding = model_finding(folder)
+    console.print(f"{finding.subject}: {finding.found}", markup=False, soft_wrap=True)
+    console.print(finding.advice, highlight=False, markup=False, soft_wrap=True)
+    return 0 if served else 1
+
+
 def _grid(title: str, table: list[Support]):
     from rich.table import Table
 
@@ -137,6 +161,16 @@ def _triton() -> Finding:
         return Finding("Triton", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         return Finding("Triton", "not installed", "GPU kernels need it; the CPU path does not.")
+
+
+def _models() -> Finding:
+    """Families of our own, and whether any other can run."""
+    own = ", ".join(models.FAMILIES)
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("Models", own, "Others need transformers, which is not installed.")
+    return Finding("Models", own, f"Others run through transformers {version}, slower.")
 
 
 def _launcher() -> Finding:

@@ -1,10 +1,11 @@
+import importlib.metadata
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import onchip
-from onchip import dispatch, doctor
+from onchip import dispatch, doctor, models
 from onchip.cli import main
 from onchip.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
 
@@ -121,3 +122,26 @@ def test_the_report_names_every_kernel(capsys):
     out = capsys.readouterr().out
     for word in (*dispatch.KERNELS, *DEVICES, "Python", "fp64"):
         assert word in out
+
+
+def test_models_of_our_own_and_of_transformers(monkeypatch):
+    found = {f.subject: f for f in doctor.findings()}["Models"]
+    assert "qwen3" in found.found and "slower" in found.advice
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert doctor._models().advice == "Others need transformers, which is not installed."
+
+
+def test_it_says_how_a_model_would_run(tmp_path, capsys):
+    models.save(models.builtin.tiny(), tmp_path)
+    assert main(["doctor", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "llama, 4 layers, torch.float32" in told and "Runs natively" in told
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    pytest.importorskip("transformers")
+    assert main(["doctor", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "not served" in told and "more than keys and values" in told

@@ -48,6 +48,7 @@ LEAVES = {
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
     "torch.distributed": ("parallel",),
+    "transformers": ("models/interface.py", "bench"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
         ("engine/server",),

@@ -23,7 +23,7 @@ from onchip.engine.stats import Meter, Stats
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
-from onchip.models import Decoder
+from onchip.models import Model
 
 _MOSTLY_PREFILL = 8  # tokens for each run of a step whose time is that of its tokens
 
@@ -49,7 +49,7 @@ class Pace:
 
 
 class Engine:
-    """Serves a decoder. tokenizer: None if prompts are token ids and texts are not wanted.
+    """Serves a model. tokenizer: None if prompts are token ids and texts are not wanted.
 
     num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
     are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
@@ -58,7 +58,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         tokenizer: Tokenizer | None,
         *,
         limits: Limits,
@@ -319,7 +319,7 @@ def _salt(salt: bytes) -> str:
 
 
 def _ends_of(
-    model: Decoder, tokenizer: Tokenizer | None, named: Sequence[int] | None
+    model: Model, tokenizer: Tokenizer | None, named: Sequence[int] | None
 ) -> tuple[int, ...]:
     """End tokens, each of which is one of the model's."""
     if named is None:

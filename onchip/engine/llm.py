@@ -20,7 +20,7 @@ from onchip.engine.request import RequestOutput
 from onchip.engine.stats import Stats
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
-from onchip.models import Decoder, builtin
+from onchip.models import Model, builtin
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Params = SamplingParams | BeamSearchParams
@@ -30,7 +30,8 @@ class LLM:
     """A model that generates text, served from pages. Arguments as vLLM's where they exist.
 
     model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, random
-    weights), or a Decoder. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
+    weights), or a model of `onchip.models`; families that those do not have run through
+    transformers, slower. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
     host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. seed: of
     the draws of requests that bring none. enforce_eager: replay no CUDA graphs. num_pages: of the
@@ -43,7 +44,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Decoder = builtin.NAME,
+        model: str | Path | Model = builtin.NAME,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         tensor_parallel_size: int = 1,
@@ -61,8 +62,8 @@ class LLM:
         num_pages: int | None = None,
     ):
         ranks = Ranks(tensor_parallel_size, seed)
-        decoder = ranks.load(model, device, dtype)
-        longest = decoder.config.max_seqlen
+        loaded = ranks.load(model, device, dtype)
+        longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
             raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
@@ -70,11 +71,11 @@ class LLM:
         if num_pages is None:
             share = gpu_memory_utilization
             num_pages = ranks.agree(
-                memory.device_pages(decoder, limits, block_size, share, graphs=graphs)
+                memory.device_pages(loaded, limits, block_size, share, graphs=graphs)
             )
-        spec = decoder.cache_spec(block_size)
+        spec = loaded.cache_spec(block_size)
         self.engine = Engine(
-            decoder,
+            loaded,
             _tokenizer(model, tokenizer),
             limits=limits,
             num_pages=num_pages,
@@ -249,20 +250,20 @@ class _Job:
 
 
 def _tokenizer(
-    model: str | Path | Decoder, tokenizer: str | Path | Tokenizer | None
+    model: str | Path | Model, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
     if isinstance(tokenizer, (str, Path)):
         return FileTokenizer(tokenizer)
-    if tokenizer is not None or isinstance(model, Decoder):
+    if tokenizer is not None or not isinstance(model, (str, Path)):
         return tokenizer
     if model == builtin.NAME:
         return ByteTokenizer()
     return FileTokenizer(model) if (Path(model) / "tokenizer.json").is_file() else None
 
 
-def _eos(model: str | Path | Decoder) -> tuple[int, ...] | None:
+def _eos(model: str | Path | Model) -> tuple[int, ...] | None:
     """generation_config.json overrides what config.json and the tokenizer say."""
-    if isinstance(model, Decoder) or model == builtin.NAME:
+    if not isinstance(model, (str, Path)) or model == builtin.NAME:
         return None
     return generation_eos(model) or None
 

@@ -10,7 +10,7 @@ from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
 from onchip.kvcache.host import CHUNK_BYTES
-from onchip.models import Decoder
+from onchip.models import Model
 
 _HOST_SHARE = 0.25  # of the memory that is free where the CPU computes: it belongs to others too
 _TRIAL_TOKENS = 4096  # of a sequence: as long as it takes for kernels to use all their scratch
@@ -27,7 +27,7 @@ _EVERYTHING = SamplingParams(
 
 
 def device_pages(
-    model: Decoder, limits: Limits, page_size: int, utilization: float, *, graphs: bool = True
+    model: Model, limits: Limits, page_size: int, utilization: float, *, graphs: bool = True
 ) -> int:
     """Pages for a cache: what a GPU has left of `utilization` of its memory, or a quarter of what
     the host has free; never more than max_num_seqs sequences of max_model_len can hold. graphs:
@@ -35,7 +35,7 @@ def device_pages(
     """
     spec = model.cache_spec(page_size)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // page_size)
-    if model.embed.is_cuda:
+    if model.device.type == "cuda":
         room = _room_on_gpu(model, limits, page_size, utilization, graphs)
     else:
         room = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -56,7 +56,7 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
 
 
 def _room_on_gpu(
-    model: Decoder, limits: Limits, page_size: int, utilization: float, graphs: bool
+    model: Model, limits: Limits, page_size: int, utilization: float, graphs: bool
 ) -> int:
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must lie above 0, and at most at 1")
@@ -64,16 +64,16 @@ def _room_on_gpu(
     if graphs:
         fixed += _graph_bytes(model, limits, page_size)
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(model.embed.device)
+    free, total = torch.cuda.mem_get_info(model.device)
     return int(total * utilization) - (total - free) - fixed
 
 
-def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
+def _step_bytes(model: Model, limits: Limits, page_size: int) -> int:
     """What the largest step needs beside weights and pages, measured with all that torch takes for
     it: as many prompts as may run, together as long as a step, one of which is asked about itself,
     and draws that use every part of the sampler.
     """
-    device, count = model.embed.device, limits.max_num_seqs
+    device, count = model.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
     pages = 2 + count * -(-(length + 2) // page_size)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
@@ -90,7 +90,7 @@ def _step_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
         return torch.cuda.max_memory_reserved(device) - held
 
 
-def _graph_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
+def _graph_bytes(model: Model, limits: Limits, page_size: int) -> int:
     """The graphs, and the page table that they share."""
     width = -(-limits.max_model_len // page_size)
     pages = 1 + min(width, -(-_TRIAL_TOKENS // page_size))
@@ -98,6 +98,6 @@ def _graph_bytes(model: Decoder, limits: Limits, page_size: int) -> int:
         return engine.graph_bytes() + 4 * limits.max_num_seqs * width
 
 
-def _staging_bytes(model: Decoder, page_size: int) -> int:
+def _staging_bytes(model: Model, page_size: int) -> int:
     """Where pages are packed on their way to the host and back: see kvcache/host.py."""
     return 2 * max(CHUNK_BYTES, model.cache_spec(page_size).page_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from onchip.models import Decoder, builtin, inspect, load
+from onchip.models import Model, builtin, inspect, is_native, load, load_foreign
 from onchip.problem import find_device
 
 _DTYPES = {
@@ -44,16 +44,18 @@ class Ranks:
 
     def load(
         self,
-        model: str | Path | Decoder,
+        model: str | Path | Model,
         device: str | torch.device | None,
         dtype: str | torch.dtype,
-    ) -> Decoder:
+    ) -> Model:
         """The model, or the part of this rank."""
-        if isinstance(model, Decoder):
+        if not isinstance(model, (str, Path)):
             return self._whole(model)
         device, chosen = self._device(device), _dtype(dtype)
         if model == builtin.NAME:
             return self._whole(builtin.tiny(device, chosen or torch.float32))
+        if not is_native(model):
+            return self._foreign(model, device, chosen)
         if self.alone:
             return load(inspect(model), device, chosen)
         # Imported by those who need it: torch.distributed takes its time.
@@ -71,7 +73,17 @@ class Ranks:
         if self._job is not None:
             self._job.leave()
 
-    def _whole(self, model: Decoder) -> Decoder:
+    def _foreign(
+        self, folder: str | Path, device: torch.device, dtype: torch.dtype | None
+    ) -> Model:
+        if not self.alone:
+            raise ValueError(
+                f"tensor_parallel_size={self._world_size} cuts models of our own; that of {folder}"
+                " runs through transformers, on one device"
+            )
+        return load_foreign(folder, device, dtype)
+
+    def _whole(self, model: Model) -> Model:
         if not self.alone:
             raise ValueError(
                 f"tensor_parallel_size={self._world_size} cuts the checkpoint of a folder into"

@@ -17,7 +17,7 @@ from onchip.engine.sampler import Drawers, Sampled, report, sample
 from onchip.engine.step import Run, Step
 from onchip.engine.threads import Threads
 from onchip.kvcache import KVCache
-from onchip.models import Decoder, positions_of
+from onchip.models import Decoder, Model, positions_of
 
 _NOTHING = torch.empty(0)
 _WAYS_TO_DRAW = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
@@ -46,14 +46,15 @@ class Runner:
 
     Tokens that a step draws stay on the device: the next step finds those it needs there. So steps
     are launched in order, and a sample whose last token is not known yet is in the next step or in
-    none before it is. graphs: replay the steps that `Graphs` takes (on a GPU).
+    none before it is. graphs: replay the steps that `Graphs` takes (of a Decoder, on a GPU).
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, graphs: bool = True):
+    def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
         self._model, self._cache, self._device = model, cache, cache.device
         self._last = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
         self._drawers, self._threads = Drawers(cache.device), Threads(model)
-        replayed = graphs and cache.device.type == "cuda"
+        # Modules of transformers may look at values while they compute: no graph holds that.
+        replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
         self._graphs = Graphs(model, cache, self._last) if replayed else None
 
     @torch.inference_mode()
@@ -65,10 +66,11 @@ class Runner:
             return
         if self._graphs is not None:
             self._graphs.record_all(most_tokens)
-        hidden = torch.zeros_like(self._model.embed[:1])
+        model = self._model
+        hidden = torch.zeros(1, model.width, dtype=model.dtype, device=model.device)
         for params in _WAYS_TO_DRAW:
             rows = self._drawers.rows([Request("", [0], params).samples[0]])
-            sample(self._model.logits(hidden, wide=False), rows)
+            sample(model.logits(hidden, wide=False), rows)
 
     @torch.inference_mode()
     def graph_bytes(self, most_tokens: int) -> int:

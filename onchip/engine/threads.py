@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from onchip.engine.step import Step
-from onchip.models import Decoder
+from onchip.models import Model
 
 WORTHWHILE = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
 _READ = 16  # a weight that comes from memory takes as long as so many of them
@@ -22,10 +22,10 @@ class Threads:
     that asks, but one that asks torch for the first time during a small step is given one, too.
     """
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Model):
         config = model.config
-        self._on_cpu = model.embed.device.type == "cpu"
-        self._layer = sum(weight.numel() for weight in model.layers[0].parameters())
+        self._on_cpu = model.device.type == "cpu"
+        self._layer = model.layer_weights
         self._pair = 2 * config.num_heads * config.head_dim
         self._head = config.vocab_size * config.hidden_size
 

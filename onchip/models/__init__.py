@@ -1,23 +1,35 @@
-"""Language models: one decoder for the families of `FAMILIES`, loaded from safetensors."""
+"""Language models: one decoder for the families of `FAMILIES`, and any other causal language model
+through transformers; loaded from safetensors.
+"""
 
 from . import builtin
 from .config import FAMILIES, Layer, ModelConfig
 from .decoder import Decoder, positions_of
+from .folders import about, is_native
+from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
 from .names import Part, num_parameters
+from .protocol import Model
 from .rotary import Rotary
 
 __all__ = [
     "FAMILIES",
     "Checkpoint",
     "Decoder",
+    "Foreign",
+    "ForeignCheckpoint",
     "Layer",
+    "Model",
     "ModelConfig",
     "Part",
     "Rotary",
+    "about",
     "builtin",
     "inspect",
+    "inspect_foreign",
+    "is_native",
     "load",
+    "load_foreign",
     "num_parameters",
     "positions_of",
     "random_model",

@@ -175,7 +175,7 @@ class ModelConfig:
             known = ", ".join(FAMILIES)
             raise ValueError(f"{model_type=} is not known here; known are {known}")
         f = Fields(data, f"config.json of {model_type}")
-        facts = FAMILIES[model_type](f) | _token_ids(data)
+        facts = FAMILIES[model_type](f) | token_ids(data)
         hint = "; if it does not, pass ignore=['{}']"
         f.close({"model_type", *_HARMLESS, *ignore}, hint)
         return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
@@ -210,7 +210,7 @@ _SIZES = (
 )
 
 
-def _token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
+def token_ids(data: Mapping[str, Any]) -> dict[str, Any]:
     """Null, an id, or (for the end) a list of ids."""
     bos, eos = data.get("bos_token_id"), data.get("eos_token_id")
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

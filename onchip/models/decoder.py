@@ -234,6 +234,24 @@ class Decoder(nn.Module):
         self.norm = NormLayer(config, width, place)
         self.head = None if config.tied else place.empty(config.vocab_size, width)
 
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def width(self) -> int:
+        """Of the hidden states."""
+        return self.config.hidden_size
+
+    @property
+    def layer_weights(self) -> int:
+        """Parameters of a layer."""
+        return sum(weight.numel() for weight in self.layers[0].parameters())
+
     def cache_spec(self, page_size: int = 16) -> Spec:
         """Pages for the keys and values of this model, in its dtype and on its device."""
         c, w = self.config, self.embed

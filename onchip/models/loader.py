@@ -49,8 +49,8 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     config.json and headers only. ignore: fields of config.json that you know to change nothing.
     """
     folder = Path(folder)
-    config = ModelConfig.from_hf(_json(folder / "config.json"), ignore)
-    entries = _entries(folder)
+    config = ModelConfig.from_hf(read_json(folder / "config.json"), ignore)
+    entries = entries_of(folder)
     names = NAMES[config.model_type]
     wanted = tuple(targets(config, prefixed=names.prefix + names.embed in entries))
     _check_entries(entries, expected(wanted), names.head if config.tied else None)
@@ -105,7 +105,7 @@ def save(decoder: Decoder, folder: str | Path) -> None:
     safetensors.write(folder / _SINGLE, _checkpoint_tensors(decoder))
 
 
-def _json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}")
     if (size := file.stat().st_size) > MAX_JSON_BYTES:
@@ -116,10 +116,10 @@ def _json(file: Path) -> Any:
         raise ValueError(f"{file.name} is not JSON: {error}") from None
 
 
-def _entries(folder: Path) -> dict[str, Entry]:
+def entries_of(folder: Path) -> dict[str, Entry]:
     """The tensors of a folder, by its index where it has one."""
     if (folder / _INDEX).is_file():
-        return _indexed(folder, _json(folder / _INDEX))
+        return _indexed(folder, read_json(folder / _INDEX))
     files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else [*folder.glob("*.safetensors")]
     if len(files) == 1:
         return safetensors.header(files[0])

@@ -66,10 +66,7 @@ def test_the_engine_asks_for_every_step(tiny, two_threads, monkeypatch):
 
 def test_a_gpu_has_threads_of_its_own(tiny, two_threads):
     model = tiny.model()
-    own = Threads(SimpleNamespace(config=model.config, layers=model.layers, embed=meta()))
+    facts = {"config": model.config, "layer_weights": model.layer_weights}
+    own = Threads(SimpleNamespace(**facts, device=torch.device("meta")))
     with own.of(step((7, 8))):
         assert torch.get_num_threads() == 2
-
-
-def meta():
-    return torch.empty(1, device="meta")

@@ -9,7 +9,7 @@ import torch
 
 from onchip.engine.llm import LLM
 from onchip.engine.step import Limits
-from onchip.models import builtin
+from onchip.models import about, builtin
 
 from .app import Options, Server
 from .keys import Keyring, read_keys
@@ -81,7 +81,7 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Optio
 
 
 def _announce(server: Server, url: str, model: str) -> None:
-    if model == builtin.NAME:
-        print(builtin.ABOUT)
+    if note := about(model):
+        print(note)
     kind = "no key needed" if server.keys.open else "with keys"
     print(f"{server.options.model} on {url}/v1, live page {url}/ ({kind})", flush=True)

@@ -11,21 +11,18 @@ Each warp of the consumer folds its own 16 keys of every tile; their states meet
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.forward import LN2, LOG2E, Scale
-from onchip.kernels.hopper.pipe import make_boxes, meet
+from onchip.kernels.hopper.pipe import AHEAD, LANES, Lookups, make_boxes, make_lookups, meet
 from onchip.kernels.hopper.schedule import plus
 
 WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
-RING = gl.constexpr(8)  # tiles whose page ids wait
-AHEAD = gl.constexpr(6)  # tiles between a look-up and its keys
-LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
@@ -214,16 +211,15 @@ def enter(lengths, b, tile, seqlen):
 
 @aggregate
 class Pages:
-    """Where keys lie: PARTS to a tile, of PART slots within one page each. The page ids of tiles to
-    come wait in a ring: they are copied there AHEAD tiles before they are needed, so that neither
-    they nor the lengths of sequences hold up the keys.
+    """Where keys lie: PARTS to a tile, of PART slots within one page each. Noted ahead for each
+    filling: its pages, then its tile.
     """
 
     table: gl.tensor
     stride: gl.tensor
     num_pages: gl.tensor
-    ids: gl.shared_memory_descriptor
-    tiles: gl.shared_memory_descriptor
+    ids: Lookups
+    tiles: Lookups
     SIZE: gl.constexpr
     PART: gl.constexpr
     PARTS: gl.constexpr
@@ -240,31 +236,22 @@ class Pages:
         self.PARTS = gl.constexpr(TILE_N.value // PART)
 
     @gluon.jit
-    def fetch(self, i, at):
-        """Start to copy the ids of filling i, the tile `at`. Parts past the last key are those of
-        the last one: nobody looks at them.
+    def look_up(self, i, at, wanted):
+        """Ask for the pages of filling i, the tile `at`. Parts past the last key are those of the
+        last one: nobody looks at them.
         """
         x = gl.arange(0, self.PARTS, LANES)
         key = gl.minimum(at.n * TILE_N + x * self.PART, at.last)
         row = self.table + at.b.to(gl.int64) * self.stride
-        async_copy.async_copy_global_to_shared(self.ids.index(i % RING), row + key // self.SIZE)
-        self.tiles.index(i % RING).store(gl.full([1], at.n, gl.int32, LANES))
+        self.ids.fetch(i, row + key // self.SIZE, wanted)
+        self.tiles.note(i, 0, at.n)
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
         """Where part x of filling i begins. Ids are clamped to pages that there are."""
-        page = gl.max(self.ids.index(i % RING).slice(x, 1).load(LANES), 0)
-        page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
-        n = gl.max(self.tiles.index(i % RING).load(LANES), 0)
-        return [page, kv_head, (n * TILE_N + x * self.PART) % self.SIZE, 0]
-
-
-@gluon.jit
-def make_pages(table, stride, num_pages, SIZE: gl.constexpr, PART: gl.constexpr):
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ids = gl.allocate_shared_memory(gl.int32, [RING, TILE_N // PART], plain)
-    tiles = gl.allocate_shared_memory(gl.int32, [RING, 1], plain)
-    return Pages(table, stride, num_pages, ids, tiles, SIZE, PART)
+        page = gl.minimum(gl.maximum(self.ids.number(i, x), 0), self.num_pages - 1)
+        key = self.tiles.number(i, 0) * TILE_N + x * self.PART
+        return [page, kv_head, key % self.SIZE, 0]
 
 
 @gluon.jit
@@ -281,14 +268,15 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 
 @gluon.jit
 def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied."""
     at = enter(lengths, mine.b, mine.tile, lengths.keys(mine.b, True))
     for i in range(-AHEAD, mine.count):
-        if i + AHEAD < mine.count:
-            pages.fetch(i + AHEAD, at)
+        wanted = i + AHEAD < mine.count
+        pages.look_up(i + AHEAD, at, wanted)
+        if wanted:
             at = at.next(lengths)
-        async_copy.commit_group()
         if i >= 0:
-            async_copy.wait_group(AHEAD)
+            pages.ids.wait()
             boxes.announce(i, k_desc, v_desc)
             for x in gl.static_range(pages.PARTS):
                 boxes.load(i, x, k_desc, v_desc, pages.coord(i, kv_head, x))
@@ -628,7 +616,9 @@ def decode_kernel(
 ):  # fmt: skip
     lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
                       HAS_LEFT, HAS_RIGHT)  # fmt: skip
-    pages = make_pages(page_table, stride_table, num_pages, PAGE_SIZE, k_desc.block_shape[2])
+    PART: gl.constexpr = k_desc.block_shape[2]
+    pages = Pages(page_table, stride_table, num_pages, make_lookups(TILE_N // PART),
+                  make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
     shape: gl.constexpr = [WARPS, ROWS, D]
     spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks

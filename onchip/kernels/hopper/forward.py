@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import (
+    AHEAD,
     Baton,
     Ring,
     Tickets,
@@ -34,6 +35,7 @@ from onchip.kernels.hopper.schedule import (
     find_tile,
     hide,
     keys_of,
+    make_pages,
     next_ticket,
     visible,
 )
@@ -275,17 +277,18 @@ class Out:
 
 
 @gluon.jit
-def load_pages(ring, i, desc, job, place, n, found, span):
-    """Fill slot i with key tile n, out of the pages that were found for its parts."""
+def load_pages(ring, i, desc, job, place, n, span):
+    """Fill slot i with key tile n, out of its pages."""
     pages, shape = job.pages, job.shape
     kv_head = place.head // shape.group_size
     start = 0
     if shape.HAS_LEFT:
         start = place.row + place.seqlen_k - place.seqlen_q - shape.left
-    ends, rests = pages.places(found, span, n * job.cfg.TILE_N, start, place.seqlen_k)
+    found = pages.found(i)  # all at once: each would cost a latency
     ring.announce(i, desc, pages.PARTS)
     for x in gl.static_range(pages.PARTS):
-        ring.load_part(i, desc, pages.at(ends, rests, x, kv_head), x)
+        at = pages.at(found[x], x, span, n * job.cfg.TILE_N, start, place.seqlen_k, kv_head)
+        ring.load_part(i, desc, at, x)
 
 
 @gluon.jit
@@ -365,7 +368,9 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
             keys = job.keys(place, cfg.CONSUMERS)
             count = keys.hi - keys.lo
         if pages.SIZE:
-            found = pages.look_up(place.batch, (keys.hi - 1) * cfg.TILE_N)
+            for j in range(AHEAD):
+                tile = keys.hi - 1 - j
+                pages.look_up(i + j, place.batch, tile * cfg.TILE_N, j < count)
         after = place
         for j in range(count):
             if job.blocks.ON:
@@ -373,21 +378,22 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
             else:
                 n = keys.hi - 1 - j
             at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
+            if pages.SIZE:
+                key = (n - AHEAD) * cfg.TILE_N
+                pages.look_up(i + AHEAD, place.batch, key, j + AHEAD < count)
+                pages.ids.wait()
             pipes.k.wait_empty(i)
             if pages.SIZE:
-                load_pages(pipes.k, i, k_desc, job, place, n, found, pages.span_k)
+                load_pages(pipes.k, i, k_desc, job, place, n, pages.span_k)
             else:
                 pipes.k.load(i, k_desc, at)
             if j == 0:
                 load_queries(pipes, q_desc, job, place, t)
             if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
-            if pages.SIZE:  # one look-up runs ahead
-                ahead = pages.look_up(place.batch, (n - 1) * cfg.TILE_N)
             pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
             if pages.SIZE:
-                load_pages(pipes.v, i, v_desc, job, place, n, found, pages.span_v)
-                found = ahead
+                load_pages(pipes.v, i, v_desc, job, place, n, pages.span_v)
             else:
                 pipes.v.load(i, v_desc, at)
             i += 1
@@ -880,8 +886,8 @@ def forward_kernel(
                   GROUP)  # fmt: skip
     blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,
                     tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
-    pages = Pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
-                  PAGE_SIZE, TILE_N)  # fmt: skip
+    pages = make_pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
+                       PAGE_SIZE, TILE_N)  # fmt: skip
     order = Order(tiles_m, section, num_tiles, HAS_RIGHT and not (PACKED and PAGE_SIZE))
     job = Job(shape, blocks, pages, order, Scale(scale_log2, inner, SOFTCAP), cfg, batch)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)

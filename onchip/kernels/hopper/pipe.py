@@ -8,11 +8,13 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 store_wait = tma.store_wait
 tensor_descriptor = tma.tensor_descriptor
 meet = getattr(gl, "barrier", None) or gl.thread_barrier  # of all threads of a partition
@@ -282,6 +284,54 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
         mbarrier.init(empty.index(s), count=1)
     layout: gl.constexpr = _matrices(warps, ROWS, k_desc.block_shape[-1])
     return Boxes(k, v, full, empty, warm, num_stages, PARTS, warps, layout)
+
+
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
+AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
+_LOOKUPS = gl.constexpr(8)
+
+
+@aggregate
+class Lookups:
+    """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
+    waits for memory itself. A ring of numbers for each filling; one `fetch` and one `wait` belong
+    to each, in order.
+    """
+
+    slots: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, slots):
+        self.slots = slots
+
+    @gluon.jit
+    def fetch(self, i, cells, wanted):
+        """Start to copy what these pointers point to, for filling i, if it is wanted."""
+        if wanted:
+            _fetch(self.slots.index(i % _LOOKUPS), cells)
+        async_copy.commit_group()
+
+    @gluon.jit
+    def wait(self):
+        """For the numbers of a filling, when those of AHEAD more have been asked for."""
+        async_copy.wait_group(AHEAD)
+
+    @gluon.jit
+    def number(self, i, x: gl.constexpr):
+        """The x-th number of filling i."""
+        return gl.max(self.slots.index(i % _LOOKUPS).slice(x, 1).load(LANES), 0)
+
+    @gluon.jit
+    def note(self, i, x: gl.constexpr, number):
+        """Keep a number that is known already."""
+        cell = self.slots.index(i % _LOOKUPS).slice(x, 1)
+        cell.store(gl.full([1], number, gl.int32, LANES))
+
+
+@gluon.jit
+def make_lookups(numbers: gl.constexpr):
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Lookups(gl.allocate_shared_memory(gl.int32, [_LOOKUPS, numbers], plain))
 
 
 @aggregate

@@ -1,0 +1,23 @@
+"""Which way the model of a folder runs."""
+
+from pathlib import Path
+
+from onchip.models import builtin, foreign
+from onchip.models.config import FAMILIES
+from onchip.models.loader import read_json
+
+
+def is_native(folder: str | Path) -> bool:
+    """Whether `decoder` has the family of a folder's model, as its config.json says. What says
+    nothing is left to the reader of our own, which refuses it.
+    """
+    data = read_json(Path(folder) / "config.json")
+    model_type = data.get("model_type") if isinstance(data, dict) else None
+    return not isinstance(model_type, str) or model_type in FAMILIES
+
+
+def about(model: str | Path) -> str | None:
+    """What who starts a model by this name should know about it, if anything."""
+    if model == builtin.NAME:
+        return builtin.ABOUT
+    return None if is_native(model) else f"{model} {foreign.ABOUT}"

@@ -1,0 +1,151 @@
+"""The attention interface of transformers: a model whose `attn_implementation` is `NAME` hands its
+queries, keys and values to whoever reads here.
+
+transformers calls two functions of ours, registered under one name: one for each mask of a forward,
+one for each attention. What it says to them becomes the options of `onchip.attention`; what cannot
+be said with those is refused. transformers is imported when it is asked for, never before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onchip.problem import UnsupportedError
+
+NAME = "onchip_paged"
+# Said to every attention function, and nothing to the score: what the caller knows already.
+_HARMLESS = frozenset(
+    {
+        *("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states"),
+        *("output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache"),
+    }
+)
+_ROWS = 300  # of a rule, and as many columns, that are compared with what it should be
+
+
+class Reader(Protocol):
+    """Attention of the next layer: q (tokens, num_heads, head_dim), k and v (tokens, num_kv_heads,
+    ...) of one batch row, the rule that the model hands over, and options of `onchip.attention`.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: "Rule", options: dict[str, Any]
+    ) -> Tensor: ...
+
+
+_reader: ContextVar[Reader] = ContextVar("onchip_reader")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A mask as transformers describes it: sees(batch, head, q, k) over tensors of indices, and the
+    length it names, if it names one. No tensor: a model that computes with its masks, instead of
+    handing them over, fails.
+    """
+
+    sees: Callable[..., Tensor]
+    length: int | None
+
+    def window(self) -> int | None:
+        """A query sees itself and window - 1 tokens before it; None: all of them. Found by asking
+        the rule about cells where any other would show. UnsupportedError: it is another.
+        """
+        if self.length is not None and self.length < 1:
+            raise UnsupportedError(f"a mask has a window of {self.length} tokens")
+        q, k = self._cells()
+        expected = k <= q if self.length is None else (k <= q) & (q - k < self.length)
+        try:
+            zero = torch.zeros((), dtype=torch.long)
+            same = torch.equal(self.sees(zero, zero, q, k).expand(expected.shape), expected)
+        except (RuntimeError, NotImplementedError):  # it looks at tensors that have no values here
+            same = False
+        if not same:
+            raise UnsupportedError("a mask is neither causal nor a sliding window of it")
+        return self.length
+
+    def _cells(self) -> tuple[Tensor, Tensor]:
+        """Rows (rows, 1) and columns (1, columns): many, and those around multiples of the length,
+        where windows begin to slide and chunks begin.
+        """
+        if self.length is None:
+            return torch.arange(_ROWS)[:, None], torch.arange(_ROWS)[None]
+        spread = torch.arange(_ROWS) * (2 * self.length + 2) // _ROWS
+        near = torch.arange(-2, 3) + torch.tensor([[0], [self.length], [2 * self.length]])
+        each = torch.cat([spread, near.flatten().clamp(min=0)]).unique()
+        return each[:, None], each[None]
+
+
+def library() -> ModuleType:
+    """transformers, with our functions registered; UnsupportedError where there is none, or one
+    without the two interfaces.
+    """
+    try:
+        import transformers
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise UnsupportedError(
+            "a model that is none of ours runs through transformers 5 or later, which cannot be"
+            f" imported ({error}): pip install transformers"
+        ) from None
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _mask)
+    return transformers
+
+
+@contextmanager
+def reading(reader: Reader) -> Iterator[None]:
+    """Inside, in this thread, attention of models under `NAME` is the reader's."""
+    token = _reader.set(reader)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
+
+
+def options_of(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `onchip.attention` for the keywords of a call; UnsupportedError names one that is
+    not known, and that might change the scores. Windows come with the mask.
+    """
+    said = {name: value for name, value in said.items() if value is not None}
+    scale, softcap = said.pop("scaling", None), said.pop("softcap", 0.0)
+    sinks = said.pop("s_aux", None)
+    for name, value in said.items():
+        if name not in _HARMLESS and value is not False:
+            raise UnsupportedError(f"attention is given {name}, which has no counterpart here")
+    if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
+        raise UnsupportedError("scaling or softcap of attention is computed, not a number")
+    options: dict[str, Any] = {"softmax_scale": scale, "softcap": float(softcap)}
+    return options if sinks is None else options | {"sinks": sinks}
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **said: Any,
+) -> tuple[Tensor, None]:
+    """query (1, num_heads, tokens, head_dim), key and value alike; out (1, tokens, num_heads,
+    head_dim_v).
+    """
+    reader = _reader.get(None)
+    if reader is None:
+        raise UnsupportedError(f"attn_implementation={NAME!r} runs in steps of an engine alone")
+    if not isinstance(attention_mask, Rule):
+        raise UnsupportedError(f"{type(module).__name__} attends without a causal mask")
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise UnsupportedError(f"{type(module).__name__} attends to other tokens than its own")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return reader(q, k, v, attention_mask, options_of(said))[None], None
+
+
+def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
+    return Rule(mask_function, local_size)

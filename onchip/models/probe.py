@@ -1,0 +1,156 @@
+"""What a model of transformers asks of attention: found by running it on tensors without data, so
+before its weights are read.
+"""
+
+import inspect
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.models import interface
+from onchip.models.config import MAX_LAYERS
+from onchip.models.interface import Rule
+from onchip.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
+
+_TOKENS = 3
+# What a cache of transformers may keep for a layer: keys and values, all or the last of them.
+_KEYS_AND_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+_GROWING = {"dynamic", "longrope"}  # frequencies that change with the length
+
+
+class Heads(NamedTuple):
+    """The shape of one attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was found. windows: of each attention, in the order of their calls. heads: of the first;
+    num_kv_heads, dimensions and dtype are those of all. keeps: whether the model computes logits of
+    chosen rows only.
+    """
+
+    heads: Heads
+    windows: tuple[int | None, ...]
+    vocab_size: int
+    logits_dtype: torch.dtype
+    keeps: bool
+
+
+class _Recorder:
+    """A `Reader` that takes notes, and answers with the shape that is expected."""
+
+    def __init__(self) -> None:
+        self.heads: list[Heads] = []
+        self.windows: list[int | None] = []
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+    ) -> Tensor:
+        if len({t.dtype for t in (q, k, v)}) > 1:
+            raise UnsupportedError("queries, keys and values of a layer differ in dtype")
+        shape = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+        self.heads.append(Heads(*shape, k.dtype))
+        self.windows.append(rule.window())
+        return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+def check_config(config: Any, transformers: ModuleType) -> None:
+    """Refuse what a config alone shows: another memory than keys and values, or frequencies that
+    would make cached keys wrong.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError("it has an encoder")
+    text = config.get_text_config()
+    if not 1 <= text.num_hidden_layers <= MAX_LAYERS:
+        raise ValueError(f"{text.num_hidden_layers} layers are none of 1 to {MAX_LAYERS}")
+    kinds = {type(layer).__name__ for layer in transformers.DynamicCache(config=text).layers}
+    if others := sorted(kinds - _KEYS_AND_VALUES):
+        raise UnsupportedError(
+            f"its layers remember more than keys and values ({', '.join(others)})"
+        )
+    if growing := sorted(_rope_types(getattr(text, "rope_parameters", None)) & _GROWING):
+        raise UnsupportedError(
+            f"its rotary frequencies change with the length ({growing[0]}), so cached keys would"
+            " be wrong"
+        )
+
+
+def probe(model: Any, transformers: ModuleType) -> Layout:
+    """The layout of a model of transformers on the meta device."""
+    named = inspect.signature(model.forward).parameters
+    if "position_ids" not in named:
+        raise UnsupportedError("it takes no position_ids, so tokens cannot be placed")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # routed without looking at values
+    recorder, keeps = _Recorder(), "logits_to_keep" in named
+    keep = {"logits_to_keep": torch.zeros(1, dtype=torch.long, device="meta")} if keeps else {}
+    with interface.reading(recorder), torch.no_grad():
+        zeros = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
+        logits = call(model, zeros, position_ids=zeros[None], **keep)
+    if logits.shape[0] != (1 if keeps else _TOKENS):
+        raise UnsupportedError(f"it gives {logits.shape[0]} rows of logits for {_TOKENS} tokens")
+    _check_memory(recorder, model.config.get_text_config(), transformers)
+    return Layout(
+        _common(recorder.heads), tuple(recorder.windows), logits.shape[-1], logits.dtype, keeps
+    )
+
+
+def call(model: Any, tokens: Tensor, **named: Any) -> Tensor:
+    """Logits (rows, vocab_size) of tokens (num_tokens,) by transformers, with no cache of its own.
+    A mask of ones, as its `generate` gives it: without any it would look for packed sequences.
+    """
+    seen = torch.ones_like(tokens)[None]
+    answer = model(
+        input_ids=tokens[None], attention_mask=seen, use_cache=False, return_dict=True, **named
+    )
+    return answer.logits[0]
+
+
+def _check_memory(recorder: _Recorder, config: Any, transformers: ModuleType) -> None:
+    """Every layer that would have keys and values in a cache of transformers brings them here, and
+    sees as many of them as are kept there.
+    """
+    count, layers = len(recorder.heads), transformers.DynamicCache(config=config).layers
+    if not count or count < len(layers):
+        raise UnsupportedError(
+            f"{count} of its {len(layers) or 1} layers use the attention interface of transformers"
+        )
+    kept = [getattr(layer, "sliding_window", None) for layer in layers]
+    if count == len(layers) and kept != recorder.windows:
+        raise UnsupportedError(
+            f"its masks have windows {_some(recorder.windows)}, its cache has {_some(kept)}"
+        )
+
+
+def _some(windows: list[int | None]) -> str:
+    return ", ".join(map(str, dict.fromkeys(windows)))
+
+
+def _common(heads: list[Heads]) -> Heads:
+    """The shape of the first layer, whose pages fit the others."""
+    first = heads[0]
+    for other in heads:
+        if other[1:] != first[1:]:
+            raise UnsupportedError(f"layers differ in their keys and values: {first} and {other}")
+        if other.num_heads % other.num_kv_heads:
+            raise UnsupportedError(f"{other} has no whole group of heads")
+    if max(first.head_dim, first.head_dim_v) > MAX_HEAD_DIM or first.dtype not in DTYPES:
+        raise UnsupportedError(f"{first} exceeds head_dim={MAX_HEAD_DIM} or is of another dtype")
+    return first
+
+
+def _rope_types(stated: Any) -> set[str]:
+    """Of rope_parameters, which may hold a block for each kind of layer."""
+    if not isinstance(stated, dict):
+        return set()
+    inner = set().union(*map(_rope_types, stated.values()))
+    return inner | ({stated["rope_type"]} if "rope_type" in stated else set())

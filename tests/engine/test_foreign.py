@@ -1,0 +1,123 @@
+"""A model of transformers in an engine: the tokens of transformers, whatever the engine does."""
+
+import threading
+
+import pytest
+import torch
+
+from onchip import LLM, BeamSearchParams, SamplingParams, UnsupportedError
+from onchip.cli import main
+from tests.models import foreigners
+
+PROMPTS = [[5, 9, 5, 7], list(range(10, 41)), [3], [*range(20, 31)], [*range(10, 33), 90]]
+GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _transformers():
+    pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(kind):
+        foreigners.model(kind).save_pretrained(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+def serve(model, **options):
+    small = {"max_model_len": 128, "block_size": 4, "max_num_seqs": 4, "swap_space": 0}
+    return LLM(model, **small | {"num_pages": 90, "max_num_batched_tokens": 9} | options)
+
+
+def told(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected(kind, count=14):
+    return [foreigners.greedy(foreigners.model(kind), prompt, count) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", foreigners.SERVED)
+def test_greedy_tokens_are_those_of_transformers(kind, saved):
+    """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, prefixes shared."""
+    theirs = expected(kind)
+    assert len({token for tokens in theirs for token in tokens}) > 12, "too dull to tell"
+    with serve(saved(kind)) as llm:
+        assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == theirs
+
+
+@pytest.mark.parametrize(("how", "gib"), [("recompute", 0), ("swap", 1)])
+def test_preemption_changes_no_token(how, gib, saved):
+    """Pages for two of the five sequences at their longest."""
+    with serve(saved("gpt_oss"), num_pages=20, swap_space=gib) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert getattr(llm.stats(), f"preempted_by_{how}") > 0
+    assert told(outputs) == expected("gpt_oss")
+
+
+@torch.no_grad()
+def test_logprobs_forks_and_beams(saved):
+    with serve(saved("mixtral")) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=3, n=2, prompt_logprobs=0, logprobs=0)
+        (output,) = llm.generate([PROMPTS[1]], asked, use_tqdm=False)
+        (beams,) = llm.beam_search([PROMPTS[0]], BeamSearchParams(3, 4, ignore_eos=True))
+    text = torch.tensor([PROMPTS[1] + list(output.outputs[0].token_ids)])
+    logits = foreigners.model("mixtral")(text, use_cache=False).logits[0]
+    exact = logits.log_softmax(-1)[:-1].gather(1, text[0, 1:, None])[:, 0]
+    told = [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
+    told += [next(iter(one.values())).logprob for one in output.outputs[0].logprobs]
+    torch.testing.assert_close(torch.tensor(told), exact, rtol=0, atol=1e-4)
+    assert output.outputs[0].token_ids == output.outputs[1].token_ids
+    assert beams.outputs[0].cumulative_logprob >= beams.outputs[1].cumulative_logprob
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", foreigners.SERVED)
+def test_a_gpu_says_the_same(kind, saved):
+    """In fp32; what 16 bits change is bounded by the rehearsal, which must pass."""
+    with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
+        assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
+    with serve(saved(kind), device="cuda", dtype="bfloat16", num_pages=20) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert all(len(tokens) == 14 for tokens in told(outputs))
+
+
+def test_two_engines_in_two_threads_keep_to_their_own_pages(saved):
+    """Of one model, even: nothing of a step is in it."""
+    folder, answers = saved("olmo2"), {}
+
+    def run(name, model):
+        with serve(model) as llm:
+            answers[name] = told(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+    with serve(folder) as llm:
+        shared = llm.engine.model
+        threads = [threading.Thread(target=run, args=(i, shared)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert answers == {0: expected("olmo2"), 1: expected("olmo2")}
+
+
+def test_it_runs_on_one_rank_alone(saved):
+    with pytest.raises(ValueError, match="runs through transformers, on one device"):
+        serve(saved("olmo2"), tensor_parallel_size=2)
+
+
+def test_what_cannot_be_served_is_refused_by_the_engine_too(tmp_path):
+    foreigners.config("mamba").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UnsupportedError, match="most weights are stored as none"):
+        serve(tmp_path)
+
+
+def test_the_command_line_says_that_it_is_slower(saved, capsys):
+    folder = str(saved("olmo2"))
+    assert main(["doctor", folder]) == 0
+    assert "runs through transformers, slower" in capsys.readouterr().out
+    assert main(["generate", "x", "--model", folder]) == 2  # it has no tokenizer
+    assert f"{folder} runs through transformers, slower" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""Tiny random models of families that `decoder` does not have, as transformers makes them."""
+
+from functools import cache
+
+import torch
+
+_SMALL = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS_OF_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_RARER = {
+    "ffn_dim": 72,
+    "first_k_dense_replace": 1,
+    "is_decoder": True,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "sliding_window": 7,
+    "topk_group": 1,
+}
+# What each has that others have not.
+SERVED = {
+    "opt": {"ffn_dim": 72, "word_embed_proj_dim": 48},  # learned positions from 2 on
+    "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "mixtral": {**_EXPERTS, "sliding_window": 7},
+    "gpt_oss": {**_EXPERTS, **_ALTERNATING, "head_dim": 16},  # sinks
+    "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5},
+    "cohere2": {**_ALTERNATING, "logit_scale": 0.5},  # layers that do not rotate
+    "olmo2": {},
+    "deepseek_v3": {  # values narrower than keys
+        **_HEADS_OF_MLA,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "granite": {"attention_multiplier": 0.4, "logits_scaling": 0.1},
+    "vaultgemma": {**_ALTERNATING, "head_dim": 16, "attn_logit_softcapping": 5.0},
+    "phimoe": {**_EXPERTS, "sliding_window": 7},  # a window that only its mask knows
+    "diffllama": {},  # two attentions a layer
+}
+
+
+def quiet():
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def config(kind, **fields):
+    """The config of a model_type; fields override what is small."""
+    import transformers
+
+    quiet()
+    return transformers.CONFIG_MAPPING[kind](**_SMALL | SERVED.get(kind, {}) | fields)
+
+
+def most_of(kind):
+    """A small config of any model_type, as far as its fields are known here; None: it is large."""
+    import transformers
+
+    known = transformers.CONFIG_MAPPING[kind]().get_text_config()
+    names = {*vars(known), *known.attribute_map}
+    small = {name: value for name, value in (_SMALL | _RARER).items() if name in names}
+    if "kv_lora_rank" in names:
+        small |= _HEADS_OF_MLA
+    elif "head_dim" in names:
+        small["head_dim"] = 16
+    made = type(known)(**small)
+    with torch.device("meta"):
+        one = transformers.AutoModelForCausalLM.from_config(made)
+    return made if sum(weight.numel() for weight in one.parameters()) < 20_000_000 else None
+
+
+@cache
+def model(kind):
+    """Random weights whose logits are of order one, in fp32; its attention is transformers'."""
+    return build(config(kind))
+
+
+def build(made):
+    import transformers
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"):
+        one = transformers.AutoModelForCausalLM.from_config(
+            made, attn_implementation="eager", dtype=torch.float32
+        ).eval()
+    with torch.no_grad():
+        for parameter in one.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+    return one
+
+
+def greedy(one, prompt, count):
+    """What transformers itself continues a prompt with."""
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = one.generate(torch.tensor([prompt]), max_new_tokens=count, **settings)
+    return tuple(tokens[0, len(prompt) :].tolist())

@@ -1,0 +1,31 @@
+"""Which way a folder's model runs is known before anything of it is read but its type."""
+
+import pytest
+
+from onchip import models
+
+
+def folder(path, text):
+    (path / "config.json").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("kind", models.FAMILIES)
+def test_families_of_our_own_are_native(kind, tmp_path):
+    assert models.is_native(folder(tmp_path, f'{{"model_type": "{kind}"}}'))
+    assert models.about(tmp_path) is None
+
+
+def test_any_other_is_slower_and_says_so(tmp_path):
+    assert not models.is_native(folder(tmp_path, '{"model_type": "mixtral"}'))
+    assert models.about(tmp_path) == f"{tmp_path} runs through transformers, slower:" + (
+        " nothing is fused, and no step is recorded"
+    )
+    assert models.about("tiny") == models.builtin.ABOUT
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"model_type": 3}'])
+def test_what_says_nothing_is_refused_by_our_own_reader(text, tmp_path):
+    assert models.is_native(folder(tmp_path, text))
+    with pytest.raises(ValueError, match="config.json|model_type"):
+        models.inspect(tmp_path)

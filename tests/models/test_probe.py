@@ -1,0 +1,54 @@
+"""What a config shows is refused before a model is built from it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from onchip import UnsupportedError
+from onchip.models.probe import check_config
+
+
+class DynamicLayer:
+    pass
+
+
+class RecurrentLayer:
+    pass
+
+
+def source(layers=(DynamicLayer,), **fields):
+    """A config, and the library that makes a cache of it."""
+    text = SimpleNamespace(num_hidden_layers=len(layers), rope_parameters=None)
+    vars(text).update(fields)
+    text.get_text_config = lambda: text
+    cache = lambda config: SimpleNamespace(layers=[kind() for kind in layers])
+    return text, SimpleNamespace(DynamicCache=cache)
+
+
+def test_an_ordinary_config_passes():
+    check_config(*source())
+    check_config(*source(rope_parameters={"rope_type": "yarn", "factor": 4.0}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "sentence"),
+    [
+        ((DynamicLayer,), {"is_encoder_decoder": True}, "it has an encoder"),
+        ((DynamicLayer, RecurrentLayer), {}, r"more than keys and values \(RecurrentLayer\)"),
+        ((DynamicLayer,), {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        (
+            (DynamicLayer,),
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}, "x": {"a": 1}}},
+            "dynamic",
+        ),
+    ],
+)
+def test_what_pages_cannot_hold_does_not(layers, fields, sentence):
+    with pytest.raises(UnsupportedError, match=sentence):
+        check_config(*source(layers, **fields))
+
+
+@pytest.mark.parametrize("count", [0, 4097, 10**9])
+def test_layers_are_counted_before_they_are_listed(count):
+    with pytest.raises(ValueError, match=f"{count} layers"):
+        check_config(*source(num_hidden_layers=count))
