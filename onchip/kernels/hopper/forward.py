@@ -537,8 +537,11 @@ def start_first(pipes, cfg, q, i, C: gl.constexpr):
 @gluon.jit
 def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
     """(p, m, l) of the first key tile of a tile of queries, from its products."""
-    cfg = job.cfg
-    s = masked(job, place, job.scale.bend(s), n, bits, True)
+    shape, cfg = job.shape, job.cfg
+    s = job.scale.bend(s)
+    CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
+    if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
+        s = masked(job, place, s, n, bits, True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
