@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.forward import Scale
 from onchip.kernels.hopper.pipe import (
     Exchange,
     Rider,
@@ -42,6 +41,7 @@ from onchip.kernels.hopper.schedule import (
     padded_tile,
     visible,
 )
+from onchip.kernels.hopper.softmax import Scale
 
 
 @aggregate
