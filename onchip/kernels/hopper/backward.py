@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.forward import Scale
 from onchip.kernels.hopper.pipe import (
     Exchange,
     Rider,
@@ -42,6 +41,7 @@ from onchip.kernels.hopper.schedule import (
     padded_tile,
     visible,
 )
+from onchip.kernels.hopper.softmax import Scale
 
 
 @aggregate
@@ -251,7 +251,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
     ticket = gl.program_id(0)
     while ticket < job.order.num_tiles:
         if cfg.DYNAMIC:
-            pipes.tickets.give(given, ticket)
+            pipes.tickets.give(given, (ticket,))
             given += 1
         batch, kv_head, col = job.place(ticket)
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
@@ -282,7 +282,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
         else:
             ticket += gl.num_programs(0)
     if cfg.DYNAMIC:
-        pipes.tickets.give(given, ticket)
+        pipes.tickets.give(given, (ticket,))
 
 
 @gluon.jit
@@ -499,7 +499,7 @@ def consume(out, pipes, job, C: gl.constexpr):
     taken = 0
     ticket = gl.program_id(0)
     if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
+        (ticket,) = pipes.tickets.take(taken)
     while ticket < job.order.num_tiles:
         batch, kv_head, first = job.place(ticket)
         q0, seqlen_q, k0, seqlen_k = shape.sequence(batch)
@@ -531,7 +531,7 @@ def consume(out, pipes, job, C: gl.constexpr):
                 store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
         if cfg.DYNAMIC:
             taken += 1
-            ticket = pipes.tickets.take(taken)
+            (ticket,) = pipes.tickets.take(taken)
         else:
             ticket += gl.num_programs(0)
     store_wait(0)
@@ -572,7 +572,7 @@ def backward_kernel(
         make_ring(k_desc, 1, 2),
         make_ring(v_desc, 1, 2),
         make_exchange(q_desc.dtype, TILE_N, TILE_M, 2),
-        make_tickets(2),
+        make_tickets(2, 1),
     )
     slots = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)
     out = Out(dq_desc, dk_ref, dv_ref, slots, dim, dim_v, WIDE)

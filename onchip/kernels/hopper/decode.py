@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onchip.kernels.hopper.forward import LN2, LOG2E, Scale
 from onchip.kernels.hopper.pipe import (
     AHEAD,
     LANES,
@@ -26,6 +25,7 @@ from onchip.kernels.hopper.pipe import (
     prefetch,
 )
 from onchip.kernels.hopper.schedule import plus
+from onchip.kernels.hopper.softmax import LN2, LOG2E, Scale
 
 WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding

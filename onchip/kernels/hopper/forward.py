@@ -2,8 +2,9 @@
 the rest.
 
 Each consumer computes the scores of key tile j + 1 while it adds the values of tile j. Programs are
-persistent: the producer takes tickets (an atomic counter where tiles differ in length) and runs
-ahead into the next tile of queries while the consumers store the last.
+persistent: the producer takes tickets (an atomic counter where tiles differ in length), tells the
+consumers whose queries they are, and runs ahead into the next tile of queries while the consumers
+store the last.
 """
 
 from triton.experimental import gluon
@@ -11,11 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
-    AHEAD,
-    Baton,
-    Ring,
-    Tickets,
     make_baton,
     make_ring,
     make_tickets,
@@ -23,195 +21,26 @@ from onchip.kernels.hopper.pipe import (
     store_wait,
     tensor_descriptor,
 )
+from onchip.kernels.hopper.producer import produce
 from onchip.kernels.hopper.schedule import (
     Blocks,
+    Entries,
+    Keys,
     Order,
-    Pages,
     Shape,
-    block_tiles,
-    find_tile,
     hide,
-    keys_of,
     make_pages,
-    next_ticket,
     visible,
 )
-
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2E = gl.constexpr(1.4426950408889634)
-STALE = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
-
-
-@aggregate
-class Pipes:
-    """What producer and consumers share. Releasing key tile i says that value tile i - 1 is free
-    too.
-    """
-
-    q: Ring
-    k: Ring
-    v: Ring
-    tickets: Tickets
-    baton: Baton
-
-    @gluon.constexpr_function
-    def __init__(self, q, k, v, tickets, baton):
-        self.q = q
-        self.k = k
-        self.v = v
-        self.tickets = tickets
-        self.baton = baton
-
-
-@aggregate
-class Config:
-    """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
-    P that of probabilities on the left of their product.
-    """
-
-    TILE_N: gl.constexpr
-    WIDTH: gl.constexpr
-    CONSUMERS: gl.constexpr
-    PINGPONG: gl.constexpr
-    DYNAMIC: gl.constexpr
-    OUT_IN_Q: gl.constexpr
-    RESCALE: gl.constexpr
-    POLY: gl.constexpr
-    UNDER: gl.constexpr
-    S: gl.constexpr
-    O: gl.constexpr
-    P: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER):
-        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
-        self.TILE_N = gl.constexpr(TILE_N)
-        self.WIDTH = gl.constexpr(WIDTH)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.PINGPONG = gl.constexpr(PINGPONG)
-        self.DYNAMIC = gl.constexpr(DYNAMIC)
-        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
-        self.RESCALE = gl.constexpr(RESCALE)
-        self.POLY = gl.constexpr(POLY)
-        self.UNDER = gl.constexpr(UNDER)
-        self.S = gl.constexpr(wide(TILE_N))
-        self.O = gl.constexpr(wide(WIDTH))
-        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
-
-
-@aggregate
-class Scale:
-    """scale_log2 turns scores into base-2 logits; with softcap, scores are first bent by softcap *
-    tanh(x * inner).
-    """
-
-    scale_log2: gl.tensor
-    inner: gl.tensor
-    SOFTCAP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, scale_log2, inner, SOFTCAP):
-        self.scale_log2 = scale_log2
-        self.inner = inner
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
-
-    @gluon.jit
-    def bend(self, s):
-        """s, or tanh(s * inner) if softcap is on (its factor is inside scale_log2)."""
-        if self.SOFTCAP:
-            return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)
-        else:
-            return s
-
-
-@aggregate
-class Job:
-    shape: Shape
-    blocks: Blocks
-    pages: Pages
-    order: Order
-    scale: Scale
-    cfg: Config
-    batch: gl.tensor
-    SPARSE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, shape, blocks, pages, order, scale, cfg, batch):
-        self.shape = shape
-        self.blocks = blocks
-        self.pages = pages
-        self.order = order
-        self.scale = scale
-        self.cfg = cfg
-        self.batch = batch
-        self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
-
-    @gluon.jit
-    def find(self, number, block, passed):
-        """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
-        see schedule.find_tile.
-        """
-        ROWS: gl.constexpr = 64 // self.shape.GROUP * self.cfg.CONSUMERS
-        return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
-
-    @gluon.jit
-    def place(self, ticket, C: gl.constexpr):
-        """The tile of queries of a ticket, or from consumer C on."""
-        shape = self.shape
-        tile, plane = self.order.tile(ticket)
-        batch = plane // shape.planes()
-        q0, seqlen_q = shape.queries(batch)
-        if self.pages.SIZE:
-            k0, seqlen_k = 0, self.pages.length(batch)
-        else:
-            k0, seqlen_k = shape.keys(batch)
-        ROWS: gl.constexpr = 64 // shape.GROUP
-        row = tile * (ROWS * self.cfg.CONSUMERS) + ROWS * C
-        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
-
-    @gluon.jit
-    def keys(self, place, CONSUMERS: gl.constexpr):
-        """The key tiles that the queries of so many consumers see, from a place on."""
-        TILE_N: gl.constexpr = self.cfg.TILE_N
-        ROWS: gl.constexpr = 64 // self.shape.GROUP * CONSUMERS
-        return keys_of(self.shape, place.row, ROWS, place.seqlen_q, place.seqlen_k, TILE_N)
-
-    @gluon.jit
-    def heads(self, place, layout: gl.constexpr):
-        """The head of each of a consumer's 64 rows."""
-        if self.shape.GROUP == 1:
-            return place.head
-        else:
-            return place.head + gl.arange(0, 64, gl.SliceLayout(1, layout)) % self.shape.GROUP
-
-    @gluon.jit
-    def listed(self, place):
-        """The same where a mask lists them."""
-        entries = self.blocks.entries(place.batch, place.head, place.row // 128)
-        return entries, block_tiles(entries, self.cfg.TILE_N)
-
-
-@aggregate
-class Place:
-    """Queries from `row` of their sequence on, of one head, or of the group that begins there."""
-
-    batch: gl.tensor
-    head: gl.tensor
-    row: gl.tensor
-    q0: gl.tensor
-    seqlen_q: gl.tensor
-    k0: gl.tensor
-    seqlen_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, batch, head, row, q0, seqlen_q, k0, seqlen_k):
-        self.batch = batch
-        self.head = head
-        self.row = row
-        self.q0 = q0
-        self.seqlen_q = seqlen_q
-        self.k0 = k0
-        self.seqlen_k = seqlen_k
+from onchip.kernels.hopper.softmax import (
+    LN2,
+    LOG2E,
+    Scale,
+    approximate,
+    exp2,
+    rescaled,
+    softmax,
+)
 
 
 @aggregate
@@ -240,171 +69,6 @@ class Out:
 
 
 @gluon.jit
-def load_pages(ring, i, desc, job, place, n, span):
-    """Fill slot i with key tile n, out of its pages."""
-    pages, shape = job.pages, job.shape
-    kv_head = place.head // shape.group_size
-    start = 0
-    if shape.HAS_LEFT:
-        start = place.row + place.seqlen_k - place.seqlen_q - shape.left
-    found = pages.found(i)  # all at once: each would cost a latency
-    ring.announce(i, desc, pages.PARTS)
-    for x in gl.static_range(pages.PARTS):
-        at = pages.at(found[x], x, span, n * job.cfg.TILE_N, start, place.seqlen_k, kv_head)
-        ring.load_part(i, desc, at, x)
-
-
-@gluon.jit
-def produce(q_desc, k_desc, v_desc, counter, pipes, job):
-    shape, cfg, pages = job.shape, job.cfg, job.pages
-    i = 0  # key tiles loaded
-    t = 0  # query tiles loaded
-    given = 0
-    block = 0  # see schedule.find_tile
-    passed = 0
-    ticket = gl.program_id(0)
-    if job.SPARSE:
-        ticket, block, passed = job.find(ticket, block, passed)
-    while ticket < job.order.num_tiles:
-        if cfg.DYNAMIC:
-            pipes.tickets.give(given, ticket)
-            given += 1
-        place = job.place(ticket, 0)
-        kv_head = place.head // shape.group_size
-        if job.blocks.ON:
-            entries, count = job.listed(place)
-        else:
-            keys = job.keys(place, cfg.CONSUMERS)
-            count = keys.hi - keys.lo
-        if place.row < place.seqlen_q:
-            if pages.SIZE:
-                for j in range(AHEAD):
-                    tile = keys.hi - 1 - j
-                    pages.look_up(i + j, place.batch, tile * cfg.TILE_N, j < count)
-            for j in range(count):
-                if job.blocks.ON:
-                    n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
-                else:
-                    n = keys.hi - 1 - j
-                at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, n * cfg.TILE_N)
-                if pages.SIZE:
-                    key = (n - AHEAD) * cfg.TILE_N
-                    pages.look_up(i + AHEAD, place.batch, key, j + AHEAD < count)
-                    pages.ids.wait()
-                pipes.k.wait_empty(i)
-                if pages.SIZE:
-                    load_pages(pipes.k, i, k_desc, job, place, n, pages.span_k)
-                else:
-                    pipes.k.load(i, k_desc, at)
-                if j == 0:
-                    for c in gl.static_range(cfg.CONSUMERS):
-                        row = place.row + 64 // shape.GROUP * c
-                        q_at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
-                        pipes.q.wait_empty(t * cfg.CONSUMERS + c)
-                        pipes.q.load(t * cfg.CONSUMERS + c, q_desc, q_at)
-                    t += 1
-                pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
-                if pages.SIZE:
-                    load_pages(pipes.v, i, v_desc, job, place, n, pages.span_v)
-                else:
-                    pipes.v.load(i, v_desc, at)
-                i += 1
-        if cfg.DYNAMIC:
-            ticket = next_ticket(counter, job.order.num_tiles)
-        else:
-            ticket += gl.num_programs(0)
-        if job.SPARSE:
-            ticket, block, passed = job.find(ticket, block, passed)
-    if cfg.DYNAMIC:
-        pipes.tickets.give(given, ticket)
-
-
-@gluon.constexpr_function
-def _exp2_asm(every):
-    """`every` exponentials, the last of them by multiply-adds: x = j + f, 2^f by a cubic (relative
-    error 8.6e-5, least for f in [0, 1) with 2^0 = 1), and j added to its exponent.
-    """
-    unit = [f"ex2.approx.ftz.f32 ${i}, ${every + i};" for i in range(every - 1)]
-    x, y = f"${2 * every - 1}", f"${every - 1}"
-    cubic = [
-        f"max.f32 x, {x}, 0fC2FC0000;",  # -126: smaller powers would leave the exponent
-        "add.rm.f32 j, x, 0f4B400000;",  # 1.5 * 2^23: the sum's low bits are floor(x)
-        "sub.f32 f, j, 0f4B400000;",
-        "sub.f32 f, x, f;",
-        "fma.rn.f32 y, f, 0f3D9DD559, 0f3E691BC2;",
-        "fma.rn.f32 y, y, f, 0f3F31F32D;",
-        "fma.rn.f32 y, y, f, 0f3F800000;",
-        "mov.b32 i, j; shl.b32 i, i, 23; mov.b32 k, y; add.s32 i, i, k;",
-        f"mov.b32 {y}, i;",
-    ]
-    return "{ .reg .f32 x, j, f, y; .reg .b32 i, k; " + " ".join(unit + cubic) + " }"
-
-
-@gluon.constexpr_function
-def _exp2_constraints(every):
-    return ",".join(["=f"] * every + ["f"] * every)
-
-
-@gluon.jit
-def exp2(x, POLY: gl.constexpr):
-    """2^x; if POLY, one of POLY neighbours off the exponential unit (v4)."""
-    if POLY == 0:
-        return gl.exp2(x)
-    else:
-        return gl.inline_asm_elementwise(
-            _exp2_asm(POLY), _exp2_constraints(POLY), [x], dtype=gl.float32, is_pure=True, pack=POLY
-        )
-
-
-@gluon.jit
-def softmax(s, m, job, MASKED: gl.constexpr):
-    """(p, row maximum, factor for what was folded before), in the units of s. "stale": the maximum
-    follows only when it is left behind by more than 2^STALE (v4); p may then be as large, and where
-    one key has nearly all the weight, p is no longer the 1 that 16 bits hold exactly.
-    """
-    scale_log2 = job.scale.scale_log2
-    m_new = gl.maximum(m, gl.max(s, 1))
-    if job.cfg.RESCALE == "stale":
-        m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
-    pivot = m_new
-    if MASKED:
-        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-    alpha = gl.exp2((m - pivot) * scale_log2)
-    p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], job.cfg.POLY)
-    return p, m_new, alpha
-
-
-@gluon.constexpr_function
-def _rescale_asm(pack):
-    """A warp whose rows all have the factor 1 jumps over the products."""
-    first, second = f"${2 * pack}", f"${2 * pack + 2}"  # a thread holds two rows, in turns of two
-    vote = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.f32 q, {second}, 0f3F800000;"
-    vote += " or.pred p, p, q; vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * pack + i};" for i in range(pack))
-    return "{ .reg .pred p, q; " + vote + " " + products + " DONE: }"
-
-
-@gluon.constexpr_function
-def _rescale_constraints(pack):
-    return ",".join(["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * pack)
-
-
-@gluon.jit
-def rescaled(acc, alpha, cfg):
-    """acc * alpha; unless "always", skipped by warps in which no maximum moved."""
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
-    if cfg.RESCALE == "always":
-        return acc * alpha
-    else:
-        acc, alpha = gl.broadcast(acc, alpha)
-        HALF: gl.constexpr = cfg.WIDTH // 4  # of a thread's numbers
-        return gl.inline_asm_elementwise(
-            _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
-            is_pure=True, pack=HALF,
-        )  # fmt: skip
-
-
-@gluon.jit
 def masked(job, place, s, n, bits, MASKED: gl.constexpr):
     """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile."""
     shape, blocks, cfg = job.shape, job.blocks, job.cfg
@@ -428,23 +92,30 @@ def score(pipes, cfg, q, i):
 
 
 @gluon.jit
-def first_tile(pipes, job, place, q, i, n, bits, C: gl.constexpr):
-    """(p, m, l) of filling i, the first key tile of a tile of queries."""
-    cfg = job.cfg
+def start_first(pipes, cfg, q, i, C: gl.constexpr):
+    """Start q k of filling i, the first key tile of a tile of queries."""
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.baton.take(C, i)
     s_next = score(pipes, cfg, q, i)
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
-    s = job.scale.bend(warpgroup_mma_wait(num_outstanding=0, deps=(s_next,)))
-    pipes.k.release(i)
-    s = masked(job, place, s, n, bits, True)
+    return s_next
+
+
+@gluon.jit
+def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
+    """(p, m, l) of the first key tile of a tile of queries, from its products."""
+    shape, cfg = job.shape, job.cfg
+    s = job.scale.bend(s)
+    CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
+    if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
+        s = masked(job, place, s, n, bits, True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
     p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
-    return gl.convert_layout(p.to(q.dtype), cfg.P), m, gl.sum(p, 1)
+    return gl.convert_layout(p.to(dtype), cfg.P), m, gl.sum(p, 1)
 
 
 @gluon.jit
@@ -537,27 +208,40 @@ def skip(pipes, cfg, i, count, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_rows(out, job, place, m, l):
-    """Store lse; what the accumulator must still be multiplied with."""
-    shape = job.shape
+def close_rows(out, job, place, m, l):
+    """(maximum in powers of two, sum, what the accumulator must still be multiplied with) of rows
+    whose last key tile was folded: with sinks, they join here.
+    """
     m_log2 = m * job.scale.scale_log2
     shrink = gl.full_like(l, 1.0)
-    head = job.heads(place, job.cfg.S)
     if out.HAS_SINKS:
-        sink = gl.load(out.sinks + head).to(gl.float32) * LOG2E
+        sink = gl.load(out.sinks + job.heads(place, job.cfg.S)).to(gl.float32) * LOG2E
         top = gl.maximum(m_log2, sink)
         shrink = gl.exp2(m_log2 - top)
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
-    seen = l > 0.0
-    lse = gl.where(seen, (m_log2 + gl.log2(l)) * LN2, float("-inf"))
+    return m_log2, l, gl.where(l > 0.0, shrink * approximate("rcp", l), 0.0)
+
+
+@gluon.jit
+def store_lse(out, job, place, m_log2, l):
+    shape = job.shape
+    lse = gl.where(l > 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
     rows = place.row + shape.queries_of(64, job.cfg.S)
+    head = job.heads(place, job.cfg.S)
     if shape.PACKED:
         first = head.to(gl.int64) * shape.total_q + place.q0
     else:
         first = (place.batch.to(gl.int64) * shape.num_heads + head) * place.seqlen_q
     gl.store(out.lse + first + rows, lse, mask=rows < place.seqlen_q)
-    return gl.where(seen, shrink / l, 0.0)
+
+
+@gluon.jit
+def finish_rows(out, job, place, m, l):
+    """Store lse; what the accumulator must still be multiplied with."""
+    m_log2, l, inverse = close_rows(out, job, place, m, l)
+    store_lse(out, job, place, m_log2, l)
+    return inverse
 
 
 @gluon.jit
@@ -578,81 +262,168 @@ def store_out(out, job, place, acc, C: gl.constexpr):
         store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
 
 
+@aggregate
+class Work:
+    """A consumer's part of a ticket: its queries, the key tiles that its program loads for them and
+    those of them that it sees, or what a mask lists. `exists`: there was such a ticket.
+    """
+
+    exists: gl.tensor
+    place: Place
+    keys: Keys
+    mine: Keys
+    entries: Entries
+
+    @gluon.constexpr_function
+    def __init__(self, exists, place, keys, mine, entries):
+        self.exists = exists
+        self.place = place
+        self.keys = keys
+        self.mine = mine
+        self.entries = entries
+
+    @gluon.jit
+    def sees(self):
+        return self.exists & (self.mine.hi > self.mine.lo)
+
+
 @gluon.jit
-def attend(out, pipes, job, place, first, filling, i, C: gl.constexpr):
-    """One consumer's 64 queries, `place`, of the tile that begins at `first`."""
+def take_work(pipes, job, t, C: gl.constexpr):
+    """What consumer C has to do for the t-th ticket."""
+    first = job.told(pipes.tickets.take(t))
+    place = job.part(first, C)
+    zero = t * 0
+    if job.blocks.ON:
+        entries, count = job.listed(first)
+        keys = Keys(zero, zero, count, count)
+        mine = keys
+    else:
+        entries = Entries(zero, zero, zero, zero)
+        keys = job.keys(first, job.cfg.CONSUMERS)
+        mine = job.keys(place, 1)
+    return Work(first.row >= 0, place, keys, mine, entries)
+
+
+@gluon.jit
+def finish(out, job, place, acc_next, m, l, C: gl.constexpr):
+    """Store what 64 queries have come to, once their last values are added."""
+    inverse = finish_rows(out, job, place, m, l)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+    store_out(out, job, place, normalised(acc, inverse, job.cfg), C)
+
+
+@gluon.jit
+def normalised(acc, inverse, cfg):
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
+
+
+@gluon.jit
+def first_scores(pipes, cfg, work, filling, i, C: gl.constexpr):
+    """(products of the first key tile that a consumer sees, its filling)"""
+    i = skip(pipes, cfg, i, work.keys.hi - work.mine.hi, C)
+    pipes.q.wait_full(filling)
+    s_next = start_first(pipes, cfg, pipes.q.slot(filling), i, C)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+    pipes.k.release(i)
+    return s, i
+
+
+@gluon.jit
+def fold(pipes, job, work, q, s, i, C: gl.constexpr):
+    """All key tiles of `work`, the first of which has the products s and filling i."""
+    place, mine = work.place, work.mine
+    acc = gl.zeros([64, job.cfg.WIDTH], gl.float32, job.cfg.O)
+    if job.blocks.ON:
+        n, bits = job.blocks.tile(work.entries, 0, job.cfg.TILE_N)
+        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
+        return fold_blocks(pipes, job, place, work.entries, mine.hi, q, p, acc, m, l, i + 1, C)
+    else:
+        p, m, l = finish_first(job, place, s, mine.hi - 1, -1, q.dtype)
+        return fold_band(pipes, job, place, mine, q, p, acc, m, l, i + 1, C)
+
+
+@gluon.jit
+def attend(out, pipes, job, work, s, ahead, t, i, C: gl.constexpr):
+    """One consumer's 64 queries, which see keys: (the next work, s, ahead, i). s: the products of
+    their first key tile, if `ahead`: they were computed while the output before was stored.
+    """
     cfg = job.cfg
     EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
-    acc = gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
-    l = gl.zeros([64], gl.float32, gl.SliceLayout(1, cfg.S))
-    bits = -1
-    if job.blocks.ON:
-        entries, loaded = job.listed(first)
-        count = loaded
-        n, bits = job.blocks.tile(entries, 0, cfg.TILE_N)
+    filling = t * cfg.CONSUMERS + C
+    place = work.place
+    if not (cfg.AHEAD and ahead):
+        s, i = first_scores(pipes, cfg, work, filling, i, C)
+    p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
+    if EARLY:
+        pipes.q.release(filling)
+    if cfg.UNDER:
+        acc = rescaled(acc, alpha, cfg)
+    pipes.v.wait_full(i - 1)
+    acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
+    after = take_work(pipes, job, t + 1, C)
+    if cfg.AHEAD:
+        ahead = after.sees() & (after.keys.hi == after.mine.hi) & (work.mine.lo == work.keys.lo)
+    if cfg.AHEAD and ahead:
+        s = finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C)
     else:
-        keys = job.keys(first, cfg.CONSUMERS)
-        mine = job.keys(place, 1)
-        loaded = keys.hi - keys.lo
-        count = mine.hi - mine.lo
-        n = mine.hi - 1
-        if loaded > 0:
-            i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
-    if loaded > 0:
-        pipes.q.wait_full(filling)
-    if count > 0:
-        q = pipes.q.slot(filling)
-        p, m, l = first_tile(pipes, job, place, q, i, n, bits, C)
-        i += 1
-        if job.blocks.ON:
-            p, acc, alpha, m, l, i = fold_blocks(pipes, job, place, entries, count,
-                                                 q, p, acc, m, l, i, C)  # fmt: skip
-        else:
-            p, acc, alpha, m, l, i = fold_band(pipes, job, place, mine,
-                                               q, p, acc, m, l, i, C)  # fmt: skip
-        if EARLY:
-            pipes.q.release(filling)
-        if cfg.UNDER:
-            acc = rescaled(acc, alpha, cfg)
-        pipes.v.wait_full(i - 1)
-        acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-        inverse = finish_rows(out, job, place, m, l)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, cfg.O))[:, None]
-    else:
-        finish_rows(out, job, place, m, l)
-        if EARLY and loaded > 0:
-            pipes.q.release(filling)
-    if not job.blocks.ON and loaded > 0:
-        i = skip(pipes, cfg, i, mine.lo - keys.lo, C)
-    store_out(out, job, place, acc, C)
-    if not EARLY and loaded > 0:
+        finish(out, job, place, acc_next, m, l, C)
+        i = skip(pipes, cfg, i, work.mine.lo - work.keys.lo, C)
+        s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    if not EARLY:
         store_wait(0)
         pipes.q.release(filling)
-    return i, loaded > 0
+    return after, s, ahead, i
+
+
+@gluon.jit
+def finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C: gl.constexpr):
+    """finish, under the product of the next queries and filling i, which is returned."""
+    cfg = job.cfg
+    pipes.q.wait_full(filling + cfg.CONSUMERS)
+    s_next = start_first(pipes, cfg, pipes.q.slot(filling + cfg.CONSUMERS), i, C)
+    m_log2, l, inverse = close_rows(out, job, place, m, l)
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
+    store_out(out, job, place, normalised(acc, inverse, cfg), C)
+    if place.row < place.seqlen_q:  # a branch, or ptxas would do this between the products
+        store_lse(out, job, place, m_log2, l)
+    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
+    pipes.k.release(i)
+    return s
+
+
+@gluon.jit
+def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
+    """Queries that see no key, though other consumers' may."""
+    cfg = job.cfg
+    rows: gl.constexpr = gl.SliceLayout(1, cfg.S)
+    filling = t * cfg.CONSUMERS + C
+    i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
+    pipes.q.wait_full(filling)
+    m = gl.full([64], float("-inf"), gl.float32, rows)
+    finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
+    store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
+    if cfg.OUT_IN_Q:
+        store_wait(0)
+    pipes.q.release(filling)
+    return i
 
 
 @gluon.jit
 def consume(out, pipes, job, C: gl.constexpr):
-    cfg = job.cfg
     i = 0  # key tiles seen
-    t = 0  # query tiles seen
-    taken = 0
-    ticket = gl.program_id(0)
-    if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
-    while ticket < job.order.num_tiles:
-        first = job.place(ticket, 0)
-        if first.row < first.seqlen_q:
-            place = job.place(ticket, C)
-            i, loaded = attend(out, pipes, job, place, first, t * cfg.CONSUMERS + C, i, C)
-            t += loaded.to(gl.int32)
-        if cfg.DYNAMIC:
-            taken += 1
-            ticket = pipes.tickets.take(taken)
+    t = 0  # tiles of queries seen
+    work = take_work(pipes, job, 0, C)
+    s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
+    ahead = i < 0  # it is not
+    while work.exists:
+        if work.sees():
+            work, s, ahead, i = attend(out, pipes, job, work, s, ahead, t, i, C)
         else:
-            ticket += gl.num_programs(0)
+            i = pass_by(out, pipes, job, work, t, i, C)
+            work = take_work(pipes, job, t + 1, C)
+            s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
+            ahead = i < 0
+        t += 1
     store_wait(0)
 
 
@@ -676,11 +447,12 @@ def forward_kernel(
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
-    POLY: gl.constexpr, UNDER: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
+                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q))  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -693,7 +465,7 @@ def forward_kernel(
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
-    pipes = Pipes(q, k, v, make_tickets(CONSUMERS), make_baton(CONSUMERS))
+    pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
     slots = q.slots
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape

@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.forward import Scale
 from onchip.kernels.hopper.pipe import (
     Rider,
     Ring,
@@ -40,6 +39,7 @@ from onchip.kernels.hopper.schedule import (
     padded_tile,
     visible,
 )
+from onchip.kernels.hopper.softmax import Scale
 
 
 @aggregate
@@ -243,7 +243,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, job):
     ticket = gl.program_id(0)
     while ticket < job.order.num_tiles:
         if cfg.DYNAMIC:
-            pipes.tickets.give(given, ticket)
+            pipes.tickets.give(given, (ticket,))
             given += 1
         place = job.place(ticket, 0)
         if place.row < place.length:
@@ -277,7 +277,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, job):
         else:
             ticket += gl.num_programs(0)
     if cfg.DYNAMIC:
-        pipes.tickets.give(given, ticket)
+        pipes.tickets.give(given, (ticket,))
 
 
 @aggregate
@@ -459,7 +459,7 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
     taken = 0
     ticket = gl.program_id(0)
     if cfg.DYNAMIC:
-        ticket = pipes.tickets.take(taken)
+        (ticket,) = pipes.tickets.take(taken)
     while ticket < job.order.num_tiles:
         first = job.place(ticket, 0)
         if first.row < first.length:
@@ -488,7 +488,7 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
             t += 1
         if cfg.DYNAMIC:
             taken += 1
-            ticket = pipes.tickets.take(taken)
+            (ticket,) = pipes.tickets.take(taken)
         else:
             ticket += gl.num_programs(0)
 
@@ -526,7 +526,7 @@ def gradient_kernel(
         a1 = make_ring(a1_desc, 2, 1)
     b0 = make_ring(b0_desc, B0_STAGES, 2)
     b1 = make_ring(b1_desc, B1_STAGES, 2)
-    pipes = Pipes(a0, a1, b0, b1, make_rider(rows_desc, B0_STAGES), make_tickets(2))
+    pipes = Pipes(a0, a1, b0, b1, make_rider(rows_desc, B0_STAGES), make_tickets(2, 1))
     gl.warp_specialize([
         (consume, (out_desc, pipes, job, 0)),
         (consume, (out_desc, pipes, job, 1)),

@@ -1,6 +1,7 @@
 """From a call's tensors to a launch of the Hopper kernels: descriptors, grid, tile table."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,32 +36,18 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return Result(out, lse)
     if not x.k.numel() or (problem.page_size and not problem.seqlen_k):
         return without_keys(out, lse, x.sinks)
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
-    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    config = _config(problem, width, width_v, right is not None)
-    group = _rows_of_a_query(problem, config, right is not None)
-    tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
-    planes = problem.batch * problem.num_heads // group
-    num_tiles = tiles_m * planes
-    uneven = right is not None or left is not None or problem.packed or problem.has_mask
-    dynamic = uneven or config.dynamic or problem.page_size > 0
-    scale, inner = scales(problem)
+    cut = _cut(problem)
+    programs = min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
-    wide = out.dtype == torch.float32
-    programs = min(num_tiles, num_sms(x.q.device))
     _forward_kernel[(programs,)](
-        grouped(x.q, 64, group, width),
-        _keys(problem, x.k, config.tile_n, width),
-        _keys(problem, x.v, config.tile_n, width_v),
-        out if wide else grouped(out, 64, group, width_v),
+        *_descriptors(problem, x, cut, out),
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse) if dynamic and num_tiles > programs else lse.view(torch.int32),
+        counter(lse) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -68,31 +55,77 @@ def forward(problem: Problem, x: Tensors) -> Result:
         x.k.shape[0],
         problem.num_heads,
         problem.group_size,
-        left or 0,
-        right or 0,
+        cut.left or 0,
+        cut.right or 0,
         *list_strides,
         problem.head_dim_v,
-        tiles_m,
-        _section(problem, planes, group),
-        num_tiles,
-        scale,
-        inner,
+        cut.tiles_m,
+        cut.section,
+        cut.num_tiles,
+        *scales(problem),
         *_page_arguments(x, anything),
         problem.batch,
-        WIDTH=width_v,
-        PACKED=problem.packed,
-        HAS_LEFT=left is not None,
-        HAS_RIGHT=right is not None,
-        HAS_MASK=problem.has_mask,
+        **_variant(problem, cut),
         HAS_SINKS=x.sinks is not None,
-        SOFTCAP=problem.softcap != 0,
-        WIDE=wide,
-        DYNAMIC=dynamic,
-        PAGE_SIZE=problem.page_size,
-        GROUP=group,
-        **_constants(config),
+        WIDE=out.dtype == torch.float32,
+        **_constants(cut.config),
     )
     return Result(out, lse)
+
+
+class _Cut(NamedTuple):
+    """How a call is cut into tiles: `group` heads share each, and programs get them one by one if
+    `dynamic`. left and right: how far queries see, causal ones 0 to the right.
+    """
+
+    config: HopperConfig
+    left: int | None
+    right: int | None
+    group: int
+    tiles_m: int
+    section: int
+    num_tiles: int
+    dynamic: bool
+
+
+def _cut(problem: Problem) -> _Cut:
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
+    config = _config(problem, width, width_v, right is not None)
+    group = _rows_of_a_query(problem, config, right is not None)
+    tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
+    planes = problem.batch * problem.num_heads // group
+    uneven = right is not None or left is not None or problem.packed or problem.has_mask
+    dynamic = uneven or config.dynamic or problem.page_size > 0
+    section = _section(problem, planes, group)
+    return _Cut(config, left, right, group, tiles_m, section, tiles_m * planes, dynamic)
+
+
+def _descriptors(problem: Problem, x: Tensors, cut: _Cut, out: Tensor) -> tuple:
+    """q, k, v and out as the kernel takes them."""
+    width, width_v, tile_n = padded(problem.head_dim), padded(problem.head_dim_v), cut.config.tile_n
+    return (
+        grouped(x.q, 64, cut.group, width),
+        _keys(problem, x.k, tile_n, width),
+        _keys(problem, x.v, tile_n, width_v),
+        out if out.dtype == torch.float32 else grouped(out, 64, cut.group, width_v),
+    )
+
+
+def _variant(problem: Problem, cut: _Cut) -> dict:
+    """What the kernel is compiled for, beside its row of the tile table."""
+    return {
+        "WIDTH": padded(problem.head_dim_v),
+        "PACKED": problem.packed,
+        "HAS_LEFT": cut.left is not None,
+        "HAS_RIGHT": cut.right is not None,
+        "HAS_MASK": problem.has_mask,
+        "SOFTCAP": problem.softcap != 0,
+        "DYNAMIC": cut.dynamic,
+        "PAGE_SIZE": problem.page_size,
+        "GROUP": cut.group,
+    }
 
 
 def _config(problem: Problem, width: int, width_v: int, cut: bool) -> HopperConfig:
@@ -144,6 +177,7 @@ def _constants(config: HopperConfig) -> dict:
         "RESCALE": config.rescale,
         "POLY": config.poly,
         "UNDER": config.under,
+        "AHEAD": config.ahead,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,

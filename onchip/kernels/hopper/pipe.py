@@ -417,40 +417,47 @@ def make_baton(holders: gl.constexpr):
 
 @aggregate
 class Tickets:
-    """Work handed from the producer to the consumers, two tickets deep."""
+    """Work handed from the producer to the consumers, two tickets of WORDS numbers deep."""
 
     ring: Ring
+    WORDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ring):
+    def __init__(self, ring, WORDS):
         self.ring = ring
+        self.WORDS = gl.constexpr(WORDS)
 
     @gluon.jit
-    def give(self, i, ticket):
+    def give(self, i, words):
         self.ring.wait_empty(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        self.ring.slots.index(i % 2).store(gl.full([1], ticket, gl.int32, one))
+        for w in gl.static_range(self.WORDS):
+            word = self.ring.slots.index(i % 2 * self.WORDS + w)
+            word.store(gl.full([1], words[w], gl.int32, one))
         mbarrier.arrive(self.ring.full.index(i % 2), count=1)
 
     @gluon.jit
     def take(self, i):
         self.ring.wait_full(i)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        ticket = gl.max(self.ring.slots.index(i % 2).load(one), 0)
+        words = ()
+        for w in gl.static_range(self.WORDS):
+            word = self.ring.slots.index(i % 2 * self.WORDS + w)
+            words = words + (gl.max(word.load(one), 0),)
         self.ring.release(i)
-        return ticket
+        return words
 
 
 @gluon.jit
-def make_tickets(consumers: gl.constexpr):
+def make_tickets(consumers: gl.constexpr, words: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2 * words, 1], layout)
     full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(2):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=consumers)
-    return Tickets(Ring(slots, full, empty, 2))
+    return Tickets(Ring(slots, full, empty, 2), words)
 
 
 @gluon.jit

@@ -89,7 +89,7 @@ def counter(like: Tensor) -> Tensor:
 
 def scales(problem: Problem) -> tuple[float, float]:
     """(what turns the kernel's scores into base-2 logits, what goes into its tanh); see
-    forward.Scale.
+    softmax.Scale.
     """
     log2e = math.log2(math.e)
     if not problem.softcap:

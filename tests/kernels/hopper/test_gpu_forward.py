@@ -104,6 +104,40 @@ def test_the_ideas_of_version_4(dim, change, monkeypatch):
     assert_accurate(attend, q, k, v, causal=True)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(2048, 2048), (333, 1111), (1111, 333), (4000, 200)])
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (255, 7)}, {}], ids=str)
+def test_scores_ahead_of_their_turn_change_no_bit(dim, lengths, options, monkeypatch):
+    """With more tiles than programs, whose neighbours see none, some or all keys of a tile."""
+    from onchip.kernels.hopper import launch
+
+    monkeypatch.setattr(tapes, "is_recordable", lambda q: False)
+    q, k, v = inputs(*lengths, dim, num_heads=40)
+    row = launch.hopper_forward_config(dim, True, False, lengths[1])
+    results = []
+    for ahead in (False, True):
+        changed = row._replace(ahead=ahead)
+        monkeypatch.setattr(launch, "hopper_forward_config", lambda *_, row=changed: row)
+        results.append(attend(q, k, v, **options))
+    (out, lse), (out_ahead, lse_ahead) = results
+    assert torch.equal(out, out_ahead) and torch.equal(lse, lse_ahead)
+    assert_accurate(attend, q[:, :, :2], k[:, :, :2], v[:, :, :2], **options)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_tiles_without_keys_between_others(dim, options):
+    """Their zeros leave through memory where at head_dim 256 the next queries would lie."""
+    x = make_packed(
+        [129, 300, 1, 200] * 12, [500, 0, 77, 100] * 12, num_heads=8, num_kv_heads=4,
+        head_dim=dim, dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    varlen = lambda q, k, v, **o: onchip.varlen_attention(
+        q, k, v, kernel="hopper", return_lse=True, **o
+    )
+    assert_accurate(varlen, x.q, x.k, x.v, **x.options, **options)
+
+
 def test_a_maximum_that_creeps_up():
     """Every tile of keys raises the scores by less than 2^8, all together by far more."""
     q, k, v = inputs(64, 2048)

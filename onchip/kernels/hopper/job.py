@@ -1,0 +1,200 @@
+"""What the producer and the consumers of the Hopper forward agree on: the call, how it is computed,
+and which queries are next.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from onchip.kernels.hopper.pipe import Baton, Ring, Tickets
+from onchip.kernels.hopper.schedule import (
+    Blocks,
+    Order,
+    Pages,
+    Shape,
+    block_tiles,
+    find_tile,
+    keys_of,
+)
+from onchip.kernels.hopper.softmax import Scale
+
+
+@aggregate
+class Pipes:
+    """What producer and consumers share. Releasing key tile i says that value tile i - 1 is free
+    too.
+    """
+
+    q: Ring
+    k: Ring
+    v: Ring
+    tickets: Tickets
+    baton: Baton
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, tickets, baton):
+        self.q = q
+        self.k = k
+        self.v = v
+        self.tickets = tickets
+        self.baton = baton
+
+
+@aggregate
+class Config:
+    """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
+    P that of probabilities on the left of their product.
+    """
+
+    TILE_N: gl.constexpr
+    WIDTH: gl.constexpr
+    CONSUMERS: gl.constexpr
+    PINGPONG: gl.constexpr
+    DYNAMIC: gl.constexpr
+    OUT_IN_Q: gl.constexpr
+    RESCALE: gl.constexpr
+    POLY: gl.constexpr
+    UNDER: gl.constexpr
+    AHEAD: gl.constexpr
+    S: gl.constexpr
+    O: gl.constexpr
+    P: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD
+    ):  # fmt: skip
+        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+        self.TILE_N = gl.constexpr(TILE_N)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.PINGPONG = gl.constexpr(PINGPONG)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
+        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.RESCALE = gl.constexpr(RESCALE)
+        self.POLY = gl.constexpr(POLY)
+        self.UNDER = gl.constexpr(UNDER)
+        self.AHEAD = gl.constexpr(AHEAD)
+        self.S = gl.constexpr(wide(TILE_N))
+        self.O = gl.constexpr(wide(WIDTH))
+        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
+
+
+@aggregate
+class Job:
+    shape: Shape
+    blocks: Blocks
+    pages: Pages
+    order: Order
+    scale: Scale
+    cfg: Config
+    batch: gl.tensor
+    SPARSE: gl.constexpr
+    WORDS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, shape, blocks, pages, order, scale, cfg, batch):
+        self.shape = shape
+        self.blocks = blocks
+        self.pages = pages
+        self.order = order
+        self.scale = scale
+        self.cfg = cfg
+        self.batch = batch
+        self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
+        self.WORDS = gl.constexpr(6 if shape.PACKED.value or pages.SIZE.value else 3)
+
+    @gluon.jit
+    def find(self, number, block, passed):
+        """SPARSE: most tickets may be of no queries, so the producer counts those that are of some:
+        see schedule.find_tile.
+        """
+        ROWS: gl.constexpr = 64 // self.shape.GROUP * self.cfg.CONSUMERS
+        return find_tile(self.shape, self.order, self.batch, number, block, passed, ROWS)
+
+    @gluon.jit
+    def place(self, ticket):
+        """The tile of queries of a ticket; its row is -1 if there is no such ticket."""
+        shape, num_tiles = self.shape, self.order.num_tiles
+        some = gl.minimum(ticket, num_tiles - 1)  # no length is looked up that does not exist
+        tile, plane = self.order.tile(some)
+        batch = plane // shape.planes()
+        q0, seqlen_q = shape.queries(batch)
+        if self.pages.SIZE:
+            k0, seqlen_k = 0, self.pages.length(batch)
+        else:
+            k0, seqlen_k = shape.keys(batch)
+        ROWS: gl.constexpr = 64 // shape.GROUP * self.cfg.CONSUMERS
+        row = gl.where(ticket < num_tiles, tile * ROWS, -1)
+        return Place(batch, shape.first_head(plane), row, q0, seqlen_q, k0, seqlen_k)
+
+    @gluon.jit
+    def words(self, place):
+        """What consumers must know of a place: see told."""
+        words = (place.row, place.batch, place.head)
+        if self.WORDS == 6:
+            words = words + (place.q0, place.seqlen_q, place.seqlen_k)
+        return words
+
+    @gluon.jit
+    def told(self, words):
+        """The place from its words; where its keys begin, only the producer knows."""
+        row, batch, head = words[0], words[1], words[2]
+        nowhere = 0
+        if self.WORDS == 3:
+            q0, seqlen_q, seqlen_k = 0, self.shape.seqlen_q, self.shape.seqlen_k
+        else:
+            q0, seqlen_q, seqlen_k = words[3], words[4], words[5]
+        return Place(batch, head, row, q0, seqlen_q, nowhere, seqlen_k)
+
+    @gluon.jit
+    def part(self, place, C: gl.constexpr):
+        """The queries of consumer C."""
+        row = place.row + 64 // self.shape.GROUP * C
+        return Place(place.batch, place.head, row, place.q0, place.seqlen_q, place.k0,
+                     place.seqlen_k)  # fmt: skip
+
+    @gluon.jit
+    def keys(self, place, CONSUMERS: gl.constexpr):
+        """The key tiles that the queries of so many consumers see, from a place on."""
+        TILE_N: gl.constexpr = self.cfg.TILE_N
+        ROWS: gl.constexpr = 64 // self.shape.GROUP * CONSUMERS
+        return keys_of(self.shape, place.row, ROWS, place.seqlen_q, place.seqlen_k, TILE_N)
+
+    @gluon.jit
+    def heads(self, place, layout: gl.constexpr):
+        """The head of each of a consumer's 64 rows."""
+        if self.shape.GROUP == 1:
+            return place.head
+        else:
+            return place.head + gl.arange(0, 64, gl.SliceLayout(1, layout)) % self.shape.GROUP
+
+    @gluon.jit
+    def listed(self, place):
+        """The same where a mask lists them (of no place: those of some row)."""
+        block = gl.maximum(place.row, 0) // 128
+        entries = self.blocks.entries(place.batch, place.head, block)
+        return entries, block_tiles(entries, self.cfg.TILE_N)
+
+
+@aggregate
+class Place:
+    """Queries from `row` of their sequence on, of one head, or of the group that begins there."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    q0: gl.tensor
+    seqlen_q: gl.tensor
+    k0: gl.tensor
+    seqlen_k: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, batch, head, row, q0, seqlen_q, k0, seqlen_k):
+        self.batch = batch
+        self.head = head
+        self.row = row
+        self.q0 = q0
+        self.seqlen_q = seqlen_q
+        self.k0 = k0
+        self.seqlen_k = seqlen_k
