@@ -76,6 +76,7 @@ def _add_bench(commands) -> None:
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds or memory: .svg or .png")
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.add_argument("--seconds", type=_positive, default=0, help="serving http: of arrivals")
+    p.add_argument("--simulate", action="store_true", help="ring: on machines that are not here")
     p.set_defaults(run=_bench)
 
 
@@ -232,6 +233,8 @@ def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
     from onchip import bench
     from onchip.bench import plots
 
+    if args.simulate and args.name not in bench.SIMULATED:
+        raise ValueError(f"{args.name} simulates nothing; --simulate is for: ring")
     drawn = (*plots.BENCHES, *bench.REPORTS)
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
@@ -266,6 +269,7 @@ def _session(args: argparse.Namespace, console):
         only=args.only,
         flex=args.flex,
         seconds=args.seconds,
+        simulate=args.simulate,
     )
     return session
 

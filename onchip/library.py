@@ -41,6 +41,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
     "Tensor? page_table, Tensor? cache_seqlens, Tensor? tree_mask, "
+    "Tensor? places_q, Tensor? places_k, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
     "ScalarType out_dtype, bool return_stats, bool deterministic, str? kernel, Tensor[] mask"
@@ -56,7 +57,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
     if is_eager(x.q):
-        return _attend_eagerly(question, x, kernel) if wants_grad else _run(question, x, kernel)
+        return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
@@ -83,7 +84,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, question, x, kernel, *_):
-        out, lse, stats = _run(question, x, kernel)
+        out, lse, stats = run(question, x, kernel)
         ctx.call = question, x.mask, kernel
         ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse)
         ctx.set_materialize_grads(False)
@@ -136,7 +137,7 @@ class _Attention(torch.autograd.Function):
 def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
     """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
     if is_eager(x.q):
-        return _run_backward(question, x, kernel, *saved)
+        return run_backward(question, x, kernel, *saved)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
     args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
@@ -207,6 +208,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         deterministic,
         page_size=0 if x.page_table is None else k.shape[1],
         has_tree_mask=x.tree_mask is not None,
+        has_places=x.places_q is not None,
     )
     return problem, x, kernel
 
@@ -236,11 +238,19 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
 
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
-    out, lse, stats = _run(ask(_described, x, problem, ()), x, kernel)
+    out, lse, stats = run(posed(x, problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
-def _run(question: Question, x: Tensors, kernel: str | None) -> Result:
+def posed(x: Tensors, problem: Problem) -> Question:
+    """The Question of a problem that was checked before."""
+    return ask(_described, x, problem, ())
+
+
+def run(question: Question, x: Tensors, kernel: str | None) -> Result:
+    """The Result of a problem, without gradient and without the op: for those who have a gradient
+    of their own.
+    """
     check_values(question.problem, x)
     paged.check_values(question.problem, x)
     return replayed(_compute, question, x, kernel)
@@ -270,12 +280,12 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
-    question = ask(_described, x, problem, ())
-    grads = _run_backward(question, x, kernel, out, lse, dout, dlse)
+    question = posed(x, problem)
+    grads = run_backward(question, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
 
 
-def _run_backward(
+def run_backward(
     question: Question,
     x: Tensors,
     kernel: str | None,
@@ -284,6 +294,7 @@ def _run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
+    """Its gradients; out and lse as kernels/protocol.py has them."""
     return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
 
 

@@ -355,14 +355,14 @@ def pose(
     """The checked Question of a call and its tensors."""
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     mask, slopes, bias, sinks, seed = extras
     mask = None if mask is None else _block_mask(mask, q, k)
     cu_q, cu_k = (None, None) if packing is None else packing[:2]
     x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
     question = ask(describe, x, options, () if packing is None else packing[2:])
     if question.problem.dropout_p:
-        x = x._replace(dropout_seed=_seed(seed, q))
+        x = x._replace(dropout_seed=seed_tensor(seed, q))
     return question, x
 
 
@@ -373,7 +373,7 @@ def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
     return (out, lse, stats) if return_lse else (out, stats)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What torch.autocast does for its own attention: q, k, v in the autocast dtype (fp64 is left
     alone).
     """
@@ -384,7 +384,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lower(q), lower(k), lower(v)
 
 
-def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
+def seed_tensor(seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is None:
         return torch.randint(2**63 - 1, (), dtype=torch.int64, device=q.device)
     if isinstance(seed, Tensor):

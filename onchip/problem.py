@@ -27,6 +27,11 @@ class UnsupportedError(ValueError):
 class Tensors(NamedTuple):
     """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens. In paged calls
     k and v are pages, q is packed or not, and there is no cu_seqlens_k.
+
+    A dense call may be a part of a larger one, cut anyhow: then places_q, int32 (2, seqlen_q), says
+    where each query stands in its sequence and how many sequences it is after the first of the
+    batch entry, and places_k, int32 (seqlen_k,), where each key stands. ALiBi and dropout go by
+    them; causal and window go by the indices of the call, as ever.
     """
 
     q: Tensor
@@ -41,6 +46,8 @@ class Tensors(NamedTuple):
     page_table: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree_mask: Tensor | None = None
+    places_q: Tensor | None = None
+    places_k: Tensor | None = None
     mask: BlockMask | None = None
 
 
@@ -74,6 +81,9 @@ class Problem(NamedTuple):
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
     even: bool = False  # see is_even
+    has_places: bool = False
+    first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
+    wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
 
     @property
     def group_size(self) -> int:
@@ -325,6 +335,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         x.sinks is not None,
         bool(options.return_stats),
         bool(options.deterministic),
+        has_places=x.places_q is not None,
     )
     check_extras(problem, x)
     return problem

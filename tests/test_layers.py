@@ -29,7 +29,7 @@ LAW = {
     "kvcache": {"problem"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
-    "parallel": {"models"},
+    "parallel": {"state", "masks", "problem", "kernels.leaf", "library", "ops", "models"},
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }

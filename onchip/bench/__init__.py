@@ -22,9 +22,11 @@ BENCHES = {
     "step": "GPU: where the time of one decoding step of a served model goes",
     "serving": "GPU: a workload through the whole engine: tokens a second, waits, preemption",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
+    "ring": "ring attention over two processes of this machine; --simulate: over up to 1,024 GPUs",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
 }
-REPORTS = ("memory", "serving")
+REPORTS = ("memory", "ring", "serving")
+SIMULATED = ("ring",)
 
 
 def load(name: str) -> ModuleType:

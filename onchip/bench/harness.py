@@ -171,7 +171,8 @@ class Session:
     tell(title, done) moves the progress bar, keep(row) gets every row as soon as it is measured,
     say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
     of a GPU benchmark, only among its PARTS where it has them, flex asks for FlexAttention there,
-    seconds says how long a load lasts (0: as long as the benchmark likes).
+    seconds says how long a load lasts (0: as long as the benchmark likes), simulate that machines
+    which are not here are asked about.
     watch(start) tells the clocks since then, where what the results file says about the machine, if
     that is not the CPU.
     """
@@ -189,6 +190,7 @@ class Session:
     only: Sequence[str] = ()
     flex: bool = False
     seconds: float = 0.0
+    simulate: bool = False
     where: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[float], dict[str, Any]] = lambda start: {}
     said: set[str] = field(default_factory=set)

@@ -169,6 +169,8 @@ def _bench(path: Path, form: str) -> str:
     if document["schema"] != SCHEMA:
         raise ValueError(f"{path} has schema {document['schema']}, expected {SCHEMA}")
     meta, rows = document["meta"], document["rows"]
+    if "flags" in meta:
+        command = command.replace(" --json", f" {meta['flags']} --json")
     triton = f", Triton {meta['triton']}" if meta["triton"] and path.stem != "cpu" else ""
     where = f"{meta['device']}, torch {meta['torch']}{triton}"
     caption = f"{where}, commit {meta['commit']}, {meta['date'][:10]}: {command}."

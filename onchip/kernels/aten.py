@@ -20,6 +20,7 @@ from onchip.kernels.protocol import (
     Result,
     accumulator_dtype,
     empty_result,
+    grad_dtype,
     lacks,
     row_delta,
     sink_gradient,
@@ -145,7 +146,7 @@ def backward(
             _backward_plane(problem, plane, operands, safe_lse, grads)
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
     dq, dk, dv = (
-        _narrow(g, d).to(problem.dtype).contiguous() for g, d in zip(grads, dims, strict=True)
+        _narrow(g, d).to(grad_dtype(problem)).contiguous() for g, d in zip(grads, dims, strict=True)
     )
     dsinks = None
     if x.sinks is not None:

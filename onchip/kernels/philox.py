@@ -44,6 +44,31 @@ def keep(
     return lanes < round((1.0 - dropout_p) * 2**32)
 
 
+def keep_at(
+    seed: Tensor,
+    shape: tuple[int, int, int, int],
+    corner: Corner,
+    places: tuple[Tensor, Tensor],
+    dropout_p: float,
+) -> Tensor:
+    """The same for queries and keys that stand anywhere: places are rows and keys of
+    Tensors.places_q and places_k; only batch and head of the corner count.
+    """
+    batch, heads, rows, keys = shape
+    (q, sequence), k = places[0].long(), places[1].long()
+    words = draw(
+        seed,
+        k.view(1, 1, 1, keys) // 4,
+        q.view(1, 1, rows, 1),
+        _axis(corner.head, heads, 1, seed.device),
+        _axis(corner.batch, batch, 0, seed.device) + sequence.view(1, 1, rows, 1),
+    )
+    lane, found = k % 4, torch.empty(shape, dtype=torch.int64, device=seed.device)
+    for i, word in enumerate(words):
+        found = torch.where(lane == i, word, found)
+    return found < round((1.0 - dropout_p) * 2**32)
+
+
 def draw(seed: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor) -> tuple[Tensor, ...]:
     """Four u32 words (in int64) per broadcast counter."""
     k0, k1 = seed & _U32, (seed >> 32) & _U32

@@ -3,6 +3,10 @@
 supports(problem, device) -> str | None                       None, or the reason it cannot
 forward(problem, tensors) -> Result
 backward(problem, tensors, out, lse, dout, dlse) -> Grads     dlse may be None
+
+out and lse may be those of the same queries over more keys than the call has (a ring, a split): the
+gradients are then what these keys contribute. So kernels take p = exp(s - lse) and delta from them,
+not from what they could recompute.
 """
 
 from typing import NamedTuple
@@ -39,6 +43,11 @@ class Grads(NamedTuple):
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Softmax and sums run in fp32, for fp64 inputs in fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def grad_dtype(problem: Problem) -> torch.dtype:
+    """Of dq, dk and dv."""
+    return accumulator_dtype(problem.dtype) if problem.wide_grads else problem.dtype
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

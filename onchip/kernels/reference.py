@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.planes import Plane, planes
-from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
+from onchip.kernels.protocol import (
+    Grads,
+    Result,
+    Stats,
+    accumulator_dtype,
+    empty_result,
+    grad_dtype,
+    row_delta,
+)
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
 from onchip.problem import DeviceInfo, Problem, Tensors
 
@@ -33,8 +41,10 @@ def forward(problem: Problem, x: Tensors) -> Result:
 def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
-    """By autograd through the formula itself."""
-    wide = accumulator_dtype(problem.dtype)
+    """By autograd through the formula itself. The rows may have seen more keys than are here: with
+    w = exp(lse here - lse), these give w * o to out, and w * (o . dout - delta) reaches their lse.
+    """
+    wide, delta = accumulator_dtype(problem.dtype), row_delta(out, dout, dlse)
     names = [n for n in ("q", "k", "v", "bias", "sinks") if getattr(x, n) is not None]
     leaves = {n: getattr(x, n).detach().to(wide).requires_grad_() for n in names}
     with torch.enable_grad():
@@ -42,13 +52,15 @@ def backward(
         loss = torch.zeros((), dtype=wide, device=x.q.device)
         for plane in planes(problem, y):
             o, row_lse = _attend(problem, y, plane)[:2]
-            loss = loss + (o * plane.of_queries(dout).transpose(1, 2).to(wide)).sum()
-            if dlse is not None:
-                finite = row_lse.masked_fill(row_lse == -torch.inf, 0.0)
-                loss = loss + (finite * plane.of_rows(dlse)).sum()
+            seen = row_lse > -torch.inf
+            row_lse = row_lse.where(seen, 0.0)
+            w = torch.exp(row_lse.detach() - plane.of_rows(lse)).where(seen, 0.0)
+            row_dout = plane.of_queries(dout).transpose(1, 2).to(wide)
+            row_dlse = w * ((o.detach() * row_dout).sum(-1) - plane.of_rows(delta))
+            loss = loss + (o * w[..., None] * row_dout).sum() + (row_lse * row_dlse).sum()
         grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
     g = dict(zip(names, grads, strict=True))
-    dq, dk, dv = (g[n].to(problem.dtype) for n in ("q", "k", "v"))
+    dq, dk, dv = (g[n].to(grad_dtype(problem)) for n in ("q", "k", "v"))
     return Grads(dq, dk, dv, g.get("bias"), g.get("sinks"))
 
 

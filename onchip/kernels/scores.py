@@ -2,7 +2,7 @@
 masking, in that order.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -48,8 +48,12 @@ class Scorer(NamedTuple):
         """p with dropout applied: zero or p / (1 - dropout_p)."""
         if not self.problem.dropout_p:
             return p
-        corner = philox.Corner(self.plane.first_batch, self.plane.first_head, at.q0, at.k0)
-        kept = philox.keep(self.x.dropout_seed, p.shape, corner, self.problem.dropout_p)
+        first = self.plane.first_batch, self.plane.first_head + self.problem.first_head
+        corner, seed = philox.Corner(*first, at.q0, at.k0), self.x.dropout_seed
+        if self.x.places_q is None:
+            kept = philox.keep(seed, p.shape, corner, self.problem.dropout_p)
+        else:
+            kept = philox.keep_at(seed, p.shape, corner, self._places(at), self.problem.dropout_p)
         return p * kept / (1.0 - self.problem.dropout_p)
 
     def add_bias_gradient(self, dbias: Tensor, ds: Tensor, at: Rectangle) -> None:
@@ -65,8 +69,15 @@ class Scorer(NamedTuple):
         bias = bias if bias.shape[2] == 1 else bias[:, :, at.q0 : at.q1]
         return bias[..., at.k0 : at.k1]
 
+    def _places(self, at: Rectangle) -> tuple[Tensor, Tensor]:
+        q, k = cast(Tensor, self.x.places_q), cast(Tensor, self.x.places_k)
+        return q[:, at.q0 : at.q1], k[at.k0 : at.k1]
+
     def _distance(self, at: Rectangle, like: Tensor) -> Tensor:
-        """|i + seqlen_k - seqlen_q - j| as (rows, keys)."""
+        """|i + seqlen_k - seqlen_q - j| as (rows, keys), or what the places say."""
+        if self.x.places_q is not None:
+            (i, _), j = self._places(at)
+            return (i[:, None] - j).abs().to(like.dtype)
         rule = self.plane.visibility
         i = torch.arange(at.q0, at.q1, device=like.device) + (rule.seqlen_k - rule.seqlen_q)
         j = torch.arange(at.k0, at.k1, device=like.device)

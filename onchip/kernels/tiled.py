@@ -18,6 +18,7 @@ from onchip.kernels.protocol import (
     Stats,
     accumulator_dtype,
     empty_result,
+    grad_dtype,
     row_delta,
     sink_gradient,
 )
@@ -101,7 +102,8 @@ def backward(
     for plane in planes(problem, x):
         _backward_plane(Scorer(problem, x, plane), safe_lse, delta, dout, (dq, dk, dv, dbias))
     dsinks = None if x.sinks is None else sink_gradient(x.sinks, lse, delta)
-    return Grads(dq.to(problem.dtype), dk.to(problem.dtype), dv.to(problem.dtype), dbias, dsinks)
+    dq, dk, dv = (t.to(grad_dtype(problem)) for t in (dq, dk, dv))
+    return Grads(dq, dk, dv, dbias, dsinks)
 
 
 def _backward_plane(

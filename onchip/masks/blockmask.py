@@ -26,6 +26,13 @@ class BlockLists(NamedTuple):
     partial_indices: Tensor  # (num_partial,)
     partial_tiles: Tensor  # (num_partial,) the tile of each PARTIAL block
 
+    def of_heads(self, lo: int, hi: int) -> "BlockLists":
+        """The planes of heads [lo, hi)."""
+        full, (full_indices,) = _planes(self.full_offsets, (self.full_indices,), lo, hi)
+        entries = self.partial_indices, self.partial_tiles
+        partial, entries = _planes(self.partial_offsets, entries, lo, hi)
+        return BlockLists(full, full_indices, partial, *entries)
+
 
 class BlockMask:
     """Which keys each query sees.
@@ -47,6 +54,7 @@ class BlockMask:
         self.rows = rows
         self.cols = cols
         self.tiles = tiles
+        self._parts: dict[tuple[int, int], BlockMask] = {}
 
     @classmethod
     def from_tensors(cls, tensors: list[Tensor], seqlen_q: int, seqlen_k: int) -> "BlockMask":
@@ -65,6 +73,16 @@ class BlockMask:
             return self
         moved = [t.to(device) for t in self.tensors()]
         return BlockMask.from_tensors(moved, self.seqlen_q, self.seqlen_k)
+
+    def of_heads(self, lo: int, hi: int) -> "BlockMask":
+        """This mask for heads [lo, hi) alone (itself where heads share it)."""
+        if self.shape[1] == 1 or (lo, hi) == (0, self.shape[1]):
+            return self
+        if (lo, hi) not in self._parts:
+            rows, cols = (lists.of_heads(lo, hi) for lists in (self.rows, self.cols))
+            part = BlockMask(self.seqlen_q, self.seqlen_k, rows, cols, self.tiles)
+            self._parts[lo, hi] = part
+        return self._parts[lo, hi]
 
     @property
     def device(self) -> torch.device:
@@ -229,6 +247,17 @@ def _offsets(planes: tuple[int, int], rows: int, width: int, keys: Tensor) -> Te
     first_row = torch.arange(planes[0] * planes[1]).view(*planes, 1) * rows
     bounds = (first_row + torch.arange(rows + 1)) * width
     return torch.searchsorted(keys, bounds, out_int32=True)
+
+
+def _planes(
+    offsets: Tensor, entries: tuple[Tensor, ...], lo: int, hi: int
+) -> tuple[Tensor, list[Tensor]]:
+    """Offsets of the planes [:, lo:hi], and what these own of the entries."""
+    owned = [slice(int(o[lo, 0]), int(o[hi - 1, -1])) for o in offsets.cpu()]
+    counts = offsets[:, lo:hi].diff()
+    ends = counts.flatten().cumsum(0).view_as(counts)
+    kept = torch.cat([(ends - counts)[..., :1], ends], -1).int()
+    return kept, [torch.cat([t[own] for own in owned]) for t in entries]
 
 
 def _flat_offsets(offsets: Tensor) -> Tensor:

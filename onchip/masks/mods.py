@@ -51,12 +51,7 @@ class Mask:
         The lists are made on the CPU and copied to the device once. Only a `mod` function runs on
         the device (where the tensors it captures should be).
         """
-        device = torch.device(device)
-        per_batch, per_head = True, True
-        if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
-            per_batch, per_head = self._depends(device)
-        planes = (batch if per_batch else 1, heads if per_head else 1)
-        grid = Grid(*planes, seqlen_q, seqlen_k, device)
+        grid = self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device))
         built = self._built.get(grid)
         if built is None:
             built = nodes.build(self._resolve(grid)).to(device)
@@ -64,6 +59,21 @@ class Mask:
             for oldest in list(self._built)[:-_REMEMBERED]:
                 self._built.pop(oldest, None)
         return built
+
+    def node(
+        self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
+    ) -> Node:
+        """This mask for these lengths before it is data: what `parts` cuts."""
+        return self._resolve(self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device)))
+
+    def _grid(
+        self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+    ) -> Grid:
+        per_batch, per_head = True, True
+        if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
+            per_batch, per_head = self._depends(device)
+        planes = (batch if per_batch else 1, heads if per_head else 1)
+        return Grid(*planes, seqlen_q, seqlen_k, device)
 
     def show(
         self,

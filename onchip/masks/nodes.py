@@ -125,12 +125,12 @@ class Interval(Node):
 
     def __invert__(self) -> "Or":
         """The interval before or the interval after."""
-        lo, hi = self._bounds
+        lo, hi = self.bounds
         before = Interval(self.grid, 0, lo)
         return Or(self.grid, [before, Interval(self.grid, hi, self.grid.seqlen_k)])
 
     @cached_property
-    def _bounds(self) -> tuple[Tensor, Tensor]:
+    def bounds(self) -> tuple[Tensor, Tensor]:
         """(1 or batch, seqlen_q) each, 0 <= lo <= hi <= seqlen_k; lo = seqlen_k if empty."""
         end = self.grid.seqlen_k
         lo, hi, _ = torch.broadcast_tensors(
@@ -142,7 +142,7 @@ class Interval(Node):
     @cached_property
     def _blocked(self) -> tuple[Tensor, Tensor]:
         """The bounds as (block rows, 128); the ragged end repeats the last query."""
-        lo, hi = self._bounds
+        lo, hi = self.bounds
         if self.grid.seqlen_q % BLOCK:
             rows = torch.arange(self.grid.blocks_q * BLOCK).clamp_(max=self.grid.seqlen_q - 1)
             lo, hi = lo[:, rows], hi[:, rows]
@@ -284,6 +284,15 @@ class Dense(Node):
         q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
         tiles = self._words[b[:, None], h[:, None], q, j[:, None]]
         return Bits(tiles, torch.arange(len(keys)))
+
+    def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """As of `Cells`."""
+        plane = (
+            x[:, None, None] * (n > 1) for x, n in zip((b, h), self._words.shape, strict=False)
+        )
+        k = k[:, None, :]
+        words = self._words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
+        return (words >> (k % 32) & 1).bool()
 
 
 class Join(Node):

@@ -1,1 +1,17 @@
 """One computation on several ranks. torch.distributed is imported in this room alone."""
+
+from importlib import import_module
+
+_HOMES = {
+    "attention": ("context_parallel_attention",),
+    "comm": ("Comm", "CountingComm", "GroupComm", "ParallelError", "run_ranks"),
+    "sharding": ("Layout", "balanced", "contiguous", "striped", "zigzag"),
+}
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore
+
+
+def __getattr__(name: str):
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"onchip.parallel.{home}"), name)
+    raise AttributeError(f"module 'onchip.parallel' has no attribute {name!r}")

@@ -58,6 +58,18 @@ def test_tensors_are_int32_contiguous_and_round_trip():
     assert torch.equal(again.to_dense(), mask.to_dense()) and again.shape == (2, 3, 799, 500)
 
 
+@pytest.mark.parametrize("lo, hi", [(0, 1), (1, 3), (2, 3), (0, 3)])
+def test_heads_of_a_mask_are_a_mask(lo, hi):
+    mask = random_mask()
+    part = mask.of_heads(lo, hi)
+    assert part.shape == (2, hi - lo, 799, 500) and part is mask.of_heads(lo, hi)
+    assert torch.equal(part.to_dense(), mask.to_dense()[:, lo:hi])
+    r, c = part.rows, part.cols
+    full = entries(c.full_offsets, c.full_indices).keys()
+    assert {(b, h, i, j) for b, h, j, i in full} == entries(r.full_offsets, r.full_indices).keys()
+    assert part.host.run_offsets[-1] == len(part.host.run_starts)
+
+
 def test_cells_outside_the_lengths_are_zero_in_the_tiles():
     mask = (~masks.mod(lambda b, h, q, k: (q + k) % 2 == 0)).build(1, 1, 1, 130)
     cells = masks.bits.unpack(mask.tiles)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Grads, sink_gradient
+from onchip.kernels.protocol import Grads, grad_dtype, sink_gradient
 from onchip.kernels.triton.bias import bias_gradient
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
@@ -17,6 +17,7 @@ from onchip.kernels.triton.tile import (
     Band,
     Dropout,
     Lists,
+    Places,
     Score,
     dot,
     kept,
@@ -69,13 +70,14 @@ def delta_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    places_q_ptr, places_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
-    keep_scale, num_tiles,
+    keep_scale, first_head, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -92,6 +94,7 @@ def dkdv_kernel(
         return
     band, mirrored = Band(left, right), Band(right, left)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
+    places = Places(places_q_ptr, places_k_ptr, total_q)
     unit = scale_log2 if LINEAR else 1.0
 
     k_ptr = matrix(k_ptr, at.entry, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
@@ -110,8 +113,8 @@ def dkdv_kernel(
         )  # fmt: skip
         slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
         plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-        score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
-        dropout = Dropout(seed, keep_below, b, h)
+        score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
+        dropout = Dropout(seed, keep_below, b, first_head + h, places)
         q_h = matrix(q_ptr, at.entry, at.start_q, h, stride_qb, stride_qs, stride_qh, ALIGN)
         dout_h = result_matrix(dout_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)
         lse_h = lse_ptr + row_offset(at, h, num_heads, total_q)
@@ -125,7 +128,9 @@ def dkdv_kernel(
             delta = load_rows(delta_h, m, at.seqlen_q, TILE_M, False)
             s = dot(k, tl.trans(q), None)
             s, bend = scores(score, s, at, (m + rows)[None, :], j, LINEAR)
-            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
+            keep = None
+            if seed is not None:
+                keep = kept(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             dv = dot(rounded(p, do.dtype), do, dv)
@@ -141,7 +146,9 @@ def dkdv_kernel(
             inside = (m + rows < at.seqlen_q)[None, :]
             seen = visible(at, band, lists, bits, (m + rows)[None, :], j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
-            keep = kept(dropout, m + rows, n0, TILE_M, TILE_N, True) if seed is not None else None
+            keep = None
+            if seed is not None:
+                keep = kept(dropout, at, m + rows, n0, TILE_M, TILE_N, True)
             dp = dot(v, tl.trans(do), None)
             p, ds = score_gradient(s, dp, lse[None, :], delta[None, :], keep, unit, keep_scale)
             dv = dot(rounded(p, do.dtype), do, dv)
@@ -158,13 +165,14 @@ def dkdv_kernel(
 @triton.jit(do_not_specialize=LENGTHS)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    places_q_ptr, places_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, dq_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
-    keep_scale, num_tiles,
+    keep_scale, first_head, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -182,9 +190,10 @@ def dq_kernel(
     )  # fmt: skip
     slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
     plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
+    places = Places(places_q_ptr, places_k_ptr, total_q)
+    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
-    dropout = Dropout(seed, keep_below, b, h)
+    dropout = Dropout(seed, keep_below, b, first_head + h, places)
     unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
@@ -209,7 +218,7 @@ def dq_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, bend = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
         dq = dot(rounded(ds * bend, k.dtype), k, dq)
@@ -222,7 +231,7 @@ def dq_kernel(
         inside = (n + keys < at.seqlen_k)[None, :]
         seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         dp = dot(do, tl.trans(v), None)
         _, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
         dq = dot(rounded(ds * bend, k.dtype), k, dq)
@@ -266,7 +275,8 @@ def _delta(
 
 
 def _dkdv(problem: Problem, call: Call, x: Tensors, saved: tuple) -> tuple[Tensor, Tensor]:
-    dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
+    wide = grad_dtype(problem)
+    dk, dv = x.k.new_empty(x.k.shape, dtype=wide), x.v.new_empty(x.v.shape, dtype=wide)
     config = call.config("dkdv")
     num_tiles = triton.cdiv(problem.seqlen_k, config.tile_n)
     grid = num_tiles * problem.num_kv_heads * problem.batch
@@ -280,7 +290,7 @@ def _dkdv(problem: Problem, call: Call, x: Tensors, saved: tuple) -> tuple[Tenso
 
 
 def _dq(problem: Problem, call: Call, x: Tensors, saved: tuple) -> Tensor:
-    dq = x.q.new_empty(x.q.shape)
+    dq = x.q.new_empty(x.q.shape, dtype=grad_dtype(problem))
     config = call.config("dq")
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch

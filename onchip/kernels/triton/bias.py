@@ -18,6 +18,7 @@ from onchip.kernels.triton.tile import (
     Band,
     Dropout,
     Lists,
+    Places,
     Score,
     bits_of,
     dot,
@@ -40,13 +41,14 @@ from onchip.problem import Problem
 @triton.jit(do_not_specialize=(*LENGTHS, "batch", "num_tiles_q", "num_tiles_k", "num_summed"))
 def dbias_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    places_q_ptr, places_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, lse_ptr, delta_ptr, dout_ptr, parts_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
     stride_mask_h,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
-    keep_scale, batch, num_tiles_q, num_tiles_k, num_summed,
+    keep_scale, first_head, batch, num_tiles_q, num_tiles_k, num_summed,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PER_ENTRY: tl.constexpr,
     PER_HEAD: tl.constexpr, PER_QUERY: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -62,6 +64,7 @@ def dbias_kernel(
     tile, head, entry, part = _digits(pid // num_tiles_k, tiles, heads, entries)
     band = Band(left, right)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
+    places = Places(places_q_ptr, places_k_ptr, total_q)
     unit = scale_log2 if LINEAR else 1.0
     keys = n0 + tl.arange(0, TILE_N)
     dbias = tl.zeros([TILE_M, TILE_N], tl.float32)
@@ -78,7 +81,7 @@ def dbias_kernel(
         if reaches(at, band, m0, n0, TILE_M, TILE_N) & (bits != EMPTY):
             slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
             plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-            score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
+            score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
             q_h = matrix(q_ptr, b, 0, h, stride_qb, stride_qs, stride_qh, ALIGN)
             k_h = matrix(k_ptr, b, 0, h // group_size, stride_kb, stride_ks, stride_kh, ALIGN)
             v_h = matrix(v_ptr, b, 0, h // group_size, stride_vb, stride_vs, stride_vh, ALIGN)
@@ -98,8 +101,8 @@ def dbias_kernel(
             inside = (rows < total_q)[:, None] & (keys < total_k)[None, :]
             seen = visible(at, band, lists, bits, i, j, n0, inside, TILE_N)
             s = tl.where(seen, s, float("-inf"))
-            dropout = Dropout(seed, keep_below, b, h)
-            keep = kept(dropout, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
+            dropout = Dropout(seed, keep_below, b, first_head + h, places)
+            keep = kept(dropout, at, rows, n0, TILE_M, TILE_N, False) if seed is not None else None
             dp = dot(do, tl.trans(v), None)
             p, ds = score_gradient(s, dp, lse, delta, keep, unit, keep_scale)
             dbias += ds

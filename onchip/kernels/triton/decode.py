@@ -32,6 +32,7 @@ from onchip.kernels.triton.tile import (
     LOG2E,
     Band,
     Lists,
+    Places,
     Score,
     add_sink,
     dot,
@@ -243,7 +244,7 @@ def decode_kernel(
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + unit.b * stride_slopes + h, mask=rows.exist, other=0.0)
         slope = slope[:, None]
-    score = Score(scale_log2, softcap, slope, None, None, None)
+    score = Score(scale_log2, softcap, slope, None, None, None, Places(None, None, None))
     scale = scale_log2 if LINEAR else 1.0
 
     entry_k = 0 if PAGE_SIZE > 0 else at.entry
@@ -308,6 +309,7 @@ def serves(problem: Problem) -> bool:
     kernel knows.
     """
     foreign = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
+    foreign = foreign or problem.has_places
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
     return problem.page_size > 0 or (few and not foreign)
 

@@ -15,6 +15,7 @@ from onchip.kernels.triton.tile import (
     Band,
     Dropout,
     Lists,
+    Places,
     Score,
     add_sink,
     dot,
@@ -41,13 +42,14 @@ from onchip.problem import Problem, Tensors
 @triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, bias_ptr, seed_ptr,
+    places_q_ptr, places_k_ptr,
     full_offsets_ptr, full_indices_ptr, partial_offsets_ptr, partial_indices_ptr,
     partial_tiles_ptr, tiles_ptr, sinks_ptr, out_ptr, lse_ptr, stats_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_q, stride_mask_b,
     stride_mask_h, stride_stats,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
-    keep_scale, num_tiles,
+    keep_scale, first_head, num_tiles,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -65,9 +67,10 @@ def forward_kernel(
     )  # fmt: skip
     slope = tl.load(slopes_ptr + b * stride_slopes + h) if slopes_ptr is not None else None
     plane = plane_of(b, h, stride_bias_b, stride_bias_h)
-    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q)
+    places = Places(places_q_ptr, places_k_ptr, total_q)
+    score = Score(scale_log2, softcap, slope, bias_ptr, plane, stride_bias_q, places)
     seed = tl.load(seed_ptr) if seed_ptr is not None else None
-    dropout = Dropout(seed, keep_below, b, h)
+    dropout = Dropout(seed, keep_below, b, first_head + h, places)
     unit = scale_log2 if LINEAR else 1.0
 
     kv = h // group_size
@@ -86,7 +89,7 @@ def forward_kernel(
         v = load_tile(v_ptr, n, at.seqlen_k, row_v, HEAD_DIM_V, TILE_N, PAD_DIM_V, False)
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
@@ -97,7 +100,7 @@ def forward_kernel(
         inside = (n + keys < at.seqlen_k)[None, :]
         seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
-        keep = kept(dropout, rows, n, TILE_M, TILE_N, False) if seed is not None else None
+        keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
         state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)
 
     first = row_offset(at, h, num_heads, total_q)

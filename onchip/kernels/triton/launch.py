@@ -15,7 +15,7 @@ LENGTHS = (
     "stride_qb", "stride_qs", "stride_qh", "stride_kb", "stride_ks", "stride_kh", "stride_vb",
     "stride_vs", "stride_vh", "stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_q",
     "stride_mask_b", "stride_mask_h", "stride_stats", "total_q", "total_k", "num_tiles", "left",
-    "right", "keep_below",
+    "right", "keep_below", "first_head",
 )  # fmt: skip
 
 LOG2E = 1.4426950408889634
@@ -27,7 +27,7 @@ WIDE = 1 << 24  # from this row stride on, the offsets inside a tile could pass 
 class Call(NamedTuple):
     """What all kernels take, in the order of their signatures."""
 
-    tensors: tuple  # q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, bias, dropout_seed
+    tensors: tuple  # q, k, v, cu_seqlens, alibi_slopes, bias, dropout_seed, places
     rows: tuple  # the block lists of the mask's rows and its tiles, or None
     cols: tuple  # the same of its columns
     strides: tuple
@@ -46,7 +46,7 @@ class Call(NamedTuple):
         rows, cols, row_strides, col_strides = _mask(x)
         dims = _dims(problem, align)
         return cls(
-            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed),
+            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.places_q, x.places_k),
             rows,
             cols,
             (*strides, *_slopes(slopes), *_bias(bias)),
@@ -117,7 +117,7 @@ def _planes(offsets: Tensor) -> tuple[int, int]:
 
 def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
     """num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
-    keep_scale.
+    keep_scale, first_head.
     """
     left, right = problem.window_size
     keep = 1.0 - problem.dropout_p
@@ -132,6 +132,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.softcap or None,
         round(keep * 2**32),
         1.0 / keep,
+        problem.first_head,
     )
 
 

@@ -59,6 +59,16 @@ class Lists(NamedTuple):
     plane: tl.tensor
 
 
+class Places(NamedTuple):
+    """Tensors.places_q and places_k of a call that is a part of a larger one, else None: where
+    queries and keys stand, and total_q further on the sequence of each query.
+    """
+
+    q: tl.tensor
+    k: tl.tensor
+    total_q: tl.tensor
+
+
 class Score(NamedTuple):
     """What turns q.k into a score. The bias of this batch entry and head begins at bias + plane."""
 
@@ -68,6 +78,7 @@ class Score(NamedTuple):
     bias: tl.tensor
     plane: tl.tensor
     stride_bias: tl.tensor
+    places: Places
 
 
 class Dropout(NamedTuple):
@@ -77,6 +88,7 @@ class Dropout(NamedTuple):
     threshold: tl.tensor
     b: tl.tensor
     h: tl.tensor
+    places: Places
 
 
 class Walk(NamedTuple):
@@ -402,13 +414,22 @@ def scores(score, x, at, i, j, LINEAR: tl.constexpr):
     else:
         s, bend = _bent(score, x)
         if score.slope is not None:
-            distance = tl.abs(i + (at.seqlen_k - at.seqlen_q) - j).to(tl.float32)
+            distance = _distance(score.places, at, i, j).to(tl.float32)
             s -= distance * (score.slope.to(tl.float32) * LOG2E)
         if score.bias is not None:
             cell = score.bias + score.plane + tl.cast(i, tl.int64) * score.stride_bias + j
             bias = tl.load(cell, mask=(i < at.seqlen_q) & (j < at.seqlen_k), other=0.0)
             s += bias.to(tl.float32) * LOG2E
         return s, bend
+
+
+@triton.jit
+def _distance(places, at, i, j):
+    if places.q is None:
+        return tl.abs(i + (at.seqlen_k - at.seqlen_q) - j)
+    else:
+        p = tl.load(places.q + i, mask=i < at.seqlen_q, other=0)
+        return tl.abs(p - tl.load(places.k + j, mask=j < at.seqlen_k, other=0))
 
 
 @triton.jit
@@ -431,22 +452,42 @@ def tanh(x):
 
 
 @triton.jit
-def kept(dropout, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+def kept(
+    dropout, at, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """bool (TILE_M, TILE_N), or TRANSPOSED: what dropout leaves of the tile of `rows` and the keys
-    from n on; the twin of kernels/philox.py. One draw serves four keys.
+    from n on; the twin of kernels/philox.py. One draw serves four keys, unless they may stand
+    anywhere.
     """
-    words = tl.reshape(_philox(dropout, rows, n, [TILE_M, TILE_N // 4]), [TILE_M, TILE_N])
+    if dropout.places.q is None:
+        quads, b = n // 4 + tl.arange(0, TILE_N // 4), tl.cast(dropout.b, tl.uint32)
+        c0, c1, c2, c3 = _philox(dropout, quads, rows, b, [TILE_M, TILE_N // 4])
+        words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [TILE_M, TILE_N])
+    else:
+        words = _words_at(dropout, at, rows, n + tl.arange(0, TILE_N), TILE_M, TILE_N)
     return (tl.trans(words) if TRANSPOSED else words).to(tl.int64) < dropout.threshold
 
 
 @triton.jit
-def _philox(dropout, rows, n, shape: tl.constexpr):
-    """u32 (TILE_M, TILE_N // 4, 2, 2): the words of lane 2 i + j at [..., i, j]."""
-    quads = (n // 4 + tl.arange(0, shape[1])).to(tl.uint32)
-    c0 = tl.broadcast_to(quads[None, :], shape)
+def _words_at(dropout, at, rows, keys, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """u32 (TILE_M, TILE_N) of queries and keys that stand where `places` says."""
+    places, inside = dropout.places, rows < at.seqlen_q
+    q = tl.load(places.q + rows, mask=inside, other=0)
+    b = tl.load(places.q + places.total_q + rows, mask=inside, other=0) + dropout.b
+    k = tl.load(places.k + keys, mask=keys < at.seqlen_k, other=0)
+    b = tl.broadcast_to(b.to(tl.uint32)[:, None], [TILE_M, TILE_N])
+    c0, c1, c2, c3 = _philox(dropout, k // 4, q, b, [TILE_M, TILE_N])
+    lane = (k % 4)[None, :]
+    return tl.where(lane < 2, tl.where(lane == 0, c0, c1), tl.where(lane == 2, c2, c3))
+
+
+@triton.jit
+def _philox(dropout, quads, rows, b, shape: tl.constexpr):
+    """Four words of u32 for every row and group of four keys."""
+    c0 = tl.broadcast_to(quads.to(tl.uint32)[None, :], shape)
     c1 = tl.broadcast_to(rows.to(tl.uint32)[:, None], shape)
     c2 = tl.full(shape, 0, tl.uint32) + tl.cast(dropout.h, tl.uint32)
-    c3 = tl.full(shape, 0, tl.uint32) + tl.cast(dropout.b, tl.uint32)
+    c3 = tl.full(shape, 0, tl.uint32) + b
     k0 = (dropout.seed & 0xFFFFFFFF).to(tl.uint32)
     k1 = (dropout.seed >> 32 & 0xFFFFFFFF).to(tl.uint32)
     for _ in tl.static_range(10):
@@ -455,7 +496,7 @@ def _philox(dropout, rows, n, shape: tl.constexpr):
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
-    return tl.join(tl.join(c0, c2), tl.join(c1, c3))
+    return c0, c1, c2, c3
 
 
 @triton.jit

@@ -1,0 +1,198 @@
+"""Attention of a sequence that is spread over ranks: one function for all strategies, and its
+gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.masks import BlockMask, as_mask
+from onchip.ops import autocast, seed_tensor
+from onchip.parallel.comm import Comm
+from onchip.parallel.nest import Nest
+from onchip.parallel.rounds import Call, Rule
+from onchip.parallel.sharding import Layout, as_layout, offsets
+from onchip.parallel.strategy import Group, attend, choose, ranks_of
+from onchip.problem import (
+    Options,
+    Tensors,
+    UnsupportedError,
+    Window,
+    check_qkv,
+    describe,
+)
+
+
+@torch.compiler.disable
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group = None,
+    *,
+    strategy: str = "auto",
+    layout: str | Layout = "zigzag",
+    seqlen: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    mask: object = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """attention() of one sequence over all ranks of a group, of which each holds its layout's part
+    of q, k and v: the same result on any number of ranks, dropout included, with gradients.
+
+    q: (batch, local, heads, head_dim); k, v: (batch, local, kv_heads, dim), where local is
+    layout.length(rank, seqlen) (see `onchip.parallel.sharding`). Packed documents: (local, heads,
+    dim) and the cu_seqlens of the whole sequence, the same on all ranks (on the CPU: values on a
+    GPU are waited for). seqlen: of the whole sequence, if it is neither cu_seqlens' end nor size
+    times local. group: a ProcessGroup, a DeviceMesh, a Comm, or None for all.
+
+    strategy: "ring", "ulysses" (heads are dealt to ranks), "hybrid" (groups of neighbours deal
+    heads, and are a ring; a DeviceMesh of two dimensions says which, the first being the ring),
+    "allgather" (all keys on every rank), or "auto", that of the first three that sends least.
+
+    causal, window_size, mask and ALiBi are over positions in the whole sequence (in the document,
+    if packed); mask is anything that attention() takes, over (seqlen, seqlen). lse: (batch, heads,
+    local), or (heads, local). All ranks make the same call; the options and shapes that must agree
+    are compared in the first call of a kind.
+
+    sinks and alibi_slopes are the same on all ranks; the gradient of sinks is that of the local
+    queries, like that of any weight: sum it over the ranks. dropout_seed: the same on all ranks;
+    drawn by rank 0 unless given.
+    """
+    ranks = ranks_of(group)
+    q, k, v = autocast(q, k, v)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    options = Options(
+        causal, window_size, softmax_scale, softcap, dropout_p, False, deterministic, out_dtype
+    )
+    x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
+    whole = Whole.of(ranks, layout, _check(x, options, cu_seqlens), seqlen, cu_seqlens)
+    rule = _rule(whole, x, options, mask)
+    _agree(ranks, strategy, whole, rule, options, x)
+    seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
+    call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
+    if cu_seqlens is not None:
+        x = x._replace(q=q[None], k=k[None], v=v[None])
+    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2])
+    out, lse = attend(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype)
+    if cu_seqlens is not None:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+class Whole(NamedTuple):
+    """The sequence that is spread over the ranks."""
+
+    layout: Layout
+    seqlen: int
+    documents: tuple[int, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        comm: Comm | Nest,
+        layout: str | Layout,
+        local: int,
+        seqlen: int | None,
+        cu_seqlens: Tensor | None,
+    ) -> "Whole":
+        """What the ranks together have of a sequence of which this one has `local` positions."""
+        layout = as_layout(layout, comm.size)
+        documents = None if cu_seqlens is None else tuple(offsets(cu_seqlens, seqlen).tolist())
+        if seqlen is None:
+            seqlen = comm.size * local if documents is None else documents[-1]
+        if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 0:
+            raise ValueError(f"{seqlen=} must be a non-negative int")
+        held = layout.length(comm.rank, seqlen)
+        if held != local:
+            raise ValueError(
+                f"rank {comm.rank} holds {held} of {seqlen=} positions under {layout}, its q, k and"
+                f" v have {local}: give seqlen=, the length of the whole sequence"
+            )
+        return cls(layout, seqlen, documents)
+
+
+def _check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
+    """Everything that needs no other rank; the number of local positions."""
+    check_qkv(*x[:3], rank=4 if cu_seqlens is None else 3)
+    if x.q.shape[-3] != x.k.shape[-3]:
+        raise UnsupportedError(
+            f"q has {x.q.shape[-3]} local positions, k and v have {x.k.shape[-3]}: queries and keys"
+            " must be of one sequence"
+        )
+    if cu_seqlens is None:
+        describe(x, options)
+        return x.q.shape[1]
+    if x.alibi_slopes is not None and x.alibi_slopes.dim() > 1:
+        raise UnsupportedError("alibi_slopes must be (heads,) for documents that ranks share")
+    dense = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
+    describe(dense, options)
+    return x.q.shape[0]
+
+
+def _rule(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+    packed = whole.documents is not None
+    if mask is not None and packed:
+        raise UnsupportedError("documents take no mask: use mask=masks.document(cu_seqlens) & mask")
+    planes = (1 if packed else x.q.shape[0], x.q.shape[-2])
+    if mask is not None:
+        mask = as_mask(mask)
+        if isinstance(mask, BlockMask):
+            _check_fit(mask, (*planes, whole.seqlen, whole.seqlen))
+    placed = bool(options.dropout_p) or x.alibi_slopes is not None
+    window = options.window_size
+    return Rule(whole.seqlen, options.causal, tuple(window), whole.documents, mask, planes, placed)
+
+
+def _check_fit(mask: BlockMask, wanted: tuple[int, int, int, int]) -> None:
+    fits = all(n in (1, m) for n, m in zip(mask.shape[:2], wanted, strict=False))
+    if not fits or mask.shape[2:] != wanted[2:]:
+        raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
+
+
+def _agree(
+    comm: Comm | Nest, strategy: str, whole: Whole, rule: Rule, options: Options, x: Tensors
+) -> None:
+    """What must be the same on all ranks, or messages would not fit. Only what the shapes of the
+    messages and the rounds depend on: seeds and masks may change with every call.
+    """
+    comm.agree(
+        {
+            "call": "context_parallel_attention",
+            "strategy": strategy,
+            "layout": str(whole.layout),
+            "seqlen": whole.seqlen,
+            "num_documents": None if whole.documents is None else len(whole.documents) - 1,
+            "batch": rule.planes[0],
+            "q": (x.q.shape[-2:], x.q.dtype, x.q.device.type),
+            "k": (x.k.shape[-2:], x.k.dtype),
+            "v": (x.v.shape[-2:], x.v.dtype),
+            "mask": None if rule.mask is None else type(rule.mask).__name__,
+            "sinks": x.sinks is not None,
+            "alibi_slopes": x.alibi_slopes is not None,
+            "grad": torch.is_grad_enabled() and any(t.requires_grad for t in x[:3]),
+            **options._asdict(),
+        }
+    )
+
+
+def _shared_seed(comm: Comm | Nest, seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is not None:
+        return seed_tensor(seed, q)
+    drawn = seed_tensor(None, q)
+    if comm.rank:
+        drawn.zero_()
+    comm.sum(drawn).wait()
+    return drawn

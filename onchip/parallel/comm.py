@@ -1,0 +1,124 @@
+"""Communicators: what the strategies of context parallelism are written against.
+
+`GroupComm` is torch.distributed (gloo, NCCL), `run_ranks` is several ranks in one process, and
+`CountingComm` counts and times what either of them does.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from onchip.parallel.group import GroupComm
+from onchip.parallel.local import LocalComm, run_ranks
+from onchip.parallel.messages import Comm, ParallelError, Work
+
+__all__ = [
+    "Comm",
+    "CountingComm",
+    "Event",
+    "GroupComm",
+    "LocalComm",
+    "ParallelError",
+    "Work",
+    "as_comm",
+    "run_ranks",
+]
+
+
+def as_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
+    """Whatever says who the ranks are."""
+    if group is None or isinstance(group, (ProcessGroup, DeviceMesh)):
+        return GroupComm(group)
+    return group
+
+
+@dataclass
+class Event:
+    """One operation, in seconds of time.perf_counter: called, posted (the call returned), asked
+    (`wait` was called) and waited (it returned); the last two are NaN until then. From posted to
+    asked it was in flight beside whatever the rank did.
+    """
+
+    kind: str
+    start: float
+    posted: float = float("nan")
+    asked: float = float("nan")
+    waited: float = float("nan")
+    bytes: int = 0
+
+
+class CountingComm:
+    """A communicator that counts what it sends: messages and bytes that leave this rank, by kind,
+    and the log of all operations. Its parts count together with the whole.
+
+    sum and max count as one message of the tensor's bytes, whatever the backend makes of them;
+    agree and split count none.
+    """
+
+    def __init__(self, comm: Comm):
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.messages: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.log: list[Event] = []
+
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+        sent = [send] if hops % self.size else []
+        return self._count("shift", sent, lambda: self.comm.shift(send, recv, hops))
+
+    def gather(self, x: Tensor, out: Sequence[Tensor]) -> Work:
+        return self._count("gather", [x] * (self.size - 1), lambda: self.comm.gather(x, out))
+
+    def scatter_sum(self, parts: Sequence[Tensor], out: Tensor) -> Work:
+        act = lambda: self.comm.scatter_sum(parts, out)
+        return self._count("scatter_sum", self._others(parts), act)
+
+    def swap(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Work:
+        return self._count("swap", self._others(send), lambda: self.comm.swap(send, recv))
+
+    def sum(self, x: Tensor) -> Work:
+        return self._count("sum", [x] if self.size > 1 else [], lambda: self.comm.sum(x))
+
+    def max(self, x: Tensor) -> Work:
+        return self._count("max", [x] if self.size > 1 else [], lambda: self.comm.max(x))
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        self.comm.agree(facts)
+
+    def split(self, color: int) -> "CountingComm":
+        return self._with(self.comm.split(color))
+
+    def part(self, members: Sequence[int]) -> "CountingComm":
+        return self._with(self.comm.part(members))
+
+    def _with(self, comm: Comm) -> "CountingComm":
+        part = CountingComm(comm)
+        part.messages, part.bytes, part.log = self.messages, self.bytes, self.log
+        return part
+
+    def _others(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t for r, t in enumerate(tensors) if r != self.rank]
+
+    def _count(self, kind: str, sent: Sequence[Tensor], act) -> Work:
+        sent = [t for t in sent if t.numel()]
+        event = Event(kind, time.perf_counter(), bytes=sum(t.nbytes for t in sent))
+        self.messages[kind] += len(sent)
+        self.bytes[kind] += event.bytes
+        self.log.append(event)
+        work = act()
+        event.posted = time.perf_counter()
+        return TimedWork(work, event)
+
+
+class TimedWork:
+    def __init__(self, work: Work, event: Event):
+        self._work, self._event = work, event
+
+    def wait(self) -> None:
+        self._event.asked = time.perf_counter()
+        self._work.wait()
+        self._event.waited = time.perf_counter()

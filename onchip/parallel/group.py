@@ -1,0 +1,207 @@
+"""Ranks as processes, over torch.distributed.
+
+gloo: `wait` blocks the host, at most for the timeout, and raises ParallelError. NCCL: `wait` orders
+streams and returns at once, as torch's does; what a lost rank leaves behind is ended by the timeout
+of the process group, which aborts the communicator (see docs of TORCH_NCCL_ASYNC_ERROR_HANDLING).
+"""
+
+import json
+import re
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from onchip.parallel.facts import Agreed, as_text, compare
+from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
+from onchip.parallel.watch import KEPT_BEATS, Watch
+
+
+class Common:
+    """What all communicators of the same ranks of one process group have together."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: Store, ranks: Sequence[int], timeout_s: float
+    ):
+        self.store, self.ranks = store, tuple(ranks)
+        job_ranks = [dist.get_global_rank(group, rank) for rank in ranks]
+        self.watch = Watch(store, job_ranks, dist.get_rank(), timeout_s)
+        self.agreed, self.meetings = Agreed(), 0
+        self.parts: dict[tuple[int, ...], Common] = {}
+
+    def job_rank(self, rank: int) -> int:
+        return self.watch.ranks[rank]
+
+
+_COMMON: "weakref.WeakKeyDictionary[dist.ProcessGroup, Common]" = weakref.WeakKeyDictionary()
+
+
+class GroupComm(Pairwise):
+    """A rank of a process group, of a mesh with one dimension, or (None) of the whole job.
+
+    An operation that another rank does not join ends within timeout_s. Making one is cheap after
+    the first of a group. Tensors on a GPU travel over gloo through the host. The parts of `split`
+    use the connections of the whole: torch makes no new group.
+    """
+
+    def __init__(
+        self, group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None, timeout_s: float = 600.0
+    ):
+        if timeout_s <= 0:
+            raise ValueError(f"{timeout_s=} must be positive")
+        group = group_of(group_or_mesh)
+        self._be(group, _common_of(group, timeout_s), timeout_s)
+
+    def _be(self, group: dist.ProcessGroup, common: Common, timeout_s: float) -> "GroupComm":
+        self.group, self.timeout_s, self._common = group, timeout_s, common
+        self.rank, self.size = common.ranks.index(dist.get_rank(group)), len(common.ranks)
+        return self
+
+    @property
+    def _patience_s(self) -> float:
+        """What may be waited for an operation, so that there is time to find out whose fault."""
+        return max(self.timeout_s - KEPT_BEATS * self._common.watch.beat_s, self.timeout_s / 2)
+
+    def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
+        self._common.watch.begin(kind)
+        came = [self._travelling(m.tensor, empty=True) for m in recvs]
+        ops = [self._op(dist.irecv, m.peer, t) for m, t in zip(recvs, came, strict=True)]
+        ops += [self._op(dist.isend, m.peer, self._travelling(m.tensor)) for m in sends]
+        peers = [m.peer for m in (*recvs, *sends)]
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._loss(peers[0], error) from error
+        work = GroupWork(self, works, peers if len(works) == len(peers) else [None] * len(works))
+        staged = [(m.tensor, t) for m, t in zip(recvs, came, strict=True) if m.tensor is not t]
+        return Then(work, lambda: [m.copy_(t) for m, t in staged]) if staged else work
+
+    def _op(self, do, peer: int, tensor: Tensor) -> dist.P2POp:
+        return dist.P2POp(do, tensor, group=self.group, group_peer=self._common.ranks[peer])
+
+    def _travelling(self, tensor: Tensor, empty: bool = False) -> Tensor:
+        """gloo sends from host memory only."""
+        if not tensor.is_cuda or self._streams(tensor):
+            return tensor
+        return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
+
+    def _streams(self, tensor: Tensor) -> bool:
+        return dist.get_backend(self.group) == "nccl" or "cuda:nccl" in str(
+            dist.get_backend_config(self.group)
+        )
+
+    def sum(self, x: Tensor) -> Work:
+        return self._all_reduce("sum", x, dist.ReduceOp.SUM) if self._whole else super().sum(x)
+
+    def max(self, x: Tensor) -> Work:
+        return self._all_reduce("max", x, dist.ReduceOp.MAX) if self._whole else super().max(x)
+
+    @property
+    def _whole(self) -> bool:
+        return self.size == dist.get_world_size(self.group) > 1
+
+    @torch.no_grad()
+    def _all_reduce(self, kind: str, x: Tensor, op) -> Work:
+        self._common.watch.begin(kind)
+        solid = x.contiguous()
+        try:
+            works = [dist.all_reduce(solid, op, group=self.group, async_op=True)]
+        except RuntimeError as error:
+            raise self._loss(None, error) from error
+        work = GroupWork(self, works, [None])
+        return work if solid is x else Then(work, lambda: x.copy_(solid))
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        text = as_text(facts)
+        if text in self._common.agreed:
+            return
+        said = json.loads(self._decide("agree", text, self._compare))
+        if said:
+            raise ParallelError(*said)
+        self._common.agreed.add(text)
+
+    def split(self, color: int) -> "GroupComm":
+        texts = json.loads(self._decide("split", as_text({"color": color}), json.dumps))
+        colors = [json.loads(text).get("color") for text in texts]
+        return self.part([r for r in range(self.size) if colors[r] == color])
+
+    def part(self, members: Sequence[int]) -> "GroupComm":
+        ranks = tuple(self._common.ranks[r] for r in members)
+        if ranks not in self._common.parts:
+            store = PrefixStore(f"part {ranks}", self._common.store)
+            self._common.parts[ranks] = Common(self.group, store, ranks, self.timeout_s)
+        comm = GroupComm.__new__(GroupComm)
+        return comm._be(self.group, self._common.parts[ranks], self.timeout_s)
+
+    def _decide(self, kind: str, text: str, fold) -> str:
+        common = self._common
+        common.watch.begin(kind)
+        common.meetings += 1
+        return common.watch.decide(common.meetings, text, fold, self._patience_s)
+
+    def _compare(self, texts: list[str]) -> str:
+        error = compare(dict(zip(self._common.watch.ranks, texts, strict=True)))
+        return json.dumps([] if error is None else [str(error), error.rank])
+
+    def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
+        suspect = None if peer is None else self._common.job_rank(peer)
+        cause = f"waited {waited_s:.3g} s, {_told(error)}"
+        return self._common.watch.judge(suspect, cause)
+
+
+class GroupWork:
+    """Works of torch, each with the rank it is done with, if it is one."""
+
+    def __init__(self, comm: GroupComm, works: list[dist.Work], peers: list[int | None]):
+        self._comm, self._works, self._peers = comm, works, peers
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        began = time.monotonic()
+        for work, peer in zip(works, self._peers, strict=False):
+            try:
+                self._wait(work, began + self._comm._patience_s)
+            except RuntimeError as error:
+                raise self._comm._loss(peer, error, time.monotonic() - began) from error
+
+    def _wait(self, work: dist.Work, until: float) -> None:
+        if dist.get_backend(self._comm.group) == "gloo":
+            work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+        else:
+            work.wait()  # a timeout would make the host wait for the device
+
+
+def group_of(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The process group that is meant; ValueError if this process is not in it."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "no job: start with torchrun and call torch.distributed.init_process_group"
+        )
+    if isinstance(group_or_mesh, DeviceMesh):
+        if group_or_mesh.ndim != 1:
+            names = group_or_mesh.mesh_dim_names or group_or_mesh.ndim
+            raise ValueError(f"the mesh has several dimensions ({names}): give one, mesh[name]")
+        return group_or_mesh.get_group()
+    group = dist.group.WORLD if group_or_mesh is None else group_or_mesh
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"a ProcessGroup or a DeviceMesh is needed, got {group!r}")
+    return group
+
+
+def _common_of(group: dist.ProcessGroup, timeout_s: float) -> Common:
+    if group not in _COMMON:
+        store = PrefixStore("onchip", group.get_group_store())
+        _COMMON[group] = Common(group, store, range(dist.get_world_size(group)), timeout_s)
+    return _COMMON[group]
+
+
+def _told(error: Exception) -> str:
+    """The first sentence of torch's error, without the place in its source."""
+    line = re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0]
+    return line.partition(". ")[0]

@@ -1,0 +1,84 @@
+"""What one rank does of a call, whatever the strategy: the strategy's keys, then the sink, then the
+rounding; and the gradient of that.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.parallel.comm import Comm
+from onchip.parallel.rounds import Call, Schedule
+from onchip.state import add_sink, finalize, resume
+
+Pair = tuple[Tensor, Tensor]  # (out, lse)
+
+
+class Job(NamedTuple):
+    """One call on one rank. A strategy has `forward(comm, schedule, call, q, k, v)` and
+    `backward(comm, schedule, call, q, k, v, saved)`, as ring.py has them.
+    """
+
+    comm: Comm
+    strategy: Any
+    schedule: Schedule
+    call: Call
+    out_dtype: torch.dtype
+
+    def of_heads(self, lo: int, hi: int) -> "Job":
+        """The same for heads [lo, hi) of the call."""
+        rounds = self.schedule.rounds
+        cut = lambda r: (
+            r if r is None or r.mask is None else r._replace(mask=r.mask.of_heads(lo, hi))
+        )
+        slopes = self.call.alibi_slopes
+        slopes = None if slopes is None else slopes[..., lo:hi]
+        return self._replace(
+            schedule=self.schedule._replace(rounds=tuple(map(cut, rounds))),
+            call=self.call._replace(alibi_slopes=slopes, first_head=lo),
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Pair:
+        """(out, lse) of local queries. A sink enters after the keys of all ranks, once."""
+        out, lse = self.strategy.forward(self.comm, self.schedule, self.call, q, k, v)
+        if sinks is not None:
+            state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
+            out, lse = finalize(state)
+            out = out.transpose(1, 2)
+        return out.to(self.out_dtype).contiguous(), lse
+
+    def differentiate(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, saved: tuple
+    ) -> Grads:
+        """The gradients, unrounded; saved is (out, lse, dout, dlse or None)."""
+        found = self.strategy.backward(self.comm, self.schedule, self.call, q, k, v, saved)
+        if sinks is None:
+            return Grads(*found)
+        out, lse, dout, dlse = saved
+        return Grads(*found, dsinks=sink_gradient(sinks, lse, row_delta(out, dout, dlse)))
+
+
+class Attention(torch.autograd.Function):
+    """(out, lse) of a job, of q, k, v and sinks."""
+
+    @staticmethod
+    def forward(ctx, job: Job, q, k, v, sinks):
+        out, lse = job.attend(q, k, v, sinks)
+        ctx.job = job
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        if dout is None and dlse is None:
+            return (None,) * 5
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = ctx.job.differentiate(q, k, v, sinks, (out, lse, dout, dlse))
+        dq, dk, dv = (g.to(q.dtype) for g in grads[:3])
+        dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
+        return None, dq, dk, dv, dsinks

@@ -1,0 +1,216 @@
+"""Ranks as threads of one process: for property tests, and for several chunks on one GPU.
+
+A message is copied when both sides have posted it, by the one who came second, straight from buffer
+to buffer: who reuses a buffer before `wait` is wrong here, as he would be on a network.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.parallel.facts import Agreed, as_text, compare
+from onchip.parallel.messages import Message, Pairwise, ParallelError
+
+GRACE_S = 5.0  # what the others have for leaving after one rank failed
+
+
+def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
+    """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, on the caller's
+    stream and in its grad mode. The exception of the rank that failed first reaches the caller; a
+    rank that waits longer than timeout_s for another raises ParallelError.
+    """
+    if size < 1:
+        raise ValueError(f"{size=} must be at least 1")
+    hall, results = Hall(size, timeout_s), [None] * size
+    room = _same_room()
+
+    def live(rank: int) -> None:
+        try:
+            with room():
+                results[rank] = fn(LocalComm(hall, (), tuple(range(size)), rank), *args)
+        except BaseException as error:
+            hall.fail(rank, error)
+        finally:
+            hall.leave(rank)
+
+    threads = [threading.Thread(target=live, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    hall.until_over()
+    for thread in threads:
+        thread.join(GRACE_S)
+    if hall.failure is not None:
+        rank, error = hall.failure
+        error.add_note(f"on rank {rank} of {size}")
+        raise error
+    return results
+
+
+def _same_room() -> Callable[[], Any]:
+    """A context that gives a thread what the caller's thread has."""
+    grad = torch.is_grad_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @contextmanager
+    def room() -> Iterator[None]:
+        # One autograd thread serves a whole device, and ranks that wait for one another inside
+        # their backwards would share it: each computes its backward on its own thread.
+        with (
+            torch.cuda.stream(stream),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.set_grad_enabled(grad),
+        ):
+            yield
+
+    return room
+
+
+class Slot:
+    """One side of a message that waits for the other."""
+
+    def __init__(self, peer: int, tensor: Tensor):
+        self.peer, self.tensor, self.done = peer, tensor, False
+
+
+class Hall:
+    """Where the ranks of one process meet. Ranks are those of `run_ranks`, whatever the group."""
+
+    def __init__(self, size: int, timeout_s: float):
+        self.timeout_s, self._size = timeout_s, size
+        self.failure: tuple[int, BaseException] | None = None
+        self._changed = threading.Condition()
+        self._left: set[int] = set()
+        self._sends: dict[tuple, deque[Slot]] = {}
+        self._recvs: dict[tuple, deque[Slot]] = {}
+        self._facts: dict[tuple, dict[int, str]] = {}
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self._changed:
+            if self.failure is None:
+                self.failure = (rank, error)
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def until_over(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or len(self._left) == self._size)
+
+    def send(self, group: tuple, source: int, to: int, tensor: Tensor) -> Slot:
+        slot = Slot(to, tensor)
+        self._meet((*group, source, to), slot, self._sends, self._recvs)
+        return slot
+
+    def receive(self, group: tuple, source: int, to: int, tensor: Tensor) -> Slot:
+        slot = Slot(source, tensor)
+        self._meet((*group, source, to), slot, self._recvs, self._sends)
+        return slot
+
+    def _meet(self, key: tuple, slot: Slot, ours: dict, theirs: dict) -> None:
+        with self._changed:
+            waiting = theirs.get(key)
+            if not waiting:
+                ours.setdefault(key, deque()).append(slot)
+                return
+            other = waiting.popleft()
+        sent, received = (slot, other) if ours is self._sends else (other, slot)
+        _copy(key, sent.tensor, received.tensor)
+        with self._changed:
+            slot.done = other.done = True
+            self._changed.notify_all()
+
+    def wait(self, slot: Slot) -> None:
+        self._until(lambda: slot.done, lambda: [slot.peer])
+
+    def facts(self, key: tuple, ranks: tuple[int, ...], rank: int, text: str) -> list[str]:
+        """The texts of all ranks under this key, in their order."""
+        with self._changed:
+            texts = self._facts.setdefault(key, {})
+            texts[rank] = text
+            self._changed.notify_all()
+        self._until(lambda: len(texts) == len(ranks), lambda: [r for r in ranks if r not in texts])
+        return [texts[r] for r in ranks]
+
+    def _until(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        with self._changed:
+            over = lambda: self.failure or self._left.intersection(missing())
+            self._changed.wait_for(lambda: done() or over(), self.timeout_s)
+            if not done():
+                raise self._loss(missing()[0])
+
+    def _loss(self, peer: int) -> ParallelError:
+        if self.failure is not None:
+            rank, error = self.failure
+            return ParallelError(f"rank {rank} failed: {type(error).__name__}: {error}", rank)
+        if peer in self._left:
+            return ParallelError(f"rank {peer} ended while others wait for it", peer)
+        return ParallelError(f"rank {peer} did not answer within {self.timeout_s:g} s", peer)
+
+
+def _copy(key: tuple, sent: Tensor, received: Tensor) -> None:
+    if sent.shape != received.shape or sent.dtype != received.dtype:
+        *_, source, to = key
+        raise ParallelError(
+            f"rank {source} sends {sent.dtype} {tuple(sent.shape)}, "
+            f"rank {to} expects {received.dtype} {tuple(received.shape)}",
+            source,
+        )
+    with torch.no_grad():
+        received.copy_(sent)
+
+
+class LocalWork:
+    def __init__(self, hall: Hall, slots: list[Slot]):
+        self._hall, self._slots = hall, slots
+
+    def wait(self) -> None:
+        for slot in self._slots:
+            self._hall.wait(slot)
+
+
+class LocalComm(Pairwise):
+    """A rank of `run_ranks`."""
+
+    def __init__(self, hall: Hall, group: tuple, ranks: tuple[int, ...], rank: int):
+        self.rank, self.size = rank, len(ranks)
+        self._hall, self._group, self._ranks = hall, group, ranks
+        self._agreed, self._calls = Agreed(), 0
+        self._parts: dict[tuple[int, ...], LocalComm] = {}
+
+    def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> LocalWork:
+        me, hall = self._ranks[self.rank], self._hall
+        come = [hall.receive(self._group, self._ranks[m.peer], me, m.tensor) for m in recvs]
+        go = [hall.send(self._group, me, self._ranks[m.peer], m.tensor) for m in sends]
+        return LocalWork(hall, [*come, *go])
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        text = as_text(facts)
+        if text in self._agreed:
+            return
+        error = compare(dict(zip(self._ranks, self._texts("facts", text), strict=True)))
+        if error is not None:
+            raise error
+        self._agreed.add(text)
+
+    def split(self, color: int) -> "LocalComm":
+        colors = self._texts("colors", str(color))
+        return self.part([r for r in range(self.size) if colors[r] == str(color)])
+
+    def part(self, members: Sequence[int]) -> "LocalComm":
+        ranks = tuple(self._ranks[r] for r in members)
+        if ranks not in self._parts:
+            group, rank = (*self._group, "part", ranks), members.index(self.rank)
+            self._parts[ranks] = LocalComm(self._hall, group, ranks, rank)
+        return self._parts[ranks]
+
+    def _texts(self, kind: str, text: str) -> list[str]:
+        self._calls += 1
+        key = (*self._group, kind, self._calls)
+        return self._hall.facts(key, self._ranks, self._ranks[self.rank], text)

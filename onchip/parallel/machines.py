@@ -1,0 +1,160 @@
+"""Machines that a ring may run on: kernels as measured, links and memories as stated."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Link(NamedTuple):
+    """One direction of a connection between neighbours; bytes_s is its nominal speed."""
+
+    name: str
+    bytes_s: float
+    latency_s: float
+
+
+# Latency: what NCCL's cost model gives a message of the ring algorithm, protocol Simple: 8.4 us of
+# its own and 3.4 of NVLink, 5.7 of PCIe, 14 of a network (src/graph/tuning.cc). TCP is assumed to
+# add 30. Speeds are the nominal ones of a direction: 18 links of 25 GB/s, of 50, 16 lanes of 4.
+LINKS = {
+    link.name: link
+    for link in (
+        Link("NVLink 5", 900e9, 11.8e-6),
+        Link("NVLink 4", 450e9, 11.8e-6),
+        Link("PCIe 5 x16", 64e9, 14.1e-6),
+        Link("InfiniBand NDR", 50e9, 22.4e-6),
+        Link("100 GbE", 12.5e9, 52.4e-6),
+    )
+}
+
+
+class Fabric(NamedTuple):
+    """Nodes of `node` neighbouring devices, linked inside by one link, to the next by another."""
+
+    inside: Link
+    between: Link | None = None
+    node: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.inside.name}, {self.between.name}" if self.between else self.inside.name
+
+    def slowest(self, num_devices: int) -> Link:
+        """The link that sets the pace of a ring of so many devices."""
+        links = [self.inside]
+        if self.between is not None and bool(self.crosses(num_devices).any()):
+            links.append(self.between)
+        return min(links, key=lambda link: link.bytes_s)
+
+    def crosses(self, num_devices: int) -> Tensor:
+        """Whether the hop from rank r to r + 1 leaves a node, for every r."""
+        nodes = torch.arange(num_devices) // self.node
+        return nodes != nodes.roll(-1)
+
+    def seconds(self, num_devices: int, message_bytes: float) -> Tensor:
+        """Of a message over the hop from rank r to r + 1, for every r."""
+        cost = lambda link: link.latency_s + message_bytes / link.bytes_s
+        inside = torch.full((num_devices,), cost(self.inside), dtype=torch.float64)
+        if self.between is None:
+            return inside
+        return torch.where(self.crosses(num_devices), cost(self.between), inside)
+
+
+class Tier(NamedTuple):
+    """Where a context goes that does not fit; unit_bytes is what one module of it holds."""
+
+    name: str
+    unit_bytes: float
+    read_s: float  # bytes a second
+    write_s: float
+
+    def units(self, num_bytes: float) -> int:
+        return max(1, math.ceil(num_bytes / self.unit_bytes))
+
+
+class Kernel(NamedTuple):
+    """TFLOP/s of one device at each of LENGTHS keys."""
+
+    tflops: tuple[float, ...]
+
+    def rate(self, keys: float) -> float:
+        """flop/s: linear in log(keys) between what was measured, constant above, in proportion to
+        the keys below (a tile of queries costs no less over fewer keys).
+        """
+        at = math.log2(max(keys, 1) / LENGTHS[0])
+        if at <= 0:
+            return self.tflops[0] * 2**at * 1e12
+        i = min(int(at), len(LENGTHS) - 2)
+        share = min(at - i, 1.0)
+        return ((1 - share) * self.tflops[i] + share * self.tflops[i + 1]) * 1e12
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+# (backward, causal, head_dim): bench/results/h200-forward.json and h200-backward.json; a test
+# compares. 16k tokens and 2,048 of hidden size in each call, bf16.
+H200_KERNELS = {
+    (False, False, 64): Kernel((377, 420, 482, 502, 537, 563)),
+    (False, True, 64): Kernel((222, 306, 391, 438, 495, 523)),
+    (False, False, 128): Kernel((505, 582, 633, 665, 672, 692)),
+    (False, True, 128): Kernel((300, 435, 536, 606, 655, 693)),
+    (False, False, 256): Kernel((526, 607, 688, 720, 751, 768)),
+    (False, True, 256): Kernel((337, 471, 595, 672, 713, 730)),
+    (True, False, 64): Kernel((317, 383, 428, 449, 479, 487)),
+    (True, True, 64): Kernel((198, 288, 367, 426, 450, 478)),
+    (True, False, 128): Kernel((357, 443, 498, 532, 568, 578)),
+    (True, True, 128): Kernel((223, 332, 422, 488, 527, 557)),
+    (True, False, 256): Kernel((154, 177, 189, 191, 190, 186)),
+    (True, True, 256): Kernel((116, 145, 168, 185, 200, 201)),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A device with its kernels, its memory, and what lies behind that.
+
+    A call takes no less than call_s on the host; one with fewer tiles of tile_m queries than there
+    are processors leaves some of them idle.
+    """
+
+    name: str
+    kernels: dict[tuple[bool, bool, int], Kernel]
+    memory_bytes: float
+    memory_bytes_s: float
+    processors: int
+    tile_m: int
+    call_s: float
+    tiers: tuple[Tier, ...]
+
+    def kernel(self, backward: bool, causal: bool, head_dim: int) -> Kernel:
+        key = (backward, causal, head_dim)
+        if key not in self.kernels:
+            known = sorted({d for _, _, d in self.kernels})
+            raise ValueError(f"head_dim={head_dim} was not measured on {self.name}, but {known}")
+        return self.kernels[key]
+
+    def best(self, backward: bool, head_dim: int) -> float:
+        """flop/s of long calls, causal or not, whichever are faster."""
+        kernels = (self.kernel(backward, causal, head_dim) for causal in (False, True))
+        return max(kernel.rate(LENGTHS[-1]) for kernel in kernels)
+
+    def filled(self, queries: float, num_heads: int) -> float:
+        """The share of the processors that a call keeps busy."""
+        return min(1.0, math.ceil(queries / self.tile_m) * num_heads / self.processors)
+
+
+# Half of 141 GB: the other half is for weights and whatever else. 4.5 TB/s: measured over pages
+# (bench/results/h200-paged.json), as is the host's 54.8 GB/s; 256 GB: 2 TB for 8 devices of a DGX.
+# 35 us: bench/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
+H200 = Machine(
+    "NVIDIA H200",
+    H200_KERNELS,
+    memory_bytes=70e9,
+    memory_bytes_s=4.5e12,
+    processors=132,
+    tile_m=128,
+    call_s=35e-6,
+    tiers=(Tier("host", 256e9, 54.8e9, 52.5e9), Tier("disk", 15.36e12, 13e9, 6.6e9)),
+)

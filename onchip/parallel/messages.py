@@ -1,0 +1,206 @@
+"""What ranks say to one another: the interface of communicators, and every pattern as messages
+between pairs.
+
+Two communicators share these patterns, so that a result has the same bits on torch.distributed and
+in one process: sums over ranks are taken in the order of the ranks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ParallelError(RuntimeError):
+    """Ranks do not agree, or one of them was lost. `rank` is the one that is named."""
+
+    def __init__(self, message: str, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
+
+
+class Work(Protocol):
+    """Communication under way. Its tensors belong to it until `wait` has returned."""
+
+    def wait(self) -> None:
+        """Returns when the results may be used: on a GPU by the current stream. ParallelError names
+        the rank that is lost or did not answer in time."""
+        ...
+
+
+class Comm(Protocol):
+    """One rank of `size`. All ranks make the same calls in the same order; a call posts its
+    messages and returns. Tensors of one call have one dtype; pairs agree on shapes."""
+
+    rank: int
+    size: int
+
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+        """send goes to rank + hops, recv comes from rank - hops (modulo size)."""
+        ...
+
+    def gather(self, x: Tensor, out: Sequence[Tensor]) -> Work:
+        """out[r] = x of rank r. Shapes may differ from rank to rank."""
+        ...
+
+    def scatter_sum(self, parts: Sequence[Tensor], out: Tensor) -> Work:
+        """out = the sum over ranks r, in their order, of parts[rank] of r; at least in fp32."""
+        ...
+
+    def swap(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Work:
+        """recv[r] = send[rank] of rank r."""
+        ...
+
+    def sum(self, x: Tensor) -> Work:
+        """x becomes the sum of the x of all ranks, the same bits everywhere."""
+        ...
+
+    def max(self, x: Tensor) -> Work:
+        """x becomes the maximum of the x of all ranks."""
+        ...
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """Returns when all ranks brought equal facts, and at once if they did so before;
+        ParallelError names fields, ranks and values that differ."""
+        ...
+
+    def split(self, color: int) -> "Comm":
+        """The communicator of the ranks that give the same color, in the order of their ranks."""
+        ...
+
+    def part(self, members: Sequence[int]) -> "Comm":
+        """The communicator of these ranks, this one among them, all of which know who they are: it
+        costs no message."""
+        ...
+
+
+class Message(NamedTuple):
+    """A tensor that goes to a peer or comes from it."""
+
+    peer: int
+    tensor: Tensor
+
+
+class Done:
+    """Nothing is under way."""
+
+    def wait(self) -> None:
+        return
+
+
+class Then:
+    """Work, and what this rank does once with what it brought."""
+
+    def __init__(self, work: Work, finish: Callable[[], object]):
+        self._work, self._finish = work, finish
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        self._work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+class Pairwise:
+    """The patterns of `Comm` over `_exchange`, which one communicator brings."""
+
+    rank: int
+    size: int
+
+    def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
+        """Posts contiguous tensors with elements. Messages between two ranks keep their order."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+        _check_like("send", send, "recv", recv, shapes=False)
+        if hops % self.size == 0:
+            recv.copy_(send)
+            return Done()
+        ahead, behind = (self.rank + hops) % self.size, (self.rank - hops) % self.size
+        return self._post("shift", [Message(ahead, send)], [Message(behind, recv)])
+
+    @torch.no_grad()
+    def gather(self, x: Tensor, out: Sequence[Tensor]) -> Work:
+        return self._gather("gather", x, out)
+
+    @torch.no_grad()
+    def swap(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Work:
+        self._check_parts("send", send)
+        self._check_parts("recv", recv)
+        _check_like(f"send[{self.rank}]", send[self.rank], f"recv[{self.rank}]", recv[self.rank])
+        recv[self.rank].copy_(send[self.rank])
+        return self._post("swap", self._to_all(send), self._to_all(recv))
+
+    @torch.no_grad()
+    def scatter_sum(self, parts: Sequence[Tensor], out: Tensor) -> Work:
+        self._check_parts("parts", parts)
+        _check_like(f"parts[{self.rank}]", parts[self.rank], "out", out)
+        terms = [torch.empty_like(out, memory_format=torch.contiguous_format) for _ in parts]
+        terms[self.rank] = parts[self.rank]
+        work = self._post("scatter_sum", self._to_all(parts), self._to_all(terms))
+        return Then(work, lambda: out.copy_(_total(terms)))
+
+    @torch.no_grad()
+    def sum(self, x: Tensor) -> Work:
+        terms = [torch.empty_like(x) for _ in range(self.size)]
+        return Then(self._gather("sum", x, terms), lambda: x.copy_(_total(terms)))
+
+    @torch.no_grad()
+    def max(self, x: Tensor) -> Work:
+        terms = [torch.empty_like(x) for _ in range(self.size)]
+        return Then(self._gather("max", x, terms), lambda: torch.amax(torch.stack(terms), 0, out=x))
+
+    def _gather(self, kind: str, x: Tensor, out: Sequence[Tensor]) -> Work:
+        self._check_parts("out", out)
+        _check_like("x", x, f"out[{self.rank}]", out[self.rank])
+        out[self.rank].copy_(x)
+        return self._post(kind, self._to_all([x] * self.size), self._to_all(out))
+
+    def _to_all(self, tensors: Sequence[Tensor]) -> list[Message]:
+        """The next rank first, so that not everybody begins with rank 0."""
+        peers = [(self.rank + i) % self.size for i in range(1, self.size)]
+        return [Message(peer, tensors[peer]) for peer in peers]
+
+    def _post(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
+        """Messages without elements are not sent; tensors with gaps travel as copies."""
+        sends = [Message(m.peer, m.tensor.contiguous()) for m in sends if m.tensor.numel()]
+        wanted = [m for m in recvs if m.tensor.numel()]
+        recvs = [Message(m.peer, _solid(m.tensor)) for m in wanted]
+        work = self._exchange(kind, sends, recvs) if sends or recvs else Done()
+        copies = [(m.tensor, c.tensor) for m, c in zip(wanted, recvs, strict=True)]
+        copies = [(to, solid) for to, solid in copies if to is not solid]
+        return Then(work, lambda: [to.copy_(solid) for to, solid in copies]) if copies else work
+
+    def _check_parts(self, name: str, parts: Sequence[Tensor]) -> None:
+        if len(parts) != self.size:
+            raise ValueError(f"{name} has {len(parts)} tensors for {self.size} ranks")
+        dtypes = sorted({str(part.dtype) for part in parts})
+        if len(dtypes) > 1:
+            raise ValueError(f"the tensors of {name} have several dtypes: {', '.join(dtypes)}")
+
+
+def _solid(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
+
+
+def _total(terms: Sequence[Tensor]) -> Tensor:
+    """Their sum from first to last: 16-bit terms are added in fp32."""
+    narrow = terms[0].is_floating_point() and terms[0].element_size() < 4
+    total = terms[0].to(torch.float32 if narrow else terms[0].dtype, copy=True)
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _check_like(name_a: str, a: Tensor, name_b: str, b: Tensor, shapes: bool = True) -> None:
+    if a.dtype != b.dtype or a.device != b.device or (shapes and a.shape != b.shape):
+        raise ValueError(
+            f"{name_a} is {_describe(a)}, {name_b} is {_describe(b)}: they must be alike"
+        )
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"

@@ -1,0 +1,119 @@
+"""Ranks in two dimensions: neighbours deal heads among them, and groups of them are a ring."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from onchip.parallel.comm import Comm, Work
+from onchip.parallel.messages import Done
+from onchip.parallel.rounds import PLANS
+from onchip.parallel.sharding import Layout, Piece
+
+
+class Alone:
+    """The communicator of a rank without others."""
+
+    rank, size = 0, 1
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        """With whom?"""
+
+    def sum(self, x: Tensor) -> Work:
+        return Done()
+
+
+class Nest:
+    """Both dimensions of a rank, which is number outer.rank * inner.size + inner.rank of all."""
+
+    def __init__(self, outer: Comm | Alone, inner: Comm):
+        self.outer, self.inner = outer, inner
+        self.rank = outer.rank * inner.size + inner.rank
+        self.size = outer.size * inner.size
+
+    def agree(self, facts: Mapping[str, object]) -> None:
+        self.inner.agree(facts)
+        self.outer.agree(facts)
+
+    def sum(self, x: Tensor) -> Work:
+        self.inner.sum(x).wait()
+        return self.outer.sum(x)
+
+
+def nested(comm: Comm, inner_size: int) -> Nest:
+    """The ranks of a communicator in groups of so many neighbours."""
+    if inner_size == comm.size:
+        return Nest(Alone(), comm)
+    first = comm.rank // inner_size * inner_size
+    inner = comm.part(range(first, first + inner_size))
+    return Nest(comm.part(range(comm.rank % inner_size, comm.size, inner_size)), inner)
+
+
+def inner_sizes(size: int, num_kv_heads: int) -> list[int]:
+    """Groups of so many ranks can share key heads evenly, and divide the ranks."""
+    most = gcd(size, num_kv_heads)
+    return [n for n in range(1, most + 1) if most % n == 0]
+
+
+def sent_bytes(size: int, inner_size: int, num_heads: int, num_kv_heads: int) -> float:
+    """What a rank sends forward if groups of inner_size deal heads among them and turn as a ring,
+    as a multiple of the bytes of its own keys and values: (U - 1) / U of q, k, v and out, which is
+    as wide as q; and its keys and values to each of the size / U - 1 other groups. inner_size = 1
+    is a ring, inner_size = size is Ulysses.
+    """
+    dealt = (num_heads + num_kv_heads) / num_kv_heads * (inner_size - 1) / inner_size
+    return dealt + size / inner_size - 1
+
+
+def best_inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
+    """The groups that send least. What a ring sends hides under its kernels, so that it is taken
+    where it sends as little.
+    """
+    cost = lambda n: sent_bytes(size, n, num_heads, num_kv_heads)
+    return min(inner_sizes(size, num_kv_heads), key=cost)
+
+
+@dataclass(frozen=True)
+class Groups(Layout):
+    """What groups of neighbours in a layout hold together."""
+
+    layout: Layout
+    inner_size: int
+
+    @property
+    def size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.layout.size // self.inner_size
+
+    def positions(self, rank: int, seqlen: int) -> Tensor:
+        return _positions(self.layout, self.inner_size, rank, seqlen)
+
+    def length(self, rank: int, seqlen: int) -> int:
+        first = rank * self.inner_size
+        return sum(self.layout.length(first + i, seqlen) for i in range(self.inner_size))
+
+    def pieces(self, rank: int, seqlen: int) -> list[Piece]:
+        at = self.positions(rank, seqlen)
+        ends = (at.diff() != 1).nonzero().flatten() + 1
+        starts = torch.cat([at[:1], at[ends]]).tolist()
+        stops = torch.cat([at[ends - 1], at[-1:]]).add(1).tolist()
+        return [(start, stop, 1) for start, stop in zip(starts, stops, strict=True)]
+
+    def rows(self, rank: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Where the positions of each member of a group are among those of the group."""
+        return _rows(self, rank, seqlen, device)
+
+
+@lru_cache(maxsize=PLANS)
+def _positions(layout: Layout, inner_size: int, rank: int, seqlen: int) -> Tensor:
+    members = range(rank * inner_size, (rank + 1) * inner_size)
+    return torch.cat([layout.positions(member, seqlen) for member in members]).sort().values
+
+
+@lru_cache(maxsize=PLANS)
+def _rows(groups: Groups, rank: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
+    whole, first = groups.positions(rank, seqlen), rank * groups.inner_size
+    members = (groups.layout.positions(first + i, seqlen) for i in range(groups.inner_size))
+    return tuple(torch.searchsorted(whole, positions).to(device) for positions in members)

@@ -1,0 +1,179 @@
+"""A ring attention step of any length in figures: time, what of it waits, and memory.
+
+A context that does not fit lies in host memory or on disk, cut into slabs. A slab of queries is
+resident; slabs of keys are read while the one before goes round the ring, as fold/offload.py
+reads segments, so that the context is limited by the disk.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from onchip.parallel.machines import H200, Fabric, Machine, Tier
+from onchip.parallel.simulate import FP32, LAYOUTS, Step, Timeline
+
+
+def six_blocks_bytes(step: Step) -> float:
+    """Q, O, K, V and the K and V that come, of a chunk, in the type of the inputs."""
+    shape = step.shape
+    return step.chunk * 2 * (shape.q_elements + shape.kv_elements) * shape.itemsize
+
+
+def resident_bytes(step: Step, folds: bool | None = None) -> float:
+    """What a device holds of a step that folds several results, as every ring of more than one
+    does: six blocks, and what accumulating in fp32 adds to them.
+
+    Forward: Q; out accumulated and of a round, both fp32, with their lse; K, V held and coming.
+    Backward: Q, O, dO; lse and delta; dQ accumulated and of a round; K, V held and coming; dK, dV
+    held, coming and of a round. Without a fold: inputs and results.
+    """
+    q, kv, _, size = _elements(step)
+    lse = step.shape.num_heads * FP32
+    copies = 2 if (step.num_devices > 1 if folds is None else folds) else 1
+    keys = copies * kv * size
+    if not step.backward:
+        out = copies * FP32 if copies > 1 else size
+        return step.chunk * (q * (size + out) + copies * lse + keys)
+    grads = FP32 * (copies * q + (2 * copies - 1) * kv)
+    return step.chunk * (3 * q * size + 2 * lse + keys + grads)
+
+
+def stored_bytes(step: Step) -> float:
+    """What lies in a tier if it does not fit: Q, O, K, V, and for backward dO, dQ, dK, dV."""
+    q, kv, grads, size = _elements(step)
+    return step.chunk * ((4 if step.backward else 2) * q * size + kv * size + grads * FP32)
+
+
+def _elements(step: Step) -> tuple[int, int, int, int]:
+    """Of a token: in a block of queries, in K and V, in dK and dV; and the bytes of an input."""
+    shape = step.shape
+    return shape.q_elements, shape.kv_elements, step.backward * shape.kv_elements, shape.itemsize
+
+
+class Spent(NamedTuple):
+    """Seconds, and how they were spent.
+
+    The busiest device computes for total - exposed - waiting: exposed is lost to links, waiting to
+    tiers. critical has the seconds of each kind of event on the chain that ends the step.
+    """
+
+    total: float = 0.0
+    exposed: float = 0.0
+    waiting: float = 0.0
+    critical: dict[str, float] = {}
+
+    def plus(self, passes: int, line: Timeline, reading: float) -> "Spent":
+        """After passes round the ring, each with so many seconds of reading under way."""
+        late = max(0.0, reading - line.seconds)
+        path = line.critical_path() if not late else {TIER: reading}
+        kinds = dict.fromkeys([*self.critical, *path])
+        return Spent(
+            self.total + passes * (line.seconds + late),
+            self.exposed + passes * line.exposed,
+            self.waiting + passes * late,
+            {k: self.critical.get(k, 0.0) + passes * path.get(k, 0.0) for k in kinds},
+        )
+
+
+class Prediction(NamedTuple):
+    """A step in figures. ideal: its flops at the rate of long calls, on all devices, always."""
+
+    slabs: "Slabs"
+    ideal: float
+    spent: Spent
+
+    @property
+    def efficiency(self) -> float:
+        return self.ideal / self.spent.total
+
+
+def predict(step: Step, fabric: Fabric, machine: Machine = H200) -> Prediction:
+    """From memory if it fits, else in slabs from the first tier that holds it, or the last."""
+    step.check()
+    ideal = step.flops / step.num_devices / machine.best(step.backward, step.shape.head_dim)
+    slabs = Slabs.cut(step, machine)
+    return Prediction(slabs, ideal, slabs.spend(fabric))
+
+
+TIER = "tier"
+
+
+class Slabs(NamedTuple):
+    """A step cut into passes round the ring that fit: each slab of queries over each slab of keys
+    that the mask leaves. Slabs follow one another in the context and each is laid out over all
+    devices, so that the layout matters on the diagonal alone.
+    """
+
+    step: Step
+    machine: Machine
+    num_slabs: int
+    tier: Tier | None
+
+    @classmethod
+    def cut(cls, step: Step, machine: Machine) -> "Slabs":
+        if resident_bytes(step) <= machine.memory_bytes:
+            return cls(step, machine, 1, None)
+        holds = (t for t in machine.tiers if stored_bytes(step) <= t.unit_bytes)
+        ahead = step.kv_bytes + 2 * step.dkv_bytes  # read for the next pass, written from the last
+        num_slabs = math.ceil((resident_bytes(step, True) + ahead) / machine.memory_bytes)
+        return cls(step, machine, num_slabs, next(holds, machine.tiers[-1]))
+
+    @property
+    def slab(self) -> Step:
+        """A pass on the diagonal. All layouts are alike where nothing is masked."""
+        layout = self.step.layout if self.step.causal else LAYOUTS[0]
+        return self.step._replace(tokens=self.step.tokens / self.num_slabs, layout=layout)
+
+    @property
+    def _whole(self) -> Step:
+        """Any other pass: every query sees every key."""
+        return self.slab._replace(causal=False, layout=LAYOUTS[0])
+
+    @property
+    def num_passes(self) -> int:
+        n = self.num_slabs
+        return n * (n + 1) // 2 if self.step.causal else n * n
+
+    @property
+    def num_modules(self) -> int:
+        """Of the tier, for each device; 0 if all of it fits into memory."""
+        return self.tier.units(stored_bytes(self.step)) if self.tier else 0
+
+    def spend(self, fabric: Fabric) -> Spent:
+        """A pass takes as long as the reading for the next one, if that is longer; before the
+        first one nothing can be read ahead.
+        """
+        diagonal = _timeline(self.slab, fabric, self.machine)
+        first = self.turns + self.loads
+        spent = Spent(first, 0.0, first, {TIER: first} if self.tier else {})
+        spent = spent.plus(self.num_slabs, diagonal, first)
+        if self.num_slabs == 1:
+            return spent
+        full = _timeline(self._whole, fabric, self.machine)
+        return spent.plus(self.num_passes - self.num_slabs, full, self.loads)
+
+    @property
+    def loads(self) -> float:
+        """Seconds to read a slab of keys; backward also their gradients, and to write those."""
+        return self._seconds(self.step.kv_bytes + self.step.dkv_bytes, self.step.dkv_bytes)
+
+    @property
+    def turns(self) -> float:
+        """Seconds to read a slab of queries and to write their results."""
+        block = self.step.chunk * self.step.shape.q_elements * self.step.shape.itemsize
+        return self._seconds((3 if self.step.backward else 1) * block, block)
+
+    def _seconds(self, read_bytes: float, write_bytes: float) -> float:
+        """Modules of a tier work side by side, up to what the host passes on."""
+        if self.tier is None:
+            return 0.0
+        host, units = self.machine.tiers[0], self.tier.units(stored_bytes(self.step))
+        read = read_bytes / min(units * self.tier.read_s, host.read_s)
+        return (
+            max(read, write_bytes / min(units * self.tier.write_s, host.write_s)) / self.num_slabs
+        )
+
+
+@lru_cache(maxsize=2)  # the events of 1,024 devices take 50 MB
+def _timeline(slab: Step, fabric: Fabric, machine: Machine) -> Timeline:
+    return Timeline(slab, fabric, machine)

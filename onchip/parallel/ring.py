@@ -1,0 +1,146 @@
+"""Ring attention: queries stay, keys and values go round, states merge (Liu et al. 2023,
+arXiv:2310.01889).
+
+Forward, in round i a rank folds the keys of rank - i while it passes them on: hops messages of one
+packed buffer each, posted before the kernel is asked. Backward, the keys go round again and their
+gradients follow one round behind: each rank adds its share to a buffer that it has received while
+it computed that share, and passes it on; one more message takes it home. Shares and sums are fp32
+(fp64 for fp64), whatever the inputs.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.protocol import accumulator_dtype
+from onchip.parallel.comm import Comm, Work
+from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients
+
+Pair = tuple[Tensor, Tensor]
+
+
+def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+    """(out, lse) of local queries over the keys of all ranks, unrounded."""
+    total = Total(q, v.shape[-1])
+    for round, (k_here, v_here) in zip(
+        schedule.rounds, _segments(comm, schedule, k, v), strict=True
+    ):
+        if round is not None:
+            total.add(round.rows, *attend(call, round, q, k_here, v_here))
+    return total.result()
+
+
+def backward(
+    comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor, saved: tuple
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the local queries and keys, unrounded. saved is (out, lse, dout, dlse or None)
+    of the local queries over all keys.
+    """
+    wide = accumulator_dtype(q.dtype)
+    dq = q.new_zeros(q.shape, dtype=wide)
+    sums = Sums(comm, schedule, (k, v), wide)
+    for i, (k_here, v_here) in enumerate(_segments(comm, schedule, k, v)):
+        round = schedule.rounds[i]
+        share = None if round is None else gradients(call, round, q, k_here, v_here, saved)
+        dk, dv = sums.of_round(i)
+        if share is not None:
+            dq[:, round.rows] += share.dq
+            dk[:, round.keys] += share.dk
+            dv[:, round.keys] += share.dv
+        sums.pass_on(i)
+    return dq, *sums.come_home()
+
+
+def _segments(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[Pair]:
+    """Keys and values of rank, rank - 1, ..., rank - hops. The next ones are under way while a pair
+    is in use, which is valid until then.
+    """
+    lengths = _lengths_of_rounds(comm, schedule)
+    here, there = (Parcel(k, v, max(lengths) if schedule.hops else 0, k.dtype) for _ in range(2))
+    if schedule.hops:
+        here.fill(k, v)
+    held = k, v
+    for i, length in enumerate(lengths):
+        work = None
+        if i < schedule.hops:
+            work = comm.shift(here.flat(length), there.flat(lengths[i + 1]))
+        yield held
+        if work is not None:
+            work.wait()
+            here, there = there, here
+            held = here.pair(lengths[i + 1])
+
+
+class Sums:
+    """The gradients of the keys that are here, of which other ranks have computed shares."""
+
+    def __init__(self, comm: Comm, schedule: Schedule, like: Pair, dtype: torch.dtype):
+        self._comm, self._hops = comm, schedule.hops
+        self._lengths = _lengths_of_rounds(comm, schedule)
+        self._here = Parcel(*like, max(self._lengths), dtype)
+        self._there = Parcel(*like, max(self._lengths) if self._hops else 0, dtype)
+        self._work: Work | None = None
+
+    def of_round(self, i: int) -> Pair:
+        """The sums so far for the keys of round i, to be added to."""
+        if i:
+            self._arrive()
+        pair = self._here.pair(self._lengths[i])
+        if not i:
+            for t in pair:
+                t.zero_()
+        return pair
+
+    def pass_on(self, i: int) -> None:
+        """To the rank that meets these keys next, or from the last one home."""
+        send, home = self._here.flat(self._lengths[i]), self._comm.size - self._hops
+        if i < self._hops:
+            self._work = self._comm.shift(send, self._there.flat(self._lengths[i + 1]))
+        elif self._hops:
+            self._work = self._comm.shift(send, self._there.flat(self._lengths[0]), hops=home)
+
+    def come_home(self) -> Pair:
+        """dk and dv of this rank's own keys."""
+        if self._hops:
+            self._arrive()
+        return self._here.pair(self._lengths[0])
+
+    def _arrive(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._here, self._there = self._there, self._here
+
+
+class Parcel:
+    """Room for keys and values, or their gradients, of any rank in one piece of memory: one message
+    carries both.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, longest: int, dtype: torch.dtype):
+        self._shapes = [(t.shape[0], t.shape[2], t.shape[3]) for t in (k, v)]
+        self._room = k.new_empty(longest * sum(self._per_token()), dtype=dtype)
+
+    def flat(self, length: int) -> Tensor:
+        """All that is sent of `length` tokens."""
+        return self._room[: length * sum(self._per_token())]
+
+    def pair(self, length: int) -> Pair:
+        """(batch, length, heads, dim) of keys, and of values."""
+        parts = self.flat(length).split([length * n for n in self._per_token()])
+        k, v = (
+            part.view(batch, length, heads, dim)
+            for part, (batch, heads, dim) in zip(parts, self._shapes, strict=True)
+        )
+        return k, v
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        for room, t in zip(self.pair(k.shape[1]), (k, v), strict=True):
+            room.copy_(t)
+
+    def _per_token(self) -> list[int]:
+        return [batch * heads * dim for batch, heads, dim in self._shapes]
+
+
+def _lengths_of_rounds(comm: Comm, schedule: Schedule) -> list[int]:
+    return [schedule.lengths[(comm.rank - i) % comm.size] for i in range(schedule.hops + 1)]

@@ -1,0 +1,353 @@
+"""The time of a ring attention step on machines that are not here, from kernel times that were
+measured and link speeds that are stated.
+
+A step is a graph of events, computed for all devices at once: an event happens a duration after the
+last of those it waits for. The order is that of ring.py: send and receive are posted, the kernel
+runs over what is held, the result is merged, the transfer is awaited. In the backward pass the
+gradients of K and V follow one hop behind, over the same link and before the next K and V.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.parallel.machines import H200, Fabric, Link, Machine
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+FP32 = 4
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # of a visible pair, per head and head_dim
+
+
+class Shape(NamedTuple):
+    """What a token weighs in one attention layer. The default is Llama 3 8B in 16 bits."""
+
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def q_elements(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_elements(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim
+
+
+class Step(NamedTuple):
+    """One attention layer, forward or backward, over `tokens` cut over `num_devices`."""
+
+    tokens: float
+    num_devices: int = 8
+    layout: str = "zigzag"
+    causal: bool = True
+    backward: bool = False
+    shape: Shape = Shape()
+
+    @property
+    def chunk(self) -> float:
+        """Tokens that a device holds."""
+        return self.tokens / self.num_devices
+
+    @property
+    def flops(self) -> float:
+        pairs = self.tokens * (self.tokens + 1) / 2 if self.causal else self.tokens**2
+        return pairs * self.pair_flops
+
+    @property
+    def pair_flops(self) -> int:
+        return (BACKWARD_FLOPS if self.backward else FORWARD_FLOPS) * self.shape.q_elements
+
+    @property
+    def kv_bytes(self) -> float:
+        """Of the message of a round: K and V of a chunk."""
+        return self.chunk * self.shape.kv_elements * self.shape.itemsize
+
+    @property
+    def dkv_bytes(self) -> float:
+        """Of the one that follows it in the backward pass, in fp32."""
+        return self.chunk * self.shape.kv_elements * FP32 if self.backward else 0.0
+
+    def check(self) -> None:
+        """ValueError for what cannot be laid out."""
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout={self.layout!r} must be one of: {', '.join(LAYOUTS)}")
+        if self.num_devices < 1 or self.tokens < self.num_devices:
+            sizes = f"tokens={self.tokens:g}, num_devices={self.num_devices}"
+            raise ValueError(f"every device needs at least one token, got {sizes}")
+
+
+class Round(NamedTuple):
+    """A kernel call: so many queries over so many keys, of which `pairs` are visible. The result of
+    the first is kept, that of others merged into it.
+    """
+
+    queries: float
+    keys: float
+    pairs: float
+    causal: bool
+    first: bool = False
+
+
+class Rounds(NamedTuple):
+    """What a device does with its own keys, with those of a lower rank, with those of a higher."""
+
+    own: Round
+    lower: Round
+    upper: Round
+
+
+def rounds(step: Step) -> Rounds:
+    """The three kinds of rounds of a layout; their pairs are exact, and sum to the mask's."""
+    c = step.chunk
+    full, idle = Round(c, c, c * c, False), Round(0, 0, 0, False)
+    if not step.causal:
+        return Rounds(full._replace(first=True), full, full)
+    own = Round(c, c, c * (c + 1) / 2, True, first=True)
+    if step.layout == "contiguous":
+        return Rounds(own, full, idle)
+    if step.layout == "striped":
+        return Rounds(own, own._replace(first=False), Round(c, c, c * (c - 1) / 2, True))
+    return Rounds(own, Round(c, c / 2, c * c / 2, False), Round(c / 2, c, c * c / 2, False))
+
+
+def balance(step: Step) -> float:
+    """Pairs of the busiest device over the mean."""
+    own, lower, upper = (r.pairs for r in rounds(step))
+    last = step.num_devices - 1
+    return (own + last * max(lower, upper)) / (own + last * (lower + upper) / 2)
+
+
+def rate(step: Step, kind: Round, machine: Machine = H200) -> float:
+    """flop/s of the kernel in such a round."""
+    kernel = machine.kernel(step.backward, kind.causal, step.shape.head_dim)
+    length = min(kind.keys, kind.queries)  # those of self-attention were measured
+    return kernel.rate(length) * machine.filled(kind.queries, step.shape.num_heads)
+
+
+def seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
+    """Of the kernel in such a round; nothing is launched where nothing is visible."""
+    if not kind.pairs:
+        return 0.0
+    return max(kind.pairs * step.pair_flops / rate(step, kind, machine), machine.call_s)
+
+
+def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
+    """Of folding a round's result, in fp32, into what is there. Forward: out is scaled in place,
+    then added to (five reads and writes). Backward: dq, and dk and dv that have come, are added to
+    (three).
+    """
+    if step.num_devices == 1 or not kind.pairs:
+        return 0.0
+    shape = step.shape
+    if step.backward:
+        moved = 3 * (shape.q_elements * kind.queries + shape.kv_elements * kind.keys)
+    else:
+        moved = 0 if kind.first else 5 * shape.q_elements * kind.queries
+    return FP32 * moved / machine.memory_bytes_s
+
+
+def hide_factor(step: Step) -> float:
+    """k in the hide condition c >= k (H_kv / H_q) F / B: bytes over flops of the lightest round, in
+    units of a full forward round in 16 bits.
+
+    itemsize / 2 forward; causal doubles it, for half of the pairs are visible; backward it is
+    (itemsize + 4) / 5, for dK and dV travel in fp32 and a pair takes 10 instead of 4 flops.
+    """
+    message = step.shape.itemsize + (FP32 if step.backward else 0)
+    flops = BACKWARD_FLOPS if step.backward else FORWARD_FLOPS
+    return message / 2 * FORWARD_FLOPS / flops * (2 if step.causal else 1)
+
+
+def hides(step: Step, link: Link, machine: Machine = H200) -> bool:
+    """The hide condition: no message takes longer than a round's kernel, latency aside."""
+    message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
+    flops = (kind.pairs * step.pair_flops / rate(step, kind, machine) for kind in _busy(step))
+    return step.num_devices == 1 or message <= min(flops)
+
+
+def unhidden(step: Step, link: Link) -> float:
+    """Seconds that may show where the condition holds: the latency of every message, and the hop
+    that brings dK and dV home, beside which nothing is left to compute.
+    """
+    if step.num_devices == 1:
+        return 0.0
+    messages = (2 if step.backward else 1) * step.num_devices
+    return messages * link.latency_s + step.dkv_bytes / link.bytes_s
+
+
+def hide_length(step: Step, link: Link, machine: Machine = H200) -> float:
+    """The chunk from which on messages hide: hide_factor (H_kv / H_q) F / B, with F the rate of
+    long calls. Shorter calls are slower, so that less may do.
+    """
+    heads = step.shape.num_kv_heads / step.shape.num_heads
+    best = machine.best(step.backward, step.shape.head_dim)
+    return hide_factor(step) * heads * best / link.bytes_s
+
+
+def _busy(step: Step) -> list[Round]:
+    return [kind for kind in rounds(step) if kind.pairs]
+
+
+Key = tuple[str, int]  # kind of event, round
+
+
+class Span(NamedTuple):
+    """Something that lasted, on one device."""
+
+    device: int
+    what: str
+    round: int
+    start: float
+    end: float
+
+
+@dataclass
+class Events:
+    """Times of events on all devices: at[kind, round] is a tensor over ranks."""
+
+    num_devices: int
+    at: dict[Key, Tensor] = field(default_factory=dict)
+    causes: dict[Key, list[tuple[Key, int]]] = field(default_factory=dict)
+    lasted: dict[Key, Tensor] = field(default_factory=dict)
+
+    def add(self, key: Key, lasts: Tensor | None, *causes: tuple[Key, int]) -> None:
+        """An event that comes `lasts` after the last of its causes: (key, shift) is that event on
+        the rank `shift` further on. Causes that never happened are left out.
+        """
+        known = [(cause, shift) for cause, shift in causes if cause in self.at]
+        happened = [self.at[c].roll(-shift) if shift else self.at[c] for c, shift in known]
+        if happened:
+            times = reduce(torch.maximum, happened)
+        else:
+            times = torch.zeros(self.num_devices, dtype=torch.float64)
+        self.causes[key] = known
+        if lasts is not None:
+            times = times + lasts
+            self.lasted[key] = lasts
+        self.at[key] = times
+
+    def path(self, key: Key, rank: int) -> Iterator[Span]:
+        """Backwards from an event, what it had to wait for: the critical path."""
+        while True:
+            time, lasts = float(self.at[key][rank]), self._lasts(key, rank)
+            if lasts:
+                yield Span(rank, key[0], key[1], time - lasts, time)
+            if not self.causes[key]:
+                return
+            shifted = [(cause, (rank + s) % self.num_devices) for cause, s in self.causes[key]]
+            key, rank = max(shifted, key=lambda event: float(self.at[event[0]][event[1]]))
+
+    def _lasts(self, key: Key, rank: int) -> float:
+        return float(self.lasted[key][rank]) if key in self.lasted else 0.0
+
+    def spans(self, device: int) -> Iterator[Span]:
+        """Everything that lasted on a device; a message belongs to its sender."""
+        for key in self.lasted:
+            end, lasts = float(self.at[key][device]), self._lasts(key, device)
+            if lasts:
+                yield Span(device, key[0], key[1], end - lasts, end)
+
+
+Cost = Callable[[Step, Round, Machine], float]
+COSTS: tuple[Cost, ...] = (seconds, merge_seconds)
+COMPUTE, MERGE, SEND_KV, SEND_DKV = "kernel", "merge", "K, V", "dK, dV"
+END: Key = ("end", 0)
+ROUNDING = 1e-9  # of sums of many rounds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of a step whose tensors all fit."""
+
+    step: Step
+    fabric: Fabric
+    machine: Machine = H200
+
+    @property
+    def seconds(self) -> float:
+        return float(self.events.at[END].max())
+
+    @property
+    def busy(self) -> float:
+        """Seconds for which the device with the most work computes."""
+        own, lower, upper = (sum(times) for times in zip(*self._costs.values(), strict=True))
+        return own + (self.step.num_devices - 1) * max(lower, upper)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that communication adds to those of the busiest device."""
+        added = self.seconds - self.busy
+        return added if added > ROUNDING * self.seconds else 0.0
+
+    @cached_property
+    def events(self) -> Events:
+        """Of one pass round the ring."""
+        self.step.check()
+        events = Events(self.step.num_devices)
+        for i in range(self.step.num_devices):
+            self._begin(events, i)
+            events.add((COMPUTE, i), self._over_ranks(i, seconds), (("begun", i), 0))
+            self._finish(events, i)
+        last = self.step.num_devices - 1
+        if self.step.backward and last:
+            self._send(events, (SEND_DKV, last), (MERGE, last), (SEND_KV, last))  # home
+        events.add(END, None, ((MERGE, last), 0), *self._awaited((SEND_DKV, last)))
+        return events
+
+    def _begin(self, events: Events, i: int) -> None:
+        """A round begins when the last one is merged and its transfer is complete, both ways; the
+        next K and V set out when the gradients of the last round have.
+        """
+        events.add(("begun", i), None, ((MERGE, i - 1), 0), *self._awaited((SEND_KV, i - 1)))
+        if self.step.backward and i:
+            self._send(events, (SEND_DKV, i - 1), (MERGE, i - 1), (SEND_KV, i - 1))
+        if i < self.step.num_devices - 1:
+            self._send(events, (SEND_KV, i), ("begun", i), (SEND_DKV, i - 1))
+
+    def _finish(self, events: Events, i: int) -> None:
+        """The result is merged, in the backward pass into gradients that have come."""
+        come = self._awaited((SEND_DKV, i - 1))
+        events.add((MERGE, i), self._over_ranks(i, merge_seconds), ((COMPUTE, i), 0), *come)
+
+    def _send(self, events: Events, message: Key, posted: Key, before: Key) -> None:
+        """Over the hop from each rank to the next: when both have posted, and after the message
+        that set out before.
+        """
+        causes = (posted, 0), (posted, 1), (before, 0)
+        events.add(message, self._message[message[0]], *causes)
+
+    @cached_property
+    def _message(self) -> dict[str, Tensor]:
+        over = lambda size: self.fabric.seconds(self.step.num_devices, size)
+        return {SEND_KV: over(self.step.kv_bytes), SEND_DKV: over(self.step.dkv_bytes)}
+
+    @staticmethod
+    def _awaited(key: Key) -> list[tuple[Key, int]]:
+        """What was sent has left, and what was to come has come from the rank before."""
+        return [(key, 0), (key, -1)]
+
+    def _over_ranks(self, i: int, cost: Cost) -> Tensor:
+        """The cost of round i on every rank: rank r holds the keys of rank r - i."""
+        own, lower, upper = self._costs[cost]
+        times = torch.full((self.step.num_devices,), lower if i else own, dtype=torch.float64)
+        if upper != lower:
+            times[:i] = upper
+        return times
+
+    @cached_property
+    def _costs(self) -> dict[Cost, list[float]]:
+        kinds = rounds(self.step)
+        return {cost: [cost(self.step, k, self.machine) for k in kinds] for cost in COSTS}
+
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of each kind of event on the longest chain, which ends the step."""
+        total: dict[str, float] = {}
+        for span in self.events.path(END, int(self.events.at[END].argmax())):
+            total[span.what] = total.get(span.what, 0.0) + span.end - span.start
+        return total

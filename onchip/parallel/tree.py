@@ -1,0 +1,306 @@
+"""Decoding over a cache that is spread over ranks: each attends its own keys, and the states of all
+become one. Keys do not travel.
+
+A state is head_dim_v + 1 fp32 numbers per row, a row being one query of one head: n bytes in all.
+Small ones are gathered: one message to every rank, (P - 1) n bytes come in. Larger ones are reduced
+as sums are, but with the merge of states: every rank merges its share of the rows and gathers the
+others', two messages to every rank, 2 (P - 1) / P n bytes. Both ways take the ranks in their order,
+so the bits are the same, on every rank.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.protocol import accumulator_dtype
+from onchip.ops import UNBOUNDED, attention, paged_attention
+from onchip.parallel.comm import Comm, as_comm
+from onchip.problem import UnsupportedError, Window, check_layout, check_window
+from onchip.state import add_sink, finalize, merge_at_rest, resume
+
+Pair = tuple[Tensor, Tensor]  # (out, lse)
+Span = tuple[int, int]
+Place = tuple[int, int]  # the position of a rank's first key, and how many positions there are
+
+# A message takes some 15 us whatever it carries, and 512 kB pass a link of 50 GB/s in 10: to save
+# less is not worth a second one.
+WORTH_A_MESSAGE_BYTES = 512 << 10
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: object = None,
+    *,
+    place: Place | None = None,
+    causal: bool = True,
+    window_size: Window = UNBOUNDED,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    **options: object,
+) -> Tensor | Pair:
+    """attention() of new queries over keys of which every rank has some.
+
+    q: (batch, seqlen_q, heads, head_dim), the same on all ranks: the last seqlen_q positions. k, v:
+    (batch, keys, kv_heads, dim), this rank's, maybe none. place: (start, seqlen_k), if they are the
+    positions from start on, of seqlen_k; where every query sees every key (one query, or
+    causal=False; no window, no ALiBi) they may be any, and it may be left out. All ranks get the
+    same out (and lse). options: softmax_scale, softcap, deterministic, kernel. No gradient.
+    """
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        check_layout(name, t, 4, "(batch, seqlen, heads, head_dim)")
+    _check(options, (q, k, v, sinks))
+    rule = Rule.of(q, causal, window_size, alibi_slopes)
+    comm = _meet(group, q, v, rule, options)
+    views = rule.views(None if place is None else [place], [k.shape[1]])
+    part = _Part.empty(q, v.shape[-1])
+    for view in views:
+        rows, keys = slice(*view.rows), slice(view.keys[0])
+        found = attention(
+            q[:, rows],
+            k[:, keys],
+            v[:, keys],
+            alibi_slopes=alibi_slopes,
+            return_lse=True,
+            out_dtype=part.out.dtype,
+            **view.options,
+            **options,
+        )
+        part.put(found, slice(None), view, alibi_slopes)
+    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+
+
+def tree_paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    group: object = None,
+    *,
+    places: Sequence[Place] | None = None,
+    causal: bool = True,
+    window_size: Window = UNBOUNDED,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+    **options: object,
+) -> Tensor | Pair:
+    """paged_attention() over pages of which every rank has some; see tree_attention.
+
+    q: (batch, seqlen_q, heads, head_dim). page_table and cache_seqlens are those of this rank: of
+    sequence b it has cache_seqlens[b] keys, from places[b][0] on of places[b][1] positions. Where
+    places are given, the host reads cache_seqlens.
+    """
+    check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
+    _check(options, (q, k_pages, v_pages, sinks))
+    rule = Rule.of(q, causal, window_size, alibi_slopes)
+    comm = _meet(group, q, v_pages, rule, options)
+    views = rule.views(places, cache_seqlens.tolist() if places is not None else [0])
+    part = _Part.empty(q, v_pages.shape[-1])
+    for view in views:
+        at, seqlens = slice(None), cache_seqlens
+        if places is not None:
+            at = torch.tensor(view.batch, device=q.device)
+            seqlens = cache_seqlens.new_tensor(view.keys)
+        slopes = _of_batch(alibi_slopes, at)
+        found = paged_attention(
+            q[at, slice(*view.rows)],
+            k_pages,
+            v_pages,
+            page_table[at],
+            seqlens,
+            alibi_slopes=slopes,
+            return_lse=True,
+            out_dtype=part.out.dtype,
+            **view.options,
+            **options,
+        )
+        part.put(found, at, view, slopes)
+    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+
+
+class View(NamedTuple):
+    """What rows of some sequences see of a rank's keys: the first keys[i] of sequence batch[i],
+    through a window aligned bottom-right. They stand ahead[i] positions after where that puts them.
+    """
+
+    rows: Span
+    window_size: Window
+    batch: list[int]
+    keys: list[int]
+    ahead: list[int]
+
+    @property
+    def options(self) -> dict[str, object]:
+        left, right = self.window_size
+        if right == 0:
+            return {"causal": True, "window_size": (left, None)}
+        return {"causal": False, "window_size": (left, right)}
+
+
+class Rule(NamedTuple):
+    """Which positions a query sees, and whether rows must go one by one: a call counts the distance
+    of ALiBi from where it puts a query, which is off by a constant for a single row, but not for
+    several.
+    """
+
+    seqlen_q: int
+    window_size: Window  # causal is right = 0
+    one_by_one: bool
+
+    @classmethod
+    def of(cls, q: Tensor, causal: bool, window_size: Window, slopes: Tensor | None) -> "Rule":
+        check_window(window_size)
+        left, right = window_size
+        right = 0 if causal else right
+        if slopes is not None and right != 0 and q.shape[1] > 1:
+            raise UnsupportedError(
+                "alibi_slopes over a cache of several ranks need causal=True or a single query"
+            )
+        return cls(q.shape[1], (left, right), slopes is not None)
+
+    def views(self, places: Sequence[Place] | None, counts: list[int]) -> list[View]:
+        """For every sequence its place, and how many keys the rank has of it."""
+        rows = (0, self.seqlen_q)
+        if places is None:
+            self._check_blind()
+            return [View(rows, (None, None), [0], counts, [0])]
+        found: dict[tuple[Span, Window], View] = {}
+        chunks = pairwise(range(self.seqlen_q + 1)) if self.one_by_one else [rows]
+        for rows in chunks:
+            for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
+                self._look(found, b, rows, seqlen_k - self.seqlen_q - start, count)
+        return list(found.values())
+
+    def _look(self, found: dict, b: int, rows: Span, first: int, count: int) -> None:
+        """Adds to `found` what rows see of `count` keys, the first row standing at `first` counted
+        from the first key.
+        """
+        (lo, hi), (left, right) = rows, self.window_size
+        last = first + hi - 1
+        keys = count if right is None else min(count, last + right + 1)
+        if lo >= hi or keys <= 0:
+            return
+        ahead = last - (keys - 1)
+        if left is not None and left < ahead:  # the last rows see nothing here
+            return self._look(found, b, (lo, hi - (ahead - left)), first, count)
+        left = None if left is None or left - ahead >= keys - 1 else left - ahead
+        right = None if right is None or right + ahead >= hi - lo - 1 else right + ahead
+        key = (lo, hi), (left, right)
+        view = found.setdefault(key, View(*key, [], [], []))
+        for numbers, number in zip(view[2:], (b, keys, ahead), strict=True):
+            numbers.append(number)
+
+    def _check_blind(self) -> None:
+        left, right = self.window_size
+        if left is not None or self.one_by_one or (right is not None and self.seqlen_q > 1):
+            raise ValueError(
+                "a window, ALiBi and causal queries need to know where a rank's keys stand: give"
+                " their place, (start, seqlen_k)"
+            )
+
+
+class _Part(NamedTuple):
+    """The state of this rank: out (batch, seqlen_q, heads, head_dim_v), lse (batch, heads,
+    seqlen_q), wide.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, head_dim_v: int) -> "_Part":
+        batch, seqlen_q, heads, _ = q.shape
+        wide = accumulator_dtype(q.dtype)
+        out = q.new_zeros(batch, seqlen_q, heads, head_dim_v, dtype=wide)
+        return cls(out, q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=wide))
+
+    def put(self, found: Pair, at: slice | Tensor, view: View, slopes: Tensor | None) -> None:
+        rows, (out, lse) = slice(*view.rows), found
+        if slopes is not None:
+            ahead = torch.tensor(view.ahead, device=lse.device)[:, None, None]
+            lse = lse - slopes.to(lse.dtype)[..., None] * ahead
+        self.out[at, rows], self.lse[at, :, rows] = out, lse
+
+
+def combine(out: Tensor, lse: Tensor, comm: Comm) -> Pair:
+    """The states of all ranks, out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads,
+    seqlen_q), as one.
+    """
+    states = torch.cat([out, lse.transpose(1, 2)[..., None]], -1)
+    rows = states.flatten(0, 2)
+    spared = rows.nbytes * (comm.size - 1) * (comm.size - 2) // comm.size
+    merged = _reduced(rows, comm) if spared > WORTH_A_MESSAGE_BYTES else _merged(rows, comm)
+    merged = merged.view_as(states)
+    return merged[..., :-1], merged[..., -1].transpose(1, 2)
+
+
+def _merged(rows: Tensor, comm: Comm) -> Tensor:
+    parts = [torch.empty_like(rows) for _ in range(comm.size)]
+    comm.gather(rows, parts).wait()
+    return _merge(parts)
+
+
+def _reduced(rows: Tensor, comm: Comm) -> Tensor:
+    shares = rows.tensor_split(comm.size)
+    mine = [torch.empty_like(shares[comm.rank]) for _ in shares]
+    comm.swap(shares, mine).wait()
+    merged = torch.empty_like(rows)
+    comm.gather(_merge(mine), merged.tensor_split(comm.size)).wait()
+    return merged
+
+
+def _merge(parts: Sequence[Tensor]) -> Tensor:
+    """States (rows, head_dim_v + 1) over disjoint keys as one."""
+    out, lse = merge_at_rest([p[:, :-1] for p in parts], [p[:, -1] for p in parts])
+    return torch.cat([out, lse[:, None]], -1)
+
+
+def _answer(
+    q: Tensor,
+    part: _Part,
+    comm: Comm,
+    sinks: Tensor | None,
+    return_lse: bool,
+    out_dtype: torch.dtype | None,
+) -> Tensor | Pair:
+    out, lse = combine(*part, comm)
+    if sinks is not None:
+        state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
+        out, lse = finalize(state)
+        out = out.transpose(1, 2)
+    out = out.to(out_dtype or q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def _of_batch(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[at]
+
+
+def _meet(group: object, q: Tensor, v: Tensor, rule: Rule, options: dict[str, object]) -> Comm:
+    """The communicator, after all ranks have said what they are asked."""
+    comm = as_comm(group)
+    shape = {"q": tuple(q.shape), "dtype": q.dtype, "head_dim_v": v.shape[-1]}
+    comm.agree({"call": "tree_attention", **shape, **rule._asdict(), **options})
+    return comm
+
+
+OPTIONS = {"softmax_scale", "softcap", "deterministic", "kernel"}
+
+
+def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None:
+    for name in sorted(set(options) - OPTIONS):
+        raise UnsupportedError(f"decoding over several ranks does not take {name}")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "decoding over several ranks has no gradient: call it under torch.no_grad(), or train"
+            " with context_parallel_attention"
+        )

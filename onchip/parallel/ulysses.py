@@ -1,0 +1,143 @@
+"""Ulysses: each rank attends some heads over all tokens, so that any kernel and any mask serves as
+on one device; two all-to-alls turn tokens into heads and heads into tokens (Jacobs et al. 2023,
+arXiv:2309.14509). Hybrid: groups of ranks do so, and between groups a ring turns, over which each
+rank sends the keys of its heads (Fang and Zhao 2024, arXiv:2405.07719).
+
+Every rank of a group sends one message to each other, forward q, k and v, then out and lse;
+backward dout and dlse, then dq, dk and dv. Heads are dealt as evenly as they can be, in whole
+groups of GQA where these are as even. A key head whose group is cut goes to every rank that has
+part of it, and its gradients come back unrounded and are summed.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onchip.kernels.protocol import Grads, accumulator_dtype
+from onchip.parallel import ring
+from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
+from onchip.parallel.job import Job, Pair
+from onchip.parallel.nest import Groups, Nest
+from onchip.parallel.rounds import Call, Rule, schedule
+from onchip.parallel.sharding import Layout
+from onchip.problem import Tensors
+
+
+class Plan(NamedTuple):
+    """Who of a group gets which heads, and what he does with them: job is that of all heads."""
+
+    exchange: Exchange
+    job: Job
+    heads: tuple[Span, ...]
+    kv_heads: tuple[Span, ...]
+    group_size: int
+
+    @classmethod
+    def of(
+        cls, nest: Nest, layout: Layout, rule: Rule, call: Call, x: Tensors, out_dtype: torch.dtype
+    ) -> "Plan":
+        """x has q, k and v of this rank's positions in the layout, of as many ranks as the nest."""
+        outer, inner, device = nest.outer, nest.inner, x.q.device
+        held = Groups(layout, inner.size)
+        rounds = schedule(held, rule, outer.rank, device)
+        exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
+        job = Job(outer, ring, rounds, call, out_dtype)
+        num_heads, num_kv_heads = x.q.shape[2], x.k.shape[2]
+        heads, group_size = deal(num_heads, num_kv_heads, inner.size), num_heads // num_kv_heads
+        keys = tuple(kv_heads(span, group_size) for span in heads)
+        return cls(exchange, job, tuple(heads), keys, group_size)
+
+    @property
+    def mine(self) -> Span:
+        return self.heads[self.exchange.comm.rank]
+
+    @property
+    def of_keys_and_queries(self) -> tuple[tuple[Span, ...], ...]:
+        """Who gets which heads of (k, v, q)."""
+        return self.kv_heads, self.kv_heads, self.heads
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether some key head goes to several ranks."""
+        return any(a[1] > b[0] for a, b in zip(self.kv_heads, self.kv_heads[1:], strict=False))
+
+    def parts(self) -> Iterator[tuple[Job, slice, slice, slice]]:
+        """The calls that serve my heads: their job; their heads among mine, their key heads among
+        mine, and their heads among all.
+        """
+        first = self.mine[0]
+        for heads, keys in groups(self.mine, self.group_size):
+            lo, hi = first + heads.start, first + heads.stop
+            yield self.job.of_heads(lo, hi), heads, keys, slice(lo, hi)
+
+
+class Ulysses(torch.autograd.Function):
+    """(out, lse) of a rank's tokens."""
+
+    @staticmethod
+    def forward(ctx, plan: Plan, q, k, v, sinks):
+        k, v, q = plan.exchange.to_heads((k, v, q), plan.of_keys_and_queries)
+        out, lse = _attend(plan, q, k, v, sinks)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        lse, out = plan.exchange.to_tokens((_columns(lse), out), (plan.heads, plan.heads))
+        return out, _rows(lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan, (q, k, v, sinks, out, lse) = ctx.plan, ctx.saved_tensors
+        both = plan.heads, plan.heads
+        dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
+        saved = out, lse, dout, _rows(dlse)
+        grads = _differentiate(plan, (q, k, v, sinks), saved)
+        found = plan.exchange.to_tokens((grads.dk, grads.dv, grads.dq), plan.of_keys_and_queries)
+        dk, dv, dq = (t.to(q.dtype) for t in found)
+        dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
+        return None, dq, dk, dv, dsinks
+
+
+def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Pair:
+    """(out, lse) of my heads, maybe none, over the tokens of the group."""
+    batch, seqlen, heads, _ = q.shape
+    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.job.out_dtype)
+    lse = q.new_empty(batch, heads, seqlen, dtype=accumulator_dtype(q.dtype))
+    for job, own, keys, all_ in plan.parts():
+        own_sinks = None if sinks is None else sinks[all_]
+        found = job.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
+        out[:, :, own], lse[:, own] = found
+    return out, lse
+
+
+def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
+    """Of my heads over the tokens of the group; dsinks (heads) is zero for the heads of others."""
+    (q, k, v, sinks), (out, lse, dout, dlse) = tensors, saved
+    wide = accumulator_dtype(q.dtype)
+    of_keys = wide if plan.cuts_groups else k.dtype
+    dq, dk, dv = (
+        torch.empty_like(q),
+        torch.empty_like(k, dtype=of_keys),
+        torch.empty_like(v, dtype=of_keys),
+    )
+    dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=wide)
+    for job, own, keys, all_ in plan.parts():
+        own_sinks = None if sinks is None else sinks[all_]
+        inputs = q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks
+        of_rows = out[:, :, own], lse[:, own], dout[:, :, own], dlse[:, own]
+        grads = job.differentiate(*inputs, of_rows)
+        dq[:, :, own], dk[:, :, keys], dv[:, :, keys] = grads[:3]
+        if dsinks is not None:
+            dsinks[all_] = grads.dsinks
+    return Grads(dq, dk, dv, dsinks=dsinks)
+
+
+def _columns(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen) as (batch, seqlen, heads, 1), which travels like out."""
+    return lse.transpose(1, 2)[..., None]
+
+
+def _rows(columns: Tensor) -> Tensor:
+    return columns[..., 0].transpose(1, 2).contiguous()

@@ -1,0 +1,184 @@
+"""Who is lost: every rank shows a pulse in the store of its group, and who waits in vain reads it.
+
+A pulse is a beat, which stops with the process, and the number of operations that the rank has
+begun, which stops when it stalls. Nothing is judged by it until an operation has failed; then the
+first rank to judge writes its verdict into the store, and the others raise the same.
+"""
+
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from onchip.parallel.facts import compare, name_ranks
+from onchip.parallel.messages import ParallelError
+
+BEAT_S = 1.0
+LISTEN_BEATS = 4.0  # silence that long is the end of a process
+KEPT_BEATS = 5.0  # of a timeout, for the judgement
+NOTHING = {"beat": -1, "ops": 0, "doing": "nothing"}
+
+
+class Watch:
+    """The pulse of one of `ranks` in their store, and the judgement about all of them. Ranks are
+    those of the job, whatever group they form here.
+    """
+
+    def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout_s: float):
+        self.beat_s = min(BEAT_S, timeout_s / 20)
+        # clients of their own: one that waits for a key serves nobody else
+        self._store, pulses = _client(store), _client(store)
+        self.ranks, self._rank = tuple(ranks), rank
+        self._verdict: ParallelError | None = None
+        self._pulse = {"beat": 0, "ops": 0, "doing": "nothing"}
+        stop = threading.Event()
+        beat = (pulses, f"pulse/{rank}", self._pulse, self.beat_s, stop)
+        _show(*beat[:3])
+        threading.Thread(target=_beat, args=beat, daemon=True, name="onchip-pulse").start()
+        weakref.finalize(self, stop.set)
+
+    def begin(self, kind: str) -> None:
+        """This rank begins an operation. What failed once stays so: connections are gone."""
+        if self._verdict is not None:
+            raise ParallelError(str(self._verdict), self._verdict.rank)
+        self._pulse["ops"] += 1
+        self._pulse["doing"] = kind
+
+    def judge(self, suspect: int | None, cause: str) -> ParallelError:
+        """The error to raise after an operation with `suspect` failed."""
+        return self._reach(lambda: self._lost(self.ranks) or self._slowest(suspect), suspect, cause)
+
+    def decide(self, number: int, text: str, fold: Callable[[list[str]], str], s: float) -> str:
+        """fold(texts of all ranks), computed by the last to come. Meetings are numbered."""
+        here, store = f"meeting/{number}", self._store
+        cause = f"waited {s:.3g} s for what others compute"
+        try:
+            store.set(f"{here}/{self._rank}", text)
+            store.set(f"latest/{self._rank}", text)
+            if store.add(f"{here}/arrived", 1) == len(self.ranks):
+                store.set(f"{here}/result", fold(self._texts(here)))
+            store.wait([f"{here}/result"], timedelta(seconds=s))
+            result = store.get(f"{here}/result").decode()
+            self._clean(number - 2)  # all who came to this meeting have read that one's result
+        except RuntimeError as error:
+            raise self._reach(lambda: self._absent(here), None, cause) from error
+        return result
+
+    def _texts(self, here: str) -> list[str]:
+        return [t.decode() for t in self._store.multi_get([f"{here}/{r}" for r in self.ranks])]
+
+    def _clean(self, number: int) -> None:
+        if number > 0:
+            self._store.delete_key(f"meeting/{number}/{self._rank}")
+        if number > 0 and self._rank == self.ranks[0]:
+            self._store.delete_key(f"meeting/{number}/arrived")
+            self._store.delete_key(f"meeting/{number}/result")
+
+    def _reach(
+        self, judge: Callable[[], ParallelError], suspect: int | None, cause: str
+    ) -> ParallelError:
+        """The verdict: that of the first who judged, or else judge()."""
+        try:
+            verdict = self._read_verdict() or judge()
+            said = self._store.compare_set("verdict", "", _to_text(verdict))
+            first = _from_text(said)
+            self._verdict = ParallelError(f"{first} (rank {self._rank}: {cause})", first.rank)
+        except RuntimeError as error:
+            self._verdict = _without_store(suspect, cause, error)
+        return self._verdict
+
+    def _read_verdict(self) -> ParallelError | None:
+        there = self._store.check(["verdict"])
+        return _from_text(self._store.get("verdict")) if there else None
+
+    def _absent(self, here: str) -> ParallelError:
+        """Of a meeting: who is lost, or who did not come, and what he said the last time."""
+        absent = [r for r in self.ranks if not self._store.check([f"{here}/{r}"])]
+        if (lost := self._lost(absent)) is not None or not absent:
+            return lost or ParallelError("the last rank to come did not tell the result")
+        sentence = f"{name_ranks(absent)} did not come to agree on what is computed"
+        return ParallelError(sentence + self._last_words(), absent[0])
+
+    def _last_words(self) -> str:
+        """How the facts differ that the ranks brought last, if they do."""
+        said = {r: self._get(f"latest/{r}") for r in self.ranks}
+        known = {r: words for r, words in said.items() if words is not None}
+        difference = compare(known) if known else None
+        return f" (by what was said last, {difference})" if difference else ""
+
+    def _lost(self, ranks: Sequence[int]) -> ParallelError | None:
+        """Listens for a while to those who may be gone."""
+        before = self._pulses()
+        threading.Event().wait(LISTEN_BEATS * self.beat_s)
+        after = self._pulses()
+        silent = [r for r in ranks if r != self._rank and before[r] == after[r]]
+        silent.sort(key=lambda r: after[r]["ops"])
+        sentence = f"{name_ranks(silent)} gave no sign of life"
+        return self._read_verdict() or (ParallelError(sentence, silent[0]) if silent else None)
+
+    def _slowest(self, suspect: int | None) -> ParallelError:
+        pulses = self._pulses()
+        ops = {r: pulses[r]["ops"] for r in self.ranks}
+        least, most = min(ops.values()), max(ops.values())
+        late = [r for r in self.ranks if ops[r] == least]
+        if least < most:
+            where = f"operation {least} ({pulses[late[0]]['doing']})"
+            sentence = f"{name_ranks(late)} stalled after {where}, others are at {most}"
+            return ParallelError(sentence, late[0])
+        return self._strayed(pulses) or self._unreachable(suspect)
+
+    def _strayed(self, pulses: dict[int, dict]) -> ParallelError | None:
+        """Ranks that compute different things wait for one another."""
+        acts = {r: json.dumps({"the operation": pulses[r]["doing"]}) for r in self.ranks}
+        strayed = compare(acts)
+        return strayed and ParallelError(f"{strayed}{self._last_words()}", strayed.rank)
+
+    def _unreachable(self, suspect: int | None) -> ParallelError:
+        if suspect is None:
+            return ParallelError("all ranks are at the same operation: is the network slow?")
+        return ParallelError(f"rank {suspect} lives, but its messages do not arrive", suspect)
+
+    def _pulses(self) -> dict[int, dict]:
+        shown = {r: self._get(f"pulse/{r}") for r in self.ranks}
+        return {r: NOTHING if said is None else json.loads(said) for r, said in shown.items()}
+
+    def _get(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+def _client(store: Store) -> Store:
+    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]: the stub is older
+
+
+def _show(store: Store, key: str, pulse: dict) -> None:
+    store.set(key, json.dumps(pulse))
+
+
+def _beat(store: Store, key: str, pulse: dict, beat_s: float, stop: threading.Event) -> None:
+    while not stop.wait(beat_s):
+        pulse["beat"] += 1
+        try:
+            _show(store, key, pulse)
+        except RuntimeError:  # the store ended first: nobody can read a pulse any more
+            return
+
+
+def _to_text(error: ParallelError) -> str:
+    return json.dumps({"message": str(error), "rank": error.rank})
+
+
+def _from_text(text: bytes) -> ParallelError:
+    said = json.loads(text)
+    return ParallelError(said["message"], said["rank"])
+
+
+def _without_store(suspect: int | None, cause: str, error: Exception) -> ParallelError:
+    """Rank 0 holds the store, unless torchrun's agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    who = suspect if agent else 0
+    named = "" if who is None else f"rank {who} is lost: "
+    return ParallelError(f"{named}the store of the group is gone ({cause}; {error})", who)

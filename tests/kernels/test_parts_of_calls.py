@@ -1,0 +1,170 @@
+"""A call that is a part of a larger one: places, heads that begin later, lse over more keys, and
+gradients that are not rounded. Parts add up to the whole, in every kernel.
+"""
+
+import pytest
+import torch
+
+from onchip import library
+from onchip.kernels.configs import TritonConfig
+from onchip.kernels.protocol import accumulator_dtype
+from onchip.masks import dense
+from onchip.ops import attention, merge_states
+from onchip.problem import Options, Tensors, describe
+from tests.interpreted import INTERPRETED, inside, outside, run_inside
+
+BATCH, HEADS, KV_HEADS, SEQLEN, DIM, DIM_V = (1 if INTERPRETED else 2), 4, 2, 75, 16, 24
+VISIBLE = torch.rand(SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)) < 0.6
+SEED = 2**41 + 3
+OPTIONS = {
+    "bare": {},
+    "dropout": {"dropout_p": 0.3},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.02, 0.3, 0.004])},
+    "all": {"dropout_p": 0.2, "alibi_slopes": torch.tensor([0.1, 0.02, 0.3, 0.1]), "softcap": 5.0},
+}
+SERVED = [(kernel, name) for kernel in ("reference", "tiled") for name in OPTIONS]
+SERVED += [("aten_cpu", "bare")]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """An interpreter has no use for the tiles of a GPU."""
+    if INTERPRETED:
+        from onchip.kernels.triton import launch
+
+        config = lambda kernel, use: TritonConfig(32, 64 if use.has_mask else 32, 4, 1)
+        monkeypatch.setattr(launch, "triton_config", config)
+
+
+def cut(size, parts, seed):
+    """Any positions, ascending in each part."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return [at.sort().values for at in order.tensor_split(parts)]
+
+
+def tensors(dtype):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    rows = (BATCH, SEQLEN)
+    q, k, v = draw(*rows, HEADS, DIM), draw(*rows, KV_HEADS, DIM), draw(*rows, KV_HEADS, DIM_V)
+    return q, k, v, draw(*rows, HEADS, DIM_V), draw(BATCH, HEADS, SEQLEN)
+
+
+def pose(x, rows, cols, options, heads=slice(None)):
+    """The part of rows, columns and heads, as a question, and its tensors."""
+    options = dict(options)
+    slopes = options.pop("alibi_slopes", None)
+    first = heads.start or 0
+    kv = slice(first * KV_HEADS // HEADS, None)
+    places = torch.stack([rows, torch.zeros_like(rows)]).int()
+    mask = dense(VISIBLE[rows][:, cols]).build(BATCH, HEADS, len(rows), len(cols))
+    q, k, v = x[0][:, rows][:, :, heads], *(t[:, cols][:, :, kv] for t in x[1:3])
+    part = Tensors(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        alibi_slopes=None if slopes is None else slopes[heads],
+        dropout_seed=torch.tensor(SEED) if "dropout_p" in options else None,
+        places_q=places,
+        places_k=cols.int(),
+        mask=mask,
+    )
+    wide = accumulator_dtype(q.dtype)
+    problem = describe(part, Options(out_dtype=wide, **options))
+    problem = problem._replace(first_head=first, wide_grads=True)
+    return library.posed(part, problem), part
+
+
+def reference(x, options, dlse):
+    leaves = [t.clone().requires_grad_() for t in x[:3]]
+    if "dropout_p" in options:
+        options = options | {"dropout_seed": SEED}
+    out, lse = attention(*leaves, mask=VISIBLE, kernel="tiled", return_lse=True, **options)
+    torch.autograd.backward((out, lse), (x[3], dlse))
+    return out.detach(), lse.detach(), [t.grad for t in leaves]
+
+
+def check(kernel, name, dtype, tolerance):
+    x, options = tensors(dtype), OPTIONS[name]
+    dlse = x[4].to(accumulator_dtype(dtype))
+    out, lse, grads = reference(x, options, dlse)
+    found = [torch.zeros_like(t) for t in grads]
+    for rows in cut(SEQLEN, 2, 5):
+        states = []
+        saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
+        for cols in cut(SEQLEN, 2, 6):
+            question, part = pose(x, rows, cols, options)
+            states.append(library.run(question, part, kernel)[:2])
+            shares = library.run_backward(question, part, kernel, *saved)
+            found[0][:, rows] += shares.dq
+            found[1][:, cols] += shares.dk
+            found[2][:, cols] += shares.dv
+        merged = merge_states(*zip(*states, strict=True))
+        near(merged[0], out[:, rows], tolerance)
+        near(merged[1], lse[:, :, rows], tolerance)
+    for mine, whole in zip(found, grads, strict=True):
+        near(mine, whole, tolerance)
+
+
+def near(found, expected, tolerance):
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("kernel, name", SERVED)
+def test_parts_add_up_to_the_whole(kernel, name):
+    check(kernel, name, torch.float64, 1e-12)
+
+
+def check_heads(kernel):
+    """Dropout of a part counts heads from the first of the whole."""
+    x, options = tensors(torch.float32), OPTIONS["dropout"]
+    out, _, _ = reference(x, options, x[4])
+    everything = torch.arange(SEQLEN)
+    question, part = pose(x, everything, everything, options, slice(2, None))
+    near(library.run(question, part, kernel)[0], out[:, :, 2:], 1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "tiled"])
+def test_heads_may_begin_later(kernel):
+    check_heads(kernel)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "tiled", "aten_cpu"])
+def test_wide_gradients_are_not_rounded(kernel):
+    check_wide(kernel)
+
+
+def check_wide(kernel):
+    x = tensors(torch.bfloat16)
+    everything = torch.arange(SEQLEN)
+    question, part = pose(x, everything, everything, {})
+    out, lse, _ = library.run(question, part, kernel)
+    wide = library.run_backward(question, part, kernel, out, lse, x[3], None)
+    narrow = library.posed(part, question.problem._replace(wide_grads=False))
+    rounded = library.run_backward(narrow, part, kernel, out, lse, x[3], None)
+    for a, b in zip(wide[:3], rounded[:3], strict=True):
+        assert a.dtype == torch.float32
+        assert not torch.equal(a, a.bfloat16().float())
+        assert torch.equal(a.bfloat16(), b)
+
+
+@outside
+def test_in_a_process_that_interprets():
+    pytest.importorskip("triton")
+    run_inside(__file__)
+
+
+@inside
+@pytest.mark.parametrize("name", ["all"])
+def test_triton_parts_add_up_to_the_whole(name):
+    check("triton", name, torch.float32, 1e-5)
+
+
+@inside
+def test_triton_heads_may_begin_later():
+    check_heads("triton")
+
+
+@inside
+def test_triton_wide_gradients_are_not_rounded():
+    check_wide("triton")

@@ -1,0 +1,58 @@
+"""A part of a mask is the mask at its rows and columns."""
+
+import pytest
+import torch
+
+from onchip import masks
+from onchip.masks.nodes import Interval, build
+from onchip.masks.parts import node_of, part
+
+SEQLEN = 700
+CU = torch.tensor([0, 3, 130, 131, 500, 700], dtype=torch.int32)
+DENSE = torch.rand(SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(0)) < 0.3
+PER_PLANE = torch.rand(2, 3, SEQLEN, SEQLEN, generator=torch.Generator().manual_seed(1)) < 0.3
+RULES = {
+    "causal": masks.causal(),
+    "window": masks.window(200, 30),
+    "document": masks.document(CU) & masks.causal(),
+    "prefix per entry": masks.prefix_lm(torch.tensor([5, 300])),
+    "not": ~masks.document(CU),
+    "or": masks.window(50, 0) | masks.prefix_lm(64),
+    "mod": masks.mod(lambda b, h, q, k: (q - k) % (h + 2) == b),
+    "mod and causal": masks.mod(lambda b, h, q, k: (q ^ k) & 8 == 0) & masks.causal(),
+    "dense": masks.dense(DENSE),
+    "dense per plane": masks.dense(PER_PLANE),
+    "pattern": masks.bigbird(0, 1, 1, seed=3),
+    "butterfly": masks.butterfly(),
+    "pattern of odd blocks": masks.block_local(90),
+}
+PICKS = {
+    "all": torch.arange(SEQLEN),
+    "chunk": torch.arange(97, 431),
+    "aligned chunk": torch.arange(128, 512),
+    "zigzag": torch.cat([torch.arange(0, 111), torch.arange(589, 700)]),
+    "striped": torch.arange(2, SEQLEN, 3),
+    "one": torch.tensor([699]),
+    "any": torch.randperm(SEQLEN, generator=torch.Generator().manual_seed(2))[:250].sort().values,
+}
+PAIRS = [("all", "all"), ("chunk", "zigzag"), ("aligned chunk", "aligned chunk"), ("any", "any")]
+PAIRS += [("striped", "striped"), ("zigzag", "chunk"), ("one", "any"), ("aligned chunk", "chunk")]
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["rule", "data"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_part_has_the_cells_of_the_whole(name, built):
+    planes, lengths = (2, 3), (SEQLEN, SEQLEN)
+    whole = RULES[name].build(*planes, *lengths)
+    dense = whole.to_dense()
+    node = node_of(whole if built else RULES[name], planes, lengths, torch.device("cpu"))
+    for rows, cols in PAIRS:
+        rows, cols = PICKS[rows], PICKS[cols]
+        found = build(part(node, rows, cols)).to_dense()
+        assert torch.equal(found, dense[:, :, rows][:, :, :, cols])
+
+
+def test_intervals_stay_intervals():
+    """So that a round of causal documents is recognised as such."""
+    node = node_of(RULES["document"], (1, 1), (SEQLEN, SEQLEN), torch.device("cpu"))
+    assert isinstance(part(node, PICKS["zigzag"], PICKS["any"]), Interval)

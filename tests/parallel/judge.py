@@ -1,0 +1,166 @@
+"""One question to ranks and to one device. A case says by names what it is, so that it can be sent
+to a process.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+import onchip
+from onchip import masks
+from onchip.parallel import context_parallel_attention
+from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+MASKS = {
+    "causal": masks.causal(),
+    "prefix": masks.prefix_lm(20),
+    "longformer": masks.longformer(9, 3),
+    "planes": masks.mod(lambda b, h, q, k: (q + 3 * k + b) % (h + 2) < 2),
+    "holes": masks.mod(lambda b, h, q, k: (q // 7) % 3 != 0) & masks.causal(),
+    "dense": lambda n: torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.4,
+}
+LAYOUTS = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "striped": striped,
+    "blocks": lambda size: zigzag(size, 128),
+    "balanced": lambda size: balanced(size, masks.causal()),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """options are those of the call; of these, mask is a name, and alibi, sinks: True."""
+
+    layout: str = "zigzag"
+    seqlen: int = 111
+    batch: int = 1
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (16, 24)
+    dtype: torch.dtype = torch.float64
+    cu_seqlens: tuple[int, ...] | None = None
+    strategy: str = "ring"
+    options: dict = field(default_factory=dict)
+
+    def layout_of(self, size):
+        return LAYOUTS[self.layout](size)
+
+    @property
+    def dim(self):
+        """Where positions are in q, k, v and out."""
+        return 1 if self.cu_seqlens is None else 0
+
+    def tensors(self):
+        """q, k, v, dout, dlse and the tensors among the options, of the whole sequence."""
+        generator = torch.Generator().manual_seed(self.seqlen)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)
+        rows = (self.seqlen,) if self.dim == 0 else (self.batch, self.seqlen)
+        num_heads, num_kv_heads = self.heads
+        head_dim, head_dim_v = self.dims
+        shapes = ((num_heads, head_dim), (num_kv_heads, head_dim), (num_kv_heads, head_dim_v))
+        q, k, v = (draw(*rows, *shape).to(self.dtype) for shape in shapes)
+        dout = draw(*rows, num_heads, head_dim_v).to(self.dtype)
+        dlse = draw(*rows[:-1], num_heads, self.seqlen).to(wide)
+        extras = {}
+        if self.options.get("alibi"):
+            extras["alibi_slopes"] = draw(num_heads).abs().to(wide) / 8
+        if self.options.get("sinks"):
+            extras["sinks"] = draw(num_heads).to(wide)
+        return (q, k, v, dout, dlse), extras
+
+    def arguments(self, extras):
+        options = {k: v for k, v in self.options.items() if k not in ("alibi", "sinks", "mask")}
+        if "mask" in self.options:
+            mask = MASKS[self.options["mask"]]
+            options["mask"] = mask if isinstance(mask, masks.Mask) else mask(self.seqlen)
+        return options | extras | {"return_lse": True}
+
+    @property
+    def cu(self):
+        return None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens).int()
+
+
+def differentiate(attend, leaves, dout, dlse, extras):
+    """{"out", "lse", "dq", ...}; a row that sees nothing has lse = -inf, which has no gradient."""
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    extras = {n: t.clone().requires_grad_() if n == "sinks" else t for n, t in extras.items()}
+    out, lse = attend(*leaves, extras)
+    seen = lse.masked_fill(lse == -torch.inf, 0.0)
+    torch.autograd.backward((out, seen), (dout.to(out.dtype), dlse))
+    found = {"out": out.detach(), "lse": lse.detach()}
+    found |= {"d" + n: t.grad for n, t in zip("qkv", leaves, strict=True)}
+    if "sinks" in extras:
+        found["dsinks"] = extras["sinks"].grad
+    return found
+
+
+def on_one_device(case):
+    (q, k, v, dout, dlse), extras = case.tensors()
+
+    def attend(q, k, v, extras):
+        if case.cu is None:
+            return onchip.attention(q, k, v, **case.arguments(extras))
+        lengths = (case.cu, case.cu, case.seqlen, case.seqlen)
+        return onchip.varlen_attention(q, k, v, *lengths, **case.arguments(extras))
+
+    return differentiate(attend, (q, k, v), dout, dlse, extras)
+
+
+def on_rank(comm, *cases):
+    """What this rank finds for each case."""
+    return [_on_rank(comm, case) for case in cases]
+
+
+def _on_rank(comm, case):
+    (q, k, v, dout, dlse), extras = case.tensors()
+    layout = case.layout_of(comm.size)
+    mine = lambda t, dim=case.dim: layout.shard(t, comm.rank, dim).contiguous()
+
+    def attend(q, k, v, extras):
+        where = {"strategy": case.strategy, "layout": layout, "seqlen": case.seqlen}
+        options = case.arguments(extras) | where
+        return context_parallel_attention(q, k, v, comm, cu_seqlens=case.cu, **options)
+
+    return differentiate(attend, map(mine, (q, k, v)), mine(dout), mine(dlse, -1), extras)
+
+
+def whole(case, parts):
+    """The findings of all ranks as those of one device."""
+    layout = case.layout_of(len(parts))
+    dims = {name: case.dim for name in ("out", "dq", "dk", "dv")} | {"lse": -1}
+    found = {n: layout.unshard([part[n] for part in parts], dim) for n, dim in dims.items()}
+    if "dsinks" in parts[0]:
+        found["dsinks"] = sum(part["dsinks"] for part in parts)
+    return found
+
+
+def judge(case, parts, expected=None):
+    """Each finding within the tolerance of the dtype of max |one device|."""
+    expected = on_one_device(case) if expected is None else expected
+    found = whole(case, parts)
+    assert found.keys() == expected.keys()
+    for name, want in expected.items():
+        size = terms_of_sinks(case, expected) if name == "dsinks" else None
+        near(found[name], want, TOLERANCE[case.dtype], f"{name} of {case}", size)
+
+
+def terms_of_sinks(case, expected):
+    """dsinks sums -p delta over all rows, positive and negative: it cannot be nearer than those
+    terms are, whose sizes are summed here.
+    """
+    (*_, dout, dlse), extras = case.tensors()
+    delta = (expected["out"] * dout).sum(-1).transpose(-1, -2) - dlse
+    terms = torch.exp(extras["sinks"][:, None] - expected["lse"]) * delta.abs()
+    return terms.sum(-1).max()
+
+
+def near(found, want, tolerance, what, size=None):
+    """size: of what found - want is measured against, max |want| unless given."""
+    finite = want.isfinite()
+    assert torch.equal(found.isfinite(), finite), what
+    if finite.any():
+        size = want[finite].abs().max() if size is None else size
+        error = (found - want)[finite].abs().max() / size.clamp(min=1e-30)
+        assert error <= tolerance, f"{what}: {float(error):.1e}"

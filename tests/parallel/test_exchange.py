@@ -1,0 +1,69 @@
+"""Tokens are exchanged for heads and back, whatever divides what."""
+
+import pytest
+import torch
+
+from onchip.parallel import sharding
+from onchip.parallel.comm import run_ranks
+from onchip.parallel.exchange import Exchange, deal, groups, kv_heads
+
+HEADS = [(8, 8), (8, 2), (6, 3), (12, 3), (5, 5), (7, 1), (1, 1), (16, 4)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("heads, kv", HEADS, ids=str)
+def test_heads_are_dealt_once_and_evenly(heads, kv, size):
+    """No rank has more than its share rounded up, and where key heads divide none is cut."""
+    dealt = deal(heads, kv, size)
+    assert [h for lo, hi in dealt for h in range(lo, hi)] == list(range(heads))
+    assert max(hi - lo for lo, hi in dealt) == -(-heads // size)
+    if kv % size == 0:
+        needed = [kv_heads(span, heads // kv) for span in dealt]
+        assert sum(hi - lo for lo, hi in needed) == kv
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("heads, kv", HEADS, ids=str)
+def test_calls_cover_the_run(heads, kv, size):
+    """Query head h of the whole reads key head h // group_size, in at most three calls."""
+    group_size = heads // kv
+    for span in deal(heads, kv, size):
+        first_kv, seen = kv_heads(span, group_size)[0], []
+        calls = groups(span, group_size)
+        assert len(calls) <= 3
+        for call in calls:
+            queries = range(call.heads.start, call.heads.stop)
+            keys = range(call.kv_heads.start, call.kv_heads.stop)
+            assert len(queries) % len(keys) == 0
+            for i, h in enumerate(queries):
+                shared = keys[i // (len(queries) // len(keys))]
+                assert (span[0] + h) // group_size == first_kv + shared
+                seen.append(span[0] + h)
+        assert seen == list(range(*span))
+
+
+@pytest.mark.parametrize("layout", [sharding.contiguous, sharding.zigzag, sharding.striped])
+@pytest.mark.parametrize("heads, kv", [(8, 2), (5, 5), (7, 1)], ids=str)
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+def test_there_and_back(layout, heads, kv, size):
+    """There: my heads of all tokens in order. Back: all heads of my tokens, shared ones summed."""
+    seqlen, layout = 29, layout(size)
+    q, k = torch.randn(2, seqlen, heads, 3), torch.randn(2, seqlen, kv, 5).double()
+    dealt = deal(heads, kv, size)
+    spans = [[kv_heads(span, heads // kv) for span in dealt], dealt]
+
+    def live(comm):
+        rows = tuple(layout.positions(r, seqlen) for r in range(size))
+        exchange = Exchange(comm, rows)
+        mine = [layout.shard(t, comm.rank) for t in (k, q)]
+        there = exchange.to_heads(mine, spans)
+        for t, whole, s in zip(there, (k, q), spans, strict=True):
+            assert torch.equal(t, whole[:, :, slice(*s[comm.rank])])
+        return exchange.to_tokens(there, spans)
+
+    back = run_ranks(size, live)
+    holders = torch.zeros(kv)
+    for lo, hi in spans[0]:
+        holders[lo:hi] += 1
+    assert torch.equal(layout.unshard([b[1] for b in back]), q)
+    torch.testing.assert_close(layout.unshard([b[0] for b in back]), k * holders[:, None])

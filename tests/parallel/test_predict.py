@@ -1,0 +1,94 @@
+"""Steps of any length: memory, slabs, and what tiers cost."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onchip.parallel.machines import H200, LINKS, Fabric, Tier
+from onchip.parallel.predict import (
+    TIER,
+    Slabs,
+    predict,
+    resident_bytes,
+    six_blocks_bytes,
+    stored_bytes,
+)
+from onchip.parallel.simulate import LAYOUTS, Shape, Step, Timeline
+
+NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"])
+steps = st.builds(
+    Step,
+    tokens=st.floats(1e5, 1e12),
+    num_devices=st.sampled_from((1, 2, 8, 24)),
+    layout=st.sampled_from(LAYOUTS),
+    causal=st.booleans(),
+    backward=st.booleans(),
+    shape=st.just(Shape()),
+)
+
+
+def test_six_blocks_of_a_chunk():
+    step = Step(8 * 1000, 8, shape=Shape(num_heads=4, num_kv_heads=2, head_dim=64))
+    assert six_blocks_bytes(step) == 1000 * 2 * 64 * (4 + 4 + 2 + 2 + 2 + 2)
+
+
+def test_what_fp32_adds_to_six_blocks():
+    """Forward: out is fp32, twice, with lse twice. On one device it is rounded by the kernel."""
+    step = Step(8 * 1000, 8, shape=Shape(num_heads=4, num_kv_heads=2, head_dim=64))
+    out, lse = 1000 * 4 * 64, 1000 * 4
+    assert resident_bytes(step) == six_blocks_bytes(step) + out * (4 + 4 - 2) + 2 * lse * 4
+    alone = step._replace(tokens=1000, num_devices=1)
+    assert resident_bytes(alone) == 1000 * 2 * 64 * (4 + 4 + 2 + 2) + lse * 4
+
+
+@given(step=steps)
+def test_slabs_fit_and_cover_the_context(step):
+    slabs = Slabs.cut(step, H200)
+    assert resident_bytes(slabs.slab) <= H200.memory_bytes
+    assert slabs.slab.tokens * slabs.num_slabs == pytest.approx(step.tokens)
+    whole = slabs.slab._replace(causal=False)
+    others = slabs.num_passes - slabs.num_slabs
+    covered = slabs.num_slabs * slabs.slab.flops + others * whole.flops
+    assert covered == pytest.approx(step.flops)
+    assert (slabs.tier is None) == (slabs.num_slabs == 1) == (slabs.num_modules == 0)
+
+
+@given(step=steps)
+def test_no_step_beats_the_rate_of_its_kernels(step):
+    found = predict(step, NODES)
+    spent = found.spent
+    assert 0 < found.efficiency <= 1
+    assert spent.exposed >= 0 and spent.waiting >= 0
+    assert sum(spent.critical.values()) == pytest.approx(spent.total)
+
+
+def test_what_fits_is_one_pass_round_the_ring():
+    step = Step(10**6, 8)
+    line, spent = Timeline(step, NODES), predict(step, NODES).spent
+    assert (spent.total, spent.exposed, spent.waiting) == (line.seconds, line.exposed, 0)
+
+
+def test_a_context_lies_in_the_first_tier_that_holds_it():
+    tier = lambda tokens: Slabs.cut(Step(tokens, 8), H200).tier
+    assert tier(10**6) is None
+    assert tier(10**8) is H200.tiers[0] and tier(10**9) is H200.tiers[1]
+    slabs = Slabs.cut(Step(10**11, 8), H200)
+    assert slabs.num_modules == -(-stored_bytes(slabs.step) // 15.36e12)
+
+
+def test_a_slow_tier_is_waited_for():
+    slow = replace(H200, tiers=(Tier("tape", 1e18, 1e6, 1e6),))
+    step = Step(10**8, 8)
+    found = predict(step, NODES, slow)
+    assert found.efficiency < 0.9 < predict(step, NODES).efficiency
+    assert found.spent.waiting > 0.1 * found.spent.total
+    assert found.spent.critical[TIER] > 0.1 * found.spent.total
+
+
+def test_reading_hides_as_messages_do():
+    """A slab of millions of queries makes up for any disk: the trillionth token costs its flops."""
+    found = predict(Step(10**12, 1024), NODES)
+    assert found.slabs.tier is H200.tiers[1]
+    assert found.efficiency > 0.99 and found.spent.waiting < 1e-6 * found.spent.total

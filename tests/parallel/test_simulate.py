@@ -1,0 +1,195 @@
+"""The simulated step: against a second way to compute it, and against what must hold of it."""
+
+import math
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onchip.parallel.machines import H200, LINKS, Fabric, Link
+from onchip.parallel.simulate import (
+    COMPUTE,
+    LAYOUTS,
+    MERGE,
+    SEND_DKV,
+    SEND_KV,
+    Shape,
+    Step,
+    Timeline,
+    balance,
+    hide_factor,
+    hide_length,
+    hides,
+    merge_seconds,
+    rounds,
+    seconds,
+    unhidden,
+)
+
+NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"], node=2)
+BARE = replace(H200, memory_bytes_s=math.inf, call_s=0.0)  # kernels alone take time
+steps = st.builds(
+    Step,
+    tokens=st.floats(1e3, 1e7),
+    num_devices=st.integers(1, 9),
+    layout=st.sampled_from(LAYOUTS),
+    causal=st.booleans(),
+    backward=st.booleans(),
+    shape=st.builds(
+        Shape,
+        st.sampled_from((8, 32)),
+        st.sampled_from((1, 8)),
+        st.sampled_from((64, 128, 256)),
+        st.sampled_from((2, 4)),
+    ),
+)
+links = st.builds(Link, st.just("a link"), st.floats(1e9, 1e12), st.floats(0, 1e-4))
+
+
+def positions(layout, num_devices, chunk):
+    """The tokens of each rank, by the definition of the layout."""
+    tokens = list(range(num_devices * chunk))
+    if layout == "contiguous":
+        return [tokens[r * chunk : (r + 1) * chunk] for r in range(num_devices)]
+    if layout == "striped":
+        return [tokens[r::num_devices] for r in range(num_devices)]
+    half = chunk // 2
+    piece = lambda i: tokens[i * half : (i + 1) * half]
+    return [piece(r) + piece(2 * num_devices - 1 - r) for r in range(num_devices)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
+def test_the_pairs_of_a_round_are_those_that_the_layout_leaves_visible(layout, num_devices):
+    chunk = 6
+    step = Step(num_devices * chunk, num_devices, layout)
+    held, kinds = positions(layout, num_devices, chunk), rounds(step)
+    for r, source in product(range(num_devices), repeat=2):
+        kind = kinds[0 if source == r else 1 if source < r else 2]
+        assert kind.pairs == sum(k <= q for q in held[r] for k in held[source])
+
+
+@pytest.mark.parametrize("num_devices", [2, 4, 8, 64])
+def test_contiguous_is_out_of_balance_by_two_less_one_over_the_ranks(num_devices):
+    step = Step(num_devices * 10**6, num_devices, "contiguous")
+    assert balance(step) == pytest.approx(2 - 1 / num_devices, rel=1e-5)
+    assert balance(step._replace(layout="zigzag")) == 1
+    assert balance(step._replace(layout="striped")) == pytest.approx(1, rel=2e-6)
+
+
+def again(step, fabric, machine):
+    """Seconds of a step, device by device and event by event, from the words of the module."""
+    size = step.num_devices
+    hop = lambda r, size_bytes: float(fabric.seconds(size, size_bytes)[r % size])
+    kind = lambda r, i: rounds(step)[0 if i == 0 else 1 if r >= i else 2]
+
+    @cache
+    def begun(r, i):
+        r %= size
+        return max(merged(r, i - 1), kv(r, i - 1), kv(r - 1, i - 1)) if i else 0.0
+
+    @cache
+    def kv(r, i):
+        r %= size
+        free = dkv(r, i - 1) if step.backward and i else 0.0
+        return max(begun(r, i), begun(r + 1, i), free) + hop(r, step.kv_bytes)
+
+    @cache
+    def dkv(r, i):
+        r %= size
+        free = kv(r, i) if i < size - 1 else 0.0  # it set out before
+        return max(merged(r, i), merged(r + 1, i), free) + hop(r, step.dkv_bytes)
+
+    @cache
+    def merged(r, i):
+        r %= size
+        done = begun(r, i) + seconds(step, kind(r, i), machine)
+        if step.backward and i:
+            done = max(done, dkv(r, i - 1), dkv(r - 1, i - 1))
+        return done + merge_seconds(step, kind(r, i), machine)
+
+    home = dkv if step.backward and size > 1 else lambda r, i: 0.0
+    return max(max(merged(r, size - 1), home(r, size - 1)) for r in range(size))
+
+
+@given(step=steps, link=links)
+def test_all_devices_at_once_are_as_one_by_one(step, link):
+    for fabric in (Fabric(link), NODES):
+        line = Timeline(step, fabric)
+        assert line.seconds == pytest.approx(again(step, fabric, H200), rel=1e-9)
+
+
+@given(step=steps, link=links)
+def test_where_the_hide_condition_holds_only_latency_and_the_way_home_show(step, link):
+    line = Timeline(step, Fabric(link))
+    if hides(step, link):
+        assert line.exposed <= unhidden(step, link) * (1 + 1e-9)
+
+
+@given(step=steps, link=links)
+def test_where_the_hide_condition_fails_something_shows(step, link):
+    """Without a mask all rounds are alike, and the condition is sharp."""
+    step = step._replace(causal=False)
+    line = Timeline(step, Fabric(link._replace(latency_s=0.0)), BARE)
+    home = step.dkv_bytes / link.bytes_s
+    shows = line.exposed > home * (1 + 1e-6) + 1e-6 * line.seconds
+    message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
+    clearly = step.num_devices > 1 and message > 1.01 * seconds(step, rounds(step).own, BARE)
+    assert shows if clearly else not hides(step, link, BARE) or not shows
+
+
+def test_the_condition_is_that_of_the_paper_with_its_factors():
+    """c >= F / B for 16 bits, as many heads of keys, no mask (2310.01889); and what changes it."""
+    link, mha = Link("", 1e12, 0.0), Shape(32, 32, 128)
+    full = Step(1e6, causal=False, shape=mha)
+    best = H200.best(False, 128)
+    assert hide_length(full, link) == pytest.approx(best / 1e12)
+    assert hide_length(full._replace(shape=mha._replace(num_kv_heads=4)), link) == best / 8e12
+    assert [hide_factor(full._replace(causal=c)) for c in (False, True)] == [1, 2]
+    assert hide_factor(full._replace(backward=True)) == pytest.approx(1.2)
+    assert hide_factor(full._replace(shape=mha._replace(itemsize=4))) == 2
+
+
+@pytest.mark.parametrize("link", LINKS.values(), ids=lambda link: link.name)
+@pytest.mark.parametrize("backward", [False, True])
+def test_above_the_length_of_the_formula_the_condition_holds(link, backward):
+    for causal, layout in product((False, True), LAYOUTS):
+        step = Step(1, 8, layout, causal, backward)
+        tokens = 8 * (hide_length(step, link) + 1)  # a striped round may lack a diagonal
+        assert hides(step._replace(tokens=tokens), link)
+
+
+@given(step=steps, link=links)
+def test_the_critical_path_explains_the_whole_step(step, link):
+    line = Timeline(step, Fabric(link))
+    path = line.critical_path()
+    assert sum(path.values()) == pytest.approx(line.seconds)
+    assert path.keys() <= {COMPUTE, MERGE, SEND_KV, SEND_DKV}
+
+
+@given(step=steps)
+def test_messages_are_counted(step):
+    """P - 1 of K and V; backward as many and P of dK and dV, the last of which go home."""
+    spans = list(Timeline(step, NODES).events.spans(0))
+    count = lambda what: sum(span.what == what for span in spans)
+    size = step.num_devices
+    assert count(SEND_KV) == size - 1
+    assert count(SEND_DKV) == (size if step.backward and size > 1 else 0)
+
+
+@given(step=steps, link=links, factor=st.floats(1, 100))
+def test_faster_links_never_slow_a_step_down(step, link, factor):
+    faster = link._replace(bytes_s=link.bytes_s * factor)
+    assert Timeline(step, Fabric(faster)).seconds <= Timeline(step, Fabric(link)).seconds
+
+
+def test_what_cannot_be_laid_out_is_refused():
+    with pytest.raises(ValueError, match="layout='spiral' must be one of: contiguous"):
+        _ = Timeline(Step(1e6, 8, "spiral"), NODES).seconds
+    with pytest.raises(ValueError, match="at least one token, got tokens=3, num_devices=8"):
+        _ = Timeline(Step(3, 8), NODES).seconds
+    with pytest.raises(ValueError, match=r"head_dim=80 was not measured on NVIDIA H200"):
+        _ = Timeline(Step(1e6, shape=Shape(head_dim=80)), NODES).seconds

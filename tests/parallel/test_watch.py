@@ -1,0 +1,120 @@
+"""A rank that dies or stalls is named by every other rank, within the timeout."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
+from tests.parallel.pool import Pool
+
+TIMEOUT_S = 5.0
+FATES = {
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stalls": lambda: time.sleep(60),
+}
+SAYS = {"dies": "no sign of life", "stops": "no sign of life", "stalls": "stalled after operation"}
+
+
+def operation(kind, comm, step):
+    x, out = torch.full((70_001,), 1.0), [torch.empty(70_001) for _ in range(comm.size)]
+    return {
+        "shift": lambda: comm.shift(x, out[0]),
+        "gather": lambda: comm.gather(x, out),
+        "sum": lambda: comm.sum(x),
+        "agree": lambda: comm.agree({"step": step}),
+    }[kind]()
+
+
+def steps(comm, kind, numbers):
+    for step in numbers:
+        if work := operation(kind, comm, step):
+            work.wait()
+
+
+def lose(comm, victim, fate, kind):
+    """What the others hear, whom it names, and after how many seconds."""
+    steps(GroupComm(comm.group, 60), kind, range(3))  # a busy machine takes its time to begin
+    began = time.monotonic()
+    if comm.rank == victim:
+        if kind == "shift":
+            operation(kind, comm, 3)  # in the middle of a step
+        FATES[fate]()
+    with pytest.raises(ParallelError) as caught:
+        steps(comm, kind, range(3, 9))
+    seconds = time.monotonic() - began
+    with pytest.raises(ParallelError):  # for good: there is no way back
+        comm.shift(torch.ones(1), torch.ones(1))
+    return str(caught.value), caught.value.rank, seconds
+
+
+def ask(job, victim=2, inside=False):
+    fate, kind = job
+    pool = Pool(4, inside)
+    try:
+        return pool.run(4, lose, victim, fate, kind, timeout_s=TIMEOUT_S, lost=[victim])
+    finally:
+        pool.close()
+
+
+def check(heard, victim, says):
+    for rank in set(range(4)) - {victim}:
+        message, named, seconds = heard[rank]
+        assert named == victim and says in message, message
+        assert seconds <= TIMEOUT_S, message
+
+
+def test_every_other_rank_names_the_lost_one():
+    jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "gather")]
+    with ThreadPoolExecutor() as side_by_side:  # they do little but wait
+        for job, heard in zip(jobs, side_by_side.map(ask, jobs), strict=True):
+            check(heard, 2, SAYS[job[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["shift", "gather", "sum", "agree"])
+@pytest.mark.parametrize("fate", FATES)
+def test_whatever_it_was_doing(fate, kind):
+    says = "did not come to agree" if (fate, kind) == ("stalls", "agree") else SAYS[fate]
+    check(ask((fate, kind)), 2, says)
+
+
+def test_whoever_holds_the_store():
+    check(ask(("dies", "shift"), victim=0, inside=True), 0, "the store of the group is gone")
+
+
+def changes_its_mind(comm):
+    """Rank 1 goes back to what was agreed on, rank 0 to something new."""
+    for dtype in ("float32", "float64"):
+        comm.agree({"dtype": dtype})
+    with pytest.raises(ParallelError) as caught:
+        if comm.rank == 0:
+            comm.agree({"dtype": "float16"})
+        else:
+            comm.agree({"dtype": "float32"})
+            comm.shift(torch.ones(1), torch.ones(1)).wait()
+    return str(caught.value), caught.value.rank
+
+
+def test_facts_that_differ_later_are_named():
+    pool = Pool(2)
+    for message, rank in pool.run(2, changes_its_mind, timeout_s=2.0):
+        assert rank in (0, 1) and "agree" in message
+        assert 'dtype is "float16" on rank 0, "float64" on rank 1' in message
+    pool.close()
+
+
+def stalls_in_a_thread(comm):
+    if comm.rank == 1:
+        time.sleep(1.0)
+    else:
+        comm.sum(torch.ones(1)).wait()
+
+
+def test_a_thread_that_stalls_is_named():
+    with pytest.raises(ParallelError, match="rank 1 did not answer within 0.2 s"):
+        run_ranks(3, stalls_in_a_thread, timeout_s=0.2)
