@@ -80,7 +80,6 @@ def _missing(problem: Problem) -> str | None:
         "dropout": problem.dropout_p,
         "return_stats": problem.return_stats,
         "softmax_scale <= 0": problem.softmax_scale <= 0,
-        "gradients in fp32": problem.wide_grads,
     }
     return lacks(options)
 

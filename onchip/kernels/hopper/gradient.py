@@ -25,7 +25,7 @@ from onchip.kernels.hopper.pipe import (
     make_rider,
     make_ring,
     make_tickets,
-    store_tile,
+    store_gradient,
     store_wait,
 )
 from onchip.kernels.hopper.schedule import (
@@ -481,8 +481,7 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
                 for g in range(job.repeats()):
                     acc, i = fold_scores(pipes, job, place, filling, a0, a1, own, acc, i, g)
             at = shape.coord(place.batch, place.head, place.start, place.length, place.row)
-            slot = pipes.a0.tile(filling)
-            store_tile(out_desc, at, slot, (acc * job.factor).to(out_desc.dtype))
+            store_gradient(out_desc, at, pipes.a0.tile(filling), acc * job.factor)
             store_wait(0)
             pipes.a0.release(filling)  # and a1: both are loaded together
             t += 1

@@ -28,13 +28,14 @@ from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, 
 from onchip.kernels.hopper.tensors import (
     Frame,
     descriptor,
+    gradient_tiles,
     num_sms,
     numbers,
     padded,
     scales,
     section_of,
 )
-from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,11 +47,12 @@ def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
-        return _without_scores(x, out, lse, dout, dlse)
+        return _without_scores(problem, x, out, lse, dout, dlse)
     dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     call = Call.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
+    dout = dout.to(problem.dtype)  # that of out may be wider
     if call.width == 256:
         dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
         dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
@@ -65,10 +67,10 @@ def backward(
 
 
 def _without_scores(
-    x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     """No query or no key: only the sinks have a gradient."""
-    dq, dk, dv = (t.new_zeros(t.shape) for t in x[:3])
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=grad_dtype(problem)) for t in x[:3])
     if x.sinks is None:
         return Grads(dq, dk, dv)
     return Grads(dq, dk, dv, dsinks=sink_gradient(x.sinks, lse, row_delta(out, dout, dlse)))
@@ -229,7 +231,7 @@ def _prepare(
 
 
 def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
-    dq = x.q.new_empty(x.q.shape)
+    dq = x.q.new_empty(x.q.shape, dtype=grad_dtype(problem))
     parts = call.tile_m * call.width // PART.value
     _finish_kernel[(call.num_programs * parts,)](
         call.dq,
@@ -246,7 +248,8 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 
 
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
-    dk, dv = x.k.new_empty(x.k.shape), x.v.new_empty(x.v.shape)
+    wide = grad_dtype(problem)
+    dk, dv = x.k.new_empty(x.k.shape, dtype=wide), x.v.new_empty(x.v.shape, dtype=wide)
     config, width = hopper_backward_config(call.width), call.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -261,8 +264,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         descriptor(dout, config.tile_m, width),
         numbers(call.rows, (2 * config.tile_m,)),
         numbers(accumulator.view(-1, 32), (128, 32)),
-        descriptor(dk, 64, width),
-        descriptor(dv, 64, width),
+        gradient_tiles(dk, width),
+        gradient_tiles(dv, width),
         *frame.arguments,
         tiles_n,
         _section(problem, heads, width),

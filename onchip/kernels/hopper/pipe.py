@@ -457,6 +457,21 @@ def store_tile(desc, coord, smem, value):
 
 
 @gluon.jit
+def store_gradient(desc, coord, smem, value):
+    """store_tile in the dtype of desc, through memory with room for 16 bits of each number: in fp32
+    one half of the columns after the other, as desc is then made.
+    """
+    slot = reinterpret(smem, desc)
+    if desc.dtype == gl.float32:
+        half: gl.constexpr = value.shape[1] // 2
+        left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
+        store_tile(desc, coord, slot, left)
+        store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
+    else:
+        store_tile(desc, coord, slot, value.to(desc.dtype))
+
+
+@gluon.jit
 def reduce_tile(desc, coord, smem, value):
     """Registers -> shared memory -> added to the tensor behind desc; asynchronous."""
     store_wait(0)  # the last reduction from this slot must have been read

@@ -101,6 +101,17 @@ BACKWARD = [
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
 ]
+WIDE_GRADS = [
+    Variant(64, {"causal": True}, (0.0, 0.01)),
+    Variant(128, {}, (0.0, 0.06)),
+    Variant(128, {"causal": True}, FEW),
+    Variant(128, PACKED, FEW),
+    Variant(128, {"dtype": FP16, "mask": True}, (0.02, 0.08)),
+    Variant(256, {"causal": True}, (0.0, 0.02)),
+    Variant(256, PACKED, (0.0, 0.02)),
+    Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
+    Variant(128, {"deterministic": True, "causal": True, "softcap": 5.0}, (0.05, 0.11)),
+]
 
 
 def variants(table: list[Variant]) -> list:
@@ -258,9 +269,19 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
 
 @pytest.mark.parametrize("variant", variants(BACKWARD))
 def test_backward_stays_in_registers(launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem, x, launches, tmp_path, variant)
+
+
+@pytest.mark.parametrize("variant", variants(WIDE_GRADS))
+def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
+
+
+def _check_backward(problem, x, launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_backward import backward
 
-    problem, x = _pose(variant)
     assert entry.supports(problem, HOPPER) is None
     out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
