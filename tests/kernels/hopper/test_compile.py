@@ -293,6 +293,17 @@ def _check_backward(problem, x, launches, tmp_path, variant):
             _check(machine, variant, kwargs["maxnreg"])
 
 
+def test_a_wide_dout_is_rounded_for_the_products(launches):
+    from onchip.kernels.hopper.launch_backward import backward
+
+    problem, x = _pose(Variant(128, {"out_dtype": torch.float32}))
+    out, lse = torch.zeros(x.q.shape), torch.zeros(1, 4, 200)
+    backward(problem, x, out, lse, out, None)
+    (_, given, _), (kernel, args, _), _ = launches
+    assert given[1].dtype == torch.float32  # delta loses nothing
+    assert args[kernel.arg_names.index("dout_desc")].base.dtype == BF16
+
+
 def test_loops_are_found_by_their_flow():
     """The slow path of a wait lies behind the code and jumps back: that is no loop."""
     lines = (
