@@ -234,7 +234,8 @@ def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
     from onchip.bench import plots
 
     if args.simulate and args.name not in bench.SIMULATED:
-        raise ValueError(f"{args.name} simulates nothing; --simulate is for: ring")
+        known = ", ".join(bench.SIMULATED)
+        raise ValueError(f"{args.name} has no other machines; --simulate is for: {known}")
     drawn = (*plots.BENCHES, *bench.REPORTS)
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")

@@ -29,7 +29,17 @@ LAW = {
     "kvcache": {"problem"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
-    "parallel": {"state", "masks", "problem", "kernels.leaf", "library", "ops", "models"},
+    "parallel": {
+        "state",
+        "masks",
+        "problem",
+        "kernels.leaf",
+        "dispatch",
+        "library",
+        "ops",
+        "explain",
+        "models",
+    },
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }

@@ -2,16 +2,18 @@
 
 Rows "step": two ranks on two cores, over gloo. The whole step against its kernels alone (a
 neighbour that is always there) and its messages alone (the same ones, nothing computed beside
-them); `value` is the step over the longer of the two. "kernels": of the kernels alone, the slower
-rank over the mean, by layout. "work": the same of the pairs that a causal mask leaves to each rank,
-counted from the layout's positions. "precision": the RMSE of a ring in bf16 against fp64, beside
-that of one call, and that of a ring whose partial results are rounded before they are merged.
+them); `value` is the step over the longer of the two. Over loopback messages are short, so one row
+has a link on which they take four fifths as long as a round's kernel. "kernels": of the kernels
+alone, the slower rank over the mean, by layout. "work": the same of the pairs that a causal mask
+leaves to each rank, counted from the layout's positions. "precision": the RMSE of a ring in bf16
+against fp64, beside that of one call, and that of a ring whose partial results are rounded before
+they are merged. "sums": the same of dk, which is a sum over ranks, relative to its size.
 """
 
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,6 +36,8 @@ COUNTED = 8192  # tokens whose pairs are counted
 ROUNDS, QUICK_ROUNDS = 9, 3
 SIZES = (2, 4, 8)  # whose layouts are counted
 PRECISE, PRECISE_TOKENS, PRECISE_HEADS = (1, 2, 8, 64), 4096, 2
+SUMMED_TOKENS = 2048
+SLOW = 0.4  # of all kernels: of two equal rounds the first has a message beside it
 OVERLAP, ROUNDED = 1.15, 1.02  # the bars
 QUIET = 0.1  # of the CPUs that others may use while times are measured
 Job = tuple[str, Callable[[], Row | list[Row]]]
@@ -67,7 +71,8 @@ BARS = (
 
 def run(session: Session) -> None:
     processes = "two ranks over gloo", partial(process_rows, session.quick)
-    session.run([processes, *work_jobs(), *precision_jobs(session.quick)])
+    sums = [(f"a sum over {n} ranks", partial(sums_row, n)) for n in PRECISE[1:]]
+    session.run([processes, *work_jobs(), *precision_jobs(session.quick), *sums])
 
 
 class Asked(NamedTuple):
@@ -77,6 +82,7 @@ class Asked(NamedTuple):
     layout: str
     backward: bool
     rounds: int
+    message_share: float = 0.0  # of the kernels' time that a message takes, at least
 
 
 def process_rows(quick: bool) -> list[Row]:
@@ -84,6 +90,7 @@ def process_rows(quick: bool) -> list[Row]:
     lengths, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if quick else (TOKENS, ROUNDS)
     ways = product(lengths, (False, True))
     steps = [Asked(tokens, "zigzag", backward, rounds) for tokens, backward in ways]
+    steps.append(Asked(lengths[-1], "zigzag", False, rounds, SLOW))
     layouts = [Asked(lengths[-1], layout, False, rounds) for layout in LAYOUTS]
     before = busy_share()
     ranks = run_processes(RANKS, measure_all, [*steps, *layouts], timeout_s=120.0)
@@ -120,6 +127,7 @@ def step_row(asked: Asked, parts: Parts) -> Row:
         best["step"] / max(best["kernels"], best["messages"]),
         "x of the longer",
         devices=RANKS,
+        message_share=asked.message_share,
         **{f"{name}_ms": ms for name, ms in best.items()},
         messages=parts[0]["messages"],
         sent_bytes=parts[0]["bytes"],
@@ -153,6 +161,9 @@ def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
     counted = CountingComm(comm)
     step = lambda comm: _step(comm, asked, q, k, v, dout)
     step(counted)  # also the warm-up, and the agreement
+    kernels = min(_timed(comm, lambda: step(Still(comm))) for _ in range(3))
+    if asked.message_share:
+        comm = cast(Comm, Link(comm, asked.message_share * kernels))
     sent = [torch.zeros(2, e.bytes, dtype=torch.uint8) for e in counted.log if e.kind == "shift"]
     jobs = {"step": lambda: step(comm), "kernels": lambda: step(Still(comm))}
     jobs["messages"] = lambda: [comm.shift(*rooms).wait() for rooms in sent]
@@ -229,6 +240,26 @@ class Still:
         return
 
 
+class Link:
+    """A communicator whose messages take so many seconds at least, without any core's help."""
+
+    def __init__(self, comm: Comm, seconds: float):
+        self.rank, self.size, self._comm, self._seconds = comm.rank, comm.size, comm, seconds
+        self.agree, self.sum = comm.agree, comm.sum
+
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+        return Late(self._comm.shift(send, recv, hops), time.perf_counter() + self._seconds)
+
+
+class Late:
+    def __init__(self, work: Work, until: float):
+        self._work, self._until = work, until
+
+    def wait(self) -> None:
+        self._work.wait()
+        time.sleep(max(self._until - time.perf_counter(), 0.0))
+
+
 def work_jobs() -> Iterator[Job]:
     for size, layout in product(SIZES, LAYOUTS):
         yield f"work of {size} ranks, {layout}", partial(work_row, size, layout)
@@ -285,6 +316,37 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor
         states = zip(*(attend(s) for s in seen), strict=True)
         outs.append(onchip.merge_states(*map(list, states))[0].to(q.dtype))
     return torch.cat(outs, 1)
+
+
+def sums_row(size: int) -> Row:
+    """`value` is the relative RMSE of dk in bf16 if the terms of ranks are summed in fp32; peers
+    round the terms first, or every sum of them.
+    """
+    torch.manual_seed(0)
+    terms = list(_dk_terms(SUMMED_TOKENS, size))
+    exact = sum(terms, torch.zeros(()))
+    relative = lambda dk: rmse(dk.bfloat16(), exact) / float(exact.square().mean().sqrt())
+    rounded = [term.bfloat16() for term in terms]
+    peers = {
+        "bf16 terms": relative(sum((t.float() for t in rounded), torch.zeros(()))),
+        "bf16 sum": relative(reduce(torch.add, rounded)),
+    }
+    wide = sum((term.float() for term in terms), torch.zeros(()))
+    case = Case(
+        "sums", "none", torch.bfloat16, HEAD_DIM, SUMMED_TOKENS, num_heads=1, way="backward"
+    )
+    return case.row("fp32 terms", relative(wide), "relative RMSE", peers=peers, devices=size)
+
+
+def _dk_terms(tokens: int, size: int) -> Iterator[Tensor]:
+    """What the queries of each rank add to dk, in fp64."""
+    q, k, v, dout = torch.randn(4, tokens, HEAD_DIM).bfloat16().double()
+    softmax_scale = HEAD_DIM**-0.5
+    for q_chunk, dout_chunk in zip(q.chunk(size), dout.chunk(size), strict=True):
+        p = torch.softmax(softmax_scale * q_chunk @ k.T, -1)
+        dp = dout_chunk @ v.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        yield softmax_scale * ds.T @ q_chunk
 
 
 def _case(bench: str, asked: Asked) -> Case:

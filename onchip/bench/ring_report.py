@@ -24,8 +24,8 @@ ASSUMED = (
     " and length: linear in the logarithm of the length between what was measured, constant above"
     " 16,384 keys, in proportion to the keys below 512; less where a call has fewer tiles of 128"
     " queries than the GPU has processors (132); never less than the 35 us that a call takes on"
-    " the host. Merging reads and writes fp32 at 4.5 TB/s: five times out forward, three times dq,"
-    " dk and dv backward.",
+    " the host. Merging moves fp32 at 4.5 TB/s: out of a round and, for four rounds at once, the"
+    " total twice; backward dq, dk and dv three times.",
     "Heads: 32 over 8 of 128, bf16 (Llama 3 8B), one layer. Nodes of 8 GPUs: NVLink 4 inside,"
     " InfiniBand NDR to the next node. Links have their nominal speed, latency as in NCCL's cost"
     " model; what NCCL's own kernels take from the GPU is not modelled.",
@@ -111,7 +111,9 @@ def memory_sheet(rows: list[Row]) -> Sheet:
 
 def _memory(row: Row) -> str:
     if row["tier"] is None:
-        return size_of(row["memory_gb"])
+        ring = row["pass"] == "forward" and row["devices"] > 1
+        blocks = f" ({size_of(row['six_blocks_gb'])})" if ring else ""
+        return size_of(row["memory_gb"]) + blocks
     drives = f", {row['modules']:,} drives" if row["modules"] > 1 else ""
     return f"{row['slabs']:,} slabs, {size_of(row['stored_gb'])} on {row['tier']}{drives}"
 
@@ -173,7 +175,7 @@ def step_sheet(rows: list[Row]) -> Sheet:
     body = [
         [
             f"{r['seqlen']:,}{' *' if r['doubts'] else ''}",
-            r["pass"],
+            r["pass"] + (", slow link" if r.get("message_share") else ""),
             *(f"{r[f'{name}_ms']:.1f}" for name in ("step", "kernels", "messages")),
             f"{r['value']:.2f}",
             f"{r['messages']} x {r['sent_bytes'] / r['messages'] / 1e6:.2g} MB",
@@ -196,7 +198,8 @@ def work_sheet(rows: list[Row]) -> Sheet:
     """Layouts down, ranks across: the busiest rank over the mean."""
     cell = lambda r: f"{r['value']:.3f}"
     columns, body = _grid(_rows(rows, "work"), lambda r: (r["kernel"],), _ranks, cell)
-    timed = {r["kernel"]: cell(r) for r in _rows(rows, "kernels")}
+    doubted = lambda r: " *" if r["doubts"] else ""
+    timed = {r["kernel"]: cell(r) + doubted(r) for r in _rows(rows, "kernels")}
     heads = ["layout", *columns, "time of 2 ranks"]
     return heads, [[*line, timed.get(line[0], "")] for line in body]
 
@@ -215,6 +218,15 @@ def precision_sheet(rows: list[Row]) -> Sheet:
         for r in _rows(rows, "precision")
     ]
     return heads, body
+
+
+def sums_sheet(rows: list[Row]) -> Sheet:
+    """Ranks down: relative RMSE of dk, by what is rounded on the way."""
+    names = ("bf16 terms", "bf16 sum")
+    cells = lambda r: [f"{x:.2e}" for x in (r["value"], *(r["peers"][name] for name in names))]
+    return ["ranks", "fp32 terms", *names], [
+        [str(r["devices"]), *cells(r)] for r in _rows(rows, "sums")
+    ]
 
 
 def published_sheet(rows: list[Row]) -> Sheet:
@@ -247,6 +259,7 @@ SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
     "step": step_sheet,
     "work": work_sheet,
     "precision": precision_sheet,
+    "sums": sums_sheet,
     "hide": hide_sheet,
     "link": link_sheet,
     "forward": efficiency_sheet("forward"),
@@ -261,12 +274,13 @@ TITLES = {
     "step": "Two ranks on two cores over gloo, fp32, 8 heads of 64, causal, zigzag; ms",
     "work": "Causal: work of the busiest rank over the mean, by layout",
     "precision": "bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
+    "sums": "dk in bf16 as a sum over ranks: relative RMSE against fp64",
     "hide": "Tokens per device from which on messages hide: by the formula (by simulation, < 1 %)",
     "link": "8 devices, causal, zigzag: efficiency by link and tokens on each device",
     "forward": "Forward, causal: efficiency, and the time of a step",
     "backward": "Backward, causal: efficiency, and the time of a step",
     "exposed": "Exposed communication, zigzag; hides: the condition holds on the slowest link",
-    "memory": "Memory of a device, zigzag; or how a context that does not fit is cut, and lies",
+    "memory": "Memory of a device (six blocks alone); or how what does not fit is cut, and lies",
     "path": "1M tokens, causal, zigzag: the critical path in per cent",
     "hybrid": "1M tokens, causal, zigzag: a ring of all devices, and of nodes that deal heads",
     "published": "Per cent of the ideal that others measured (and that the simulation gives)",

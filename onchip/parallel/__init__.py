@@ -4,8 +4,11 @@ from importlib import import_module
 
 _HOMES = {
     "attention": ("context_parallel_attention",),
+    "explanation": ("explain",),
     "comm": ("Comm", "CountingComm", "GroupComm", "ParallelError", "run_ranks"),
+    "nest": ("Nest",),
     "sharding": ("Layout", "balanced", "contiguous", "striped", "zigzag"),
+    "tree": ("tree_attention", "tree_paged_attention"),
 }
 __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright: ignore
 

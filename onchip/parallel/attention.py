@@ -11,7 +11,7 @@ from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel.comm import Comm
 from onchip.parallel.nest import Nest
-from onchip.parallel.rounds import Call, Rule
+from onchip.parallel.rounds import Call, Rule, hops
 from onchip.parallel.sharding import Layout, as_layout, offsets
 from onchip.parallel.strategy import Group, attend, choose, ranks_of
 from onchip.problem import (
@@ -78,14 +78,14 @@ def context_parallel_attention(
         causal, window_size, softmax_scale, softcap, dropout_p, False, deterministic, out_dtype
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    whole = Whole.of(ranks, layout, _check(x, options, cu_seqlens), seqlen, cu_seqlens)
-    rule = _rule(whole, x, options, mask)
+    whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
+    rule = rule_of(whole, x, options, mask)
     _agree(ranks, strategy, whole, rule, options, x)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
     call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
-    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2])
+    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))
     out, lse = attend(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
@@ -124,8 +124,8 @@ class Whole(NamedTuple):
         return cls(layout, seqlen, documents)
 
 
-def _check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
-    """Everything that needs no other rank; the number of local positions."""
+def check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
+    """Everything that needs no other rank is checked; the number of local positions."""
     check_qkv(*x[:3], rank=4 if cu_seqlens is None else 3)
     if x.q.shape[-3] != x.k.shape[-3]:
         raise UnsupportedError(
@@ -142,7 +142,8 @@ def _check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
     return x.q.shape[0]
 
 
-def _rule(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+def rule_of(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+    """What the queries of the whole sequence see."""
     packed = whole.documents is not None
     if mask is not None and packed:
         raise UnsupportedError("documents take no mask: use mask=masks.document(cu_seqlens) & mask")

@@ -1,8 +1,8 @@
 """Ranks as processes, over torch.distributed.
 
 gloo: `wait` blocks the host, at most for the timeout, and raises ParallelError. NCCL: `wait` orders
-streams and returns at once, as torch's does; what a lost rank leaves behind is ended by the timeout
-of the process group, which aborts the communicator (see docs of TORCH_NCCL_ASYNC_ERROR_HANDLING).
+streams and returns at once, as torch's does; a lookout finds what hangs (see lookout.py), unless
+torch's own timeout of the process group is shorter and ends the process before.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -19,8 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from onchip.parallel.facts import Agreed, as_text, compare
+from onchip.parallel.lookout import Lookout
 from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
+
+HANG_UP = 2**20  # the tag of a message that nobody sends
 
 
 class Common:
@@ -31,8 +35,11 @@ class Common:
     ):
         self.store, self.ranks = store, tuple(ranks)
         job_ranks = [dist.get_global_rank(group, rank) for rank in ranks]
-        self.watch = Watch(store, job_ranks, dist.get_rank(), timeout_s)
+        job_store = PrefixStore("onchip job", dist.group.WORLD.get_group_store())
+        self.watch = Watch(store, job_store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
+        self.nccl = "cuda:nccl" in dist.get_backend_config(group)
+        self.lookout: Lookout | None = None  # where hosts do not wait
         self.parts: dict[tuple[int, ...], Common] = {}
 
     def job_rank(self, rank: int) -> int:
@@ -51,17 +58,18 @@ class GroupComm(Pairwise):
     """
 
     def __init__(
-        self, group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None, timeout_s: float = 600.0
+        self,
+        group_or_mesh: dist.ProcessGroup | DeviceMesh | None = None,
+        timeout_s: float = 600.0,
+        *,
+        _part: Common | None = None,
     ):
         if timeout_s <= 0:
             raise ValueError(f"{timeout_s=} must be positive")
-        group = group_of(group_or_mesh)
-        self._be(group, _common_of(group, timeout_s), timeout_s)
-
-    def _be(self, group: dist.ProcessGroup, common: Common, timeout_s: float) -> "GroupComm":
-        self.group, self.timeout_s, self._common = group, timeout_s, common
-        self.rank, self.size = common.ranks.index(dist.get_rank(group)), len(common.ranks)
-        return self
+        self.group, self.timeout_s = group_of(group_or_mesh), timeout_s
+        self._common = _part or _common_of(self.group, timeout_s)
+        self._ranks = self._common.ranks  # of the group, in the order of ours
+        self.rank, self.size = self._ranks.index(dist.get_rank(self.group)), len(self._ranks)
 
     @property
     def _patience_s(self) -> float:
@@ -78,23 +86,33 @@ class GroupComm(Pairwise):
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise self._loss(peers[0], error) from error
-        work = GroupWork(self, works, peers if len(works) == len(peers) else [None] * len(works))
+        host = self._host_waits(ops[0].tensor)
+        work = GroupWork(self, works, peers if host else [None] * len(works), host)
         staged = [(m.tensor, t) for m, t in zip(recvs, came, strict=True) if m.tensor is not t]
         return Then(work, lambda: [m.copy_(t) for m, t in staged]) if staged else work
 
     def _op(self, do, peer: int, tensor: Tensor) -> dist.P2POp:
-        return dist.P2POp(do, tensor, group=self.group, group_peer=self._common.ranks[peer])
+        return dist.P2POp(do, tensor, group=self.group, group_peer=self._ranks[peer])
 
     def _travelling(self, tensor: Tensor, empty: bool = False) -> Tensor:
         """gloo sends from host memory only."""
-        if not tensor.is_cuda or self._streams(tensor):
+        if not (tensor.is_cuda and self._host_waits(tensor)):
             return tensor
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
 
-    def _streams(self, tensor: Tensor) -> bool:
-        return dist.get_backend(self.group) == "nccl" or "cuda:nccl" in str(
-            dist.get_backend_config(self.group)
-        )
+    def _host_waits(self, tensor: Tensor) -> bool:
+        return not (tensor.is_cuda and self._common.nccl)
+
+    def _look_out(self) -> None:
+        """Follows what the current stream has to do up to here."""
+        common, watch = self._common, self._common.watch
+        if common.lookout is None:
+            judge = lambda cause: watch.judge(None, cause)
+            common.lookout = Lookout(judge, self.group.abort, watch.beat_s)
+        if common.lookout.idle and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            common.lookout.follow(event, self._patience_s)
 
     def sum(self, x: Tensor) -> Work:
         return self._all_reduce("sum", x, dist.ReduceOp.SUM) if self._whole else super().sum(x)
@@ -114,7 +132,7 @@ class GroupComm(Pairwise):
             works = [dist.all_reduce(solid, op, group=self.group, async_op=True)]
         except RuntimeError as error:
             raise self._loss(None, error) from error
-        work = GroupWork(self, works, [None])
+        work = GroupWork(self, works, [None], self._host_waits(x))
         return work if solid is x else Then(work, lambda: x.copy_(solid))
 
     def agree(self, facts: Mapping[str, object]) -> None:
@@ -132,12 +150,18 @@ class GroupComm(Pairwise):
         return self.part([r for r in range(self.size) if colors[r] == color])
 
     def part(self, members: Sequence[int]) -> "GroupComm":
-        ranks = tuple(self._common.ranks[r] for r in members)
-        if ranks not in self._common.parts:
+        ranks, parts = tuple(self._ranks[r] for r in members), self._common.parts
+        if ranks not in parts:
+            self._connect()
             store = PrefixStore(f"part {ranks}", self._common.store)
-            self._common.parts[ranks] = Common(self.group, store, ranks, self.timeout_s)
-        comm = GroupComm.__new__(GroupComm)
-        return comm._be(self.group, self._common.parts[ranks], self.timeout_s)
+            parts[ranks] = Common(self.group, store, ranks, self.timeout_s)
+        return GroupComm(self.group, self.timeout_s, _part=parts[ranks])
+
+    def _connect(self) -> None:
+        """NCCL connects in the first operation of a group, which must be one of all its ranks: all
+        make their first parts together."""
+        if self._common.nccl and self._whole and not self._common.parts:
+            self.sum(torch.zeros(1, device="cuda")).wait()
 
     def _decide(self, kind: str, text: str, fold) -> str:
         common = self._common
@@ -152,14 +176,30 @@ class GroupComm(Pairwise):
     def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
         suspect = None if peer is None else self._common.job_rank(peer)
         cause = f"waited {waited_s:.3g} s, {_told(error)}"
-        return self._common.watch.judge(suspect, cause)
+        verdict = self._common.watch.judge(suspect, cause)
+        self._hang_up()
+        return verdict
+
+    def _hang_up(self) -> None:
+        """Those who wait for this rank need not wait for their timeout: gloo closes all connections
+        of a process in which an operation came too late, so one does.
+        """
+        for peer in set(range(self.size)) - {self.rank}:
+            with suppress(RuntimeError):  # which is what it is for
+                nothing, peer = torch.empty(1), self._ranks[peer]
+                work = dist.irecv(nothing, group=self.group, group_src=peer, tag=HANG_UP)
+                work.wait(timedelta(milliseconds=1))
 
 
 class GroupWork:
-    """Works of torch, each with the rank it is done with, if it is one."""
+    """Works of torch, each with the rank it is done with, if it is one (NCCL has one work for all
+    messages). They end on the host, or on the current stream.
+    """
 
-    def __init__(self, comm: GroupComm, works: list[dist.Work], peers: list[int | None]):
-        self._comm, self._works, self._peers = comm, works, peers
+    def __init__(
+        self, comm: GroupComm, works: list[dist.Work], peers: Sequence[int | None], host: bool
+    ):
+        self._comm, self._works, self._peers, self._host = comm, works, peers, host
 
     def wait(self) -> None:
         works, self._works = self._works, []
@@ -171,10 +211,11 @@ class GroupWork:
                 raise self._comm._loss(peer, error, time.monotonic() - began) from error
 
     def _wait(self, work: dist.Work, until: float) -> None:
-        if dist.get_backend(self._comm.group) == "gloo":
+        if self._host:
             work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
         else:
             work.wait()  # a timeout would make the host wait for the device
+            self._comm._look_out()
 
 
 def group_of(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:

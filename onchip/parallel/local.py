@@ -7,7 +7,7 @@ to buffer: who reuses a buffer before `wait` is wrong here, as he would be on a 
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ GRACE_S = 5.0  # what the others have for leaving after one rank failed
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
     """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, on the caller's
-    stream and in its grad mode. The exception of the rank that failed first reaches the caller; a
-    rank that waits longer than timeout_s for another raises ParallelError.
+    stream, in its grad mode and autocast. The exception of the rank that failed first reaches the
+    caller; a rank that waits longer than timeout_s for another raises ParallelError.
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
@@ -51,20 +51,27 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     return results
 
 
-def _same_room() -> Callable[[], Any]:
-    """A context that gives a thread what the caller's thread has."""
-    grad = torch.is_grad_enabled()
+def _same_room() -> Callable[[], AbstractContextManager[None]]:
+    """A context that gives a thread what torch keeps for the caller's thread alone."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    casts = {
+        device: torch.get_autocast_dtype(device)
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    }
 
     @contextmanager
     def room() -> Iterator[None]:
-        # One autograd thread serves a whole device, and ranks that wait for one another inside
-        # their backwards would share it: each computes its backward on its own thread.
-        with (
-            torch.cuda.stream(stream),
-            torch.autograd.set_multithreading_enabled(False),
-            torch.set_grad_enabled(grad),
-        ):
+        with ExitStack() as stack:
+            for device, dtype in casts.items():
+                stack.enter_context(torch.autocast(device, dtype))
+            stack.enter_context(torch.cuda.stream(stream))
+            # One autograd thread serves a whole device, and ranks that wait for one another inside
+            # their backwards would share it: each computes its backward on its own thread.
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
             yield
 
     return room

@@ -111,12 +111,16 @@ H200_KERNELS = {
 }
 
 
+FOLDED = 4  # results that one launch folds into the total (rounds.py)
+
+
 @dataclass(frozen=True, eq=False)
 class Machine:
     """A device with its kernels, its memory, and what lies behind that.
 
     A call takes no less than call_s on the host; one with fewer tiles of tile_m queries than there
-    are processors leaves some of them idle.
+    are processors leaves some of them idle. To merge a result, its elements or those of the total
+    are read or written merge_moves times.
     """
 
     name: str
@@ -127,6 +131,7 @@ class Machine:
     tile_m: int
     call_s: float
     tiers: tuple[Tier, ...]
+    merge_moves: float = 1 + 2 / FOLDED
 
     def kernel(self, backward: bool, causal: bool, head_dim: int) -> Kernel:
         key = (backward, causal, head_dim)

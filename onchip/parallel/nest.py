@@ -68,12 +68,16 @@ def sent_bytes(size: int, inner_size: int, num_heads: int, num_kv_heads: int) ->
     return dealt + size / inner_size - 1
 
 
-def best_inner_size(size: int, num_heads: int, num_kv_heads: int) -> int:
+def best_inner_size(size: int, num_heads: int, num_kv_heads: int, hops: int | None = None) -> int:
     """The groups that send least. What a ring sends hides under its kernels, so that it is taken
-    where it sends as little.
+    where it sends as little. hops: of a ring of all ranks, if it ends early.
     """
-    cost = lambda n: sent_bytes(size, n, num_heads, num_kv_heads)
-    return min(inner_sizes(size, num_kv_heads), key=cost)
+    cost = {
+        n: sent_bytes(size, n, num_heads, num_kv_heads) for n in inner_sizes(size, num_kv_heads)
+    }
+    if hops is not None:
+        cost[1] = hops
+    return min(cost, key=cost.__getitem__)
 
 
 @dataclass(frozen=True)

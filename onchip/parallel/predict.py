@@ -9,7 +9,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from onchip.parallel.machines import H200, Fabric, Machine, Tier
+from onchip.parallel.machines import FOLDED, H200, Fabric, Machine, Tier
 from onchip.parallel.simulate import FP32, LAYOUTS, Step, Timeline
 
 
@@ -20,22 +20,32 @@ def six_blocks_bytes(step: Step) -> float:
 
 
 def resident_bytes(step: Step, folds: bool | None = None) -> float:
-    """What a device holds of a step that folds several results, as every ring of more than one
-    does: six blocks, and what accumulating in fp32 adds to them.
+    """What a device holds of a step: inputs and results, and if it folds several of them (as every
+    ring of more than one does, or folds=True), what accumulating in fp32 adds.
+    """
+    folds = step.num_devices > 1 if folds is None else folds
+    return step.chunk * (_backward_bytes if step.backward else _forward_bytes)(step, folds)
 
-    Forward: Q; out accumulated and of a round, both fp32, with their lse; K, V held and coming.
-    Backward: Q, O, dO; lse and delta; dQ accumulated and of a round; K, V held and coming; dK, dV
-    held, coming and of a round. Without a fold: inputs and results.
+
+def _forward_bytes(step: Step, folds: bool) -> int:
+    """Of a token: Q, K, V and out with its lse. In a fold K and V also come, and out is fp32: the
+    total, and results that wait to be folded into it.
     """
     q, kv, _, size = _elements(step)
-    lse = step.shape.num_heads * FP32
-    copies = 2 if (step.num_devices > 1 if folds is None else folds) else 1
-    keys = copies * kv * size
-    if not step.backward:
-        out = copies * FP32 if copies > 1 else size
-        return step.chunk * (q * (size + out) + copies * lse + keys)
-    grads = FP32 * (copies * q + (2 * copies - 1) * kv)
-    return step.chunk * (3 * q * size + 2 * lse + keys + grads)
+    if not folds:
+        return (2 * q + kv) * size + step.shape.num_heads * FP32
+    outs = 1 + min(FOLDED, max(step.num_devices - 1, 1))
+    return (q + 2 * kv) * size + outs * (q + step.shape.num_heads) * FP32
+
+
+def _backward_bytes(step: Step, folds: bool) -> int:
+    """Of a token: Q, O, dO, lse and delta, K, V, gradients in fp32. In a fold K and V also come;
+    there are dQ so far and of a round; dK and dV that are held, that come, and of a round.
+    """
+    q, kv, grads, size = _elements(step)
+    copies = 2 if folds else 1
+    inputs = (3 * q + copies * kv) * size + 2 * step.shape.num_heads * FP32
+    return inputs + (copies * q + (2 * copies - 1) * grads) * FP32
 
 
 def stored_bytes(step: Step) -> float:

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, Total, attend, gradients
+from onchip.parallel.rounds import Call, Schedule, attend, gradients, total_of
 
 Pair = tuple[Tensor, Tensor]
 
 
 def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
     """(out, lse) of local queries over the keys of all ranks, unrounded."""
-    total = Total(q, v.shape[-1])
+    total = total_of(q, v.shape[-1])
     for round, (k_here, v_here) in zip(
         schedule.rounds, _segments(comm, schedule, k, v), strict=True
     ):

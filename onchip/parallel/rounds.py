@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from onchip import library
+from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import Options, Question, Tensors, Window, ask, describe
+from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
 CPU = torch.device("cpu")
 PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
@@ -110,6 +111,20 @@ def schedule(layout: Layout, rule: Rule, rank: int, device: torch.device) -> Sch
     return Schedule(rounds, tuple(layout.lengths(rule.seqlen)))
 
 
+def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
+    """(query, key) pairs of one head that causal, window and documents leave to each round of a
+    rank; a mask is not counted.
+    """
+    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
+    found = []
+    for hop in range(hops(layout, rule) + 1):
+        cols = layout.positions((rank - hop) % layout.size, rule.seqlen)
+        seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
+        found.append(int(seen.clamp(min=0).sum()))
+    return found
+
+
+@lru_cache(maxsize=PLANS)
 def hops(layout: Layout, rule: Rule) -> int:
     """How far keys must travel, which every rank finds alike: less than a full turn only where
     windows or documents end.
@@ -233,30 +248,32 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     first_head: int = 0
+    wide_grads: bool = True  # needed where gradients of rounds are summed
 
 
 def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of the round's rows, unrounded; q, k, v (batch, seqlen, heads, head_dim) are all
     that is at hand.
     """
-    question, x = _posed(call, round, q, k, v)
+    question, x = pose(call, round, q, k, v)
     return library.run(question, x, call.kernel)[:2]
 
 
 def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple) -> Grads:
-    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded. saved
-    is (out, lse, dout, dlse or None) of all rows over all keys.
+    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded if the
+    call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = _posed(call, round, q, k, v, wide_grads=True)
+    question, x = pose(call, round, q, k, v, call.wide_grads)
     out, lse, dout, dlse = saved
     of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
 
 
-def _posed(
+def pose(
     call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
 ) -> tuple[Question, Tensors]:
+    """The checked question of a round, and its tensors."""
     places = (None, None) if round.places is None else round.places
     x = Tensors(
         q[:, round.rows],
@@ -282,26 +299,76 @@ def _posed(
     return library.posed(x, problem), x
 
 
+State = tuple[Tensor, Tensor]  # (out, lse)
+
+
 class Total:
     """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
     fp64: of a hundred rounds each would round the sum of all before it.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int):
-        batch, seqlen, heads, _ = q.shape
-        wide = accumulator_dtype(q.dtype)
-        self._out = q.new_zeros(batch, seqlen, heads, head_dim_v, dtype=wide)
-        self._lse = q.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
+        self._shape = (*q.shape[:3], head_dim_v)
+        self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
+        self._state: State | None = None
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round."""
-        total, total_lse = self._out[:, rows], self._lse[:, :, rows]
+        """Merge in what `rows` saw in one more round: out may be the total from now on."""
+        if self._state is None and (rows.start, rows.stop) == (0, self._shape[1]):
+            self._state = out, lse.double()
+            return
+        total_out, total_lse = self._begun()
+        total_out, total_lse = total_out[:, rows], total_lse[:, :, rows]
         merged = torch.logaddexp(total_lse, lse.double())
         pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        own, new = (torch.exp(x - pivot).to(out.dtype) for x in (total_lse, lse))
-        own, new = (x.transpose(1, 2)[..., None] for x in (own, new))
-        total.mul_(own).addcmul_(out, new)
+        share = torch.exp(lse - pivot).to(out.dtype)  # and 1 - share is that of the total
+        total_out.lerp_(out, share.transpose(1, 2)[..., None])
         total_lse.copy_(merged)
 
-    def result(self) -> tuple[Tensor, Tensor]:
-        return self._out, self._lse.to(self._out.dtype)
+    def result(self) -> State:
+        out, lse = self._begun()
+        return out, lse.to(out.dtype)
+
+    def _begun(self) -> State:
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
+            self._state = self._like.new_zeros(self._shape), lse
+        return self._state
+
+
+class Patient(Total):
+    """A total on a GPU, where rounds wait for one another: to merge them costs to read the total
+    and to write it, which one launch does for several of them.
+    """
+
+    WAITING = 4
+
+    def __init__(self, q: Tensor, head_dim_v: int):
+        super().__init__(q, head_dim_v)
+        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        self._waiting.append((rows.start, out, lse))
+        if len(self._waiting) == self.WAITING:
+            self._merge()
+
+    def result(self) -> State:
+        if self._waiting:
+            self._merge()
+        return super().result()
+
+    def _merge(self) -> None:
+        fresh = self._state is None
+        if self._state is None:
+            batch, seqlen, heads, _ = self._shape
+            lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
+            self._state = self._like.new_empty(self._shape), lse
+        kernel_module("triton").fold(self._state, self._waiting, fresh)
+        self._waiting = []
+
+
+def total_of(q: Tensor, head_dim_v: int) -> Total:
+    """Nothing so far."""
+    fused = q.is_cuda and device_info(q.device).has_triton
+    return (Patient if fused else Total)(q, head_dim_v)

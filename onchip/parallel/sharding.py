@@ -45,12 +45,10 @@ class Layout:
         view where the rank holds one piece.
         """
         self._check(rank, x.shape[dim])
-        cuts = [(slice(None),) * (dim % x.dim()) + (slice(*p),) for p in self._own(x, rank, dim)]
-        parts = [x[cut] for cut in cuts]
+        before = (slice(None),) * (dim % x.dim())
+        pieces = self.pieces(rank, x.shape[dim]) or [(0, 0, 1)]
+        parts = [x[(*before, slice(*piece))] for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def _own(self, x: Tensor, rank: int, dim: int) -> list[Piece]:
-        return self.pieces(rank, x.shape[dim]) or [(0, 0, 1)]
 
     def unshard(self, parts: list[Tensor], dim: int = 1) -> Tensor:
         """The whole of the parts of all ranks, in rank order: the inverse of `shard`."""

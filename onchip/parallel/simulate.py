@@ -138,9 +138,8 @@ def seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
 
 
 def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
-    """Of folding a round's result, in fp32, into what is there. Forward: out is scaled in place,
-    then added to (five reads and writes). Backward: dq, and dk and dv that have come, are added to
-    (three).
+    """Of folding a round's result, in fp32, into what is there. Backward, dq, and dk and dv that
+    have come, are added to: two reads and a write.
     """
     if step.num_devices == 1 or not kind.pairs:
         return 0.0
@@ -148,7 +147,7 @@ def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
     if step.backward:
         moved = 3 * (shape.q_elements * kind.queries + shape.kv_elements * kind.keys)
     else:
-        moved = 0 if kind.first else 5 * shape.q_elements * kind.queries
+        moved = 0 if kind.first else machine.merge_moves * shape.q_elements * kind.queries
     return FP32 * moved / machine.memory_bytes_s
 
 

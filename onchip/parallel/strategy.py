@@ -38,10 +38,16 @@ class Chosen(NamedTuple):
     inner_size: int = 1
 
 
-def choose(strategy: str, ranks: Comm | Nest, num_heads: int, num_kv_heads: int) -> Chosen:
+def choose(
+    strategy: str,
+    ranks: Comm | Nest,
+    num_heads: int,
+    num_kv_heads: int,
+    hops: int | None = None,
+) -> Chosen:
     """The strategy that is meant. auto: that of ring, Ulysses and hybrid that sends the fewest
     bytes among those whose key heads divide (see nest.sent_bytes). hybrid, on ranks that have one
-    dimension: the largest groups whose key heads divide.
+    dimension: the largest groups whose key heads divide. hops: of a ring, if it ends early.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy=} is not one of {', '.join(STRATEGIES)}")
@@ -55,7 +61,7 @@ def choose(strategy: str, ranks: Comm | Nest, num_heads: int, num_kv_heads: int)
         return Chosen(strategy, inner_sizes(ranks.size, num_kv_heads)[-1])
     if strategy != "auto":
         return Chosen(strategy)
-    inner_size = best_inner_size(ranks.size, num_heads, num_kv_heads)
+    inner_size = best_inner_size(ranks.size, num_heads, num_kv_heads, hops)
     names = {1: "ring", ranks.size: "ulysses"}
     return Chosen("ring" if ranks.size == 1 else names.get(inner_size, "hybrid"), inner_size)
 

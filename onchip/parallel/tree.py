@@ -173,6 +173,7 @@ class Rule(NamedTuple):
         if places is None:
             self._check_blind()
             return [View(rows, (None, None), [0], counts, [0])]
+        _check_places(places, counts)
         found: dict[tuple[Span, Window], View] = {}
         chunks = pairwise(range(self.seqlen_q + 1)) if self.one_by_one else [rows]
         for rows in chunks:
@@ -205,6 +206,16 @@ class Rule(NamedTuple):
             raise ValueError(
                 "a window, ALiBi and causal queries need to know where a rank's keys stand: give"
                 " their place, (start, seqlen_k)"
+            )
+
+
+def _check_places(places: Sequence[Place], counts: list[int]) -> None:
+    if len(places) != len(counts):
+        raise ValueError(f"there are {len(places)} places for {len(counts)} sequences")
+    for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
+        if not 0 <= start <= start + count <= seqlen_k:
+            raise ValueError(
+                f"sequence {b}: {count} keys from {start=} on do not lie within {seqlen_k=}"
             )
 
 

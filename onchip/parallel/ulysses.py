@@ -9,7 +9,8 @@ groups of GQA where these are as even. A key head whose group is cut goes to eve
 part of it, and its gradients come back unrounded and are summed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,13 +42,13 @@ class Plan(NamedTuple):
     ) -> "Plan":
         """x has q, k and v of this rank's positions in the layout, of as many ranks as the nest."""
         outer, inner, device = nest.outer, nest.inner, x.q.device
-        held = Groups(layout, inner.size)
-        rounds = schedule(held, rule, outer.rank, device)
-        exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
-        job = Job(outer, ring, rounds, call, out_dtype)
         num_heads, num_kv_heads = x.q.shape[2], x.k.shape[2]
         heads, group_size = deal(num_heads, num_kv_heads, inner.size), num_heads // num_kv_heads
         keys = tuple(kv_heads(span, group_size) for span in heads)
+        held = Groups(layout, inner.size)
+        exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
+        call = call._replace(wide_grads=outer.size > 1 or _overlap(keys))
+        job = Job(outer, ring, schedule(held, rule, outer.rank, device), call, out_dtype)
         return cls(exchange, job, tuple(heads), keys, group_size)
 
     @property
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
     @property
     def cuts_groups(self) -> bool:
         """Whether some key head goes to several ranks."""
-        return any(a[1] > b[0] for a, b in zip(self.kv_heads, self.kv_heads[1:], strict=False))
+        return _overlap(self.kv_heads)
 
     def parts(self) -> Iterator[tuple[Job, slice, slice, slice]]:
         """The calls that serve my heads: their job; their heads among mine, their key heads among
@@ -132,6 +133,11 @@ def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
         if dsinks is not None:
             dsinks[all_] = grads.dsinks
     return Grads(dq, dk, dv, dsinks=dsinks)
+
+
+def _overlap(spans: Sequence[Span]) -> bool:
+    some = [span for span in spans if span[0] < span[1]]
+    return any(a[1] > b[0] for a, b in pairwise(some))
 
 
 def _columns(lse: Tensor) -> Tensor:

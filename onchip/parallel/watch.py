@@ -25,21 +25,23 @@ NOTHING = {"beat": -1, "ops": 0, "doing": "nothing"}
 
 class Watch:
     """The pulse of one of `ranks` in their store, and the judgement about all of them. Ranks are
-    those of the job, whatever group they form here.
+    those of the job, whatever group they form here, and the verdict is in the store of the job: a
+    rank that leaves because of it may be missed in other groups.
     """
 
-    def __init__(self, store: Store, ranks: Sequence[int], rank: int, timeout_s: float):
+    def __init__(self, store: Store, job: Store, ranks: Sequence[int], rank: int, timeout_s: float):
         self.beat_s = min(BEAT_S, timeout_s / 20)
         # clients of their own: one that waits for a key serves nobody else
-        self._store, pulses = _client(store), _client(store)
+        self._store, self._job, pulses = _client(store), _client(job), _client(store)
         self.ranks, self._rank = tuple(ranks), rank
         self._verdict: ParallelError | None = None
         self._pulse = {"beat": 0, "ops": 0, "doing": "nothing"}
         stop = threading.Event()
         beat = (pulses, f"pulse/{rank}", self._pulse, self.beat_s, stop)
         _show(*beat[:3])
-        threading.Thread(target=_beat, args=beat, daemon=True, name="onchip-pulse").start()
-        weakref.finalize(self, stop.set)
+        thread = threading.Thread(target=_beat, args=beat, daemon=True, name="onchip-pulse")
+        thread.start()
+        weakref.finalize(self, end, thread, stop.set)
 
     def begin(self, kind: str) -> None:
         """This rank begins an operation. What failed once stays so: connections are gone."""
@@ -84,7 +86,7 @@ class Watch:
         """The verdict: that of the first who judged, or else judge()."""
         try:
             verdict = self._read_verdict() or judge()
-            said = self._store.compare_set("verdict", "", _to_text(verdict))
+            said = self._job.compare_set("verdict", "", _to_text(verdict))
             first = _from_text(said)
             self._verdict = ParallelError(f"{first} (rank {self._rank}: {cause})", first.rank)
         except RuntimeError as error:
@@ -92,8 +94,8 @@ class Watch:
         return self._verdict
 
     def _read_verdict(self) -> ParallelError | None:
-        there = self._store.check(["verdict"])
-        return _from_text(self._store.get("verdict")) if there else None
+        there = self._job.check(["verdict"])
+        return _from_text(self._job.get("verdict")) if there else None
 
     def _absent(self, here: str) -> ParallelError:
         """Of a meeting: who is lost, or who did not come, and what he said the last time."""
@@ -150,6 +152,13 @@ class Watch:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
+def end(thread: threading.Thread, stop: Callable[[], object]) -> None:
+    """Before the interpreter ends: a thread that comes back from the store later aborts it."""
+    stop()
+    if thread is not threading.current_thread():
+        thread.join(5.0)
+
+
 def _client(store: Store) -> Store:
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]: the stub is older
 
@@ -181,4 +190,5 @@ def _without_store(suspect: int | None, cause: str, error: Exception) -> Paralle
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     who = suspect if agent else 0
     named = "" if who is None else f"rank {who} is lost: "
-    return ParallelError(f"{named}the store of the group is gone ({cause}; {error})", who)
+    told = str(error).partition("\n")[0]
+    return ParallelError(f"{named}the store of the group is gone ({cause}; {told})", who)

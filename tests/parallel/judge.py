@@ -2,13 +2,14 @@
 to a process.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 import onchip
 from onchip import masks
 from onchip.parallel import context_parallel_attention
+from onchip.parallel.comm import run_ranks
 from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -27,6 +28,24 @@ LAYOUTS = {
     "blocks": lambda size: zigzag(size, 128),
     "balanced": lambda size: balanced(size, masks.causal()),
 }
+
+DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
+CU = (0, 1, 40, 40, 57, 120, 143)
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"causal": True, "sinks": True, "softcap": 4.0},
+    {"window_size": (17, 0)},
+    {"window_size": (9, 5), "alibi": True},
+    {"causal": True, **DROPOUT},
+    {"window_size": (None, 3), "alibi": True, "sinks": True, "softmax_scale": 0.3, **DROPOUT},
+    {"mask": "causal"},
+    {"mask": "prefix", **DROPOUT},
+    {"mask": "planes"},
+    {"mask": "longformer", "alibi": True},
+    {"mask": "dense", "causal": True},
+]
+PACKED = [o for o in OPTIONS if "mask" not in o]
 
 
 @dataclass(frozen=True)
@@ -108,12 +127,12 @@ def on_one_device(case):
     return differentiate(attend, (q, k, v), dout, dlse, extras)
 
 
-def on_rank(comm, *cases):
-    """What this rank finds for each case."""
-    return [_on_rank(comm, case) for case in cases]
+def on_rank(comm, *cases, group=None):
+    """What this rank finds for each case; the group is comm unless given."""
+    return [_on_rank(comm, case, group or comm) for case in cases]
 
 
-def _on_rank(comm, case):
+def _on_rank(comm, case, group):
     (q, k, v, dout, dlse), extras = case.tensors()
     layout = case.layout_of(comm.size)
     mine = lambda t, dim=case.dim: layout.shard(t, comm.rank, dim).contiguous()
@@ -121,7 +140,7 @@ def _on_rank(comm, case):
     def attend(q, k, v, extras):
         where = {"strategy": case.strategy, "layout": layout, "seqlen": case.seqlen}
         options = case.arguments(extras) | where
-        return context_parallel_attention(q, k, v, comm, cu_seqlens=case.cu, **options)
+        return context_parallel_attention(q, k, v, group, cu_seqlens=case.cu, **options)
 
     return differentiate(attend, map(mine, (q, k, v)), mine(dout), mine(dlse, -1), extras)
 
@@ -164,3 +183,29 @@ def near(found, want, tolerance, what, size=None):
         size = want[finite].abs().max() if size is None else size
         error = (found - want)[finite].abs().max() / size.clamp(min=1e-30)
         assert error <= tolerance, f"{what}: {float(error):.1e}"
+
+
+def in_process(case, size):
+    """The case on ranks that are threads."""
+    parts = run_ranks(size, on_rank, case)
+    judge(case, [part[0] for part in parts])
+
+
+def rmse(found, exact):
+    return {n: float((found[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
+
+
+def lose_no_more(case, size):
+    """RMSE against fp64 of result and gradients, at most 1.02 times that of one device. (lse is
+    fp32: 1.25, as everywhere.)
+    """
+    wide = replace(case, dtype=torch.float64)
+    (q, k, v, dout, dlse), _ = case.tensors()
+    attend = lambda q, k, v, extras: onchip.attention(q, k, v, **wide.arguments({}))
+    inputs = [t.double() for t in (q, k, v)]
+    exact = differentiate(attend, inputs, dout.double(), dlse.double(), {})
+    one = rmse(on_one_device(case), exact)
+    many = rmse(whole(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
+    for name, error in many.items():
+        most = 1.25 if name == "lse" else 1.02
+        assert error <= most * one[name], f"{name}: {error:.3e} on {size}, {one[name]:.3e} on one"

@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from onchip.parallel.comm import GroupComm
 
+# by one server, which forks every rank of every pool
+IMPORTED = ["pytest", "onchip.parallel.attention", "onchip.kernels.aten", "onchip.kernels.tiled"]
+IMPORTED += [__name__]
+
 
 class RankError(AssertionError):
     """What a rank said when it failed."""
@@ -64,9 +68,8 @@ class Pool:
     def _start(self):
         self._groups = {self.size}
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        # one server imports torch once and forks every rank of every pool
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pytest", "onchip.parallel.comm", __name__])
+        context.set_forkserver_preload(IMPORTED)
         for rank in range(self.size):
             here, there = context.Pipe()
             args = (rank, self.size, self._store.port, self._inside, there)

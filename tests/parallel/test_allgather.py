@@ -7,44 +7,49 @@ from onchip import masks
 from onchip.parallel import allgather, sharding
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.rounds import Rule
-from tests.parallel.whole import (
+from tests.parallel.judge import (
+    CU,
+    DROPOUT,
     OPTIONS,
-    assert_as_accurate,
-    assert_close,
-    inputs,
-    joined,
-    on_one,
+    PACKED,
+    Case,
+    in_process,
+    judge,
+    lose_no_more,
     on_rank,
 )
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("case", OPTIONS)
-def test_any_mask_and_option(case, layout):
-    """fp64, GQA, 37 tokens on 3 ranks."""
-    x = inputs((4, 2), head_dim_v=5)
-    found = run_ranks(3, lambda comm: on_rank(comm, x, layout, case, strategy="allgather"))
-    assert_close(joined(layout, found), on_one(x, case), 1e-12)
+def gathering(layout="zigzag", seqlen=111, **rest):
+    return Case(layout, seqlen, strategy="allgather", **rest)
 
 
-@pytest.mark.parametrize("case", ["causal", "dropout"])
-@pytest.mark.parametrize("size, seqlen", [(1, 37), (8, 5), (4, 300)])
-def test_any_lengths(size, seqlen, case):
-    x = inputs((4, 1), seqlen=seqlen)
-    found = run_ranks(size, lambda comm: on_rank(comm, x, "zigzag", case, strategy="allgather"))
-    assert_close(joined("zigzag", found), on_one(x, case), 1e-12)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_any_mask_and_option(options, layout):
+    in_process(gathering(layout, batch=2, options=options), 3)
 
 
-def test_a_layout_of_many_pieces():
+@pytest.mark.parametrize("options", PACKED, ids=str)
+def test_documents(options):
+    in_process(gathering(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, DROPOUT], ids=str)
+@pytest.mark.parametrize("size, seqlen", [(1, 37), (8, 5), (4, 300), (3, 0)])
+def test_any_lengths(size, seqlen, options):
+    in_process(gathering(seqlen=seqlen, options=options), size)
+
+
+def test_a_layout_of_many_pieces(monkeypatch):
     """Every other pair of blocks is on one rank: one call with a block mask."""
-    layout, seqlen = sharding.balanced(2, masks.block_local(64)), 5000
-    assert len(layout.pieces(0, seqlen)) > allgather.MAX_PIECES
+    layout, seqlen = sharding.balanced(2, masks.block_local(64)), 700
+    monkeypatch.setattr(allgather, "MAX_PIECES", 1)
+    assert len(layout.pieces(0, seqlen)) > 1
     assert len(allgather.schedule(layout, Rule(seqlen, True), 0, CPU).rounds) == 1
-    x = inputs((1, 1), seqlen=seqlen, batch=1)
-    found = run_ranks(2, lambda comm: on_rank(comm, x, layout, "causal", strategy="allgather"))
-    assert_close(joined(layout, found), on_one(x, "causal"), 1e-12)
+    in_process(gathering("balanced", seqlen, options={"causal": True}), 2)
 
 
 @pytest.mark.parametrize("layout", [sharding.contiguous(4), sharding.zigzag(4)])
@@ -69,38 +74,34 @@ def test_messages_and_bytes():
     their gradients, in fp32.
     """
     size, seqlen, heads, dims = 3, 37, (4, 2), (8, 5)
-    x = inputs(heads, seqlen=seqlen, dtype=torch.bfloat16, head_dim_v=dims[1])
-    layout = sharding.zigzag(size)
+    case = gathering(seqlen=seqlen, batch=2, heads=heads, dims=dims, dtype=torch.bfloat16)
 
     def live(comm):
         comm = CountingComm(comm)
-        on_rank(comm, x, layout, "causal", strategy="allgather")
+        on_rank(comm, case)
         return comm.rank, dict(comm.messages), dict(comm.bytes)
 
     per_token = 2 * heads[1] * sum(dims)  # of a batch of 2
     for rank, messages, sent in run_ranks(size, live):
-        mine = layout.length(rank, seqlen)
+        mine = case.layout_of(size).length(rank, seqlen)
         assert messages == {"gather": 2 * (size - 1), "scatter_sum": size - 1}
         assert sent["gather"] == 2 * (size - 1) * mine * per_token * 2
         assert sent["scatter_sum"] == (seqlen - mine) * per_token * 4
 
 
 @pytest.mark.parametrize("size", [2, 8])
-def test_as_accurate_as_one_device(size):
-    x = inputs((4, 1), seqlen=511, dtype=torch.bfloat16, head_dim=64)
-    exact, one = on_one([t.double() for t in x], "causal"), on_one(x, "causal")
-    found = run_ranks(size, lambda comm: on_rank(comm, x, "zigzag", "causal", strategy="allgather"))
-    assert_as_accurate(joined("zigzag", found), one, exact)
+def test_sixteen_bits_lose_no_more(size):
+    options = {"causal": True, "kernel": "tiled"}
+    shape = {"heads": (4, 1), "dims": (64, 64), "dtype": torch.bfloat16}
+    lose_no_more(gathering(seqlen=511, options=options, **shape), size)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_gloo(pool, size, dtype, tolerance):
-    for layout, case in (("zigzag", "dropout"), ("striped", "window")):
-        x = inputs((6, 2), dtype=dtype)
-        found = pool.run(size, on_gloo, x, layout, case)
-        assert_close(joined(layout, found), on_one(x, case), tolerance)
-
-
-def on_gloo(comm, x, layout, case):
-    return on_rank(comm, x, layout, case, strategy="allgather")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gloo(pool, size, dtype):
+    cases = [
+        gathering(dtype=dtype, options={"causal": True, **DROPOUT}),
+        gathering("striped", heads=(6, 2), dtype=dtype, options={"window_size": (17, 0)}),
+    ]
+    for case, *parts in zip(cases, *pool.run(size, on_rank, *cases), strict=True):
+        judge(case, parts)

@@ -1,7 +1,11 @@
 """The same calls give the same bits in one process and on torch.distributed."""
 
+import random
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 
@@ -18,23 +22,23 @@ def lengths(size, total):
     return [max(0, total // size + 3 * (r % 3) - 4) for r in range(size)]
 
 
-def patterns(comm, total=11, dtype=torch.float32):
+def patterns(comm, total=11, dtype=torch.float32, device="cpu"):
     """What every pattern gives this rank."""
     P, me, n = comm.size, comm.rank, lengths(comm.size, total)
-    x = draw(me, n[me], 3, dtype=dtype)
+    take = lambda seed, *shape: draw(seed, *shape, dtype=dtype).to(device)
+    blank = lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=device)
     got = {}
     for hops in (1, -1, 3, P):
-        got[f"shift {hops}"] = draw(me, 5, dtype=dtype) * 0
-        comm.shift(draw(me, 5, dtype=dtype), got[f"shift {hops}"], hops).wait()
-    got["gather"] = [x.new_full((m, 3), float("nan")) for m in n]
-    comm.gather(x, got["gather"]).wait()
-    parts = [draw(me * P + r, n[r], 3, dtype=dtype) for r in range(P)]
-    got["scatter_sum"] = torch.full_like(x, float("nan"))
+        got[f"shift {hops}"] = blank(5)
+        comm.shift(take(me, 5), got[f"shift {hops}"], hops).wait()
+    got["gather"] = [blank(m, 3) for m in n]
+    comm.gather(take(me, n[me], 3), got["gather"]).wait()
+    got["scatter_sum"] = blank(n[me], 3)
+    parts = [take(me * P + r, n[r], 3) for r in range(P)]
     comm.scatter_sum(parts, got["scatter_sum"]).wait()
-    send = [draw(me * P + r, n[me] + n[r], 2, dtype=dtype) for r in range(P)]
-    got["swap"] = [x.new_full((n[r] + n[me], 2), float("nan")) for r in range(P)]
-    comm.swap(send, got["swap"]).wait()
-    got["max"] = draw(me, 7, dtype=dtype)
+    got["swap"] = [blank(n[r] + n[me], 2) for r in range(P)]
+    comm.swap([take(me * P + r, n[me] + n[r], 2) for r in range(P)], got["swap"]).wait()
+    got["max"] = take(me, 7)
     comm.max(got["max"]).wait()
     return got
 
@@ -65,6 +69,52 @@ def test_patterns_in_one_process(size, dtype):
 def test_patterns_on_gloo(pool, size, dtype):
     for rank, got in enumerate(pool.run(size, patterns, 11, dtype)):
         torch.testing.assert_close(got, expected(size, rank, 11, dtype), rtol=0, atol=0)
+
+
+def program(comm, kinds, seed):
+    """Posts these patterns with sizes, hops and gaps by chance, and waits for them in any order."""
+    chance, works, got = random.Random(seed), [], []
+    for step, kind in enumerate(kinds):
+        n = [chance.randrange(6) for _ in range(comm.size)]
+        hops, gaps = chance.randrange(-9, 10), chance.choice((1, 2))
+        mine = lambda *shape, salt=step: draw(97 * salt + comm.rank, *shape)
+        here = n[comm.rank]
+        blank = lambda rows, gaps=gaps: torch.full((rows, 3 * gaps), torch.nan)[:, ::gaps]
+        if kind == "shift":
+            out = [blank(n[(comm.rank - hops) % comm.size])]
+            work = comm.shift(mine(here, 3 * gaps)[:, ::gaps], out[0], hops)
+        elif kind == "gather":
+            out = [blank(m) for m in n]
+            work = comm.gather(mine(here, 3 * gaps)[:, ::gaps], out)
+        elif kind == "swap":
+            out = [blank(m) for m in n]
+            work = comm.swap([mine(here, 3) for _ in n], out)
+        elif kind == "scatter_sum":
+            out = [blank(here)]
+            work = comm.scatter_sum([mine(m, 3 * gaps)[:, ::gaps] for m in n], out[0])
+        else:
+            out = [mine(5, 3 * gaps)[:, ::gaps]]
+            work = comm.max(out[0])
+        works.append(work)
+        got.append(out)
+    chance.shuffle(works)
+    for work in works:
+        work.wait()
+        work.wait()  # once more changes nothing
+    return got
+
+
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([1, 2, 3, 4, 8]),
+    kinds=st.lists(
+        st.sampled_from(["shift", "gather", "swap", "scatter_sum", "max"]), min_size=1, max_size=6
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_any_calls_have_the_same_bits_in_one_process_and_on_gloo(pool, size, kinds, seed):
+    here, there = run_ranks(size, program, kinds, seed), pool.run(size, program, kinds, seed)
+    torch.testing.assert_close(here, there, rtol=0, atol=0)
 
 
 def sums(comm):
@@ -176,3 +226,62 @@ def uneven(comm):
 def test_messages_that_do_not_fit_are_named():
     with pytest.raises(ParallelError, match=r"rank 1 sends torch.float32 \(3,\), rank 0 expects"):
         run_ranks(2, uneven)
+
+
+def surroundings(comm):
+    product = torch.ones(2, 2) @ torch.eye(2)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), product.dtype
+
+
+def test_ranks_compute_as_their_caller_would():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [r[2] for r in run_ranks(2, surroundings)] == [torch.bfloat16] * 2
+    with torch.no_grad():
+        assert [r[:2] for r in run_ranks(2, surroundings)] == [(False, False)] * 2
+    with torch.inference_mode():
+        assert [r[:2] for r in run_ranks(2, surroundings)] == [(False, True)] * 2
+    assert [r[:2] for r in run_ranks(2, surroundings)] == [(True, False)] * 2
+
+
+class PassOn(torch.autograd.Function):
+    """To the next rank; its gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, comm, x):
+        ctx.comm, out = comm, torch.empty_like(x)
+        comm.shift(x, out).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        dx = torch.empty_like(dout)
+        ctx.comm.shift(dout.contiguous(), dx, -1).wait()
+        return None, dx
+
+
+def pass_on(comm, device="cpu"):
+    x = torch.full((3,), comm.rank + 1.0, requires_grad=True, device=device)
+    (PassOn.apply(comm, x) * (comm.rank + 10)).sum().backward()
+    return x.grad.tolist()
+
+
+def test_backwards_may_wait_for_one_another(pool):
+    expected = [[(r + 1) % 4 + 10.0] * 3 for r in range(4)]
+    assert run_ranks(4, pass_on) == expected
+    assert pool.run(4, pass_on) == expected
+
+
+@pytest.mark.gpu
+def test_backwards_may_wait_for_one_another_on_one_gpu():
+    """One autograd thread serves the device: without care this would never end."""
+    assert run_ranks(4, pass_on, "cuda") == [[(r + 1) % 4 + 10.0] * 3 for r in range(4)]
+
+
+@pytest.mark.gpu
+def test_patterns_on_one_gpu(pool):
+    """In one process, and over gloo through the host."""
+    ask = 4, patterns, 11, torch.float32, "cuda"
+    for results in (run_ranks(*ask), pool.run(*ask)):
+        for rank, got in enumerate(results):
+            close = torch.testing.assert_close
+            close(got, expected(4, rank), rtol=0, atol=0, check_device=False)

@@ -1,8 +1,9 @@
 """Groups that deal heads, in a ring, are one device: forward and every gradient."""
 
+from functools import cache
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from onchip.parallel import sharding
@@ -10,31 +11,40 @@ from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.nest import Groups, Nest, best_inner_size, nested, sent_bytes
 from onchip.parallel.strategy import choose
-from tests.parallel.whole import OPTIONS, assert_close, inputs, joined, on_one, on_rank
+from tests.parallel.judge import CU, DROPOUT, OPTIONS, PACKED, Case, in_process, judge, on_rank
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
 
+def hybrid(layout="zigzag", seqlen=111, **rest):
+    return Case(layout, seqlen, strategy="hybrid", **rest)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_any_mask_and_option(case, layout):
-    """fp64; three groups of two ranks, 37 tokens."""
-    x = inputs((4, 2), head_dim_v=5)
-    found = run_ranks(6, lambda comm: on_rank(comm, x, layout, case, strategy="hybrid"))
-    assert_close(joined(layout, found), on_one(x, case), 1e-12)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_any_mask_and_option(options, layout):
+    """Three groups of two ranks."""
+    in_process(hybrid(layout, batch=2, options=options), 6)
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
+def test_documents(options):
+    in_process(hybrid(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
 
 
 @pytest.mark.parametrize("inner_size, heads", [(1, (4, 2)), (2, (6, 3)), (4, (5, 5)), (8, (2, 1))])
-@pytest.mark.parametrize("case", ["causal", "heads", "dropout"])
-def test_any_groups_and_heads(case, inner_size, heads):
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "sinks": True}, {"mask": "planes"}, DROPOUT], ids=str
+)
+def test_any_groups_and_heads(options, inner_size, heads):
     """Groups whose key heads do not divide, or are fewer than the ranks, by splitting 8 ranks."""
-    x = inputs(heads)
+    case = hybrid(heads=heads, options=options)
 
     def live(comm):
         group = Nest(comm.split(comm.rank % inner_size), comm.split(comm.rank // inner_size))
-        return on_rank(comm, x, "zigzag", case, strategy="hybrid", group=group)
+        return on_rank(group, case)[0]
 
-    assert_close(joined("zigzag", run_ranks(8, live)), on_one(x, case), 1e-12)
+    judge(case, run_ranks(8, live))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -64,23 +74,23 @@ def test_bytes_are_those_of_the_model(heads, size):
     """Forward, each number of neighbours that divides: what `auto` compares is what is sent, beside
     lse. A ring sends what a group has, and heads are as even as can be.
     """
-    seqlen, head_dim = 4 * size, 4
-    x = inputs(heads, seqlen=seqlen, dtype=torch.float32, sinks=False, head_dim=head_dim)
-    own = x[1].nbytes * 2 // size
+    seqlen, layout = 4 * size, sharding.contiguous(size)
+    (q, k, v, _, dlse), _ = Case(
+        seqlen=seqlen, heads=heads, dims=(4, 4), dtype=torch.float32
+    ).tensors()
+    own = 2 * k.nbytes // size
 
     def live(comm, inner_size):
         comm = CountingComm(comm)
-        with torch.no_grad():
-            group = nested(comm, inner_size) if inner_size > 1 else comm
-            strategy = "hybrid" if inner_size > 1 else "ring"
-            layout = sharding.contiguous(size)
-            mine = [layout.shard(t, comm.rank) for t in x[:3]]
-            context_parallel_attention(*mine, group, layout=layout, strategy=strategy)
+        group = nested(comm, inner_size) if inner_size > 1 else comm
+        strategy = "hybrid" if inner_size > 1 else "ring"
+        mine = [layout.shard(t, comm.rank) for t in (q, k, v)]
+        context_parallel_attention(*mine, group, layout=layout, strategy=strategy)
         return sum(comm.bytes.values())
 
     found = {}
     for inner_size in (n for n in range(1, size + 1) if size % n == 0 and heads[1] % n == 0):
-        lse = x[4].nbytes / size * (inner_size - 1) / inner_size
+        lse = dlse.nbytes / size * (inner_size - 1) / inner_size
         (sent,) = set(run_ranks(size, live, inner_size))
         assert sent == sent_bytes(size, inner_size, *heads) * own + lse
         found[inner_size] = sent - lse
@@ -108,39 +118,27 @@ def test_auto_sends_least(size, heads, expected):
 
 
 def test_what_has_two_dimensions_is_for_hybrid():
-    x = inputs((4, 2))
-
-    def live(comm):
-        return on_rank(comm, x, "zigzag", "full", strategy="ring", group=nested(comm, 2))
-
     with pytest.raises(ValueError, match="only 'hybrid' takes two"):
-        run_ranks(4, live)
+        run_ranks(4, lambda comm: on_rank(nested(comm, 2), Case(strategy="ring")))
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
-def test_gloo_mesh_of_two_dimensions(pool, shape, dtype, tolerance):
-    x = inputs((8, 2), dtype=dtype)
-    for case in ("dropout", "documents"):
-        found = pool.run(8, on_mesh, x, shape, case)
-        assert_close(joined("zigzag", found), on_one(x, case), tolerance)
+def test_gloo_mesh_of_two_dimensions(pool, shape, dtype):
+    case = hybrid(heads=(8, 2), dtype=dtype, options={"causal": True, **DROPOUT})
+    judge(case, pool.run(8, on_mesh, case, shape))
 
 
-def on_mesh(comm, x, shape, case):
-    mesh = MESHES.get(shape) or MESHES.setdefault(shape, init_device_mesh("cpu", shape))
-    assert dist.get_rank() == comm.rank
-    return on_rank(comm, x, "zigzag", case, group=mesh)
+def on_mesh(comm, case, shape):
+    return on_rank(comm, case, group=mesh_of(shape))[0]
 
 
-MESHES = {}
+@cache
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_gloo_in_groups_of_its_own(pool, size):
-    x = inputs((8, 2))
-    found = pool.run(size, on_gloo, x)
-    assert_close(joined("striped", found), on_one(x, "window"), 1e-12)
-
-
-def on_gloo(comm, x):
-    return on_rank(comm, x, "striped", "window", strategy="hybrid")
+    case = hybrid("striped", heads=(8, 2), options={"window_size": (17, 0)})
+    judge(case, [part[0] for part in pool.run(size, on_rank, case)])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onchip.parallel.machines import H200, LINKS, Fabric, Tier
+from onchip.parallel.machines import FOLDED, H200, LINKS, Fabric, Tier
 from onchip.parallel.predict import (
     TIER,
     Slabs,
@@ -35,12 +35,23 @@ def test_six_blocks_of_a_chunk():
 
 
 def test_what_fp32_adds_to_six_blocks():
-    """Forward: out is fp32, twice, with lse twice. On one device it is rounded by the kernel."""
-    step = Step(8 * 1000, 8, shape=Shape(num_heads=4, num_kv_heads=2, head_dim=64))
+    """Forward: the total and up to FOLDED results are fp32. On one device out is as it stays."""
+    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64)
     out, lse = 1000 * 4 * 64, 1000 * 4
-    assert resident_bytes(step) == six_blocks_bytes(step) + out * (4 + 4 - 2) + 2 * lse * 4
-    alone = step._replace(tokens=1000, num_devices=1)
+    for size, outs in ((2, 2), (3, 3), (8, 1 + FOLDED)):
+        step = Step(size * 1000, size, shape=shape)
+        fp32 = outs * 4 * (out + lse)
+        assert resident_bytes(step) == six_blocks_bytes(step) - 2 * out + fp32
+    alone = Step(1000, 1, shape=shape)
     assert resident_bytes(alone) == 1000 * 2 * 64 * (4 + 4 + 2 + 2) + lse * 4
+
+
+def test_what_a_backward_pass_holds():
+    """Q, O, dO; K, V twice; dQ twice; dK, dV three times; lse and delta."""
+    step = Step(8 * 1000, 8, backward=True, shape=Shape(4, 2, 64))
+    queries, keys, rows = 1000 * 4 * 64, 1000 * 2 * 64, 1000 * 4
+    inputs = 2 * (3 * queries + 4 * keys) + 4 * 2 * rows
+    assert resident_bytes(step) == inputs + 4 * (2 * queries + 6 * keys)
 
 
 @given(step=steps)

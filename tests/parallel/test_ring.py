@@ -19,38 +19,18 @@ from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.rounds import Rule, hops, plan, schedule
 from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
 from tests.parallel.judge import (
+    CU,
     LAYOUTS,
+    OPTIONS,
+    PACKED,
     Case,
-    differentiate,
+    in_process,
     judge,
-    on_one_device,
+    lose_no_more,
     on_rank,
-    whole,
 )
 
 CPU = torch.device("cpu")
-DROPOUT = {"dropout_p": 0.3, "dropout_seed": 2**40 + 17}
-CU = (0, 1, 40, 40, 57, 120, 143)
-OPTIONS = [
-    {},
-    {"causal": True},
-    {"causal": True, "sinks": True, "softcap": 4.0},
-    {"window_size": (17, 0)},
-    {"window_size": (9, 5), "alibi": True},
-    {"causal": True, **DROPOUT},
-    {"window_size": (None, 3), "alibi": True, "sinks": True, "softmax_scale": 0.3, **DROPOUT},
-    {"mask": "causal"},
-    {"mask": "prefix", **DROPOUT},
-    {"mask": "planes"},
-    {"mask": "longformer", "alibi": True},
-    {"mask": "dense", "causal": True},
-]
-PACKED = [o for o in OPTIONS if "mask" not in o]
-
-
-def in_process(case, size):
-    parts = run_ranks(size, on_rank, case)
-    judge(case, [part[0] for part in parts])
 
 
 @st.composite
@@ -289,10 +269,6 @@ def expanded(round):
     return torch.ones(lengths, dtype=torch.bool) if seen is None else seen
 
 
-def rmse(found, exact):
-    return {n: float((found[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
-
-
 @pytest.mark.parametrize("size", [2, 8, 64])
 def test_sixteen_bits_lose_no_more_on_ranks(size):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one device. (lse is
@@ -300,16 +276,7 @@ def test_sixteen_bits_lose_no_more_on_ranks(size):
     """
     case = Case("zigzag", 768, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16)
     case = replace(case, options={"causal": True, "kernel": "tiled"})  # rounds at the end only
-    wide = replace(case, dtype=torch.float64)
-    (q, k, v, dout, dlse), _ = case.tensors()
-    attend = lambda q, k, v, extras: onchip.attention(q, k, v, **wide.arguments({}))
-    inputs = [t.double() for t in (q, k, v)]
-    exact = differentiate(attend, inputs, dout.double(), dlse.double(), {})
-    one = rmse(on_one_device(case), exact)
-    many = rmse(whole(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
-    for name, error in many.items():
-        most = 1.25 if name == "lse" else 1.02
-        assert error <= most * one[name], f"{name}: {error:.3e} on {size}, {one[name]:.3e} on one"
+    lose_no_more(case, size)
 
 
 def test_partials_that_were_rounded_would_be_seen(monkeypatch):

@@ -155,12 +155,20 @@ def test_partial_results_are_not_rounded():
         ({}, 2, "give their place"),
         ({"alibi_slopes": SLOPES, "causal": False, "place": (0, 9)}, 2, "need causal=True"),
         ({"dropout_p": 0.5}, 1, "does not take dropout_p"),
+        ({"place": (3, 9)}, 1, "9 keys from start=3 on do not lie within seqlen_k=9"),
     ],
 )
 def test_refusals_are_sentences(options, seqlen_q, sentence):
     q, k, v = make_qkv(1, seqlen_q, 9, num_heads=4)
     with pytest.raises(ValueError, match=sentence):
         run_ranks(1, lambda comm: tree_attention(q, k, v, comm, **options))
+
+
+def test_every_sequence_has_a_place():
+    x = make_packed([1, 1], [5, 9], num_heads=2)
+    pages = make_pages(x.k, x.v, x.cu_seqlens_k, 4)
+    with pytest.raises(ValueError, match="1 places for 2 sequences"):
+        run_ranks(1, lambda comm: tree_paged_attention(x.q[:, None], *pages, comm, places=[(0, 9)]))
 
 
 def test_gradients_are_refused():

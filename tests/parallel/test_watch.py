@@ -1,14 +1,20 @@
 """A rank that dies or stalls is named by every other rank, within the timeout."""
 
+import gc
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from onchip import parallel
+from onchip.parallel import ring
 from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
+from onchip.parallel.watch import Watch
 from tests.parallel.pool import Pool
 
 TIMEOUT_S = 5.0
@@ -41,8 +47,7 @@ def lose(comm, victim, fate, kind):
     steps(GroupComm(comm.group, 60), kind, range(3))  # a busy machine takes its time to begin
     began = time.monotonic()
     if comm.rank == victim:
-        if kind == "shift":
-            operation(kind, comm, 3)  # in the middle of a step
+        _ = operation(kind, comm, 3) if kind == "shift" else None  # in the middle of a step
         FATES[fate]()
     with pytest.raises(ParallelError) as caught:
         steps(comm, kind, range(3, 9))
@@ -87,6 +92,34 @@ def test_whoever_holds_the_store():
     check(ask(("dies", "shift"), victim=0, inside=True), 0, "the store of the group is gone")
 
 
+def dies_in_a_round(comm, pass_):
+    """Rank 2 dies in the kernel of its second round."""
+    q, k, v = torch.randn(3, 1, 24, 2, 8).unbind()
+    q.requires_grad_()
+    attend = lambda comm: parallel.context_parallel_attention(q, k, v, comm, strategy="ring")
+    attend(GroupComm(comm.group, 60)).sum().backward()  # a step as any other
+    rounds, kernel = [], getattr(ring, pass_)
+
+    def mortal(*args):
+        rounds.append(args)
+        if comm.rank == 2 and len(rounds) == 2:
+            FATES["dies"]()
+        return kernel(*args)
+
+    setattr(ring, pass_, mortal)
+    with pytest.raises(ParallelError) as caught:
+        attend(comm).sum().backward()
+    return str(caught.value), caught.value.rank
+
+
+@pytest.mark.parametrize("pass_", ["attend", "gradients"])
+def test_a_rank_that_dies_in_a_step_is_named(pass_):
+    pool = Pool(4)
+    heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
+    for message, named in (heard[r] for r in (0, 1, 3)):
+        assert named == 2 and "rank 2 gave no sign of life" in message, message
+
+
 def changes_its_mind(comm):
     """Rank 1 goes back to what was agreed on, rank 0 to something new."""
     for dtype in ("float32", "float64"):
@@ -118,3 +151,13 @@ def stalls_in_a_thread(comm):
 def test_a_thread_that_stalls_is_named():
     with pytest.raises(ParallelError, match="rank 1 did not answer within 0.2 s"):
         run_ranks(3, stalls_in_a_thread, timeout_s=0.2)
+
+
+def test_a_pulse_ends_with_who_shows_it():
+    """And therefore before the interpreter, which a thread inside the store would abort."""
+    store = dist.HashStore()
+    watch = Watch(store, store, [0], 0, timeout_s=1.0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "onchip-pulse"]
+    del watch
+    gc.collect()
+    assert not thread.is_alive()

@@ -62,3 +62,17 @@ def merge(
 
     with on_device(own[0]):
         return merge(own, parts, out_dtype)
+
+
+def fold(
+    own: tuple[Tensor, Tensor], parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = False
+) -> None:
+    """Fold states of some tokens into one of all, in place: own is (batch, seqlen, heads,
+    head_dim_v) in fp32 and (batch, heads, seqlen) in fp64, contiguous; each of parts, at most four,
+    is of the tokens that begin with a number, out and lse in the same layout and in fp32. A fresh
+    state has seen nothing, and need not be initialised.
+    """
+    from onchip.kernels.triton.merge import fold
+
+    with on_device(own[0]):
+        fold(own, parts, fresh)

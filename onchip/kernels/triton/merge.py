@@ -1,6 +1,7 @@
 """The merge of states at rest, (out, lse), in Triton: the twin of onchip/state.py."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -148,3 +149,109 @@ def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
             **launch_options(TRITON_STREAMED),
         )  # fmt: skip
     return out, lse
+
+
+class Rows(NamedTuple):
+    """Of a tile: which exist; the batch entry, token and head of each."""
+
+    inside: tl.tensor
+    b: tl.tensor
+    token: tl.tensor
+    h: tl.tensor
+
+
+@triton.jit
+def _places(rows, start, length, num_heads, HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr):
+    """Where the rows are in a state of `length` tokens from `start` on: which of them, their places
+    in its lse, those of their cells in its out, and which cells exist.
+    """
+    at, dims = rows.token - start, tl.arange(0, PAD_DIM_V)
+    seen = rows.inside & (at >= 0) & (at < length)
+    lses = (rows.b * num_heads + rows.h) * length + at
+    cells = ((rows.b * length + at) * num_heads + rows.h)[:, None] * HEAD_DIM_V + dims[None, :]
+    return seen, lses, cells, seen[:, None] & (dims < HEAD_DIM_V)[None, :]
+
+
+@triton.jit
+def _folded(
+    m, l, acc, out_ptr, lse_ptr, rows, start, length, num_heads,
+    HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """The state with one more: this is `merge` of onchip/state.py with l = 1 on one side."""
+    seen, lses, cells, exist = _places(rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V)
+    lse = tl.load(lse_ptr + lses, mask=seen, other=float("-inf")).to(tl.float64)
+    part = tl.load(out_ptr + cells, mask=exist, other=0.0)
+    m_new = tl.maximum(m, lse)
+    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen so far
+    alpha, beta = _weight(m - pivot), _weight(lse - pivot)
+    return m_new, l * alpha + beta, acc * alpha[:, None] + part * beta[:, None]
+
+
+@triton.jit
+def _weight(x):
+    """exp of what fp64 has subtracted, in fp32."""
+    return tl.exp2(x.to(tl.float32) * LOG2E)
+
+
+_TOKENS = ("num_rows", "seqlen", "s0", "s1", "s2", "s3", "n0", "n1", "n2", "n3")
+
+
+@triton.jit(do_not_specialize=_TOKENS)
+def fold_kernel(
+    own_ptr, own_lse_ptr, ptr0, ptr1, ptr2, ptr3, lse_ptr0, lse_ptr1, lse_ptr2, lse_ptr3,
+    num_heads, num_rows, seqlen, s0, s1, s2, s3, n0, n1, n2, n3,
+    HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
+    """TILE_M rows, token by token and head by head, of a state into which up to four more are
+    folded, in place. State i is of n_i tokens of every batch entry, from token s_i on.
+    """
+    row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
+    token = (row // num_heads).to(tl.int64)
+    rows = Rows(row < num_rows, token // seqlen, token % seqlen, row % num_heads)
+    seen, lses, cells, exist = _places(rows, 0, seqlen, num_heads, HEAD_DIM_V, PAD_DIM_V)
+    if FRESH:
+        m = tl.full([TILE_M], float("-inf"), tl.float64)
+        acc = tl.zeros([TILE_M, PAD_DIM_V], tl.float32)
+    else:
+        m = tl.load(own_lse_ptr + lses, mask=seen, other=float("-inf"))
+        acc = tl.load(own_ptr + cells, mask=exist, other=0.0)
+    l = tl.where(m > float("-inf"), 1.0, 0.0)
+    if ptr0 is not None:
+        m, l, acc = _folded(
+            m, l, acc, ptr0, lse_ptr0, rows, s0, n0, num_heads, HEAD_DIM_V, PAD_DIM_V
+        )  # fmt: skip
+    if ptr1 is not None:
+        m, l, acc = _folded(
+            m, l, acc, ptr1, lse_ptr1, rows, s1, n1, num_heads, HEAD_DIM_V, PAD_DIM_V
+        )  # fmt: skip
+    if ptr2 is not None:
+        m, l, acc = _folded(
+            m, l, acc, ptr2, lse_ptr2, rows, s2, n2, num_heads, HEAD_DIM_V, PAD_DIM_V
+        )  # fmt: skip
+    if ptr3 is not None:
+        m, l, acc = _folded(
+            m, l, acc, ptr3, lse_ptr3, rows, s3, n3, num_heads, HEAD_DIM_V, PAD_DIM_V
+        )  # fmt: skip
+    tl.store(own_lse_ptr + lses, m + (tl.log2(l) * LN2).to(tl.float64), mask=seen)
+    tl.store(own_ptr + cells, acc / tl.where(l == 0, 1.0, l)[:, None], mask=exist)
+
+
+_fold_kernel = Handle(fold_kernel)
+MOST_FOLDED = 4
+
+
+def fold(own: State, parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = False) -> None:
+    """Fold states of some tokens into one of all, in place; see entry.py."""
+    (out, lse), absent = own, MOST_FOLDED - len(parts)
+    batch, seqlen, num_heads, head_dim_v = out.shape
+    starts, outs, lses = zip(*parts, strict=True) if parts else ((), (), ())
+    num_rows, tile_m = batch * seqlen * num_heads, TRITON_STREAMED.tile_m
+    if not num_rows:
+        return
+    states = [[t.contiguous() for t in each] + [None] * absent for each in (outs, lses)]
+    lengths = [[*each] + [0] * absent for each in (starts, (t.shape[1] for t in outs))]
+    _fold_kernel[(triton.cdiv(num_rows, tile_m),)](
+        out, lse, *states[0], *states[1], num_heads, num_rows, seqlen, *lengths[0], *lengths[1],
+        HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m, FRESH=fresh,
+        **launch_options(TRITON_STREAMED),
+    )  # fmt: skip

@@ -109,6 +109,7 @@ WIDE_GRADS = [
     Variant(128, {"dtype": FP16, "mask": True}, (0.02, 0.08)),
     Variant(256, {"causal": True}, (0.0, 0.02)),
     Variant(256, PACKED, (0.0, 0.02)),
+    Variant(64, {"mask": True, "head_dim_v": 40}, (0.0, 0.01)),
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True, "softcap": 5.0}, (0.05, 0.11)),
 ]

@@ -225,6 +225,30 @@ def test_block_masks_of_other_lengths_with_softcap(make_mask):
     assert_accurate(attend_lse, q, k, v, mask=mask, softcap=9.0, grad=True)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dim, dim_v", [(64, 64), (128, 128), (80, 48), (40, 128)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 7)}], ids=str)
+def test_gradients_in_fp32_are_those_that_are_rounded_otherwise(options, dim, dim_v, packed):
+    """dk and dv to the last bit; of dq the order of sums is not fixed."""
+    q, k, v = inputs(333, 444, dim, head_dim_v=dim_v)
+    x, lengths = Tensors(q, k, v), ()
+    if packed:
+        cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda") for n in (333, 444)]
+        x, lengths = Tensors(*(t.flatten(0, 1) for t in (q, k, v)), *cu), (333, 444)
+    problem = describe(x, Options(**options), lengths)
+    out, lse, _ = library.run(library.posed(x, problem), x, "hopper")
+    wide, narrow = (
+        library.run_backward(
+            library.posed(x, problem._replace(wide_grads=wide)), x, "hopper", out, lse, out, None
+        )
+        for wide in (True, False)
+    )
+    assert all(g.dtype == torch.float32 for g in wide[:3])
+    assert torch.equal(wide.dk.bfloat16(), narrow.dk)
+    assert torch.equal(wide.dv.bfloat16(), narrow.dv)
+    torch.testing.assert_close(wide.dq.bfloat16(), narrow.dq, rtol=2**-7, atol=1e-4)
+
+
 def posed(x, max_seqlens, wide_grads, **options):
     problem = describe(x, Options(**options), max_seqlens)._replace(wide_grads=wide_grads)
     return library.posed(x, problem)

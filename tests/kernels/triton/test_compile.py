@@ -283,6 +283,21 @@ def test_stacks_of_states_are_read_sixteen_bytes_at_a_time(launches, arch):
         assert not re.search(r"\b(STL|LDL)\b", _sass(compiled.asm["cubin"])), kwargs
 
 
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch):
+    from onchip.kernels.triton.merge import fold
+
+    part = torch.zeros(1, 32, 32, 128), torch.zeros(1, 32, 32)
+    own = torch.zeros(1, 64, 32, 128), torch.zeros(1, 32, 64, dtype=torch.float64)
+    for count in (1, 3, 4):
+        fold(own, [(32, *part)] * count, fresh=count == 4)
+    assert len(launches) == 3
+    for kernel, args, kwargs in launches:
+        compiled = _compile(kernel, args, kwargs, arch)
+        assert "ld.global.v4.b32" in compiled.asm["ptx"], kwargs
+        assert not re.search(r"\b(STL|LDL)\b", _sass(compiled.asm["cubin"])), kwargs
+
+
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])
 def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_dim, few):
     """head_dim 20: strides are aligned or not; few queries: split or not."""

@@ -374,6 +374,43 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
 
 
 @here
+@pytest.mark.parametrize(
+    "spans", [[(0, 13)], [(5, 13), (0, 1)], [(0, 13), (2, 6), (12, 13), (4, 5)]]
+)
+@pytest.mark.parametrize("head_dim_v", [20, 64])
+def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v):
+    """Rows that saw nothing in some of them, or in all; entries of a batch."""
+    from onchip.kernels.triton.entry import fold
+    from onchip.state import merge_at_rest
+
+    generator = torch.Generator().manual_seed(len(spans))
+    draw = lambda *shape: torch.randn(shape, generator=generator)
+
+    def state(tokens):
+        lse = draw(2, 3, tokens).mul(3).masked_fill(draw(2, 3, tokens) < -0.5, -math.inf)
+        out = draw(2, tokens, 3, head_dim_v)
+        return out.masked_fill((lse == -math.inf).transpose(1, 2)[..., None], 0.0), lse
+
+    own, parts = state(13), [(lo, *state(hi - lo)) for lo, hi in spans]
+    outs, lses = [own[0].transpose(1, 2).double()], [own[1].double()]
+    for start, out, lse in parts:
+        around = start, 13 - start - out.shape[1]
+        pad = torch.nn.functional.pad
+        outs.append(pad(out.double(), (0, 0, 0, 0, *around)).transpose(1, 2))
+        lses.append(pad(lse.double(), around, value=-math.inf))
+    out, lse = merge_at_rest(outs, lses)
+    got, first = (own[0].clone().to(DEVICE), own[1].double().to(DEVICE)), (0, *own)
+    there = [(start, *(t.to(DEVICE) for t in pair)) for start, *pair in (first, *parts)]
+    fold(got, there[1:])
+    want = out.transpose(1, 2).float().to(DEVICE), lse.to(DEVICE)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    afresh = tuple(torch.full_like(t, math.nan) for t in got)
+    fold(afresh, there[:4], fresh=True)
+    fold(afresh, there[4:])
+    torch.testing.assert_close(afresh, want, rtol=1e-5, atol=1e-6)
+
+
+@here
 def test_rows_without_a_part_are_not_touched_by_it():
     """A stack whose states are NaN, of which two queries have a row: the others keep their own."""
     from onchip.kernels.triton.merge import merge

@@ -1,0 +1,36 @@
+"""What hangs on a device is found by a thread."""
+
+import threading
+
+from onchip.parallel.comm import ParallelError
+from onchip.parallel.lookout import Lookout
+
+
+class Late:
+    """An event that comes when it is asked for the n-th time."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def query(self):
+        self.n -= 1
+        return self.n < 0
+
+
+def test_only_what_does_not_come_is_judged(caplog):
+    heard, over = [], threading.Event()
+
+    def judge(cause):
+        heard.append(cause)
+        return ParallelError("rank 3 gave no sign of life", 3)
+
+    lookout = Lookout(judge, over.set, 0.001)
+    assert lookout.idle
+    lookout.follow(Late(3), 60.0)
+    while not lookout.idle:
+        pass
+    assert not heard and not over.is_set()
+    lookout.follow(Late(10**9), 0.05)
+    assert over.wait(10) and heard == ["a device waits in vain"]
+    assert "rank 3 gave no sign of life" in caplog.text
+    assert not lookout.idle  # nothing is followed any more

@@ -1,0 +1,79 @@
+"""Two processes on one GPU over NCCL, where it allows that: the same bits, and a lost rank."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from onchip.parallel.comm import GroupComm, ParallelError
+from tests.parallel.pool import Pool, RankError
+
+pytestmark = pytest.mark.gpu
+
+
+def over_nccl(timeout_s):
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL refuses two ranks on one GPU otherwise
+    torch.cuda.set_device(0)
+    comm = GroupComm(dist.new_group(backend="nccl"), timeout_s)
+    one = torch.ones(1, device="cuda")
+    comm.sum(one).wait()
+    assert one.item() == comm.size
+    return comm
+
+
+def patterns(comm):
+    """What travels, beside what it must be."""
+    comm, there = over_nccl(60.0), 1 - comm.rank
+    send, recv = torch.full((2, 70_001), float(comm.rank + 1), device="cuda")
+    comm.shift(send, recv).wait()
+    parts = [torch.full((3 + r, 2), 10.0 * comm.rank + r, device="cuda") for r in range(2)]
+    swapped = [torch.empty(3 + comm.rank, 2, device="cuda") for _ in range(2)]
+    comm.swap(parts, swapped).wait()
+    total = torch.empty(3 + comm.rank, 2, device="cuda")
+    comm.scatter_sum(parts, total).wait()
+    got = recv[0], swapped[there][0, 0], total[0, 0]
+    return [t.item() for t in got], [there + 1.0, 10.0 * there + comm.rank, 10.0 + 2 * comm.rank]
+
+
+def stalls(comm):
+    comm = over_nccl(5.0)
+    if comm.rank == 1:
+        time.sleep(60)
+    send, recv = torch.ones(2, 70_001, device="cuda")
+    began = time.monotonic()
+    comm.shift(send, recv).wait()
+    torch.cuda.synchronize()  # returns when the lookout has aborted
+    with pytest.raises(ParallelError) as caught:
+        for _ in range(50):
+            comm.shift(send, recv).wait()
+            time.sleep(0.1)
+    return str(caught.value), caught.value.rank, time.monotonic() - began
+
+
+@pytest.fixture
+def pair():
+    ranks = Pool(2)
+    yield ranks
+    ranks.close()
+
+
+def ask(pool, fn, **options):
+    try:
+        return pool.run(2, fn, **options)
+    except RankError as error:
+        if "Duplicate GPU" in str(error) or "invalid usage" in str(error):
+            pytest.skip("this NCCL has no two ranks on one GPU")
+        raise
+
+
+def test_patterns_on_nccl(pair):
+    for got, expected in ask(pair, patterns):
+        assert got == expected
+
+
+def test_a_rank_that_stalls_on_nccl_is_named(pair):
+    message, rank, seconds = ask(pair, stalls, lost=[1])[0]
+    assert rank == 1 and "rank 1 stalled" in message, message
+    assert seconds < 10
