@@ -26,7 +26,9 @@ from onchip.kernels.hopper.pipe import (
     make_ring,
     make_tickets,
     reduce_tile,
-    store_gradient,
+    reinterpret,
+    store_halves,
+    store_tile,
     store_wait,
     tensor_descriptor,
 )
@@ -465,6 +467,15 @@ def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
 
 
 @gluon.jit
+def store_keys(desc, at, slot, value):
+    """64 keys of dk or dv, through the shared memory of dq; in halves if unrounded."""
+    if desc.dtype == gl.float32:
+        store_halves(desc, at, slot, value)
+    else:
+        store_tile(desc, at, reinterpret(slot, desc), value.to(desc.dtype))
+
+
+@gluon.jit
 def consume(out, pipes, job, C: gl.constexpr):
     shape, cfg = job.shape, job.cfg
     i = 0  # query tiles seen
@@ -495,8 +506,8 @@ def consume(out, pipes, job, C: gl.constexpr):
                 pipes.k.release(t)
                 t += 1
             at = shape.coord(batch, kv_head, k0, seqlen_k, col)
-            store_gradient(out.dv, at, out.slots.index(C), dv)
-            store_gradient(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
+            store_keys(out.dv, at, out.slots.index(C), dv)
+            store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
         if cfg.DYNAMIC:
             taken += 1
             ticket = pipes.tickets.take(taken)

@@ -25,7 +25,8 @@ from onchip.kernels.hopper.pipe import (
     make_rider,
     make_ring,
     make_tickets,
-    store_gradient,
+    store_halves,
+    store_tile,
     store_wait,
 )
 from onchip.kernels.hopper.schedule import (
@@ -481,7 +482,11 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
                 for g in range(job.repeats()):
                     acc, i = fold_scores(pipes, job, place, filling, a0, a1, own, acc, i, g)
             at = shape.coord(place.batch, place.head, place.start, place.length, place.row)
-            store_gradient(out_desc, at, pipes.a0.tile(filling), acc * job.factor)
+            slot = pipes.a0.tile(filling)
+            if out_desc.dtype == gl.float32:
+                store_halves(out_desc, at, slot, acc * job.factor)
+            else:
+                store_tile(out_desc, at, slot, (acc * job.factor).to(out_desc.dtype))
             store_wait(0)
             pipes.a0.release(filling)  # and a1: both are loaded together
             t += 1

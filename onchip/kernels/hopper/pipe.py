@@ -457,18 +457,15 @@ def store_tile(desc, coord, smem, value):
 
 
 @gluon.jit
-def store_gradient(desc, coord, smem, value):
-    """store_tile in the dtype of desc, through memory with room for 16 bits of each number: in fp32
-    one half of the columns after the other, as desc is then made.
+def store_halves(desc, coord, smem, value):
+    """store_tile of twice the columns of desc, one half after the other: fp32 leaves through memory
+    with room for 16 bits of each number.
     """
     slot = reinterpret(smem, desc)
-    if desc.dtype == gl.float32:
-        half: gl.constexpr = value.shape[1] // 2
-        left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
-        store_tile(desc, coord, slot, left)
-        store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
-    else:
-        store_tile(desc, coord, slot, value.to(desc.dtype))
+    half: gl.constexpr = value.shape[1] // 2
+    left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
+    store_tile(desc, coord, slot, left)
+    store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
 
 
 @gluon.jit
