@@ -100,6 +100,8 @@ def calls():
         yield {}, {"options": Options(window_size=window)}
     yield {}, {"options": Options(deterministic=True)}
     yield {}, {"options": Options(out_dtype=torch.float32)}
+    for head_dim in (64, 128, 256):
+        yield {"head_dim": head_dim}, {"wide_grads": True}
     for tensor in (sinks, shifted(sinks), sinks.bfloat16()):
         yield {}, {"sinks": tensor}
     yield {"seqlen": 400}, {"mask": mask(400)}
@@ -114,11 +116,13 @@ def pose(shape, extras):
     q, k, v = ot.make_qkv(shape.pop("batch"), seqlen, seqlen, **shape)
     extras = dict(extras)
     options = extras.pop("options", Options())
+    wide_grads = extras.pop("wide_grads", False)
     packed = "cu_seqlens_q" in extras
     if packed:
         q, k, v = q[0], k[0], v[0]
     x = Tensors(q, k, v, **extras)
-    return describe(x, options, (seqlen, seqlen) if packed else ()), x
+    problem = describe(x, options, (seqlen, seqlen) if packed else ())
+    return problem._replace(wide_grads=wide_grads), x
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -129,7 +133,7 @@ def test_a_variant_serves_only_what_it_was_compiled_for(log, kernel):
         for shape, extras in calls():
             problem, x = pose(shape, extras)
             out, lse, _ = run_forward(problem, x)
-            run_backward(problem, x, out, lse.zero_(), out.to(problem.dtype).zero_(), None)
+            run_backward(problem, x, out, lse.zero_(), torch.zeros_like(out), None)
         usual = [launched for way, launched in log if way == "usual"]
         assert not usual if turn else 0 < len(usual) < len(log)
 

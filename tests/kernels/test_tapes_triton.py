@@ -273,5 +273,6 @@ def test_a_replay_launches_the_same(fake, plays, name, grad):
     usual = run(fake, call, grad)
     for _ in range(3):
         assert run(fake, call, grad) == usual
-    passes = 1 + (grad and name not in ("window, sinks", "portable, bias"))  # torch sums there
+    torch_works = ("window, sinks", "portable, bias", "wide")  # it sums, it rounds dout
+    passes = 1 + (grad and name not in torch_works)
     assert len(plays) == 2 * passes

@@ -26,6 +26,7 @@ from onchip.kernels.hopper.pipe import (
     make_tickets,
     reduce_tile,
     reinterpret,
+    store_halves,
     store_tile,
     store_wait,
     tensor_descriptor,
@@ -140,27 +141,19 @@ class Job:
 
 @aggregate
 class Out:
-    """Where gradients go; `slots` is one consumer's shared memory for each. dk and dv leave through
-    it, or unrounded (WIDE) straight from registers, with dim and dim_v numbers a row.
-    """
+    """Where gradients go; `slots` is one consumer's shared memory for each."""
 
     dq: tensor_descriptor
-    dk: gl.tensor | tensor_descriptor
-    dv: gl.tensor | tensor_descriptor
+    dk: tensor_descriptor
+    dv: tensor_descriptor
     slots: gl.shared_memory_descriptor
-    dim: gl.tensor
-    dim_v: gl.tensor
-    WIDE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, dq, dk, dv, slots, dim, dim_v, WIDE):
+    def __init__(self, dq, dk, dv, slots):
         self.dq = dq
         self.dk = dk
         self.dv = dv
         self.slots = slots
-        self.dim = dim
-        self.dim_v = dim_v
-        self.WIDE = gl.constexpr(WIDE)
 
 
 @aggregate
@@ -475,20 +468,11 @@ def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
 
 @gluon.jit
 def store_keys(desc, at, slot, value):
-    """64 keys of dk or dv, through the shared memory of dq."""
-    store_tile(desc, at, reinterpret(slot, desc), value.to(desc.dtype))
-
-
-@gluon.jit
-def store_wide(ptr, dim, job, batch, kv_head, k0, seqlen_k, col, value):
-    """64 keys of dk or dv from `col` on, unrounded."""
-    shape, cfg = job.shape, job.cfg
-    rows = col + gl.arange(0, 64, gl.SliceLayout(1, cfg.G))
-    cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.G))
-    first = k0.to(gl.int64) if shape.PACKED else batch.to(gl.int64) * seqlen_k
-    places = ((first + rows) * (shape.num_heads // shape.group_size) + kv_head) * dim
-    inside = (rows < seqlen_k)[:, None] & (cols < dim)[None, :]
-    gl.store(ptr + places[:, None] + cols[None, :], value, mask=inside)
+    """64 keys of dk or dv, through the shared memory of dq; in halves if unrounded."""
+    if desc.dtype == gl.float32:
+        store_halves(desc, at, slot, value)
+    else:
+        store_tile(desc, at, reinterpret(slot, desc), value.to(desc.dtype))
 
 
 @gluon.jit
@@ -521,14 +505,9 @@ def consume(out, pipes, job, C: gl.constexpr):
                         dk, dv, i = fold_head(out, pipes, job, place, dk, dv, i, C)
                 pipes.k.release(t)
                 t += 1
-            if out.WIDE:
-                store_wide(out.dv, out.dim_v, job, batch, kv_head, k0, seqlen_k, col, dv)
-                dk = dk * job.softmax_scale
-                store_wide(out.dk, out.dim, job, batch, kv_head, k0, seqlen_k, col, dk)
-            else:
-                at = shape.coord(batch, kv_head, k0, seqlen_k, col)
-                store_keys(out.dv, at, out.slots.index(C), dv)
-                store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
+            at = shape.coord(batch, kv_head, k0, seqlen_k, col)
+            store_keys(out.dv, at, out.slots.index(C), dv)
+            store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
         if cfg.DYNAMIC:
             taken += 1
             (ticket,) = pipes.tickets.take(taken)
@@ -539,21 +518,21 @@ def consume(out, pipes, job, C: gl.constexpr):
 
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
-    "mask_b", "mask_h", "tiles_n", "section", "num_tiles", "num_sequences", "dim", "dim_v",
+    "mask_b", "mask_h", "tiles_n", "section", "num_tiles", "num_sequences",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_ref, dv_ref,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_desc, dv_desc,
     cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h,
-    tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale, dim, dim_v,
+    tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, DQ: gl.constexpr,
-    WIDE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr,
-    DOUT_STAGES: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
@@ -575,7 +554,7 @@ def backward_kernel(
         make_tickets(2, 1),
     )
     slots = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)
-    out = Out(dq_desc, dk_ref, dv_ref, slots, dim, dim_v, WIDE)
+    out = Out(dq_desc, dk_desc, dv_desc, slots)
     gl.warp_specialize([
         (consume, (out, pipes, job, 0)),
         (consume, (out, pipes, job, 1)),

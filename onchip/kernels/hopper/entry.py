@@ -80,8 +80,6 @@ def _missing(problem: Problem) -> str | None:
         "dropout": problem.dropout_p,
         "return_stats": problem.return_stats,
         "softmax_scale <= 0": problem.softmax_scale <= 0,
-        "gradients in fp32 that are deterministic or of head_dim > 128": problem.wide_grads
-        and (problem.deterministic or max(problem.head_dim, problem.head_dim_v) > 128),
     }
     return lacks(options)
 

@@ -24,6 +24,7 @@ from onchip.kernels.hopper.pipe import (
     make_rider,
     make_ring,
     make_tickets,
+    store_halves,
     store_tile,
     store_wait,
 )
@@ -482,7 +483,10 @@ def consume(out_desc, pipes, job, C: gl.constexpr):
                     acc, i = fold_scores(pipes, job, place, filling, a0, a1, own, acc, i, g)
             at = shape.coord(place.batch, place.head, place.start, place.length, place.row)
             slot = pipes.a0.tile(filling)
-            store_tile(out_desc, at, slot, (acc * job.factor).to(out_desc.dtype))
+            if out_desc.dtype == gl.float32:
+                store_halves(out_desc, at, slot, acc * job.factor)
+            else:
+                store_tile(out_desc, at, slot, (acc * job.factor).to(out_desc.dtype))
             store_wait(0)
             pipes.a0.release(filling)  # and a1: both are loaded together
             t += 1

@@ -28,6 +28,7 @@ from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, 
 from onchip.kernels.hopper.tensors import (
     Frame,
     descriptor,
+    gradient_tiles,
     num_sms,
     numbers,
     padded,
@@ -51,6 +52,7 @@ def backward(
     call = Call.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
     _prepare(call, x, out, lse, dout, dlse, delta)
+    dout = dout.to(problem.dtype)  # that of out may be wider
     if call.width == 256:
         dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
         dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
@@ -246,8 +248,8 @@ def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
 
 
 def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
-    wide, dtype = problem.wide_grads, grad_dtype(problem)
-    dk, dv = x.k.new_empty(x.k.shape, dtype=dtype), x.v.new_empty(x.v.shape, dtype=dtype)
+    wide = grad_dtype(problem)
+    dk, dv = x.k.new_empty(x.k.shape, dtype=wide), x.v.new_empty(x.v.shape, dtype=wide)
     config, width = hopper_backward_config(call.width), call.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -262,8 +264,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         descriptor(dout, config.tile_m, width),
         numbers(call.rows, (2 * config.tile_m,)),
         numbers(accumulator.view(-1, 32), (128, 32)),
-        dk if wide else descriptor(dk, 64, width),
-        dv if wide else descriptor(dv, 64, width),
+        gradient_tiles(dk, width),
+        gradient_tiles(dv, width),
         *frame.arguments,
         tiles_n,
         _section(problem, heads, width),
@@ -272,11 +274,8 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         scale,
         inner,
         problem.softmax_scale,
-        problem.head_dim,
-        problem.head_dim_v,
         WIDTH=width,
         DQ=call.dq is not None,
-        WIDE=wide,
         **frame.constants,
         **_constants(config),
     )

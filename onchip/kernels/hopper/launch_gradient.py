@@ -16,12 +16,14 @@ from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
     Frame,
     descriptor,
+    gradient_tiles,
     num_sms,
     numbers,
     padded,
     scales,
     section_of,
 )
+from onchip.kernels.protocol import grad_dtype
 from onchip.problem import Problem, Tensors
 
 _gradient_kernel = Handle(gradient_kernel)
@@ -66,7 +68,7 @@ class _Side(NamedTuple):
 
 
 def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Tensor) -> Tensor:
-    out = side.of.new_empty(side.of.shape)
+    out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
     width = padded(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
     own, other, num_heads = problem.seqlen_q, problem.seqlen_k, problem.num_heads
@@ -85,7 +87,7 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
         descriptor(side.b1, tile, width),
         numbers(rows, (2 * tile,)),
         rows,
-        descriptor(out, 64, width),
+        gradient_tiles(out, width),
         *frame.arguments,
         tiles_m,
         section_of(heads, other * _bytes_per_row(problem, width, side.keys)),

@@ -125,6 +125,11 @@ def descriptor(t: Tensor, rows: int, width: int) -> Descriptor:
     return _tiles(t, shape, strides, (rows, width))
 
 
+def gradient_tiles(t: Tensor, width: int) -> Descriptor:
+    """64 rows of a gradient, of which an fp32 one is stored in halves (pipe.store_halves)."""
+    return descriptor(t, 64, width // 2 if t.dtype == torch.float32 else width)
+
+
 def grouped(t: Tensor, rows: int, group: int, width: int) -> Descriptor:
     """The same with `rows` that are queries x heads of a group (coordinates:
     schedule.Shape.q_coord).

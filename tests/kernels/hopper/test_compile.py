@@ -40,9 +40,8 @@ FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
 class Variant(NamedTuple):
     """One call. Of `options`, dtype, head_dim_v, num_kv_heads, lengths, packed, sinks, mask and
-    page_size shape the tensors; wide_grads is the problem's. spills: how much of a hot loop may be
-    spills, with Triton 3.6 and with later ones: what was measured (2026-11-15), so that it cannot
-    grow unseen.
+    page_size shape the tensors. spills: how much of a hot loop may be spills, with Triton 3.6 and
+    with later ones: what was measured (2026-11-15), so that it cannot grow unseen.
     """
 
     head_dim: int
@@ -101,8 +100,18 @@ BACKWARD = [
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True}, FEW),
     Variant(128, {"deterministic": True, **PACKED, "softcap": 5.0}, (0.05, 0.11)),
-    Variant(128, {"causal": True, "wide_grads": True}, FEW),
-    Variant(64, {"mask": True, "wide_grads": True, "head_dim_v": 40}, (0.0, 0.01)),
+]
+WIDE_GRADS = [
+    Variant(64, {"causal": True}, (0.0, 0.01)),
+    Variant(128, {}, (0.0, 0.06)),
+    Variant(128, {"causal": True}, FEW),
+    Variant(128, PACKED, FEW),
+    Variant(128, {"dtype": FP16, "mask": True}, (0.02, 0.08)),
+    Variant(256, {"causal": True}, (0.0, 0.02)),
+    Variant(256, PACKED, (0.0, 0.02)),
+    Variant(64, {"mask": True, "head_dim_v": 40}, (0.0, 0.01)),
+    Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
+    Variant(128, {"deterministic": True, "causal": True, "softcap": 5.0}, (0.05, 0.11)),
 ]
 
 
@@ -118,9 +127,6 @@ def variants(table: list[Variant]) -> list:
 
 def _pose(variant: Variant) -> tuple[Problem, Tensors]:
     options = dict(variant.options)
-    if options.pop("wide_grads", False):
-        problem, x = _pose(variant._replace(options=options))
-        return problem._replace(wide_grads=True), x
     lengths = options.pop("lengths", (200, 300))
     take = lambda *names: {name: options.pop(name) for name in names if name in options}
     shape = {"num_heads": 4, "head_dim": variant.head_dim, "dtype": BF16}
@@ -232,8 +238,7 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert machine.shared <= SHARED_BYTES
     assert machine.registers <= most_registers
     assert machine.has("HGMMA") and machine.has("UTMALDG")
-    wide = {"out_dtype", "wide_grads"} & variant.options.keys()
-    stores = ("STG",) if wide else ("UTMASTG", "UTMAREDG")
+    stores = ("STG",) if "out_dtype" in variant.options else ("UTMASTG", "UTMAREDG")
     assert machine.has(*stores)
 
 
@@ -265,9 +270,19 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
 
 @pytest.mark.parametrize("variant", variants(BACKWARD))
 def test_backward_stays_in_registers(launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem, x, launches, tmp_path, variant)
+
+
+@pytest.mark.parametrize("variant", variants(WIDE_GRADS))
+def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
+
+
+def _check_backward(problem, x, launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_backward import backward
 
-    problem, x = _pose(variant)
     assert entry.supports(problem, HOPPER) is None
     out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
@@ -277,6 +292,17 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
         machine = _compile(kernel, args, kwargs, tmp_path)
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
+
+
+def test_a_wide_dout_is_rounded_for_the_products(launches):
+    from onchip.kernels.hopper.launch_backward import backward
+
+    problem, x = _pose(Variant(128, {"out_dtype": torch.float32}))
+    out, lse = torch.zeros(x.q.shape), torch.zeros(1, 4, 200)
+    backward(problem, x, out, lse, out, None)
+    (_, given, _), (kernel, args, _), _ = launches
+    assert given[1].dtype == torch.float32  # delta loses nothing
+    assert args[kernel.arg_names.index("dout_desc")].base.dtype == BF16
 
 
 def test_loops_are_found_by_their_flow():

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import onchip
-from onchip import library
+from onchip import library, masks
 from onchip.problem import Options, Tensors, describe
-from onchip.testing import assert_accurate, make_packed
+from onchip.testing import assert_accurate, make_packed, oracle, rmse
 from tests.kernels.gpu import DIMS, inputs
 
 pytestmark = pytest.mark.hopper
@@ -247,6 +247,135 @@ def test_gradients_in_fp32_are_those_that_are_rounded_otherwise(options, dim, di
     assert torch.equal(wide.dk.bfloat16(), narrow.dk)
     assert torch.equal(wide.dv.bfloat16(), narrow.dv)
     torch.testing.assert_close(wide.dq.bfloat16(), narrow.dq, rtol=2**-7, atol=1e-4)
+
+
+def posed(x, max_seqlens, wide_grads, **options):
+    problem = describe(x, Options(**options), max_seqlens)._replace(wide_grads=wide_grads)
+    return library.posed(x, problem)
+
+
+def shares(x, wide_grads=True, max_seqlens=(), saved=None, **options):
+    """dq, dk and dv as a part of a larger call asks for them; saved: (out, lse) of more keys."""
+    question = posed(x, max_seqlens, wide_grads, **options)
+    out, lse = saved or library.run(question, x, "hopper")[:2]
+    dout = random_like(out).to(x.q.dtype)
+    return library.run_backward(question, x, "hopper", out, lse, dout, None)[:3]
+
+
+def random_like(t):
+    return torch.randn(t.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+
+
+def exact_gradients(x, mask, causal=False, window_size=(None, None), softcap=0.0, **_):
+    leaves = [t.double().requires_grad_() for t in x[:3]]
+    extras = {"sinks": x.sinks, "cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
+    rule = {"causal": causal, "window_size": window_size, "softcap": softcap, "mask": mask}
+    out = oracle(*leaves, **extras, **rule).out
+    return torch.autograd.grad(out, leaves, random_like(out).to(x.q.dtype).double())
+
+
+def check_unrounded(x, max_seqlens=(), mask=None, **options):
+    """In fp32 they are nearer to the truth; what one program sums rounds to what comes in 16 bits.
+    Neighbours would notice what is stored outside of a tile.
+    """
+    wide = shares(x, True, max_seqlens, **options)
+    rounded = shares(x, False, max_seqlens, **options)
+    exact = exact_gradients(x, mask, **options)
+    for a, b, e in zip(wide, rounded, exact, strict=True):
+        assert a.dtype == torch.float32 and a.shape == b.shape and a.isfinite().all()
+        assert rmse(a, e) < rmse(b, e)
+    ordered = 0 if options.get("deterministic") or x.q.shape[-1] > 128 else 1
+    for a, b in zip(wide[ordered:], rounded[ordered:], strict=True):
+        assert torch.equal(a.to(b.dtype), b)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_unrounded_gradients(dim, deterministic, dtype):
+    x = Tensors(*inputs(799, 1023, dim, dtype))
+    check_unrounded(x, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(63, 111), (64, 64), (111, 777), (600, 129)])
+def test_unrounded_gradients_of_odd_lengths(dim, seqlen_q, seqlen_k):
+    check_unrounded(Tensors(*inputs(seqlen_q, seqlen_k, dim)))
+
+
+@pytest.mark.parametrize(
+    "dim, dim_v", [(80, 48), (40, 128), (64, 128), (8, 8), (24, 40), (192, 128)]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unrounded_gradients_of_padded_head_dims(dim, dim_v, deterministic):
+    x = Tensors(*inputs(200, 333, dim, head_dim_v=dim_v))
+    check_unrounded(x, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
+def test_unrounded_gradients_of_groups_of_heads(dim, heads):
+    x = Tensors(*inputs(300, 333, dim, num_heads=heads[0], num_kv_heads=heads[1]))
+    check_unrounded(x, window_size=(100, 30))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unrounded_gradients_of_packed_sequences(dim, deterministic):
+    packed = make_packed(
+        [5, 130, 0, 777, 64, 9], [9, 200, 3, 777, 1, 0], num_heads=4, num_kv_heads=2, head_dim=dim,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    x = Tensors(*packed, sinks=torch.randn(4, device="cuda"))
+    check_unrounded(x, (777, 777), causal=True, softcap=7.0, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("kind", ["documents", "bits", "bits of every head"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unrounded_gradients_of_block_masks(dim, kind, deterministic, make_mask):
+    mask = make_mask(kind, 799, 799)
+    x = Tensors(*inputs(799, dim=dim), mask=masks.build(mask, 2, 8, 799, 799, "cuda"))
+    check_unrounded(x, mask=mask, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_unrounded_gradients_are_the_same_bits_every_time(dim, deterministic):
+    """More tiles than processors: a program's tiles follow one another in its shared memory."""
+    x = Tensors(*inputs(5001, dim=dim, batch=1, num_heads=16, num_kv_heads=16))
+    first = shares(x, causal=True, deterministic=deterministic)
+    ordered = 0 if deterministic or dim == 256 else 1
+    for _ in range(50):
+        again = shares(x, causal=True, deterministic=deterministic)
+        assert all(map(torch.equal, again[ordered:], first[ordered:]))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_shares_of_keys_add_up(dim):
+    """As in a ring: out and lse are those of all keys, and out is wide."""
+    q, k, v = inputs(700, 900, dim)
+    whole = Tensors(q, k, v)
+    saved = library.run(posed(whole, (), True, out_dtype=torch.float32), whole, "hopper")[:2]
+    dq, dk, dv = shares(whole, saved=saved)
+    parts = [Tensors(q, k[:, cut], v[:, cut]) for cut in (slice(0, 333), slice(333, None))]
+    found = [shares(part, saved=saved) for part in parts]
+    sums = sum(f[0] for f in found), *(torch.cat([f[i] for f in found], 1) for i in (1, 2))
+    for a, b in zip(sums, (dq, dk, dv), strict=True):
+        assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(0, 64), (64, 0)])
+def test_unrounded_gradients_without_scores(dim, seqlen_q, seqlen_k):
+    for g in shares(Tensors(*inputs(seqlen_q, seqlen_k, dim))):
+        assert g.dtype == torch.float32 and g.eq(0).all()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_gradients_of_a_wide_out(dim):
+    q, k, v = inputs(333, 444, dim)
+    assert_accurate(attend_lse, q, k, v, causal=True, out_dtype=torch.float32, grad=True)
 
 
 def test_lengths_are_not_specialised():
