@@ -6,7 +6,7 @@ One flat tuple crosses the op, because torch ops take tensors and scalars, not o
 made inside, so a compiled graph never specialises on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -254,6 +254,18 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
     check_values(question.problem, x)
     paged.check_values(question.problem, x)
     return replayed(_compute, question, x, kernel)
+
+
+def merging(
+    question: Question, x: Tensors, kernel: str | None
+) -> Callable[[Tensor, Tensor], None] | None:
+    """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
+    over other keys, in place; None if the kernel of this problem has no such way.
+    """
+    module = _module(question.problem, x, kernel)
+    if not hasattr(module, "merges") or not module.merges(question.problem):
+        return None
+    return partial(module.forward_into, question.problem, x)
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, attend, gradients, total_of
+from onchip.parallel.rounds import Call, Schedule, gradients, total_of
 
 Pair = tuple[Tensor, Tensor]
 
@@ -27,7 +27,7 @@ def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v:
         schedule.rounds, _segments(comm, schedule, k, v), strict=True
     ):
         if round is not None:
-            total.add(round.rows, *attend(call, round, q, k_here, v_here))
+            total.fold(call, round, q, k_here, v_here)
     return total.result()
 
 

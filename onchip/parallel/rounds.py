@@ -312,6 +312,10 @@ class Total:
         self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
         self._state: State | None = None
 
+    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """One more round."""
+        self.add(round.rows, *attend(call, round, q, k, v))
+
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge in what `rows` saw in one more round: out may be the total from now on."""
         if self._state is None and (rows.start, rows.stop) == (0, self._shape[1]):
@@ -338,8 +342,9 @@ class Total:
 
 
 class Patient(Total):
-    """A total on a GPU, where rounds wait for one another: to merge them costs to read the total
-    and to write it, which one launch does for several of them.
+    """A total on a GPU. A kernel that merges its result into the total reads and writes it while
+    others of its programs compute. Rounds of other kernels wait for one another: to merge them
+    costs to read the total and to write it, which one launch does for several of them.
     """
 
     WAITING = 4
@@ -347,6 +352,18 @@ class Patient(Total):
     def __init__(self, q: Tensor, head_dim_v: int):
         super().__init__(q, head_dim_v)
         self._waiting: list[tuple[int, Tensor, Tensor]] = []
+
+    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
+        question, x = pose(call, round, q, k, v)
+        merge = library.merging(question, x, call.kernel)
+        begins = self._state is None and round.rows == slice(0, self._shape[1])
+        if merge is None:
+            self.add(round.rows, *library.run(question, x, call.kernel)[:2])
+        elif begins:
+            super().add(round.rows, *library.run(question, x, call.kernel)[:2])
+        else:
+            out, lse = self._begun()
+            merge(out[:, round.rows], lse[:, :, round.rows])
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         self._waiting.append((rows.start, out, lse))

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from onchip import attention, library
 from onchip.parallel import rounds
-from onchip.parallel.rounds import Patient, Total
+from onchip.parallel.rounds import Call, Patient, Round, Total
 from onchip.state import merge_at_rest
+from onchip.testing import make_qkv
 
 
 def state(generator, rows, heads=3, dim=5):
@@ -50,3 +52,28 @@ def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
     out, lse = total.result()
     torch.testing.assert_close(out, want.transpose(1, 2).float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("merges", [[False] * 5, [True] * 5, [True, False, True, True, False]])
+@pytest.mark.parametrize("first", [0, 2])
+def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first, monkeypatch):
+    """Rounds over five parts of the keys, the first of which may be of some rows only."""
+    monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
+    way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
+    merge = lambda out, lse: fold((out, lse), [(0, *library.run(*posed, None)[:2])], fresh=False)
+
+    def merging(*args):
+        posed[:] = args[:2]
+        return merge if next(way) else None
+
+    posed, total = [], Patient(q, 8)
+    monkeypatch.setattr(library, "merging", merging)
+    visible = torch.zeros(7, 15, dtype=torch.bool)
+    for i in range(5):
+        rows, keys = slice(first if i in (0, 3) else 0, 7), slice(3 * i, 3 * i + 3)
+        total.fold(Call(), Round(rows, slice(0, 3)), q, *(t[:, keys] for t in pairs))
+        visible[rows, keys] = True
+    want, want_lse = attention(q, *pairs, mask=visible, return_lse=True)
+    out, lse = total.result()
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)

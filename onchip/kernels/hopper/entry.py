@@ -92,6 +92,22 @@ def forward(problem, x):
         return (decode if splits_keys(problem) else launch)(problem, x)
 
 
+def merges(problem: Problem) -> bool:
+    """Whether forward_into serves a problem that `supports` admits: an accumulator and the state
+    that it is merged into fit into the registers up to head_dim 128.
+    """
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    dense = not (problem.packed or problem.page_size or problem.return_stats)
+    return narrow and dense and not splits_keys(problem)
+
+
+def forward_into(problem, x, out, lse):
+    from onchip.kernels.hopper.launch import forward_into as launch
+
+    with on_device(x.q):
+        launch(problem, x, out, lse)
+
+
 def backward(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import backward as launch
 

@@ -46,7 +46,8 @@ from onchip.kernels.hopper.softmax import (
 @aggregate
 class Out:
     """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
-    lse directly; and the sinks that join at the end.
+    lse directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
+    batch entry and lse in fp64, is the state of the same queries over other keys, and merged in.
     """
 
     ref: gl.tensor | tensor_descriptor
@@ -54,18 +55,22 @@ class Out:
     lse: gl.tensor
     sinks: gl.tensor
     dim: gl.tensor
+    room: gl.tensor
     HAS_SINKS: gl.constexpr
     WIDE: gl.constexpr
+    MERGE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ref, slots, lse, sinks, dim, HAS_SINKS, WIDE):
+    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE):
         self.ref = ref
         self.slots = slots
         self.lse = lse
         self.sinks = sinks
         self.dim = dim
+        self.room = room
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.WIDE = gl.constexpr(WIDE)
+        self.MERGE = gl.constexpr(MERGE)
 
 
 @gluon.jit
@@ -224,39 +229,80 @@ def close_rows(out, job, place, m, l):
 
 
 @gluon.jit
-def store_lse(out, job, place, m_log2, l):
+def lse_of(m_log2, l):
+    return gl.where(l > 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
+
+
+@gluon.jit
+def lse_places(out, job, place):
+    """(pointers to the lse of 64 rows, which of them are queries)"""
     shape = job.shape
-    lse = gl.where(l > 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
     rows = place.row + shape.queries_of(64, job.cfg.S)
     head = job.heads(place, job.cfg.S)
     if shape.PACKED:
         first = head.to(gl.int64) * shape.total_q + place.q0
     else:
-        first = (place.batch.to(gl.int64) * shape.num_heads + head) * place.seqlen_q
-    gl.store(out.lse + first + rows, lse, mask=rows < place.seqlen_q)
+        first = (place.batch.to(gl.int64) * shape.num_heads + head) * out.room
+    return out.lse + first + rows, rows < place.seqlen_q
+
+
+@gluon.jit
+def store_lse(out, job, place, m_log2, l):
+    at, exist = lse_places(out, job, place)
+    gl.store(at, lse_of(m_log2, l), mask=exist)
+
+
+@gluon.jit
+def merge_lse(out, job, place, m_log2, l):
+    """Merge into the lse that lies there: (the share of the rows, the share of what lies there).
+    Rows that saw no key have none.
+    """
+    at, exist = lse_places(out, job, place)
+    lse, before = lse_of(m_log2, l).to(gl.float64), gl.load(at, mask=exist, other=0.0)
+    gap = gl.where(l > 0.0, (lse - before).to(gl.float32), float("-inf"))
+    less = gl.exp2(-gl.abs(gap) * LOG2E)
+    larger = approximate("rcp", 1.0 + less)
+    more = approximate("lg2", 1.0 + less) * LN2
+    gl.store(at, gl.where(gap > 0.0, lse, before) + more.to(gl.float64), mask=exist)
+    smaller = less * larger
+    return gl.where(gap > 0.0, larger, smaller), gl.where(gap > 0.0, smaller, larger)
 
 
 @gluon.jit
 def finish_rows(out, job, place, m, l):
-    """Store lse; what the accumulator must still be multiplied with."""
+    """Store lse: (what the accumulator must still be multiplied with, what the output that lies
+    there must be multiplied with)
+    """
     m_log2, l, inverse = close_rows(out, job, place, m, l)
-    store_lse(out, job, place, m_log2, l)
-    return inverse
+    if out.MERGE:
+        share, rest = merge_lse(out, job, place, m_log2, l)
+        return inverse * share, rest
+    else:
+        store_lse(out, job, place, m_log2, l)
+        return inverse, inverse
+
+
+@gluon.jit
+def wide_places(out, job, place):
+    """(pointers to 64 rows of the unrounded output, which of its elements exist)"""
+    shape, cfg = job.shape, job.cfg
+    rows = place.row + shape.queries_of(64, cfg.O)
+    cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
+    first = place.q0.to(gl.int64)
+    if not shape.PACKED:
+        first = place.batch.to(gl.int64) * out.room
+    places = ((first + rows) * shape.num_heads + job.heads(place, cfg.O)) * out.dim
+    inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
+    return out.ref + places[:, None] + cols[None, :], inside
 
 
 @gluon.jit
 def store_out(out, job, place, acc, C: gl.constexpr):
     """64 rows of the output."""
-    shape, cfg = job.shape, job.cfg
+    shape = job.shape
     if out.WIDE:
-        rows = place.row + shape.queries_of(64, cfg.O)
-        cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
-        first = place.q0.to(gl.int64)
-        if not shape.PACKED:
-            first = place.batch.to(gl.int64) * place.seqlen_q
-        places = ((first + rows) * shape.num_heads + job.heads(place, cfg.O)) * out.dim
-        inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
-        gl.store(out.ref + places[:, None] + cols[None, :], acc, mask=inside)
+        at, inside = wide_places(out, job, place)
+        gl.store(at, acc, mask=inside)
     else:
         at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, place.row)
         store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
@@ -307,9 +353,15 @@ def take_work(pipes, job, t, C: gl.constexpr):
 @gluon.jit
 def finish(out, job, place, acc_next, m, l, C: gl.constexpr):
     """Store what 64 queries have come to, once their last values are added."""
-    inverse = finish_rows(out, job, place, m, l)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-    store_out(out, job, place, normalised(acc, inverse, job.cfg), C)
+    inverse, rest = finish_rows(out, job, place, m, l)
+    if out.MERGE:
+        at, inside = wide_places(out, job, place)
+        before = normalised(gl.load(at, mask=inside, other=0.0), rest, job.cfg)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        gl.store(at, before + normalised(acc, inverse, job.cfg), mask=inside)
+    else:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+        store_out(out, job, place, normalised(acc, inverse, job.cfg), C)
 
 
 @gluon.jit
@@ -399,9 +451,10 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     filling = t * cfg.CONSUMERS + C
     i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
     pipes.q.wait_full(filling)
-    m = gl.full([64], float("-inf"), gl.float32, rows)
-    finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
-    store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
+    if not out.MERGE:
+        m = gl.full([64], float("-inf"), gl.float32, rows)
+        finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
+        store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
     if cfg.OUT_IN_Q:
         store_wait(0)
     pipes.q.release(filling)
@@ -431,7 +484,7 @@ def consume(out, pipes, job, C: gl.constexpr):
 # would not be a tensor.
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
-    "mask_b", "mask_h", "dim", "tiles_m", "section", "num_tiles",
+    "mask_b", "mask_h", "dim", "room", "tiles_m", "section", "num_tiles",
     "table_stride", "columns", "num_pages", "span_k", "span_v", "batch",
 ]  # fmt: skip
 
@@ -441,10 +494,11 @@ def forward_kernel(
     q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
-    tiles_m, section, num_tiles, scale_log2, inner,
+    room, tiles_m, section, num_tiles, scale_log2, inner,
     page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
+    MERGE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
@@ -452,7 +506,7 @@ def forward_kernel(
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
-                 AHEAD and not HAS_MASK and (WIDE or not OUT_IN_Q))  # fmt: skip
+                 AHEAD and not HAS_MASK and not MERGE and (WIDE or not OUT_IN_Q))  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -470,7 +524,7 @@ def forward_kernel(
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, HAS_SINKS, WIDE)
+    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job)
     if CONSUMERS == 2:
         gl.warp_specialize([

@@ -36,6 +36,19 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return Result(out, lse)
     if not x.k.numel() or (problem.page_size and not problem.seqlen_k):
         return without_keys(out, lse, x.sinks)
+    _launch(problem, x, out, lse, problem.seqlen_q)
+    return Result(out, lse)
+
+
+def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Merge the result into a state that the same queries have over other keys: fp32 (batch,
+    seqlen, heads, head_dim_v) and fp64 (batch, heads, seqlen), both some tokens of a whole state.
+    """
+    if out.numel() and x.k.numel():
+        _launch(problem, x, out, lse, room=lse.stride(1))
+
+
+def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
     cut = _cut(problem)
     programs = min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -59,6 +72,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         cut.right or 0,
         *list_strides,
         problem.head_dim_v,
+        room,
         cut.tiles_m,
         cut.section,
         cut.num_tiles,
@@ -68,9 +82,9 @@ def forward(problem: Problem, x: Tensors) -> Result:
         **_variant(problem, cut),
         HAS_SINKS=x.sinks is not None,
         WIDE=out.dtype == torch.float32,
+        MERGE=lse.dtype == torch.float64,
         **_constants(cut.config),
     )
-    return Result(out, lse)
 
 
 class _Cut(NamedTuple):

@@ -76,6 +76,12 @@ FORWARD = [
     Variant(128, {"num_kv_heads": 1, "page_size": 16, "out_dtype": torch.float32}),  # a cascade's
     Variant(128, {**PAGED, **PACKED, "page_size": 16, "out_dtype": torch.float32}),
 ]
+MERGE = [
+    Variant(128, {"out_dtype": torch.float32, "causal": True}),
+    Variant(128, {"out_dtype": torch.float32}),
+    Variant(64, {"out_dtype": torch.float32}),
+    Variant(128, {"out_dtype": torch.float32, "mask": True}),
+]
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),
     Variant(64, {**PAGED, "page_size": 64}),
@@ -251,6 +257,21 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     forward(problem, x)
     ((kernel, args, kwargs),) = launches
     _check(_compile(kernel, args, kwargs, tmp_path), variant, kwargs["maxnreg"])
+
+
+@pytest.mark.parametrize("variant", variants(MERGE))
+def test_merging_stays_in_registers(launches, tmp_path, variant):
+    from onchip.kernels.hopper.launch import forward_into
+
+    problem, x = _pose(variant)
+    assert entry.supports(problem, HOPPER) is None and entry.merges(problem)
+    out = torch.zeros(1, 250, 4, variant.head_dim)
+    lse = torch.zeros(1, 4, 250, dtype=torch.float64)
+    forward_into(problem, x, out[:, 50:], lse[:, :, 50:])
+    ((kernel, args, kwargs),) = launches
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    _check(machine, variant, kwargs["maxnreg"])
+    assert machine.has("DADD")
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))

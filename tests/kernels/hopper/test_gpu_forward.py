@@ -5,6 +5,8 @@ import torch
 
 import onchip
 from onchip.kernels import configs, tapes
+from onchip.kernels.hopper import entry
+from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed
 from tests.kernels.gpu import DIMS, inputs
 
@@ -223,3 +225,33 @@ def test_lengths_are_not_specialised():
     for n in range(1, 1000, 37):
         attend(*(t[:, :n] for t in x), causal=True)
     assert len(cache) - before <= 1
+
+
+@pytest.mark.parametrize("dim", [40, 64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
+def test_a_result_is_merged_into_the_state_of_other_keys(dim, options):
+    """Rows from the middle of a state of two batch entries, some of which saw nothing before, and
+    some of which see nothing now.
+    """
+    q, k, v = inputs(333, 222, dim)
+    x = Tensors(q, k, v)
+    problem = describe(x, Options(**options, out_dtype=torch.float32), ())
+    batch, _, heads, _ = q.shape
+    out = torch.randn(batch, 400, heads, dim, device="cuda")
+    lse = 3 * torch.randn(batch, heads, 400, device="cuda", dtype=torch.float64)
+    lse[:, :, 50:70] = -torch.inf
+    out[:, 50:70] = 0
+    rows = slice(37, 370)
+    asked = {"return_lse": True, "out_dtype": torch.float32, **options}
+    new = onchip.attention(q, k, v, kernel="reference", **asked)
+    want, want_lse = out.clone().double(), lse.clone()
+    outs, lses = (out[:, rows], new[0]), (lse[:, :, rows], new[1])
+    exact = onchip.merge_states(*([t.double().cpu() for t in each] for each in (outs, lses)))
+    want[:, rows], want_lse[:, :, rows] = (t.cuda() for t in exact)
+    assert entry.merges(problem)
+    entry.forward_into(problem, x, out[:, rows], lse[:, :, rows])
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=5e-3)  # P is rounded to 16 bits
+    untouched = torch.ones(400, dtype=torch.bool)
+    untouched[rows] = False
+    assert torch.equal(out[:, untouched].double(), want[:, untouched])
