@@ -1,5 +1,5 @@
-"""Where the bytes go, predicted: exact counts of what each algorithm moves and computes, and what no
-algorithm can do without.
+"""Where the bytes go, predicted: exact counts of what each algorithm moves and computes, and what
+no algorithm can do without.
 """
 
 from . import traffic
