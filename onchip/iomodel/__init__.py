@@ -2,8 +2,8 @@
 no algorithm can do without.
 """
 
-from . import traffic
+from . import bounds, traffic
 from .question import question
 from .traffic import Chip, Traffic
 
-__all__ = ["Chip", "Traffic", "question", "traffic"]
+__all__ = ["Chip", "Traffic", "bounds", "question", "traffic"]

@@ -10,7 +10,7 @@ is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves wha
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -67,6 +67,11 @@ class Traffic:
     @property
     def hbm_bytes(self) -> int:
         return self.read_bytes + self.write_bytes
+
+    @property
+    def intensity(self) -> float:
+        """flops of matrix products for a byte of HBM."""
+        return self.flops / self.hbm_bytes
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -177,6 +182,70 @@ def v2_backward(
         lambda rule: _v2_backward_head(count, _visits(rule, tiles, skips=True), dlse),
     )
     return heads + _closing(count, lengths)
+
+
+def split_kv(
+    problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over so many shares of the keys, and the merge of what they give."""
+    count = _Count(problem, chip)
+    return _over_heads(problem, None, lengths, lambda rule: _split_head(count, rule, num_splits))
+
+
+def paged(
+    problem: Problem, page_size: int, cache_seqlens: Sequence[int], chip: Chip = DEFAULT
+) -> Traffic:
+    """v2 of a batch whose keys lie in pages: each visit reads the ids of its pages."""
+    count = _Count(problem, chip)
+    tiles, total = count.tiles(paper_v2_tiles), Traffic()
+    for seqlen_k in cache_seqlens:
+        rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
+        ids = Traffic(Counter(page_table=4 * _page_ids(rule, tiles, page_size)))
+        total += _v2_head(count, _visits(rule, tiles, skips=True)) + ids
+    return total * problem.num_heads
+
+
+def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
+    """A batch whose sequences share `prefix` keys before those of the problem: v2 over the prefix
+    with the queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
+    """
+    count = _Count(problem, chip)
+    rows = problem.batch * problem.seqlen_q
+    shared = _part_head(count, Visibility(rows, prefix))
+    own = Visibility(problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window_size)
+    each = _part_head(count, own) + _merge_head(count, problem.seqlen_q, 2)
+    return (shared + each * problem.batch) * problem.num_heads
+
+
+def ring(
+    problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over a chunk of keys in each round of each rank, merged into a state; all ranks together.
+    What links carry is `k.sent` and `v.sent`.
+    """
+    count = _Count(problem, chip)
+    n_k = _tokens(problem, lengths)[1] * (num_ranks - 1) * problem.num_kv_heads * count.x
+    wire = {"k": n_k * count.d, "v": n_k * count.dv}
+    sent = Counter({f"{name}.sent": n for name, n in wire.items()})
+    received = Counter({f"{name}.received": n for name, n in wire.items()})
+    heads = _over_heads(problem, None, lengths, lambda rule: _ring_head(count, rule, num_ranks))
+    return heads + Traffic(sent, received)
+
+
+def pack_heads(problem: Problem) -> Problem:
+    """The problem in which the query heads of a group are rows of one tile, so that keys are loaded
+    once for all of them, as kernels for few queries do. ValueError where rows of a tile then would
+    not see the same keys.
+    """
+    banded = problem.causal or problem.window_size != (None, None)
+    if problem.has_mask or (banded and problem.seqlen_q > 1):
+        raise ValueError(
+            f"heads are packed where all rows see all keys, got seqlen_q={problem.seqlen_q},"
+            f" causal={problem.causal}, window_size={problem.window_size},"
+            f" has_mask={problem.has_mask}"
+        )
+    rows = problem.seqlen_q * problem.group_size
+    return problem._replace(seqlen_q=rows, num_heads=problem.num_kv_heads)
 
 
 class _Count:
@@ -345,6 +414,77 @@ def _v2_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
     init = {"dq.init": n.seqlen_q * d * count.scratch}
     loop = Traffic(Counter(reads), Counter(init), other_ops=5 * n.cells)
     return delta + loop + _backward_loop(count, n)
+
+
+def _split_head(count: _Count, rule: Visibility, num_splits: int) -> Traffic:
+    rows, total = (0, rule.seqlen_q), Traffic()
+    for keys in _shares(rule.seqlen_k, num_splits):
+        total += _part_head(count, rule.part(rows, keys))
+    return total + _merge_head(count, rule.seqlen_q, num_splits)
+
+
+def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
+    total, chunks = Traffic(), _shares(rule.seqlen_k, num_ranks)
+    for rows in _shares(rule.seqlen_q, num_ranks):
+        n = rows[1] - rows[0]
+        rules = [part for keys in chunks if (part := rule.part(rows, keys)).spans(0, n)]
+        for i, part in enumerate(rules):
+            name = "state" if i == 0 else "parts"
+            total += _part_head(count, part, name)
+        total += _ring_merge(count, n) * max(0, len(rules) - 1)
+        total += _ring_end(count, n, bool(rules))
+    return total
+
+
+def _ring_merge(count: _Count, rows: int) -> Traffic:
+    """A state and a part, into the state."""
+    state = Counter({"o.state": rows * count.dv * count.wide, "lse.state": rows * count.wide})
+    parts = Counter({"o.parts": state["o.state"], "lse.parts": state["lse.state"]})
+    return replace(_merge_head(count, rows, 2), reads=state + parts, writes=state)
+
+
+def _ring_end(count: _Count, rows: int, any_seen: bool) -> Traffic:
+    outs, lses = rows * count.dv, rows * count.wide
+    if not any_seen:
+        return Traffic(writes=Counter({"o.init": outs * count.out, "lse.init": lses}))
+    return Traffic(
+        Counter({"o.state.convert": outs * count.wide, "lse.state.convert": lses}),
+        Counter({"o.convert": outs * count.out, "lse.convert": lses}),
+    )
+
+
+def _part_head(count: _Count, rule: Visibility, name: str = "parts") -> Traffic:
+    """v2 over a segment of keys, which leaves (out, lse) unrounded in HBM."""
+    traffic = _v2_head(count, _visits(rule, count.tiles(paper_v2_tiles), skips=True))
+    writes = {
+        f"o.{name}": rule.seqlen_q * count.dv * count.wide,
+        f"lse.{name}": rule.seqlen_q * count.wide,
+    }
+    return replace(traffic, writes=Counter(writes))
+
+
+def _merge_head(count: _Count, rows: int, parts: int) -> Traffic:
+    dv, wide = count.dv, count.wide
+    return Traffic(
+        Counter({"o.parts": parts * rows * dv * wide, "lse.parts": parts * rows * wide}),
+        Counter({"o": rows * dv * count.out, "lse": rows * wide}),
+        exps=2 * parts * rows,
+        other_ops=parts * rows * (5 + 3 * dv) + rows * (dv + 2),
+    )
+
+
+def _shares(length: int, num: int) -> list[tuple[int, int]]:
+    return [(length * i // num, length * (i + 1) // num) for i in range(num)]
+
+
+def _page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
+    """Pages that the tiles visited touch, each tile for itself."""
+    grid, ids = _Grid(rule, tiles), 0
+    for q0, q1 in grid.row_tiles():
+        for start, stop in (grid.widened(*span) for span in rule.spans(q0, q1)):
+            for k0 in range(start, stop, tiles.tile_n):
+                ids += -(-min(k0 + tiles.tile_n, stop) // page_size) - k0 // page_size
+    return ids
 
 
 def _backward_loop(count: _Count, n: Visits) -> Traffic:
