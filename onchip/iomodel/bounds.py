@@ -42,5 +42,12 @@ def lower_bound(problem: Problem, sram: float) -> int:
     return max(compulsory(problem), int(sram * (phases - 1)))
 
 
+def recompute_below(itemsize: int, ridge: float) -> float:
+    """The head_dim below which taking a score again (2 d flops) takes less time than storing its
+    probability and loading it (2 itemsize bytes), on a machine of so many flops a byte.
+    """
+    return itemsize * ridge
+
+
 def _pairs(problem: Problem) -> int:
     return problem.batch * problem.num_heads * problem.visible_pairs

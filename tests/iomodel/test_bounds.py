@@ -57,3 +57,14 @@ def test_standard_attention_is_quadratic_whatever_the_chip():
     for sram in (64 * 64, 10**5, math.inf):  # from d^2 on
         elements = traffic.standard(problem, Chip(sram, torch.float16)).hbm_bytes / 2
         assert 4 <= elements / bounds.standard(problem) <= 11
+
+
+def test_recomputing_beats_storing_below_the_head_dim_that_is_said():
+    """The same by times of whole algorithms: at N >> d only terms in N^2 count."""
+    flops_per_s, bytes_per_s = 312e12, 1.555e12
+    edge = bounds.recompute_below(2, flops_per_s / bytes_per_s)
+    for factor in (0.9, 1.1):
+        d = factor * edge
+        again, stored = 2 * d / flops_per_s, 2 * 2 / bytes_per_s
+        assert (again < stored) == (factor < 1)
+    assert edge > 256  # so that no head_dim that we serve is worth a stored P
