@@ -133,6 +133,21 @@ def test_a_question_of_a_million_tokens_takes_no_time():
     assert traffic.v2(problem, tiles).flops == pytest.approx(problem.flops, rel=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("ask", "name"),
+    [
+        (lambda p: traffic.v1(p, Chip(sram=0)), "Chip.sram"),
+        (lambda p: traffic.v2(p, Chip(tiles=(64, 0))), "Chip.tiles"),
+        (lambda p: traffic.split_kv(p, 0), "num_splits"),
+        (lambda p: traffic.ring(p, 0), "num_ranks"),
+        (lambda p: traffic.paged(p, 0, [64]), "page_size"),
+    ],
+)
+def test_what_cannot_be_is_refused(ask, name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        ask(question(64))
+
+
 def test_what_does_not_fit_together_is_refused():
     problem = question(64)
     with pytest.raises(ValueError, match=r"problem.packed=False, but lengths=\[\(64, 64\)\]"):
