@@ -1,1 +1,9 @@
-"""Where the bytes go and how long it takes: devices, on-chip memory, rooflines."""
+"""Where the bytes go, predicted: exact counts of what each algorithm moves and computes, what no
+algorithm can do without, what lies on the chip, and how long it takes on which device.
+"""
+
+from . import footprint, hardware, roofline, traffic
+from .question import question
+from .traffic import Chip, Traffic
+
+__all__ = ["Chip", "Traffic", "footprint", "hardware", "question", "roofline", "traffic"]

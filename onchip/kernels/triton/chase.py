@@ -1,4 +1,4 @@
-"""How long one load takes that must be waited for: a ring of places, each of which names the next."""
+"""How long a load takes that must be waited for: a ring of places, each of which names the next."""
 
 import torch
 import triton
