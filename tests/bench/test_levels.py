@@ -59,4 +59,5 @@ def test_progress_runs_to_its_end(monkeypatch):
 def test_memories_of_a_gpu():
     cache, memory = levels.measure(torch.device("cuda"), lambda title, done: None)
     assert (cache.level, memory.level) == ("L2", "HBM")
-    assert cache.bytes_s > memory.bytes_s and cache.latency_s < memory.latency_s < 2e-6
+    assert cache.bytes_s > memory.bytes_s and cache.latency_s and memory.latency_s
+    assert cache.latency_s < memory.latency_s < 2e-6
