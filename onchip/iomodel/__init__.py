@@ -2,8 +2,8 @@
 algorithm can do without, what lies on the chip, and how long it takes on which device.
 """
 
-from . import footprint, hardware, roofline, traffic
+from . import bounds, footprint, hardware, roofline, traffic
 from .question import question
 from .traffic import Chip, Traffic
 
-__all__ = ["Chip", "Traffic", "footprint", "hardware", "question", "roofline", "traffic"]
+__all__ = ["Chip", "Traffic", "bounds", "footprint", "hardware", "question", "roofline", "traffic"]
