@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.bench import paper_runs as runs
-from onchip.iomodel import Chip, Traffic, footprint, question, roofline, traffic
+from onchip.iomodel import Chip, Traffic, bounds, footprint, question, roofline, traffic
 from onchip.iomodel.hardware import A100, H100, H200
 from onchip.kernels.configs import HOPPER_FORWARD
 from onchip.problem import Problem
@@ -304,6 +304,11 @@ def accesses() -> Iterator[Claim]:
         "flash, v2", unit="M", published=None, predicted=v2, reason="O leaves the chip once",
     )  # fmt: skip
     yield make(
+        "no algorithm moves less than", unit="M", published=None,
+        predicted=bounds.lower_bound(asked, SRAM.sram or 0.0) / 1e6,
+        reason="\"optimal\" says that none stays below N^2 d^2 / M for every M, not for this one",
+    )  # fmt: skip
+    yield make(
         "standard over flash", unit="x", published=8, predicted=standard / v1,
         reason="d^2 is 6 times smaller than M here, and each pass moves three matrices",
     )  # fmt: skip
@@ -365,7 +370,12 @@ def recomputation() -> Iterator[Claim]:
         "backward time, storing P over recomputing", source=SURVEY, unit="x", published=None,
         predicted=a100_seconds(with_p) / a100_seconds(without),
         measure=lambda: runs.speedup(SEQLEN, HEAD_DIM, 16, "backward"),
-        reason="recomputing wins on an A100; measured: this CPU, ours over unfused",
+        reason="measured: this CPU, ours over unfused",
+    )  # fmt: skip
+    yield make(
+        "head_dim below which recomputing wins on an A100", source=SURVEY, unit="", published=None,
+        predicted=bounds.recompute_below(HALF.itemsize, A100.ridge(HALF)),
+        reason="2 d operations for a score against 4 bytes of P, there and back",
     )  # fmt: skip
 
 
