@@ -14,11 +14,11 @@ from torch import Tensor
 from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
+from onchip.iomodel.hardware import Hardware, of_device
+from onchip.iomodel.roofline import Roofline, bound, is_modelled, predict
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
-
-MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
 
 
 class Pages(NamedTuple):
@@ -69,19 +69,30 @@ class Explanation(NamedTuple):
     flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # what standard attention would allocate for S alone
-    bandwidth: float | None = None  # of the device's memory in bytes a second, where it tells
+    hardware: Hardware | None = None  # what the device can do, where it is known
     pages: Pages | None = None
     splits: Splits | None = None
     sharing: Sharing | None = None
     parts: tuple[Served, ...] = ()  # of a mixed call that is cut
 
     @property
-    def least_us(self) -> float | None:
-        """Microseconds that memory alone needs; None where it is unknown or not what counts."""
-        if self.bandwidth is None or self.flops > MEMORY_BOUND * self.min_bytes:
+    def roofline(self) -> Roofline | None:
+        """Of the forward: which resource binds, and how long it takes, or at least must."""
+        if self.hardware is None:
             return None
+        p, kernel = self.problem, self.plan.kernel
+        if is_modelled(p, self.hardware, kernel):
+            return predict(p, self.hardware, kernel, density=self.flops / max(1, p.flops))
         scratch_bytes = self.splits.scratch_bytes if self.splits else 0
-        return (self.min_bytes + scratch_bytes) / self.bandwidth * 1e6
+        return bound(p, self.hardware, self.flops, self.min_bytes + scratch_bytes)
+
+    @property
+    def backward_roofline(self) -> Roofline | None:
+        """Of the backward, where a model of its kernels is at hand."""
+        p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
+        if p.has_mask or hardware is None or not is_modelled(p, hardware, kernel):
+            return None
+        return predict(p, hardware, kernel, backward=True)
 
     def __str__(self) -> str:
         p = self.problem
@@ -114,9 +125,9 @@ class Explanation(NamedTuple):
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
             yield from _split_lines(self.splits)
-        if self.least_us is not None and self.bandwidth is not None:
-            rate = f"memory at {self.bandwidth / 1e12:.3g} TB/s"
-            yield "time", f"at least {self.least_us:.1f} us: {rate}"
+        for title, found in (("time", self.roofline), ("backward", self.backward_roofline)):
+            if found is not None:
+                yield title, str(found)
         if self.sharing is not None:
             yield from _sharing_lines(self.sharing)
 
@@ -172,7 +183,7 @@ def _explanation(
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
-        bandwidth=_bandwidth(x.q.device),
+        hardware=of_device(x.q.device),
     )
 
 
@@ -182,15 +193,6 @@ def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
         return [problem]
     lengths = zip(x.cu_seqlens_q.diff().tolist(), x.cu_seqlens_k.diff().tolist(), strict=True)
     return [problem._replace(batch=1, seqlen_q=a, seqlen_k=b, packed=False) for a, b in lengths]
-
-
-def _bandwidth(device: torch.device) -> float | None:
-    """Two transfers a clock over the width of the bus."""
-    if device.type != "cuda":
-        return None
-    about = torch.cuda.get_device_properties(device)
-    kilohertz = getattr(about, "memory_clock_rate", 0)
-    return 2e3 * kilohertz * getattr(about, "memory_bus_width", 0) / 8 or None
 
 
 def _explain_paged(

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
-from onchip.problem import forget_questions
+from onchip.problem import Problem, forget_questions
 
 
 class TileConfig(NamedTuple):
@@ -221,11 +221,27 @@ HOPPER_FORWARD_PAGED = {
 }
 
 
+def hopper_width(head_dim: int) -> int:
+    """head_dim as Hopper's tiles pad it."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def hopper_forward_of(problem: Problem) -> HopperConfig:
+    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    cut = problem.causal or problem.window_size[1] is not None
+    config = hopper_forward_config(
+        max(width, width_v), cut, problem.has_mask, problem.seqlen_k, problem.page_size
+    )
+    if width != width_v:
+        return config._replace(out_in_q=False)  # the tiles differ, and there is room
+    return config
+
+
 def hopper_forward_config(
     head_dim: int, cut: bool, has_mask: bool, seqlen_k: int, page_size: int = 0
 ) -> HopperConfig:
     """`cut`: tiles differ in length, because of causal or a window."""
-    dim = max(64, 1 << (head_dim - 1).bit_length())
+    dim = hopper_width(head_dim)
     if has_mask:
         return HOPPER_FORWARD_MASK[dim]
     if page_size:
@@ -279,7 +295,7 @@ HOPPER_BACKWARD = {
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    return HOPPER_BACKWARD[max(64, 1 << (head_dim - 1).bit_length())]
+    return HOPPER_BACKWARD[hopper_width(head_dim)]
 
 
 class HopperGradientConfig(NamedTuple):
@@ -306,7 +322,7 @@ HOPPER_GRADIENT = {
 
 
 def hopper_gradient_config(head_dim: int) -> HopperGradientConfig:
-    return HOPPER_GRADIENT[max(64, 1 << (head_dim - 1).bit_length())]
+    return HOPPER_GRADIENT[hopper_width(head_dim)]
 
 
 @contextmanager

@@ -5,7 +5,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HOPPER_FORWARD_SHORT, HopperConfig, hopper_forward_config
+from onchip.kernels.configs import (
+    HOPPER_FORWARD_SHORT,
+    HopperConfig,
+    hopper_forward_of,
+    hopper_width,
+)
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
@@ -15,7 +20,6 @@ from onchip.kernels.hopper.tensors import (
     grouped,
     mask_arguments,
     num_sms,
-    padded,
     paged,
     scales,
     section_of,
@@ -37,8 +41,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return without_keys(out, lse, x.sinks)
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    config = _config(problem, width, width_v, right is not None)
+    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    config = hopper_forward_of(problem)
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
@@ -95,14 +99,6 @@ def forward(problem: Problem, x: Tensors) -> Result:
     return Result(out, lse)
 
 
-def _config(problem: Problem, width: int, width_v: int, cut: bool) -> HopperConfig:
-    dim, seqlen_k = max(width, width_v), problem.seqlen_k
-    config = hopper_forward_config(dim, cut, problem.has_mask, seqlen_k, problem.page_size)
-    if width != width_v:
-        return config._replace(out_in_q=False)  # the tiles differ, and there is room
-    return config
-
-
 def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
     """How many heads share a tile, and with it the keys they read: all of a group, over pages and
     where a tile has room for all of its queries.
@@ -110,7 +106,7 @@ def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
-    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
     varied = cut and dim in HOPPER_FORWARD_SHORT  # a third variant would be one too many
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1

@@ -4,6 +4,7 @@ Each variant is a real call whose launches are recorded instead of run, so that 
 tables and signatures are tested together. A new variant is one line of FORWARD, DECODE or BACKWARD.
 """
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -15,6 +16,10 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks, paged
+from onchip.iomodel import footprint
+from onchip.iomodel.footprint import HANDED_OVER, Footprint
+from onchip.kernels import configs
+from onchip.kernels.configs import hopper_width
 from onchip.kernels.hopper import entry
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
 
@@ -154,12 +159,13 @@ def _pose_paged(
 
 
 class Machine(NamedTuple):
-    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, the
-    names of all instructions, and those of each hot loop.
+    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, those
+    that the kernel itself allocates, the names of all instructions, and those of each hot loop.
     """
 
     registers: int
     shared: int
+    allocated: int
     code: list[str]
     loops: list[list[str]]
 
@@ -181,7 +187,16 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     cubin.write_bytes(compiled.asm["cubin"])
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
     code, loops = _instructions(_tool("-sass", cubin))
-    return Machine(int(registers), compiled.metadata.shared, code, loops)
+    allocated = _allocated(compiled.asm["ttgir"])
+    return Machine(int(registers), compiled.metadata.shared, allocated, code, loops)
+
+
+def _allocated(ttgir: str) -> int:
+    """Bytes of all buffers: `ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, ...`."""
+    total = 0
+    for shape, bits in re.findall(r"local_alloc[^\n]*-> !ttg.memdesc<([\dx]+)x[a-z]+(\d+),", ttgir):
+        total += math.prod(map(int, shape.split("x"))) * int(bits) // 8
+    return total
 
 
 def _tool(option: str, cubin: Path) -> str:
@@ -237,6 +252,32 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert machine.has(*stores)
 
 
+def _holds(machine: Machine, expected: Footprint) -> None:
+    """The tile tables say what lies on the chip: every buffer, and no more registers."""
+    assert machine.allocated == expected.shared_bytes
+    assert 0 <= machine.shared - expected.shared_bytes <= HANDED_OVER
+    assert machine.registers <= expected.registers
+    pool = expected.threads * expected.registers
+    assert sum(threads * each for threads, each in expected.roles) <= pool <= 65536
+
+
+def _gradients(problem: Problem) -> list[Footprint]:
+    """Of the kernels that launch_backward starts, in their order."""
+    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    config = configs.hopper_gradient_config(width)
+    dq = [footprint.hopper_gradient(config, width)]
+    if width == 256:
+        dv = config._replace(held=False, b1_stages=2)
+        return [
+            footprint.hopper_gradient(config, width, keys=True),
+            footprint.hopper_gradient(dv, width, keys=True, values=True),
+            *dq,
+        ]
+    apart = problem.deterministic
+    both = footprint.hopper_backward(configs.hopper_backward_config(width), width, not apart)
+    return [both, *(dq if apart else [])]
+
+
 @pytest.mark.parametrize("variant", variants(FORWARD))
 def test_forward_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward
@@ -245,7 +286,11 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     assert entry.supports(problem, HOPPER) is None
     forward(problem, x)
     ((kernel, args, kwargs),) = launches
-    _check(_compile(kernel, args, kwargs, tmp_path), variant, kwargs["maxnreg"])
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    _check(machine, variant, kwargs["maxnreg"])
+    widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
+    _holds(machine, footprint.hopper_forward(config, *widths, wide, problem.page_size))
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))
@@ -261,6 +306,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     (loop,) = machine.loops
     assert _spills(loop) <= allowed * len(loop)
     assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
+    _holds(machine, footprint.hopper_decode(hopper_width(problem.head_dim), problem.page_size))
 
 
 @pytest.mark.parametrize("variant", variants(BACKWARD))
@@ -273,10 +319,12 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
     backward(problem, x, out, lse, out, None)
     assert sum(kernel.is_gluon() for kernel, _, _ in launches) >= 1
+    expected = iter(_gradients(problem))
     for kernel, args, kwargs in launches:
         machine = _compile(kernel, args, kwargs, tmp_path)
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
+            _holds(machine, next(expected))
 
 
 def test_loops_are_found_by_their_flow():

@@ -1,0 +1,1 @@
+"""Where the bytes go and how long it takes: devices, on-chip memory, rooflines."""
