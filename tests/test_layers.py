@@ -20,13 +20,13 @@ LAW = {
     "kernels.leaf": {"state", "masks", "problem"},
     "kernels": {"state", "masks", "problem", "kernels.leaf"},
     "fold": {"state", "masks", "problem"},
-    "iomodel": {"masks", "problem", "kernels.leaf"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
     "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
+    "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
     "kvcache": {"problem"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
@@ -126,6 +126,13 @@ def test_some_packages_live_in_one_place(path):
                 assert here.startswith(rooms) or room(path.relative_to(PACKAGE).parts) == "doctor"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "iomodel").glob("*.py")), ids=lambda p: p.name)
+def test_the_model_of_bytes_knows_no_kernel(path):
+    """It predicts what kernels move, so that it must not ask them: tile sizes are all they share."""
+    for name in imports(path):
+        assert not name.startswith("onchip.kernels") or name == "onchip.kernels.configs"
+
+
 @pytest.mark.parametrize("path", TORCH_FREE)
 def test_who_decides_knows_no_tensors(path):
     """Neither the file nor any file of ours that it imports."""
@@ -150,6 +157,6 @@ def test_import_needs_torch_alone_and_wakes_nothing():
 def test_all_is_the_api():
     for name in onchip.__all__:
         assert callable(getattr(onchip, name)), name
-    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models
+    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models and onchip.iomodel
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = onchip.flash

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 from onchip.problem import Problem, forget_questions
@@ -25,6 +26,60 @@ def tiled_config(planes: int) -> TileConfig:
         tile_m //= 2
     tile_n = max(32, min(2048, TILED_SCORES // (planes * tile_m)))
     return TileConfig(tile_m, tile_n)
+
+
+PAPER_SRAM_BYTES = 100 * 1024  # "M is around 100KB" (FlashAttention, section 3.2), of an A100
+_ALL = 1 << 40  # more rows than a tensor has
+
+
+def paper_sram(sram: float | None, itemsize: int) -> int:
+    """Elements on the chip of the papers: as asked, or what 100 KiB hold."""
+    if sram is None:
+        return PAPER_SRAM_BYTES // itemsize
+    return _ALL * _ALL if sram == inf else int(sram)
+
+
+def paper_v1_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """Bc = ceil(M / 4d), Br = min(Bc, d) as published: 4d is a row of q, k, v and out together. (At
+    Br = Bc these alone fill M, and S has no room: the paper counts up to a constant.)
+    """
+    tile_n = -(-sram // (2 * (head_dim + head_dim_v)))
+    return TileConfig(min(tile_n, head_dim), tile_n)
+
+
+def paper_v2_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """The largest squares with which q, k, v, out and s fit together. (The paper chose among 64 and
+    128 by hand.)
+    """
+    dims = head_dim + head_dim_v
+    tile = max(1, isqrt(dims * dims + sram) - dims)
+    return TileConfig(tile, tile)
+
+
+def paper_v2_backward_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """The same for k, v, dk, dv, q, dq, dout, p and ds: B (4 d + 3 d_v) + 2 B^2 <= M."""
+    dims = 4 * head_dim + 3 * head_dim_v
+    tile = max(1, (isqrt(dims * dims + 8 * sram) - dims) // 4)
+    return TileConfig(tile, tile)
+
+
+class ProductConfig(NamedTuple):
+    """a (tile_m, tile_k) @ b (tile_k, tile_n)."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+
+
+def paper_product_tiles(sram: int, inner: int) -> ProductConfig:
+    """The largest squares of a product's result with which both factors fit: the whole inner
+    dimension where it is short, t^2 + 2 t k <= M, cubes of 3 t^2 <= M where it is not.
+    """
+    tile = isqrt(inner * inner + sram) - inner
+    if tile >= inner:
+        return ProductConfig(tile, tile, max(1, inner))
+    cube = max(1, isqrt(sram // 3))
+    return ProductConfig(cube, cube, cube)
 
 
 class TritonConfig(NamedTuple):
