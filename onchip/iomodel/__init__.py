@@ -1,4 +1,4 @@
-"""Where the bytes go and how long it takes, predicted: exact counts of what each algorithm moves and
+"""Where the bytes go and how long it takes, predicted: exact counts of what algorithms move and
 computes, what no algorithm can do without, devices, on-chip memory, rooflines.
 """
 

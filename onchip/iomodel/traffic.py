@@ -9,7 +9,7 @@ is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves wha
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -13,12 +13,12 @@ from torch import Tensor
 import onchip
 from onchip import state
 from onchip.engine.tokenizer import ByteTokenizer
-from onchip.lab import playground
+from onchip.lab import papers, playground
+from onchip.lab.numbers import shown
 from onchip.models import about, builtin
 from onchip.parallel.machines import H200, LINKS, Fabric
 from onchip.parallel.simulate import LAYOUTS, Shape, Step, merge_seconds, rounds, seconds
 
-DIGITS = 7  # significant ones, as many as fp32 has
 SENTENCE = "I swam across the river to get to the other bank."
 
 
@@ -26,7 +26,10 @@ def everything() -> dict[str, Any]:
     """The data of all figures, and which version recorded them."""
     return {
         "version": onchip.__version__,
+        "bytes": papers.race(),
         "algebra": algebra(),
+        "tiles": papers.loops(),
+        "length": papers.lengths(),
         "ring": ring(),
         "pages": pages(),
         "rows": rows(),
@@ -147,12 +150,3 @@ def _owners(sentence: str, prefixes: list[str]) -> list[int]:
     ends = [word.end() for word in re.finditer(r"\S+", sentence)]
     lengths = [len(prefix) for prefix in prefixes]
     return [next(i for i, end in enumerate(ends) if length <= end) for length in lengths]
-
-
-def shown(x: float | Tensor, digits: int = DIGITS) -> Any:
-    """Numbers of any nesting, rounded to significant digits; infinities as text."""
-    if isinstance(x, Tensor):
-        return shown(x.tolist(), digits)
-    if isinstance(x, list):
-        return [shown(one, digits) for one in x]
-    return float(f"{x:.{digits}g}") if abs(x) < float("inf") else str(x)

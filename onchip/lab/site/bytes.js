@@ -1,0 +1,124 @@
+"use strict";
+// A race at one bandwidth: what standard attention, FlashAttention and FlashAttention-2 move between HBM and the chip.
+
+lab.figures.bytes = (panel, data) => {
+  const FRAMES = 360, names = Object.keys(data.runs);
+  let length = data.lengths.length - 3, device = 2, clock = 1;
+  const lanes = names.map(lane);
+  const levels = lab.h("table", { class: "levels" });
+  const player = lab.player("bytes-time", FRAMES, (frame) => { clock = frame / (FRAMES - 1); draw(); },
+    { pace: 45, label: "Time", text: () => lab.seconds(clock * slowest()) });
+  const say = lab.h("p", { class: "say", role: "status" });
+  panel.append(
+    lab.h("div", { class: "controls" },
+      lab.choice("bytes-device", "memory of an", data.devices.map((d, i) => [i, d.name.replace("NVIDIA ", "")]), device, (x) => { device = x; table(); player.go(player.frame); }),
+      lab.slider("bytes-length", "tokens", { max: data.lengths.length - 1, value: length, show: (i) => lab.tokens(data.lengths[i]) }, (x) => { length = x; player.go(player.frame); })),
+    lab.h("div", { class: "race" }, lanes.map((one) => one.box)),
+    player.element, say, levels);
+  lab.at("bytes-note").textContent = `One head, head_dim ${data.head_dim}, ${data.dtype}, ${lab.bytes(data.sram_bytes)} of SRAM, forward. To ${lab.tokens(data.executed)} tokens the bytes were counted while the paper kernels ran; beyond, by onchip.iomodel.traffic, which equals those ledgers byte for byte.`;
+
+  const run = (name) => data.runs[name][length];
+  const rate = () => data.devices[device].levels[0].bytes_s;
+  const total = (name) => run(name).phases.reduce((sum, phase) => sum + phase.read + phase.write, 0);
+  function slowest() { return Math.max(...names.map(total)) / rate(); }
+
+  function lane(name) {
+    const canvas = lab.h("canvas", { role: "img" }), amount = lab.h("b", { "data-bytes": name }), all = lab.h("span", { class: "soft", "data-total": name }), note = lab.h("span", { class: "note" }), parts = lab.h("ul", { class: "parts" });
+    const box = lab.h("div", { class: "lane-box" }, lab.h("h3", {}, data.titles[name]), lab.h("p", { class: "amount" }, amount, " ", all), canvas, note, parts);
+    return { name, canvas, amount, all, note, parts, box };
+  }
+
+  // After so many bytes: which phase, and how much of it was read and written.
+  function progress(name, moved) {
+    let left = moved, read = 0, write = 0, now = null;
+    for (const phase of run(name).phases) {
+      const all = phase.read + phase.write, share = Math.min(1, left / all);
+      read += phase.read * share;
+      write += phase.write * share;
+      left -= all * share;
+      now = phase;
+      if (share < 1) break;
+    }
+    return { read, write, phase: now };
+  }
+
+  function draw() {
+    const moved = clock * slowest() * rate();
+    for (const one of lanes) {
+      const all = total(one.name), mine = Math.min(moved, all), done = moved >= all * (1 - 1e-9);
+      const p = progress(one.name, mine);
+      one.amount.textContent = lab.bytes(done ? all : mine);
+      one.all.textContent = done ? "in all" : `of ${lab.bytes(all)}`;
+      one.note.textContent = done ? `done after ${lab.seconds(all / rate())}` : p.phase.what;
+      one.box.classList.toggle("done", done);
+      stream(one, p, mine / Math.max(...names.map(total)), done);
+      list(one);
+    }
+    const [most, , least] = names.map(total);
+    say.textContent = `Standard attention moves ${lab.significant(most / least)} times what FlashAttention-2 moves, for the same numbers.`;
+  }
+
+  function list(one) {
+    const tensors = Object.entries(run(one.name).tensors), most = Math.max(...names.flatMap((name) => Object.values(run(name).tensors).map(([read, write]) => read + write)));
+    one.parts.replaceChildren(...tensors.map(([tensor, [read, write]]) => {
+      const bar = lab.h("span", { class: "two" }, lab.h("i", { class: "reads" }), lab.h("i", { class: "writes" }));
+      bar.children[0].style.width = `${(100 * read) / most}%`;
+      bar.children[1].style.width = `${(100 * write) / most}%`;
+      return lab.h("li", {}, lab.h("span", { class: "mono" }, tensor), bar, lab.h("span", { class: "mono soft" }, lab.bytes(read + write)));
+    }));
+  }
+
+  // The chip above, HBM below, and between them bytes: as many drops as bytes, in proportion to time.
+  function stream(one, { read, write }, share, done) {
+    const { canvas } = one, scale = devicePixelRatio || 1, width = canvas.clientWidth, height = 132;
+    if (!width) return;
+    const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(height * scale);
+    const brush = canvas.getContext("2d");
+    brush.scale(scale, scale);
+    const box = (x, y, w, h, colour) => { brush.fillStyle = colour; brush.beginPath(); brush.roundRect(x, y, w, h, 7); brush.fill(); };
+    const chip = Math.min(64, width * 0.3);
+    box(width / 2 - chip / 2, 4, chip, 30, done ? ink("--a-soft") : ink("--a"));
+    box(4, height - 34, width - 8, 30, ink("--faint"));
+    brush.fillStyle = done ? ink("--ink") : ink("--on");
+    brush.font = "600 11px system-ui, sans-serif";
+    brush.textAlign = "center";
+    brush.fillText("chip", width / 2, 23);
+    brush.fillStyle = ink("--soft");
+    brush.fillText("HBM", width / 2, height - 15);
+    const DROPS = 26, flow = Math.max(1, read + write), top = 36, bottom = height - 36;
+    if (!done && !lab.still.matches) {
+      for (let n = 0; n < DROPS; n++) {
+        const up = n % DROPS < Math.round((DROPS * read) / flow), phase = (share * 42 + n * 0.618034) % 1;
+        const spread = ((n * 0.7548) % 1) - 0.5, along = up ? 1 - phase : phase;
+        const x = width / 2 + spread * (chip * 0.8 + along * (width * 0.8 - chip * 0.8)), y = top + along * (bottom - top);
+        brush.fillStyle = ink(up ? "--a" : "--b");
+        brush.beginPath();
+        brush.arc(x, y, 2.6, 0, 7);
+        brush.fill();
+      }
+    }
+    canvas.setAttribute("aria-label", `${data.titles[one.name]}: ${lab.bytes(read)} read, ${lab.bytes(write)} written`);
+  }
+
+  function table() {
+    const rows = data.devices[device].levels, most = Math.log(Math.max(...rows.map((r) => r.bytes_s ?? 1)) / 2e11);
+    levels.replaceChildren(
+      lab.h("caption", {}, `Memories of an ${data.devices[device].name}: the smaller, the faster`),
+      lab.h("thead", {}, lab.h("tr", {}, ["", "holds", "bandwidth", "", "latency"].map((text) => lab.h("th", { scope: "col" }, text)))),
+      lab.h("tbody", {}, rows.slice().reverse().map((level) => {
+        const bar = lab.h("i", { class: "speed" });
+        bar.style.width = `${level.bytes_s ? (100 * Math.log(level.bytes_s / 2e11)) / most : 0}%`;
+        return lab.h("tr", {}, lab.h("th", { scope: "row" }, level.name), lab.h("td", {}, lab.bytes(level.size_bytes)),
+          lab.h("td", {}, level.bytes_s ? `${lab.bytes(level.bytes_s)}/s` : "not published"), lab.h("td", { class: "bar-cell" }, bar),
+          lab.h("td", {}, level.latency_s ? `${lab.significant(level.latency_s * 1e9)} ns` : "–"));
+      })));
+  }
+
+  table();
+  lab.redraw.push(draw);
+  new ResizeObserver(draw).observe(panel);
+  player.go(Math.round(0.12 * FRAMES));
+  return { player, total, progress, get length() { return length; } };
+};
