@@ -64,7 +64,7 @@ def _moved(name: str, seqlen: int) -> dict[str, Any]:
 
 def _executed(name: str, seqlen: int) -> Any:
     """The ledger of a call that runs."""
-    q, k, v = _inputs(seqlen, HEAD_DIM).to(HALF).unbind(0)
+    q, k, v = inputs(seqlen, HEAD_DIM).to(HALF).unbind(0)
     with ledger(SRAM, scratch=HALF) as book:
         onchip.attention(q, k, v, kernel=KERNELS[name])
     return book
@@ -120,7 +120,7 @@ def loops() -> dict[str, Any]:
     """v1 and v2 under each mask, after every tile: where it lies, bytes so far, and the state of
     the watched rows in it; the scores of each tile, pooled, as digits.
     """
-    x = _inputs(SEQLEN, HEAD_DIM)
+    x = inputs(SEQLEN, HEAD_DIM)
     runs = {name: {mask: _Run(name, mask, x) for mask in MASKS} for name in KERNELS}
     exact = {mask: _rows(onchip.attention(*x, **options)) for mask, options in MASKS.items()}
     return {
@@ -179,7 +179,7 @@ def _rows(out: Tensor) -> Any:
     return shown(out[0, WATCHED, 0, :NUMBERS])
 
 
-def _inputs(seqlen: int, head_dim: int) -> Tensor:
+def inputs(seqlen: int, head_dim: int) -> Tensor:
     """q, k and v (3, 1, seqlen, 1, head_dim): what a token says resembles its neighbours, so that
     scores have a shape one can see.
     """

@@ -98,7 +98,10 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             raise ValueError(f"Content-Length {length!r:.20} must be at most {MAX_BODY_BYTES}")
-        operation = json.loads(self.rfile.read(int(length)))
+        try:
+            operation = json.loads(self.rfile.read(int(length)))
+        except RecursionError:
+            raise ValueError("that is nested too deep") from None
         if not isinstance(operation, dict):
             raise ValueError("an operation is an object")
         return operation

@@ -35,17 +35,17 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture
-def opened(chromium):
-    """open(url, width, scheme) gives a page; at the end none has written an error anywhere."""
+@pytest.fixture(scope="session")
+def opening(chromium):
+    """open(url, width, scheme, ...) gives a page in a profile of its own, and the list of all that
+    such pages write to their consoles as errors.
+    """
     errors, contexts = [], []
 
     def open(url, width=1280, scheme="light", **options):
-        context = chromium.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, **options
-        )
-        contexts.append(context)
-        tab = context.new_page()
+        view = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+        contexts.append(chromium.new_context(**view, **{"reduced_motion": "reduce"} | options))
+        tab = contexts[-1].new_page()
         tab.set_default_timeout(10_000)
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("console", lambda m: m.type in ("error", "warning") and errors.append(m.text))
@@ -54,16 +54,26 @@ def opened(chromium):
         tab.wait_for_selector("html[data-ready]", state="attached")
         return tab
 
-    yield open
+    yield open, errors
     for context in contexts:
         context.close()
+
+
+@pytest.fixture
+def opened(opening):
+    """As `opening`; at the end of a test no page has written an error."""
+    open, errors = opening
+    errors.clear()
+    yield open
     assert errors == []
 
 
 @pytest.fixture(scope="session")
-def shared(chromium, site):
-    """One page for tests that only ask its functions."""
-    tab = chromium.new_page()
-    tab.goto(site.as_uri())
-    tab.wait_for_selector("html[data-ready]", state="attached")
-    return tab
+def only(opening, site):
+    return opening[0](site.as_uri())
+
+
+@pytest.fixture
+def tab(only, opened):
+    """One page for all tests that leave its figures in whatever state they like."""
+    return only

@@ -21,7 +21,7 @@ lab.state = {
 lab.figures.algebra = (panel, data) => {
   const LOW = -6, HIGH = 13, HEIGHT = 250, TOP = 18, FLOOR = 214, FP16_MAX = 65504;
   const scores = data.scores.slice(), values = data.values, count = scores.length;
-  let cut = 4;
+  let cut = 4, step = 0;
   const y = (s) => TOP + ((HIGH - s) / (HIGH - LOW)) * (FLOOR - TOP);
 
   const svg = lab.s("svg", { class: "bars", role: "group", "aria-label": "Scores of eight keys" });
@@ -78,8 +78,9 @@ lab.figures.algebra = (panel, data) => {
     draw();
   }
 
+  // Once for each width: a bar that left the page for a moment would lose the finger that drags it.
   function layout(width) {
-    const step = width / count;
+    step = width / count;
     svg.replaceChildren(lab.s("line", { class: "axis", x1: 0, x2: width, y1: y(0), y2: y(0) }), line, ...bars.map((b) => b.group));
     bars.forEach((b, j) => {
       const middle = (j + 0.5) * step, wide = Math.min(46, step * 0.62);
@@ -89,11 +90,11 @@ lab.figures.algebra = (panel, data) => {
       lab.set(b.text, { x: middle });
       lab.set(b.name, { x: middle, y: HEIGHT - 4 });
     });
-    const x = lab.clamp(cut * step, 1, width - 1);
-    lab.set(line, { x1: x, x2: x, y1: 4, y2: HEIGHT - 18 });
   }
 
   function place() {
+    const x = lab.clamp(cut * step, 1, count * step - 1);
+    lab.set(line, { x1: x, x2: x, y1: 4, y2: HEIGHT - 18 });
     scores.forEach((s, j) => {
       const { group, body, knob, text } = bars[j], masked = s === -Infinity, top = masked ? FLOOR + 8 : y(s);
       group.setAttribute("class", `bar ${j < cut ? "side-a" : "side-b"}${masked ? " masked" : ""}`);
@@ -129,7 +130,6 @@ lab.figures.algebra = (panel, data) => {
       : `Without subtracting m, the sum of exp(s) would be ${lab.significant(sum, 4)}; fp16 overflows at 65,504.`;
   }
 
-  let render = () => {};
   function draw() {
     const [first, rest] = [[0, cut], [cut, count]].map(([from, to]) => lab.state.lift(scores.slice(from, to), from < to ? values.slice(from, to) : [[0, 0]]));
     const both = lab.state.merge(first, rest);
@@ -138,9 +138,9 @@ lab.figures.algebra = (panel, data) => {
     tell(cells.both, both);
     weights(both);
     warn();
-    render();
+    if (step) place();
   }
-  render = lab.sized(svg, HEIGHT, (width) => { layout(width); place(); });
+  lab.sized(svg, HEIGHT, (width) => { layout(width); place(); });
   draw();
   return { put, scores, get cut() { return cut; } };
 };

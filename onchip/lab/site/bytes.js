@@ -68,38 +68,41 @@ lab.figures.bytes = (panel, data) => {
     }));
   }
 
-  // The chip above, HBM below, and between them bytes: as many drops as bytes, in proportion to time.
-  function stream(one, { read, write }, share, done) {
-    const { canvas } = one, scale = devicePixelRatio || 1, width = canvas.clientWidth, height = 132;
+  // The chip above, HBM below, and drops between them: up what is read, down what is written. The bar in HBM grows with
+  // the bytes, on one scale for all.
+  function stream(one, { read, write, phase }, share, done) {
+    const { canvas } = one, scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
     if (!width) return;
     const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
     const brush = canvas.getContext("2d");
     brush.scale(scale, scale);
-    const box = (x, y, w, h, colour) => { brush.fillStyle = colour; brush.beginPath(); brush.roundRect(x, y, w, h, 7); brush.fill(); };
-    const chip = Math.min(64, width * 0.3);
-    box(width / 2 - chip / 2, 4, chip, 30, done ? ink("--a-soft") : ink("--a"));
-    box(4, height - 34, width - 8, 30, ink("--faint"));
-    brush.fillStyle = done ? ink("--ink") : ink("--on");
+    const box = (x, y, w, h, colour) => { brush.fillStyle = colour; brush.beginPath(); brush.roundRect(x, y, w, h, Math.min(7, w / 2)); brush.fill(); };
+    const label = (text, y, colour) => { brush.fillStyle = colour; brush.fillText(text, width / 2, y); };
     brush.font = "600 11px system-ui, sans-serif";
     brush.textAlign = "center";
-    brush.fillText("chip", width / 2, 23);
-    brush.fillStyle = ink("--soft");
-    brush.fillText("HBM", width / 2, height - 15);
-    const DROPS = 26, flow = Math.max(1, read + write), top = 36, bottom = height - 36;
-    if (!done && !lab.still.matches) {
-      for (let n = 0; n < DROPS; n++) {
-        const up = n % DROPS < Math.round((DROPS * read) / flow), phase = (share * 42 + n * 0.618034) % 1;
-        const spread = ((n * 0.7548) % 1) - 0.5, along = up ? 1 - phase : phase;
-        const x = width / 2 + spread * (chip * 0.8 + along * (width * 0.8 - chip * 0.8)), y = top + along * (bottom - top);
-        brush.fillStyle = ink(up ? "--a" : "--b");
-        brush.beginPath();
-        brush.arc(x, y, 2.6, 0, 7);
-        brush.fill();
-      }
-    }
+    const chip = Math.min(72, width * 0.4), top = 36, bottom = height - 34;
+    if (!done && !lab.still.matches) drops(brush, phase, share, { middle: width / 2, chip, wide: width - 20, top, bottom }, ink);
+    box(width / 2 - chip / 2, 4, chip, 30, ink(done ? "--a-soft" : "--a"));
+    label("chip", 23, ink(done ? "--ink" : "--on"));
+    box(0, bottom + 2, width, 32, ink("--faint"));
+    box(0, bottom + 2, Math.max(3, width * share), 32, ink(one.name === "standard" ? "--b-soft" : "--a-soft"));
+    label("HBM", height - 12, ink("--ink"));
     canvas.setAttribute("aria-label", `${data.titles[one.name]}: ${lab.bytes(read)} read, ${lab.bytes(write)} written`);
+  }
+
+  // Places are a low-discrepancy sequence: even, without a pattern.
+  function drops(brush, phase, share, { middle, chip, wide, top, bottom }, ink) {
+    const DROPS = 44, rising = Math.round((DROPS * phase.read) / (phase.read + phase.write));
+    for (let n = 0; n < DROPS; n++) {
+      const up = (n * 7) % DROPS < rising, at = (share * 34 + n * 0.56984) % 1, along = up ? 1 - at : at;
+      const x = middle + (((n * 0.75488) % 1) - 0.5) * (chip * 0.9 + along * (wide - chip * 0.9));
+      brush.fillStyle = ink(up ? "--a" : "--b");
+      brush.beginPath();
+      brush.arc(x, top + along * (bottom - top), 2.4, 0, 7);
+      brush.fill();
+    }
   }
 
   function table() {

@@ -33,7 +33,7 @@ lab.timeline = ({ n, backward, costs, messages, node }) => {
 
 lab.figures.ring = (panel, data) => {
   const FRAMES = 400;
-  const chosen = { layout: 1, fabric: 0, backward: 0, devices: 1, length: 4 };
+  const chosen = { layout: 1, fabric: 2, backward: 0, devices: 1, length: 2 };
   let line = null, clock = 0;
   const hue = (rank) => lab.colour((rank * 360) / data.devices[chosen.devices] + 190);
   const pick = (name) => (x) => { chosen[name] = x; compute(); };
@@ -41,7 +41,7 @@ lab.figures.ring = (panel, data) => {
   const wheel = lab.s("svg", { viewBox: "0 0 240 240", role: "img" }), chart = lab.s("svg", { role: "img" });
   const chartBox = lab.h("div", {}, chart);
   const facts = lab.facts([["seconds", "the step"], ["busy", "busiest GPU computes", "of-a"], ["exposed", "network shows", "of-b"], ["idle", "idle, all GPUs"]]);
-  const hint = lab.h("p", { class: "say note", role: "status" }, "");
+  const hint = lab.h("p", { class: "say note", role: "status" }, "Point at a bar to see what it is.");
   const player = lab.player("ring-time", FRAMES, (frame) => { clock = frame / (FRAMES - 1); drawNow(); },
     { pace: 40, label: "Time", text: () => (line ? lab.seconds(clock * line.seconds) : "") });
   panel.append(
@@ -50,7 +50,7 @@ lab.figures.ring = (panel, data) => {
       lab.choice("ring-pass", "pass", [[0, "forward"], [1, "backward"]], 0, pick("backward")),
       lab.choice("ring-devices", "GPUs", numbered(data.devices.map(String)), chosen.devices, pick("devices"))),
     lab.h("div", { class: "controls" },
-      lab.choice("ring-fabric", "link between neighbours", data.fabrics.map((f, i) => [i, f.name.replace(", ", " + ")]), 0, pick("fabric")),
+      lab.choice("ring-fabric", "link between neighbours", data.fabrics.map((f, i) => [i, f.name.replace(", ", " + ")]), chosen.fabric, pick("fabric")),
       lab.slider("ring-length", "tokens in all", { max: data.lengths.length - 1, value: chosen.length, show: (i) => lab.tokens(data.lengths[i]) }, pick("length"))),
     facts,
     lab.h("div", { class: "ring-view" }, lab.h("div", {}, wheel), chartBox),
@@ -85,7 +85,7 @@ lab.figures.ring = (panel, data) => {
     if (!line) return;
     const n = data.devices[chosen.devices], { left, top, pitch } = laneOf(width);
     const x = (t) => left + (t / line.seconds) * (width - left - 2), parts = [];
-    const thick = pitch * 0.5, thin = Math.max(4, pitch * 0.22);
+    const both = Boolean(chosen.backward), thick = pitch * 0.5, thin = Math.max(4, pitch * 0.22);
     for (let r = 0; r < n; r++) {
       const label = lab.s("text", { x: 0, y: top + r * pitch + thick * 0.5 + 5, class: "soft tiny" });
       label.textContent = width < 500 ? `${r}` : `GPU ${r}`;
@@ -95,7 +95,7 @@ lab.figures.ring = (panel, data) => {
       const sending = span.what === "kv" || span.what === "dkv", from = (span.device - span.round + n) % n;
       const y = top + span.device * pitch + (sending ? thick + 2 + (span.what === "dkv" ? thin * 0.5 : 0) : 0);
       const rect = lab.s("rect", { x: x(span.start), width: Math.max(0.4, x(span.end) - x(span.start) - (sending ? 0 : 0.6)), y, rx: sending ? 1.5 : 2.5,
-        height: sending ? thin * (line.spans.some((s) => s.what === "dkv") ? 0.45 : 0.8) : thick, class: `span-${span.what}` });
+        height: sending ? thin * (both ? 0.45 : 0.8) : thick, class: `span-${span.what}` });
       if (span.what === "kernel") rect.style.fill = hue(from);
       const what = { kernel: `GPU ${span.device} attends to the keys of GPU ${from}`, merge: `GPU ${span.device} merges round ${span.round}`, kv: `K and V of GPU ${from} go from ${span.device} to ${(span.device + 1) % n}`,
         dkv: `dK and dV of GPU ${from} go from ${span.device} to ${(span.device + 1) % n}` }[span.what];

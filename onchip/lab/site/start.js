@@ -35,7 +35,7 @@
   sections.forEach((section) => seen.observe(section));
   weave();
   tell();
-  root.dataset.ready = "yes";
+  root.dataset.ready = Math.round(performance.now());  // milliseconds since the page was asked for
 
   // The matrix that is not there: one tile of it is, along a causal sweep or under the pointer.
   function weave() {

@@ -4,7 +4,7 @@
 
 lab.figures.tiles = (panel, data) => {
   const { seqlen, tile, rows, shown } = data, count = seqlen / tile, HEAT = data.patches;
-  const ORDERS = [["v1", "v1: keys outside"], ["v2", "v2: queries outside"]];
+  const ORDERS = [["v1", "v1, keys outside"], ["v2", "v2, queries outside"]];
   const MASKS = { none: "no mask", causal: "causal", window: "window", blocks: "block-sparse" };
   let order = "v2", mask = "causal", row = 11, frame = 0;
   const run = () => data.runs[order][mask];
@@ -12,7 +12,7 @@ lab.figures.tiles = (panel, data) => {
   const svg = lab.s("svg", { role: "img" });
   const facts = lab.facts([["read", "read from HBM", "of-a"], ["written", "written to HBM", "of-b"], ["visits", "tiles visited"], ["skipped", "tiles never touched"]]);
   const fields = {}, list = lab.h("dl", {});
-  for (const [name, text] of [["m", "m"], ["l", "l"], ["acc", "acc"], ["out", "out"], ["exact", "in the end"]]) {
+  for (const [name, text] of [["m", "m"], ["l", "l"], ["acc", "acc"], ["out", "out"], ["exact", "finally"]]) {
     fields[name] = lab.h("dd", { "data-value": name });
     list.append(lab.h("dt", {}, text), fields[name]);
   }
@@ -27,7 +27,7 @@ lab.figures.tiles = (panel, data) => {
       lab.choice("tiles-mask", "mask", Object.entries(MASKS), mask, (x) => { mask = x; restart(); })),
     lab.h("div", { class: "tile-view" }, lab.h("div", { class: "matrix" }, svg), lab.h("div", { class: "beside" }, rowSlider, state, facts, meters)),
     player.element, say);
-  lab.at("tiles-note").textContent = `Recorded from paper_v1 and paper_v2 over ${seqlen} tokens, head_dim ${data.head_dim}, ${data.dtype}, tiles of ${tile} × ${tile}; the bytes are those of their ledgers. “In the end” is what onchip.attention gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown. v1 keeps acc divided by l.`;
+  lab.at("tiles-note").textContent = `Recorded from paper_v1 and paper_v2 over ${lab.whole(seqlen)} tokens, head_dim ${data.head_dim}, ${data.dtype}, tiles of ${tile} × ${tile}; the bytes are those of their ledgers. “Finally” is what onchip.attention gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown. v1 keeps acc divided by l.`;
 
   function restart() {
     const steps = run().steps.length;
