@@ -11,7 +11,7 @@ lab.figures.bytes = (panel, data) => {
   const say = lab.h("p", { class: "say", role: "status" });
   panel.append(
     lab.h("div", { class: "controls" },
-      lab.choice("bytes-device", "memory of an", data.devices.map((d, i) => [i, d.name.replace("NVIDIA ", "")]), device, (x) => { device = x; table(); player.go(player.frame); }),
+      lab.choice("bytes-device", "GPU", data.devices.map((d, i) => [i, d.name.replace("NVIDIA ", "")]), device, (x) => { device = x; table(); player.go(player.frame); }),
       lab.slider("bytes-length", "tokens", { max: data.lengths.length - 1, value: length, show: (i) => lab.tokens(data.lengths[i]) }, (x) => { length = x; player.go(player.frame); })),
     lab.h("div", { class: "race" }, lanes.map((one) => one.box)),
     player.element, say, levels);
@@ -43,7 +43,8 @@ lab.figures.bytes = (panel, data) => {
   }
 
   function draw() {
-    const moved = clock * slowest() * rate();
+    const moved = clock * slowest() * rate(), style = getComputedStyle(document.documentElement);
+    const inks = Object.fromEntries(["--a", "--b", "--a-soft", "--b-soft", "--ink", "--on", "--faint"].map((name) => [name, style.getPropertyValue(name).trim()]));
     for (const one of lanes) {
       const all = total(one.name), mine = Math.min(moved, all), done = moved >= all * (1 - 1e-9);
       const p = progress(one.name, mine);
@@ -51,7 +52,7 @@ lab.figures.bytes = (panel, data) => {
       one.all.textContent = done ? "in all" : `of ${lab.bytes(all)}`;
       one.note.textContent = done ? `done after ${lab.seconds(all / rate())}` : p.phase.what;
       one.box.classList.toggle("done", done);
-      stream(one, p, mine / Math.max(...names.map(total)), done);
+      stream(one, p, mine / Math.max(...names.map(total)), done, (name) => inks[name]);
       list(one);
     }
     const [most, , least] = names.map(total);
@@ -70,10 +71,9 @@ lab.figures.bytes = (panel, data) => {
 
   // The chip above, HBM below, and drops between them: up what is read, down what is written. The bar in HBM grows with
   // the bytes, on one scale for all.
-  function stream(one, { read, write, phase }, share, done) {
+  function stream(one, { read, write, phase }, share, done, ink) {
     const { canvas } = one, scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
     if (!width) return;
-    const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
     const brush = canvas.getContext("2d");

@@ -61,15 +61,17 @@ lab.figures.rows = (panel, data) => {
     all.children[l * weights[0].length + h].focus();
   }
 
+  const tall = (width) => (width < 500 ? 140 : 186);
+
   // Arcs from the word to those it looks at, as wide as their share.
   function arcs(width) {
     const lengths = words.map((text) => text.length + 2), total = lengths.reduce((a, b) => a + b), now = shares();
     const middles = [];
     lengths.reduce((from, length) => { middles.push(((from + length / 2) / total) * width); return from + length; }, 0);
-    const base = 150, from = middles[word], parts = [];
+    const base = tall(width) - 26, from = middles[word], parts = [];
     words.forEach((text, i) => {
       if (i > word) return;
-      const to = middles[i], high = i === word ? 26 : Math.min(128, 24 + Math.abs(from - to) * 0.24);
+      const to = middles[i], high = i === word ? 26 : Math.min(base - 22, 24 + Math.abs(from - to) * 0.24);
       const d = i === word ? `M${from - 7} ${base}C${from - 18} ${base - high},${from + 18} ${base - high},${from + 7} ${base}`
         : `M${from} ${base}C${from} ${base - high},${to} ${base - high},${to} ${base}`;
       parts.push(lab.s("path", { d, class: "arc", "stroke-width": Math.max(0.6, 26 * now[i]), "stroke-opacity": 0.25 + 0.6 * (now[i] / Math.max(...now)) }));
@@ -86,7 +88,7 @@ lab.figures.rows = (panel, data) => {
   }
 
   let render = () => {};
-  render = lab.sized(svg, 176, arcs);
+  render = lab.sized(svg, tall, arcs);
   draw();
   return { shares };
 };

@@ -10,11 +10,11 @@
     const other = shown() === "dark" ? "light" : "dark";
     button.textContent = other === "dark" ? "☾ dark" : "☀ light";
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
-    for (const draw of lab.redraw) draw();
   };
+  const changed = () => { tell(); for (const draw of lab.redraw) draw(); };
   if (["light", "dark"].includes(kept())) root.dataset.theme = kept();
-  button.addEventListener("click", () => { root.dataset.theme = shown() === "dark" ? "light" : "dark"; keep(root.dataset.theme); tell(); });
-  dark.addEventListener("change", tell);
+  button.addEventListener("click", () => { root.dataset.theme = shown() === "dark" ? "light" : "dark"; keep(root.dataset.theme); changed(); });
+  dark.addEventListener("change", changed);
 
   lab.at("version").textContent = lab.data.version;
   const sections = [...document.querySelectorAll("section.figure")], links = new Map();
