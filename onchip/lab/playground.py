@@ -21,6 +21,25 @@ DRAWN = (
     *("no", "one", "copies", "what", "they", "can", "share"),
 )
 STRIDE, COSTS = 5, (3, 8, 5, 13, 2, 7)  # of draws: any numbers that both twins know
+PROMPTS = (
+    "the river bank is the place where we swim",
+    "the river bank is the place where we fish",
+    "every page has four slots and a number",
+)
+OPENING = (  # what a visitor finds
+    {"do": "add", "text": PROMPTS[0]},
+    {"do": "fork", "name": "A"},
+    {"do": "generate", "name": None},
+)
+STORY = (  # what "show me" goes through, from a blank pool
+    {"do": "reset"},
+    *({"do": "add", "text": text} for text in PROMPTS[:2]),
+    *({"do": "fork", "name": "A"}, {"do": "generate", "name": None}),
+    *({"do": "beam", "name": "B"}, {"do": "beam", "name": "B"}, {"do": "beam", "name": "B"}),
+    *({"do": "add", "text": PROMPTS[2]}, {"do": "generate", "name": None}),
+    *({"do": "free", "name": "A"}, {"do": "free", "name": "C"}),
+    *({"do": "add", "text": PROMPTS[0]}, {"do": "generate", "name": None}),
+)
 OPERATIONS = ("add", "generate", "fork", "beam", "truncate", "free", "reset")
 
 Operation = abc.Mapping[str, Any]

@@ -10,7 +10,7 @@ from threading import BoundedSemaphore, Lock
 from typing import Any, cast
 
 from onchip.lab import page
-from onchip.lab.playground import Playground
+from onchip.lab.playground import OPENING, Playground
 
 MAX_BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
@@ -25,6 +25,8 @@ class LabServer(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, data: Mapping[str, Any]):
         self.page = page.assemble(data, live=True).encode()
         self.playground = Playground()
+        for operation in OPENING:
+            self.playground.do(operation)
         self.lock = Lock()
         self.seats = BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((host, port), Handler)

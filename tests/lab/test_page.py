@@ -347,6 +347,14 @@ class TestPages:
         assert tab.locator("#pages .page.many").count() == sum(refs > 1 for refs in want["refs"])
         assert tab.locator("#pages .page.cached").count() == want["cached"]
 
+    def test_the_story_is_told_and_any_deed_ends_it(self, tab):
+        tab.click("#pages-story")
+        assert tab.locator("#pages-story").text_content() == "Stop"
+        tab.wait_for_selector('#pages [data-name="B"]')
+        tab.click("#pages-reset")
+        assert tab.locator("#pages-story").text_content() == "Show me"
+        assert tab.locator("#pages .table").count() == 0
+
     def test_a_pool_that_is_full_says_so(self, tab):
         tab.click("#pages-reset")
         for letters in ("abcdefghijkl", "mnopqrstuvwx"):

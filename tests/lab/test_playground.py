@@ -7,7 +7,15 @@ import random
 
 import pytest
 
-from onchip.lab.playground import DRAWN, MAX_SEQUENCES, MAX_WORDS, OPERATIONS, Playground
+from onchip.lab.playground import (
+    DRAWN,
+    MAX_SEQUENCES,
+    MAX_WORDS,
+    OPENING,
+    OPERATIONS,
+    STORY,
+    Playground,
+)
 
 WEIGHTS = {"add": 5, "generate": 4, "fork": 2, "beam": 3, "truncate": 3, "free": 4, "reset": 0.1}
 CONFUSED = DRAWN[:3]  # so few words that prompts often begin alike
@@ -66,6 +74,13 @@ def test_a_prompt_that_was_here_before_is_found_in_freed_pages():
     assert play.state()["cached"] == 3
     answer = play.do({"do": "add", "text": "a b c d e f g h x"})
     assert answer["say"] == "B was here before in part: 2 pages shared. Only the rest is computed."
+
+
+def test_what_a_visitor_sees_first_and_the_story_can_all_be_done():
+    play = Playground()
+    told = [play.do(what) for what in (*OPENING, *STORY)]
+    assert all(answer["ok"] for answer in told), told
+    assert "copied to" in " ".join(a["say"] for a in told) and "shared" in told[-2]["say"]
 
 
 def test_what_cannot_be_done_changes_nothing():

@@ -32,6 +32,8 @@ def ask(server, method, path, body=None, **headers):
 def test_the_page_plays_with_the_python_pool(server, opened):
     tab = opened(server.url)
     assert "own pool, in the Python process" in tab.locator("#pages-behind").text_content()
+    tab.wait_for_selector('#pages [data-name="B"]')  # what a visitor finds
+    tab.click("#pages-reset")
     tab.click("#pages-add")
     tab.click("#pages-add")
     tab.wait_for_selector('#pages [data-name="B"]')
@@ -46,6 +48,7 @@ def test_the_page_plays_with_the_python_pool(server, opened):
 
 
 def test_operations_over_http(server):
+    ask(server, "POST", "/pages", json.dumps({"do": "reset"}))
     status, body = ask(server, "POST", "/pages", json.dumps({"do": "add", "text": "a b c d e"}))
     answer = json.loads(body)
     assert status == 200 and answer["ok"] and answer["state"]["tables"][0]["pages"] == [1, 2]

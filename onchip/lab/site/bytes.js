@@ -8,7 +8,7 @@ lab.figures.bytes = (panel, data) => {
   const levels = lab.h("table", { class: "levels" });
   const player = lab.player("bytes-time", FRAMES, (frame) => { clock = frame / (FRAMES - 1); draw(); },
     { pace: 45, label: "Time", text: () => lab.seconds(clock * slowest()) });
-  const say = lab.h("p", { class: "say", role: "status" });
+  const say = lab.h("p", { class: "say" });
   panel.append(
     lab.h("div", { class: "controls" },
       lab.choice("bytes-device", "GPU", data.devices.map((d, i) => [i, d.name.replace("NVIDIA ", "")]), device, (x) => { device = x; table(); player.go(player.frame); }),

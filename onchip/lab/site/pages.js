@@ -4,21 +4,22 @@
 lab.figures.pages = (panel, rules) => {
   const live = document.documentElement.dataset.behind === "live";
   const twin = live ? null : new lab.twin.Playground(rules);
-  const PROMPTS = ["the river bank is the place where we swim", "the river bank is the place where we fish", "every page has four slots and a number"];
-  let state = null, lit = null, prompt = 0, busy = Promise.resolve();
+  const PROMPTS = rules.prompts, STORY_MS = 1500;
+  let state = null, telling = 0, busy = Promise.resolve();
 
-  const input = lab.h("input", { id: "pages-text", type: "text", value: PROMPTS[0], maxlength: 400, autocomplete: "off", spellcheck: "false", "aria-label": "Prompt: words of a new sequence" });
-  const form = lab.h("form", { class: "ask", onsubmit: (event) => { event.preventDefault(); add(); } }, input, lab.h("button", { class: "act main", id: "pages-add" }, "Add"));
-  const act = (id, text, operation) => lab.h("button", { type: "button", class: "act", id, onclick: () => play(operation) }, text);
+  const input = lab.h("input", { id: "pages-text", type: "text", value: PROMPTS[1], maxlength: 400, autocomplete: "off", spellcheck: "false", "aria-label": "Prompt: words of a new sequence" });
+  const form = lab.h("form", { class: "ask", onsubmit: (event) => { event.preventDefault(); hush(); add(); } }, input, lab.h("button", { class: "act main", id: "pages-add" }, "Add"));
+  const act = (id, text, operation) => lab.h("button", { type: "button", class: "act", id, onclick: () => { hush(); play(operation); } }, text);
+  const story = lab.h("button", { type: "button", class: "act", id: "pages-story", onclick: () => (telling ? hush() : tell()) }, "Show me");
   const pool = lab.h("ul", { class: "pool", "aria-label": "Pages of the pool" });
   const cells = Array.from({ length: rules.num_pages - 1 }, (_, i) => cell(i + 1));
   const tables = lab.h("ul", { class: "tables", "aria-label": "Page tables" });
-  const say = lab.h("p", { class: "say", role: "status", id: "pages-say" }, "An empty pool. Add a prompt.");
+  const say = lab.h("p", { class: "say", role: "status", id: "pages-say" }, "A prompt, and a fork of it: all but the last page is shared.");
   const facts = lab.facts([["used", "pages in use"], ["cached", "free, remembering"], ["shared", "saved by sharing", "of-a"], ["hits", "words found again", "of-a"]]);
   const key = (name, text) => lab.h("li", {}, lab.h("i", { class: `key ${name}` }), text);
   pool.append(...cells.map((one) => one.element));
   panel.append(form,
-    lab.h("div", { class: "controls" }, act("pages-generate", "All draw a word", { do: "generate", name: null }), act("pages-reset", "Start over", { do: "reset" })),
+    lab.h("div", { class: "controls" }, act("pages-generate", "All draw a word", { do: "generate", name: null }), act("pages-reset", "Start over", { do: "reset" }), story),
     say, pool,
     lab.h("ul", { class: "legend" }, key("held", "one colour a sequence"), key("many", "shared"), key("cached", "free, remembers a prefix"), key("blank", "blank")),
     facts, tables);
@@ -61,7 +62,25 @@ lab.figures.pages = (panel, rules) => {
   function add() {
     play({ do: "add", text: input.value });
     const at = PROMPTS.indexOf(input.value);
-    if (at >= 0) input.value = PROMPTS[(prompt = (at + 1) % PROMPTS.length)];
+    if (at >= 0) input.value = PROMPTS[(at + 1) % PROMPTS.length];
+  }
+
+  // A story, an operation at a time, until it ends or somebody does something else.
+  function tell() {
+    const left = rules.story.slice();
+    const next = () => {
+      play(left.shift());
+      if (!left.length) hush();
+    };
+    story.textContent = "Stop";
+    telling = setInterval(next, STORY_MS);
+    next();
+  }
+
+  function hush() {
+    clearInterval(telling);
+    telling = 0;
+    story.textContent = "Show me";
   }
 
   function show(next) {
@@ -70,6 +89,7 @@ lab.figures.pages = (panel, rules) => {
     const holders = next.refs.map(() => []);
     for (const table of next.tables) for (const page of table.pages) holders[page - 1].push(table.name);
     cells.forEach((one, i) => paint(one, i, holders[i], before));
+    if (before) next.copies.forEach(fly);
     facts.tell("used", `${cells.length - next.free} of ${cells.length}`);
     facts.tell("cached", `${next.cached}`);
     facts.tell("shared", `${next.shared}`);
@@ -89,6 +109,19 @@ lab.figures.pages = (panel, rules) => {
     if (fresh) setTimeout(() => element.classList.remove("fresh"), 500);
   }
 
+  // A copy is seen to go from one page to the other.
+  function fly([from, to]) {
+    if (lab.still.matches) return;
+    const [a, b] = [from, to].map((page) => cells[page - 1].element), ghost = a.cloneNode(true);
+    ghost.setAttribute("aria-hidden", "true");
+    ghost.className = "page held ghost";
+    ghost.style.setProperty("--own", b.style.getPropertyValue("--own"));
+    Object.assign(ghost.style, { left: `${a.offsetLeft}px`, top: `${a.offsetTop}px`, width: `${a.offsetWidth}px`, height: `${a.offsetHeight}px` });
+    pool.append(ghost);
+    const way = `translate(${b.offsetLeft - a.offsetLeft}px, ${b.offsetTop - a.offsetTop}px)`;
+    ghost.animate([{ transform: "none", opacity: 0.9 }, { transform: way, opacity: 0.9 }], { duration: 550, easing: "ease-in-out" }).finished.finally(() => ghost.remove());
+  }
+
   // Slots of a page that its holders use.
   function longest(page) {
     return Math.max(...state.tables.filter((t) => t.pages.includes(page))
@@ -98,7 +131,7 @@ lab.figures.pages = (panel, rules) => {
   function list() {
     const focus = document.activeElement?.dataset?.act;
     tables.replaceChildren(...state.tables.map((table) => {
-      const button = (name, text, operation) => lab.h("button", { type: "button", "data-act": `${name} ${table.name}`, "aria-label": `${text} ${table.name}`, onclick: () => play(operation) }, text);
+      const button = (name, text, operation) => lab.h("button", { type: "button", "data-act": `${name} ${table.name}`, "aria-label": `${text} ${table.name}`, onclick: () => { hush(); play(operation); } }, text);
       const row = lab.h("li", { class: "table", "data-name": table.name },
         lab.h("strong", {}, table.name),
         lab.h("span", { class: "where", "aria-label": `pages ${table.pages.join(", ")}` }, table.pages.map((page) => lab.h("i", {}, `${page}`))),
@@ -115,12 +148,12 @@ lab.figures.pages = (panel, rules) => {
   }
 
   function light(names) {
-    lit = names?.length ? names : null;
     if (!state) return;
-    cells.forEach(({ element }, i) => element.classList.toggle("dim", Boolean(lit)
-      && !state.tables.some((t) => lit.includes(t.name) && t.pages.includes(i + 1))));
+    cells.forEach(({ element }, i) => element.classList.toggle("dim", Boolean(names?.length)
+      && !state.tables.some((t) => names.includes(t.name) && t.pages.includes(i + 1))));
   }
 
+  if (twin) rules.opening.forEach((operation) => twin.do(operation));
   play(null);
   return { play, get state() { return state; }, idle: () => busy };
 };

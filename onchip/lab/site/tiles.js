@@ -18,7 +18,7 @@ lab.figures.tiles = (panel, data) => {
   }
   const title = lab.h("h3", {}), meters = lab.h("div", { class: "meters" });
   const state = lab.h("div", { class: "state both" }, title, list);
-  const say = lab.h("p", { class: "say", role: "status", id: "tiles-say" });
+  const say = lab.h("p", { class: "say", id: "tiles-say" });
   const player = lab.player("tiles-step", 1, (i) => { frame = i; draw(); }, { pace: 5, label: "Tile" });
   const rowSlider = lab.slider("tiles-row", "watch row", { max: rows.length - 1, value: row, show: (i) => `${rows[i]}` }, (i) => { row = i; draw(); });
   panel.append(
