@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from threading import BoundedSemaphore, Lock
 from typing import Any, cast
 
@@ -84,12 +85,11 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
 
     def _is_addressed(self) -> bool:
-        """Under the address that was printed: another site's name that leads here is refused."""
-        host, port = self.lab.server_address[:2]
-        named = self.headers.get("Host", "")
-        ours = named in (f"{host}:{port}", f"localhost:{port}")
-        origin = self.headers.get("Origin")
-        if ours and origin in (None, f"http://{named}"):
+        """By its number or as localhost, and by no other site: a name that leads here may be
+        anybody's.
+        """
+        named, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        if _is_number(named) and origin in (None, f"http://{named}"):
             return True
         self._refuse(HTTPStatus.FORBIDDEN, f"this server is {self.lab.url}")
         return False
@@ -126,3 +126,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Who plays is not noted."""
+
+
+def _is_number(named: str) -> bool:
+    """Whether a Host header names an address by its number, or this machine."""
+    host = named.rpartition(":")[0] or named
+    try:
+        return host == "localhost" or bool(ip_address(host.strip("[]")))
+    except ValueError:
+        return False

@@ -17,7 +17,6 @@ from onchip.lab.playground import Playground
 from onchip.models import builtin
 from onchip.parallel.simulate import LAYOUTS, Step, Timeline
 
-FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
 UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
 UNITS |= {"µs": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600}
 
@@ -75,7 +74,7 @@ class TestFrame:
         assert tab.evaluate("document.documentElement.scrollWidth") <= width
         paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
         assert paper == {"light": "rgb(251, 251, 249)", "dark": "rgb(18, 21, 24)"}[scheme]
-        for figure in FIGURES:
+        for figure in record.FIGURES:
             panel = tab.locator(f'[data-figure="{figure}"]')
             assert panel.bounding_box()["height"] > 300
             assert panel.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), figure
@@ -88,7 +87,7 @@ class TestFrame:
               .filter((e) => !e.labels?.length).map((e) => e.outerHTML)"""
         )
         assert nameless == []
-        assert tab.locator("section.figure h2").count() == len(FIGURES)
+        assert tab.locator("section.figure h2").count() == len(record.FIGURES)
 
     def test_the_theme_can_be_switched_and_is_kept(self, opened, site):
         tab = opened(site.as_uri(), scheme="light")
@@ -228,7 +227,7 @@ class TestTiles:
             assert numbers(read("out")) == pytest.approx(out.tolist(), abs=1e-4)
             acc = out if order == "v1" else one.acc[: papers.NUMBERS]
             assert numbers(read("acc")) == pytest.approx(acc.tolist(), abs=1e-4)
-        assert numbers(read("exact")) == pytest.approx(
+        assert numbers(read("finally")) == pytest.approx(
             exact(q, k, v, visible, row).tolist(), abs=1e-4
         )
 

@@ -79,7 +79,8 @@ def test_what_is_no_operation_is_refused_and_harms_nothing(server, body, why):
 def test_only_its_own_address_is_served(server):
     host, port = server.server_address
     assert ask(server, "GET", "/", Host=f"localhost:{port}")[0] == 200
-    assert ask(server, "GET", "/", Host="evil.example")[0] == 403
+    for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        assert ask(server, "GET", "/", Host=name)[0] == 403
     assert ask(server, "POST", "/pages", b"{}", Origin="http://evil.example")[0] == 403
     assert ask(server, "GET", "/etc/passwd")[0] == 404
     assert ask(server, "GET", "/../record.py")[0] == 404

@@ -1,11 +1,11 @@
 "use strict";
-// The algebra of onchip/state.py over one row, with scores to drag.
+// The algebra of onchip/state.py over one row, values of two numbers, with scores to drag.
 
 lab.state = {
   lift(scores, values) {
     const m = Math.max(-Infinity, ...scores), pivot = m === -Infinity ? 0 : m;
     const p = scores.map((s) => Math.exp(s - pivot));
-    const acc = values[0].map((_, d) => p.reduce((sum, weight, j) => sum + weight * values[j][d], 0));
+    const acc = [0, 1].map((d) => p.reduce((sum, weight, j) => sum + weight * values[j][d], 0));
     return { m, l: p.reduce((sum, weight) => sum + weight, 0), acc };
   },
   merge(a, b) {
@@ -30,8 +30,9 @@ lab.figures.algebra = (panel, data) => {
   const share = lab.h("div", { class: "share", role: "img" });
   const cells = { a: card("side-a", "first keys"), b: card("side-b", "the others"), both: card("both", "merged: all keys") };
   const plain = lab.h("p", { class: "say note", role: "status" });
-  const slider = lab.slider("algebra-cut", "cut the keys after", { max: count, value: cut, show: (x) => `${x}` }, (x) => { cut = x; draw(); });
-  const again = lab.h("button", { type: "button", class: "act", onclick: () => { data.scores.forEach((s, j) => { scores[j] = s; }); draw(); } }, "as recorded");
+  const slider = lab.slider("algebra-cut", "cut the keys after", { max: count, value: cut }, (x) => { cut = x; draw(); });
+  const restore = () => { data.scores.forEach((s, j) => { scores[j] = s; }); draw(); };
+  const again = lab.h("button", { type: "button", class: "act", onclick: restore }, "as recorded");
   const op = (text) => lab.h("span", { class: "op", "aria-hidden": "true" }, text);
   panel.append(
     svg,
@@ -54,8 +55,8 @@ lab.figures.algebra = (panel, data) => {
     const body = lab.s("rect", { class: "body", rx: 5 }), knob = lab.s("circle", { class: "knob", r: 9 });
     const hit = lab.s("rect", { class: "hit" });
     const text = lab.s("text", { "text-anchor": "middle" }), name = lab.s("text", { "text-anchor": "middle", class: "soft tiny" });
-    const group = lab.s("g", { tabindex: 0, role: "slider", "aria-valuemin": LOW, "aria-valuemax": HIGH, "aria-label": `Score of key ${j + 1}`, "data-key": j },
-      body, hit, knob, text, name);
+    const about = { role: "slider", "aria-valuemin": LOW, "aria-valuemax": HIGH, "aria-label": `Score of key ${j + 1}` };
+    const group = lab.s("g", { tabindex: 0, "data-key": j, ...about }, body, hit, knob, text, name);
     name.textContent = `key ${j + 1}`;
     const at = (event) => {
       const box = svg.getBoundingClientRect(), s = HIGH - ((event.clientY - box.top - TOP) / (FLOOR - TOP)) * (HIGH - LOW);
@@ -65,7 +66,8 @@ lab.figures.algebra = (panel, data) => {
     group.addEventListener("pointermove", (event) => { if (group.hasPointerCapture(event.pointerId)) at(event); });
     group.addEventListener("keydown", (event) => {
       const s = Number.isFinite(scores[j]) ? scores[j] : LOW - 0.5;
-      const to = { ArrowUp: s + 0.5, ArrowRight: s + 0.5, ArrowDown: s - 0.5, ArrowLeft: s - 0.5, PageUp: s + 4, PageDown: s - 4, Home: -Infinity, End: HIGH, Delete: -Infinity }[event.key];
+      const by = { ArrowUp: 0.5, ArrowRight: 0.5, ArrowDown: -0.5, ArrowLeft: -0.5, PageUp: 4, PageDown: -4 }[event.key];
+      const to = by === undefined ? { Home: -Infinity, Delete: -Infinity, End: HIGH }[event.key] : s + by;
       if (to === undefined) return;
       event.preventDefault();
       put(j, to < LOW ? -Infinity : Math.min(HIGH, Math.round(to * 10) / 10));
@@ -108,7 +110,8 @@ lab.figures.algebra = (panel, data) => {
 
   function tell(card, state, factor) {
     const { out, lse } = lab.state.finalize(state), pair = (x) => x.map((one) => lab.number(one)).join(" ");
-    const texts = { m: lab.number(state.m, 1), l: lab.number(state.l), acc: pair(state.acc), out: pair(out), lse: lab.number(lse), "scaled by": lab.number(factor) };
+    const texts = { m: lab.number(state.m, 1), l: lab.number(state.l), acc: pair(state.acc), out: pair(out), lse: lab.number(lse) };
+    texts["scaled by"] = lab.number(factor);
     for (const [name, cell] of Object.entries(card.fields)) cell.textContent = texts[name];
   }
 
@@ -131,7 +134,8 @@ lab.figures.algebra = (panel, data) => {
   }
 
   function draw() {
-    const [first, rest] = [[0, cut], [cut, count]].map(([from, to]) => lab.state.lift(scores.slice(from, to), from < to ? values.slice(from, to) : [[0, 0]]));
+    const part = (from, to) => lab.state.lift(scores.slice(from, to), values.slice(from, to));
+    const first = part(0, cut), rest = part(cut, count);
     const both = lab.state.merge(first, rest);
     tell(cells.a, first, both.wa);
     tell(cells.b, rest, both.wb);

@@ -2,70 +2,77 @@
 // A race at one bandwidth: what standard attention, FlashAttention and FlashAttention-2 move between HBM and the chip.
 
 lab.figures.bytes = (panel, data) => {
-  const FRAMES = 360, names = Object.keys(data.runs);
+  const FRAMES = 360, INKS = ["--a", "--b", "--a-soft", "--b-soft", "--ink", "--on", "--faint"];
+  const names = Object.keys(data.runs);
   let length = data.lengths.length - 3, device = 2, clock = 1;
-  const lanes = names.map(lane);
-  const levels = lab.h("table", { class: "levels" });
-  const player = lab.player("bytes-time", FRAMES, (frame) => { clock = frame / (FRAMES - 1); draw(); },
-    { pace: 45, label: "Time", text: () => lab.seconds(clock * slowest()) });
-  const say = lab.h("p", { class: "say" });
-  panel.append(
-    lab.h("div", { class: "controls" },
-      lab.choice("bytes-device", "GPU", data.devices.map((d, i) => [i, d.name.replace("NVIDIA ", "")]), device, (x) => { device = x; table(); player.go(player.frame); }),
-      lab.slider("bytes-length", "tokens", { max: data.lengths.length - 1, value: length, show: (i) => lab.tokens(data.lengths[i]) }, (x) => { length = x; player.go(player.frame); })),
-    lab.h("div", { class: "race" }, lanes.map((one) => one.box)),
-    player.element, say, levels);
-  lab.at("bytes-note").textContent = `One head, head_dim ${data.head_dim}, ${data.dtype}, ${lab.bytes(data.sram_bytes)} of SRAM, forward. To ${lab.tokens(data.executed)} tokens the bytes were counted while the paper kernels ran; beyond, by onchip.iomodel.traffic, which equals those ledgers byte for byte.`;
-
   const run = (name) => data.runs[name][length];
   const rate = () => data.devices[device].levels[0].bytes_s;
   const total = (name) => run(name).phases.reduce((sum, phase) => sum + phase.read + phase.write, 0);
-  function slowest() { return Math.max(...names.map(total)) / rate(); }
+  const most = () => Math.max(...names.map(total));
+
+  const lanes = names.map(lane), levels = lab.h("table", { class: "levels" }), say = lab.h("p", { class: "say" });
+  const player = lab.player("bytes-time", FRAMES, (frame) => { clock = frame / (FRAMES - 1); draw(); },
+    { pace: 45, label: "Time", text: () => lab.seconds((clock * most()) / rate()) });
+  const again = () => player.go(player.frame);
+  const devices = data.devices.map((one, i) => [i, one.name.replace("NVIDIA ", "")]);
+  const tokens = { max: data.lengths.length - 1, value: length, show: (i) => lab.tokens(data.lengths[i]) };
+  panel.append(
+    lab.h("div", { class: "controls" },
+      lab.choice("bytes-device", "GPU", devices, device, (x) => { device = x; table(); again(); }),
+      lab.slider("bytes-length", "tokens", tokens, (x) => { length = x; again(); })),
+    lab.h("div", { class: "race" }, lanes.map((one) => one.box)),
+    player.element, say, levels);
+  lab.at("bytes-note").textContent = `One head, head_dim ${data.head_dim}, ${data.dtype}, ${lab.bytes(data.sram_bytes)} of SRAM, forward. `
+    + `To ${lab.tokens(data.executed)} tokens the bytes were counted while the paper kernels ran; beyond, by onchip.iomodel.traffic, which `
+    + "equals those ledgers byte for byte.";
 
   function lane(name) {
-    const canvas = lab.h("canvas", { role: "img" }), amount = lab.h("b", { "data-bytes": name }), all = lab.h("span", { class: "soft", "data-total": name }), note = lab.h("span", { class: "note" }), parts = lab.h("ul", { class: "parts" });
-    const box = lab.h("div", { class: "lane-box" }, lab.h("h3", {}, data.titles[name]), lab.h("p", { class: "amount" }, amount, " ", all), canvas, note, parts);
+    const canvas = lab.h("canvas", { role: "img" }), amount = lab.h("b", { "data-bytes": name });
+    const all = lab.h("span", { class: "soft", "data-total": name }), note = lab.h("span", { class: "note" });
+    const parts = lab.h("ul", { class: "parts" }), title = lab.h("h3", {}, data.titles[name]);
+    const box = lab.h("div", { class: "lane-box" }, title, lab.h("p", { class: "amount" }, amount, " ", all), canvas, note, parts);
     return { name, canvas, amount, all, note, parts, box };
   }
 
-  // After so many bytes: which phase, and how much of it was read and written.
+  // After so many bytes: which phase it is, and how much was read and written.
   function progress(name, moved) {
-    let left = moved, read = 0, write = 0, now = null;
-    for (const phase of run(name).phases) {
+    let left = moved, read = 0, write = 0, phase = null;
+    for (phase of run(name).phases) {
       const all = phase.read + phase.write, share = Math.min(1, left / all);
       read += phase.read * share;
       write += phase.write * share;
       left -= all * share;
-      now = phase;
       if (share < 1) break;
     }
-    return { read, write, phase: now };
+    return { read, write, phase };
   }
 
   function draw() {
-    const moved = clock * slowest() * rate(), style = getComputedStyle(document.documentElement);
-    const inks = Object.fromEntries(["--a", "--b", "--a-soft", "--b-soft", "--ink", "--on", "--faint"].map((name) => [name, style.getPropertyValue(name).trim()]));
+    const moved = clock * most(), style = getComputedStyle(document.documentElement);
+    const inks = Object.fromEntries(INKS.map((name) => [name, style.getPropertyValue(name).trim()]));
     for (const one of lanes) {
-      const all = total(one.name), mine = Math.min(moved, all), done = moved >= all * (1 - 1e-9);
-      const p = progress(one.name, mine);
+      const all = total(one.name), mine = Math.min(moved, all), done = moved >= all * (1 - 1e-9), now = progress(one.name, mine);
       one.amount.textContent = lab.bytes(done ? all : mine);
       one.all.textContent = done ? "in all" : `of ${lab.bytes(all)}`;
-      one.note.textContent = done ? `done after ${lab.seconds(all / rate())}` : p.phase.what;
-      one.box.classList.toggle("done", done);
-      stream(one, p, mine / Math.max(...names.map(total)), done, (name) => inks[name]);
+      one.note.textContent = done ? `done after ${lab.seconds(all / rate())}` : now.phase.what;
+      stream(one, now, mine / most(), done, (name) => inks[name]);
       list(one);
     }
-    const [most, , least] = names.map(total);
-    say.textContent = `Standard attention moves ${lab.significant(most / least)} times what FlashAttention-2 moves, for the same numbers.`;
+    const ratio = lab.significant(total("standard") / total("v2"));
+    say.textContent = `Standard attention moves ${ratio} times what FlashAttention-2 moves, for the same numbers.`;
   }
 
   function list(one) {
-    const tensors = Object.entries(run(one.name).tensors), most = Math.max(...names.flatMap((name) => Object.values(run(name).tensors).map(([read, write]) => read + write)));
-    one.parts.replaceChildren(...tensors.map(([tensor, [read, write]]) => {
-      const bar = lab.h("span", { class: "two" }, lab.h("i", { class: "reads" }), lab.h("i", { class: "writes" }));
-      bar.children[0].style.width = `${(100 * read) / most}%`;
-      bar.children[1].style.width = `${(100 * write) / most}%`;
-      return lab.h("li", {}, lab.h("span", { class: "mono" }, tensor), bar, lab.h("span", { class: "mono soft" }, lab.bytes(read + write)));
+    const tensors = (name) => Object.entries(run(name).tensors);
+    const largest = Math.max(...names.flatMap(tensors).map(([, [read, write]]) => read + write));
+    one.parts.replaceChildren(...tensors(one.name).map(([tensor, [read, write]]) => {
+      const bars = [["reads", read], ["writes", write]].map(([kind, bytes]) => {
+        const bar = lab.h("i", { class: kind });
+        bar.style.width = `${(100 * bytes) / largest}%`;
+        return bar;
+      });
+      return lab.h("li", {}, lab.h("span", { class: "mono" }, tensor), lab.h("span", { class: "two" }, bars),
+        lab.h("span", { class: "mono soft" }, lab.bytes(read + write)));
     }));
   }
 
@@ -76,13 +83,17 @@ lab.figures.bytes = (panel, data) => {
     if (!width) return;
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(height * scale);
-    const brush = canvas.getContext("2d");
-    brush.scale(scale, scale);
-    const box = (x, y, w, h, colour) => { brush.fillStyle = colour; brush.beginPath(); brush.roundRect(x, y, w, h, Math.min(7, w / 2)); brush.fill(); };
+    const brush = canvas.getContext("2d"), chip = Math.min(72, width * 0.4), top = 36, bottom = height - 34;
+    const box = (x, y, w, h, colour) => {
+      brush.fillStyle = colour;
+      brush.beginPath();
+      brush.roundRect(x, y, w, h, Math.min(7, w / 2));
+      brush.fill();
+    };
     const label = (text, y, colour) => { brush.fillStyle = colour; brush.fillText(text, width / 2, y); };
+    brush.scale(scale, scale);
     brush.font = "600 11px system-ui, sans-serif";
     brush.textAlign = "center";
-    const chip = Math.min(72, width * 0.4), top = 36, bottom = height - 34;
     if (!done && !lab.still.matches) drops(brush, phase, share, { middle: width / 2, chip, wide: width - 20, top, bottom }, ink);
     box(width / 2 - chip / 2, 4, chip, 30, ink(done ? "--a-soft" : "--a"));
     label("chip", 23, ink(done ? "--ink" : "--on"));
@@ -105,18 +116,20 @@ lab.figures.bytes = (panel, data) => {
     }
   }
 
+  // Bars are logarithms of the bandwidth, from a tenth of the slowest on.
   function table() {
-    const rows = data.devices[device].levels, most = Math.log(Math.max(...rows.map((r) => r.bytes_s ?? 1)) / 2e11);
-    levels.replaceChildren(
-      lab.h("caption", {}, `Memories of an ${data.devices[device].name}: the smaller, the faster`),
-      lab.h("thead", {}, lab.h("tr", {}, ["", "holds", "bandwidth", "", "latency"].map((text) => lab.h("th", { scope: "col" }, text)))),
-      lab.h("tbody", {}, rows.slice().reverse().map((level) => {
-        const bar = lab.h("i", { class: "speed" });
-        bar.style.width = `${level.bytes_s ? (100 * Math.log(level.bytes_s / 2e11)) / most : 0}%`;
-        return lab.h("tr", {}, lab.h("th", { scope: "row" }, level.name), lab.h("td", {}, lab.bytes(level.size_bytes)),
-          lab.h("td", {}, level.bytes_s ? `${lab.bytes(level.bytes_s)}/s` : "not published"), lab.h("td", { class: "bar-cell" }, bar),
-          lab.h("td", {}, level.latency_s ? `${lab.significant(level.latency_s * 1e9)} ns` : "–"));
-      })));
+    const { name, levels: rows } = data.devices[device], known = rows.map((row) => row.bytes_s).filter(Boolean);
+    const least = Math.min(...known) / 10, widest = Math.log(Math.max(...known) / least);
+    const head = ["", "holds", "bandwidth", "", "latency"].map((text) => lab.h("th", { scope: "col" }, text));
+    const row = ({ name: level, size_bytes: size, bytes_s: speed, latency_s: latency }) => {
+      const bar = lab.h("i", { class: "speed" });
+      bar.style.width = `${speed ? (100 * Math.log(speed / least)) / widest : 0}%`;
+      return lab.h("tr", {}, lab.h("th", { scope: "row" }, level), lab.h("td", {}, lab.bytes(size)),
+        lab.h("td", {}, speed ? `${lab.bytes(speed)}/s` : "not published"), lab.h("td", { class: "bar-cell" }, bar),
+        lab.h("td", {}, latency ? `${lab.significant(latency * 1e9)} ns` : "–"));
+    };
+    levels.replaceChildren(lab.h("caption", {}, `Memories of an ${name}: the smaller, the faster`),
+      lab.h("thead", {}, lab.h("tr", {}, head)), lab.h("tbody", {}, rows.slice().reverse().map(row)));
   }
 
   table();

@@ -22,6 +22,8 @@ lab.make = (space) => (tag, attributes = {}, ...children) => {
 lab.h = lab.make(null);
 lab.s = lab.make("http://www.w3.org/2000/svg");
 
+lab.text = (x, y, content, kind = "", anchor = "start") => lab.s("text", { x, y, class: kind, "text-anchor": anchor }, content);
+
 lab.at = (id) => document.getElementById(id);
 lab.clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 lab.colour = (angle) => `oklch(var(--tone) var(--chroma) ${(angle % 360).toFixed(1)})`;  // of one brightness, in both themes
@@ -39,7 +41,8 @@ lab.number = (x, digits = 3) => {
 lab.significant = (x, digits = 3) => {
   if (!Number.isFinite(x) || x === 0) return lab.number(x, 0);
   const places = Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(x)) + 1e-12));
-  return Number(x.toPrecision(digits)).toLocaleString("en", { minimumFractionDigits: Math.min(places, 12), maximumFractionDigits: Math.min(places, 12) });
+  const shown = Math.min(places, 12);
+  return Number(x.toPrecision(digits)).toLocaleString("en", { minimumFractionDigits: shown, maximumFractionDigits: shown });
 };
 lab.scaled = (x, units, base) => {
   let i = 0;
@@ -56,7 +59,8 @@ lab.choice = (name, label, options, value, onChange) => {
   const field = lab.h("fieldset", { class: "choice" }, lab.h("legend", {}, label));
   const row = lab.h("div", {});
   for (const [each, text] of options) {
-    const input = lab.h("input", { type: "radio", name, value: each, checked: each === value, onchange: () => onChange(each) });
+    const input = lab.h("input", { type: "radio", name, value: each, checked: each === value });
+    input.addEventListener("change", () => onChange(each));
     row.append(lab.h("label", {}, input, lab.h("span", {}, text)));
   }
   field.append(row);
@@ -82,10 +86,11 @@ lab.slider = (id, label, { min = 0, max, step = 1, value, show = String }, onInp
 lab.player = (id, count, show, { pace = 4, label = "Step", text = (i) => `${i + 1} of ${count}` } = {}) => {
   let frame = 0, timer = 0, total = count, speed = pace, name = text;
   const icon = (path) => lab.s("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, lab.s("path", { d: path }));
+  const button = (kind, text, path, size = "small") =>
+    lab.h("button", { type: "button", id: `${id}-${kind}`, class: `round ${size}`, "aria-label": text }, icon(path));
   const PLAY = "M4 2.5v11l9-5.5z", PAUSE = "M4 3h3v10H4zM9 3h3v10H9z";
-  const play = lab.h("button", { type: "button", id: `${id}-play`, class: "round", "aria-label": "Play" }, icon(PLAY));
-  const back = lab.h("button", { type: "button", id: `${id}-back`, class: "round small", "aria-label": "Step back" }, icon("M3 3h2v10H3zM13 3v10L6 8z"));
-  const next = lab.h("button", { type: "button", id: `${id}-next`, class: "round small", "aria-label": "Step forward" }, icon("M11 3h2v10h-2zM3 3v10l7-5z"));
+  const play = button("play", "Play", PLAY, ""), back = button("back", "Step back", "M3 3h2v10H3zM13 3v10L6 8z");
+  const next = button("next", "Step forward", "M11 3h2v10h-2zM3 3v10l7-5z");
   const range = lab.h("input", { type: "range", id, min: 0, max: Math.max(0, count - 1), value: 0, "aria-label": label });
   const output = lab.h("output", { for: id });
   const go = (to) => {

@@ -13,7 +13,11 @@
   };
   const changed = () => { tell(); for (const draw of lab.redraw) draw(); };
   if (["light", "dark"].includes(kept())) root.dataset.theme = kept();
-  button.addEventListener("click", () => { root.dataset.theme = shown() === "dark" ? "light" : "dark"; keep(root.dataset.theme); changed(); });
+  button.addEventListener("click", () => {
+    root.dataset.theme = shown() === "dark" ? "light" : "dark";
+    keep(root.dataset.theme);
+    changed();
+  });
   dark.addEventListener("change", changed);
 
   lab.at("version").textContent = lab.data.version;
@@ -39,37 +43,26 @@
 
   // The matrix that is not there: one tile of it is, along a causal sweep or under the pointer.
   function weave() {
-    const svg = lab.at("weave"), N = 10, PITCH = 27, LEFT = 60, TOP = 16, cells = [];
-    const visible = [];
-    for (let i = 0; i < N; i++) {
-      for (let j = 0; j <= i; j++) {
-        const cell = lab.s("rect", { x: LEFT + j * PITCH, y: TOP + i * PITCH, width: PITCH - 4, height: PITCH - 4, rx: 5, class: "cell" });
-        visible.push({ i, j, cell });
-        cells.push(cell);
-      }
-    }
-    const row = Array.from({ length: N }, (_, i) => lab.s("rect", { x: LEFT - 34, y: TOP + i * PITCH, width: 22, height: PITCH - 4, rx: 5, class: "query" }));
-    const column = Array.from({ length: N }, (_, j) => lab.s("rect", { x: LEFT + j * PITCH, y: TOP + N * PITCH + 6, width: PITCH - 4, height: 8, rx: 4, class: "key-strip" }));
-    svg.append(...cells, ...row, ...column);
-    let at = 0, held = false;
-    const lightUp = (index) => {
-      visible.forEach(({ cell }, n) => { cell.setAttribute("class", n === index ? "cell on" : n < index && visible[n].i === visible[index].i ? "cell done" : "cell"); });
-      row.forEach((r, i) => r.setAttribute("class", i === visible[index].i ? "query on" : i < visible[index].i ? "query done" : "query"));
-      column.forEach((c, j) => c.setAttribute("class", j === visible[index].j ? "key-strip on" : "key-strip"));
+    const svg = lab.at("weave"), N = 10, PITCH = 27, LEFT = 60, TOP = 16, SIZE = PITCH - 4, tiles = [];
+    const rect = (x, y, width, height) => lab.s("rect", { x, y, width, height, rx: Math.min(5, height / 2) });
+    for (let i = 0; i < N; i++) for (let j = 0; j <= i; j++) tiles.push({ i, j, cell: rect(LEFT + j * PITCH, TOP + i * PITCH, SIZE, SIZE) });
+    const queries = Array.from({ length: N }, (_, i) => rect(LEFT - 34, TOP + i * PITCH, 22, SIZE));
+    const keys = Array.from({ length: N }, (_, j) => rect(LEFT + j * PITCH, TOP + N * PITCH + 6, SIZE, 8));
+    svg.append(...tiles.map((one) => one.cell), ...queries, ...keys);
+    let at = 24, held = false;
+    const light = () => {
+      const { i, j } = tiles[at], kind = (element, name) => element.setAttribute("class", name);
+      tiles.forEach((one, n) => kind(one.cell, n === at ? "cell on" : one.i === i && n < at ? "cell done" : "cell"));
+      queries.forEach((element, n) => kind(element, n === i ? "query on" : n < i ? "query done" : "query"));
+      keys.forEach((element, n) => kind(element, n === j ? "key-strip on" : "key-strip"));
     };
-    svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect(), scale = Math.min(box.width / 360, box.height / 300);
-      const x = (event.clientX - box.left - (box.width - 360 * scale) / 2) / scale, y = (event.clientY - box.top - (box.height - 300 * scale) / 2) / scale;
-      const found = visible.findIndex(({ i, j }) => i === Math.floor((y - TOP) / PITCH) && j === Math.floor((x - LEFT) / PITCH));
-      held = found >= 0;
-      if (held) { at = found; lightUp(at); }
-    });
+    tiles.forEach(({ cell }, n) => cell.addEventListener("pointerenter", () => { held = true; at = n; light(); }));
     svg.addEventListener("pointerleave", () => { held = false; });
-    lightUp(at = 24);
+    light();
     setInterval(() => {
       if (held || lab.still.matches || document.hidden || scrollY > innerHeight) return;
-      at = (at + 1) % visible.length;
-      lightUp(at);
+      at = (at + 1) % tiles.length;
+      light();
     }, 220);
   }
 })();
