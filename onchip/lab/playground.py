@@ -14,7 +14,7 @@ from onchip.kvcache.pool import Copy, NoRoom, Pool, Table
 from onchip.kvcache.prefix import Chain, PrefixIndex
 
 NUM_PAGES, PAGE_SIZE = 25, 4
-MAX_SEQUENCES, MAX_WORDS, MAX_LETTERS = 12, 48, 16
+MAX_SEQUENCES, MAX_WORDS, MAX_LETTERS, MAX_VOCABULARY = 12, 48, 16, 2000
 BEAM_WIDTH, PROPOSALS = 3, 2
 DRAWN = (
     *("the", "river", "carries", "every", "page", "to", "its", "other", "bank", "and"),
@@ -122,8 +122,11 @@ class Playground:
         return {"name": s.name, "family": s.family, "pages": pages, "words": self.words(s)}
 
     def _add(self, operation: Operation) -> str:
-        tokens = [self._id(word) for word in _words(operation.get("text"))]
+        words = _words(operation.get("text"))
+        if len(self.ids) > MAX_VOCABULARY:
+            raise Refused(f"More than {MAX_VOCABULARY} words were used: start over.")
         self._check_seats(1)
+        tokens = [self._id(word) for word in words]
         root = self.index.root()
         hit = self.index.match(tokens, root)
         table = self.pool.adopt(hit.pages)

@@ -105,7 +105,14 @@ def _messages(fabric: Fabric, step: Step) -> list[list[float]]:
 
 def pages() -> dict[str, Any]:
     """The rules of the playground, for the twin that has no Python behind it."""
-    names = ("num_pages", "page_size", "max_sequences", "max_words", "max_letters")
+    names = (
+        "num_pages",
+        "page_size",
+        "max_sequences",
+        "max_words",
+        "max_letters",
+        "max_vocabulary",
+    )
     names += ("beam_width", "proposals", "drawn", "stride", "costs", "prompts", "opening", "story")
     return {name: getattr(playground, name.upper()) for name in names}
 

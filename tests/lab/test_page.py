@@ -79,6 +79,13 @@ class TestFrame:
             assert panel.bounding_box()["height"] > 300
             assert panel.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), figure
 
+    def test_a_window_that_changes_keeps_everything_inside(self, opened, site):
+        tab = opened(site.as_uri())
+        for width in (1000, 768, 500, 320, 1440):
+            tab.set_viewport_size({"width": width, "height": 900})
+            tab.wait_for_timeout(100)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
     def test_everything_that_can_be_used_has_a_name(self, opened, site):
         tab = opened(site.as_uri())
         nameless = tab.evaluate(
@@ -176,6 +183,23 @@ class TestAlgebra:
         dragged = tab.evaluate("lab.figures.algebra.scores[2]")
         assert dragged > scores[2] + 3
         scores[2] = dragged
+        self.check(tab, scores, 4, data)
+
+    def test_a_finger_drags_a_score_off_the_bottom(self, opened, site, data):
+        tab = opened(site.as_uri(), 390, has_touch=True)
+        knob = tab.locator('#algebra [data-key="4"] .knob')
+        knob.scroll_into_view_if_needed()
+        box, touch = knob.bounding_box(), tab.context.new_cdp_session(tab)
+        point = lambda dy: [{"x": box["x"] + 9, "y": box["y"] + 9 + dy}]
+        finger = lambda kind, at: touch.send(
+            "Input.dispatchTouchEvent", {"type": kind, "touchPoints": at}
+        )
+        finger("touchStart", point(0))
+        for dy in (40, 120, 240):
+            finger("touchMove", point(dy))
+        finger("touchEnd", [])
+        scores = list(data["algebra"]["scores"])
+        scores[4] = -math.inf
         self.check(tab, scores, 4, data)
 
     @pytest.mark.parametrize("cut", [0, 1, 7, 8])

@@ -108,6 +108,16 @@ def test_a_full_pool_is_said_and_a_long_sequence_ends():
     assert play.do({"do": "generate", "name": None})["say"].startswith("A has 48 words")
 
 
+def test_words_are_not_gathered_for_ever(monkeypatch):
+    monkeypatch.setattr("onchip.lab.playground.MAX_VOCABULARY", 3)
+    play = Playground()
+    assert play.do({"do": "add", "text": "a b c d"})["ok"]
+    answer = play.do({"do": "add", "text": "a"})
+    assert answer == {"ok": False, "say": "More than 3 words were used: start over."}
+    play.do({"do": "reset"})
+    assert play.do({"do": "add", "text": "a"})["ok"]
+
+
 @pytest.mark.parametrize(
     "bad", [{}, {"do": "__init__"}, {"do": "add"}, {"do": "add", "text": 3}, {"do": ["add"]}]
 )

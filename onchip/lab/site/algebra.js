@@ -19,7 +19,7 @@ lab.state = {
 };
 
 lab.figures.algebra = (panel, data) => {
-  const LOW = -6, HIGH = 13, HEIGHT = 250, TOP = 18, FLOOR = 214, FP16_MAX = 65504;
+  const LOW = -6, HIGH = 13, HEIGHT = 250, TOP = 18, FLOOR = 214, REACH = 28, FP16_MAX = 65504;
   const scores = data.scores.slice(), values = data.values, count = scores.length;
   let cut = 4, step = 0;
   const y = (s) => TOP + ((HIGH - s) / (HIGH - LOW)) * (FLOOR - TOP);
@@ -62,6 +62,8 @@ lab.figures.algebra = (panel, data) => {
       const box = svg.getBoundingClientRect(), s = HIGH - ((event.clientY - box.top - TOP) / (FLOOR - TOP)) * (HIGH - LOW);
       put(j, s < LOW - 0.4 ? -Infinity : lab.clamp(Math.round(s * 10) / 10, LOW, HIGH));
     };
+    // Parts of a drawing cannot have a touch-action of their own: a finger on a knob does not scroll.
+    group.addEventListener("touchstart", (event) => event.preventDefault(), { passive: false });
     group.addEventListener("pointerdown", (event) => { group.setPointerCapture(event.pointerId); at(event); });
     group.addEventListener("pointermove", (event) => { if (group.hasPointerCapture(event.pointerId)) at(event); });
     group.addEventListener("keydown", (event) => {
@@ -87,7 +89,7 @@ lab.figures.algebra = (panel, data) => {
     bars.forEach((b, j) => {
       const middle = (j + 0.5) * step, wide = Math.min(46, step * 0.62);
       lab.set(b.body, { x: middle - wide / 2, width: wide });
-      lab.set(b.hit, { x: middle - step / 2, width: step, y: 0, height: HEIGHT });
+      lab.set(b.hit, { x: middle - step / 2, width: step, height: 2 * REACH });
       lab.set(b.knob, { cx: middle });
       lab.set(b.text, { x: middle });
       lab.set(b.name, { x: middle, y: HEIGHT - 4 });
@@ -98,10 +100,11 @@ lab.figures.algebra = (panel, data) => {
     const x = lab.clamp(cut * step, 1, count * step - 1);
     lab.set(line, { x1: x, x2: x, y1: 4, y2: HEIGHT - 18 });
     scores.forEach((s, j) => {
-      const { group, body, knob, text } = bars[j], masked = s === -Infinity, top = masked ? FLOOR + 8 : y(s);
+      const { group, body, knob, hit, text } = bars[j], masked = s === -Infinity, top = masked ? FLOOR + 8 : y(s);
       group.setAttribute("class", `bar ${j < cut ? "side-a" : "side-b"}${masked ? " masked" : ""}`);
       lab.set(body, { y: top, height: Math.max(0, FLOOR + 4 - top) });
       lab.set(knob, { cy: top });
+      lab.set(hit, { y: top - REACH });
       lab.set(text, { y: Math.max(11, top - 14) });
       text.textContent = masked ? "masked" : lab.number(s, 1);
       lab.set(group, { "aria-valuenow": masked ? LOW : s, "aria-valuetext": masked ? "masked" : String(s) });

@@ -307,8 +307,10 @@ lab.twin = (() => {
     words(s) { return s.tokens.map((token) => this.known[token]); }
 
     add({ text }) {
-      const tokens = this.wordsOf(text).map((word) => this.id(word));
+      const words = this.wordsOf(text), { max_vocabulary: most } = this.rules;
+      if (this.known.length > most) throw new Refused(`More than ${most} words were used: start over.`);
       this.checkSeats(1);
+      const tokens = words.map((word) => this.id(word));
       const root = this.index.root(), hit = this.index.match(tokens, root);
       const table = this.pool.adopt(hit.pages);
       const came = this.graft(table, hit.source, hit.copied), start = table.length;

@@ -90,7 +90,7 @@ lab.figures.ring = (panel, data) => {
     facts.tell("exposed", line.exposed ? lab.seconds(line.exposed) : "nothing");
     facts.tell("idle", `${(100 * (1 - work / (count() * line.seconds))).toFixed(1)} %`);
     render();
-    player.reset(FRAMES, { at: Math.round(0.35 * (FRAMES - 1)) });
+    player.reset(FRAMES, { at: Math.round(0.29 * (FRAMES - 1)) });
   }
 
   const travels = (span) => span.what === "kv" || span.what === "dkv";

@@ -3,8 +3,6 @@
 
 (() => {
   const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)"), button = lab.at("theme");
-  const kept = () => { try { return localStorage.getItem("onchip-theme"); } catch { return null; } };
-  const keep = (theme) => { try { localStorage.setItem("onchip-theme", theme); } catch { /* a page that may store nothing */ } };
   const shown = () => root.dataset.theme ?? (dark.matches ? "dark" : "light");
   const tell = () => {
     const other = shown() === "dark" ? "light" : "dark";
@@ -12,10 +10,9 @@
     button.setAttribute("aria-label", `Switch to the ${other} theme`);
   };
   const changed = () => { tell(); for (const draw of lab.redraw) draw(); };
-  if (["light", "dark"].includes(kept())) root.dataset.theme = kept();
   button.addEventListener("click", () => {
     root.dataset.theme = shown() === "dark" ? "light" : "dark";
-    keep(root.dataset.theme);
+    theme.keep(root.dataset.theme);
     changed();
   });
   dark.addEventListener("change", changed);
