@@ -148,7 +148,9 @@ def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     p.add_argument("model", nargs="?", metavar="DIR", help="how the model of a folder would run")
     p.add_argument(
-        "--measure", action="store_true", help="GPU: how long first calls take that must compile"
+        "--measure",
+        action="store_true",
+        help="bandwidth and latency of every memory; GPU: first calls, which compile",
     )
     p.set_defaults(run=_doctor)
 
@@ -416,6 +418,9 @@ def _doctor(args: argparse.Namespace) -> int:
         return doctor.print_model(console, args.model)
     doctor.print_report(console)
     if args.measure:
+        with _progress(console) as tell:
+            found = doctor.measure_levels(tell)
+        doctor.print_levels(console, found)
         doctor.print_first_calls(console)
     return 0
 

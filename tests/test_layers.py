@@ -128,7 +128,7 @@ def test_some_packages_live_in_one_place(path):
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "iomodel").glob("*.py")), ids=lambda p: p.name)
 def test_the_model_of_bytes_knows_no_kernel(path):
-    """It predicts what kernels move, so that it must not ask them: they share tile sizes alone."""
+    """It predicts what kernels move, and must not ask them: tile sizes are all they share."""
     for name in imports(path):
         assert not name.startswith("onchip.kernels") or name == "onchip.kernels.configs"
 

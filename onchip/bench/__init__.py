@@ -24,8 +24,10 @@ BENCHES = {
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "ring": "ring attention over two processes of this machine; --simulate: over up to 1,024 GPUs",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
+    "paper": "published figures about attention's bytes and times: predicted, measured, judged",
+    "roofline": "predicted times of our Hopper kernels against the committed measurements",
 }
-REPORTS = ("memory", "ring", "serving")
+REPORTS = ("memory", "ring", "serving", "paper", "roofline")
 SIMULATED = ("ring",)
 
 

@@ -30,4 +30,5 @@ def question(
     q = empty(batch, seqlen_q, num_heads, head_dim)
     k = empty(batch, seqlen_k, kv_heads, head_dim)
     v = empty(batch, seqlen_k, kv_heads, head_dim_v or head_dim)
-    return describe(Tensors(q, k, v, mask=mask), Options(**options))
+    shaped = None if mask is None else mask.to("meta")
+    return describe(Tensors(q, k, v, mask=shaped), Options(**options))

@@ -10,7 +10,7 @@ is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves wha
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from onchip.kernels.configs import (
     paper_v2_backward_tiles,
     paper_v2_tiles,
 )
-from onchip.masks import BLOCK, BlockMask, Visibility
+from onchip.masks import BlockMask, Visibility
 from onchip.problem import Problem
+
+from .visits import Visits, page_ids, row_words, shares, visits
 
 Lengths = Sequence[tuple[int, int]]
 WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
@@ -67,6 +69,11 @@ class Traffic:
     @property
     def hbm_bytes(self) -> int:
         return self.read_bytes + self.write_bytes
+
+    @property
+    def intensity(self) -> float:
+        """flops of matrix products for a byte of HBM."""
+        return self.flops / self.hbm_bytes
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -123,7 +130,7 @@ def v1(
     count = _Count(problem, chip)
     tiles = count.tiles(paper_v1_tiles)
     return _over_heads(
-        problem, mask, lengths, lambda rule: _v1_head(count, _visits(rule, tiles, skips=False))
+        problem, mask, lengths, lambda rule: _v1_head(count, visits(rule, tiles, skips=False))
     )
 
 
@@ -141,7 +148,7 @@ def v1_backward(
         problem,
         mask,
         lengths,
-        lambda rule: _v1_backward_head(count, _visits(rule, tiles, skips=False), dlse),
+        lambda rule: _v1_backward_head(count, visits(rule, tiles, skips=False), dlse),
     )
     return heads + _closing(count, lengths)
 
@@ -156,7 +163,7 @@ def v2(
     count = _Count(problem, chip)
     tiles = count.tiles(paper_v2_tiles)
     return _over_heads(
-        problem, mask, lengths, lambda rule: _v2_head(count, _visits(rule, tiles, skips=True))
+        problem, mask, lengths, lambda rule: _v2_head(count, visits(rule, tiles, skips=True))
     )
 
 
@@ -174,27 +181,97 @@ def v2_backward(
         problem,
         mask,
         lengths,
-        lambda rule: _v2_backward_head(count, _visits(rule, tiles, skips=True), dlse),
+        lambda rule: _v2_backward_head(count, visits(rule, tiles, skips=True), dlse),
     )
     return heads + _closing(count, lengths)
+
+
+def split_kv(
+    problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over so many shares of the keys, and the merge of what they give."""
+    _check("num_splits", num_splits)
+    count = _Count(problem, chip)
+    return _over_heads(problem, None, lengths, lambda rule: _split_head(count, rule, num_splits))
+
+
+def paged(
+    problem: Problem, page_size: int, cache_seqlens: Sequence[int], chip: Chip = DEFAULT
+) -> Traffic:
+    """v2 of a batch whose keys lie in pages: each visit reads the ids of its pages."""
+    _check("page_size", page_size)
+    count = _Count(problem, chip)
+    tiles, total = count.tiles(paper_v2_tiles), Traffic()
+    for seqlen_k in cache_seqlens:
+        rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
+        ids = Traffic(Counter(page_table=4 * page_ids(rule, tiles, page_size)))
+        total += _v2_head(count, visits(rule, tiles, skips=True)) + ids
+    return total * problem.num_heads
+
+
+def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
+    """A batch whose sequences share `prefix` keys before those of the problem: v2 over the prefix
+    with the queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
+    """
+    count = _Count(problem, chip)
+    rows = problem.batch * problem.seqlen_q
+    shared = _part_head(count, Visibility(rows, prefix))
+    own = Visibility(problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window_size)
+    each = _part_head(count, own) + _merge_head(count, problem.seqlen_q, 2)
+    return (shared + each * problem.batch) * problem.num_heads
+
+
+def ring(
+    problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over a chunk of keys in each round of each rank, merged into a state; all ranks together.
+    What links carry is `k.sent` and `v.sent`.
+    """
+    _check("num_ranks", num_ranks)
+    count = _Count(problem, chip)
+    n_k = _tokens(problem, lengths)[1] * (num_ranks - 1) * problem.num_kv_heads * count.x
+    wire = {"k": n_k * count.d, "v": n_k * count.dv}
+    sent = Counter({f"{name}.sent": n for name, n in wire.items()})
+    received = Counter({f"{name}.received": n for name, n in wire.items()})
+    heads = _over_heads(problem, None, lengths, lambda rule: _ring_head(count, rule, num_ranks))
+    return heads + Traffic(sent, received)
+
+
+def pack_heads(problem: Problem) -> Problem:
+    """The problem in which the query heads of a group are rows of one tile, so that keys are loaded
+    once for all of them, as kernels for few queries do. ValueError where rows of a tile then would
+    not see the same keys.
+    """
+    banded = problem.causal or problem.window_size != (None, None)
+    if problem.has_mask or (banded and problem.seqlen_q > 1):
+        raise ValueError(
+            f"heads are packed where all rows see all keys, got seqlen_q={problem.seqlen_q},"
+            f" causal={problem.causal}, window_size={problem.window_size},"
+            f" has_mask={problem.has_mask}"
+        )
+    rows = problem.seqlen_q * problem.group_size
+    return problem._replace(seqlen_q=rows, num_heads=problem.num_kv_heads)
+
+
+def _check(name: str, value: float) -> None:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 class _Count:
     """What counting needs to know of a problem: dims, and bytes of a number of each kind."""
 
     def __init__(self, problem: Problem, chip: Chip):
+        _check("Chip.sram", 1 if chip.sram is None else chip.sram)
+        _check("Chip.tiles", min(chip.tiles or (1,)))
         wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
         scratch = chip.scratch or wide
         grad = wide if problem.wide_grads else problem.dtype
         self.problem, self.chip = problem, chip
         self.d, self.dv = problem.head_dim, problem.head_dim_v
         self.sram = paper_sram(chip.sram, problem.dtype.itemsize)
-        self.x, self.out, self.wide = (
-            problem.dtype.itemsize,
-            problem.out_dtype.itemsize,
-            wide.itemsize,
-        )
-        self.scratch, self.grad = scratch.itemsize, grad.itemsize
+        self.x, self.out = problem.dtype.itemsize, problem.out_dtype.itemsize
+        self.wide, self.scratch, self.grad = wide.itemsize, scratch.itemsize, grad.itemsize
         self.grouped = problem.group_size > 1
         self.dkv = self.scratch if self.grouped else self.grad
         self.converts_out, self.converts_dq = problem.out_dtype != scratch, grad != scratch
@@ -212,7 +289,7 @@ def _standard_head(count: _Count, rule: Visibility) -> Traffic:
     scores = _product(count, (n_q, n_k, count.d), {"q": e, "k": e, "s": s})
     values = _product(count, (n_q, count.dv, n_k), {"p": s, "v": e, "o": count.out})
     loads = 1 if passes == 1 else 2
-    bits = loads * _row_words(rule, count.sram) * WORD_BYTES
+    bits = loads * row_words(rule, count.sram) * WORD_BYTES
     online = n_q * passes if passes > 1 else 0
     softmax = Traffic(
         Counter({"s": loads * cells * s, "mask": bits}),
@@ -259,19 +336,6 @@ def _product(count: _Count, shape: tuple[int, int, int], names: dict[str, int]) 
         Counter({c: m * n * of_c}),
         flops=2 * m * n * k,
     )
-
-
-class Visits(NamedTuple):
-    """Of one head: all rows and keys; and, summed over the tiles visited, their rows, keys, cells,
-    and the words of their masks.
-    """
-
-    seqlen_q: int
-    seqlen_k: int
-    rows: int
-    keys: int
-    cells: int
-    words: int
 
 
 def _v1_head(count: _Count, n: Visits) -> Traffic:
@@ -347,6 +411,63 @@ def _v2_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
     return delta + loop + _backward_loop(count, n)
 
 
+def _split_head(count: _Count, rule: Visibility, num_splits: int) -> Traffic:
+    rows, total = (0, rule.seqlen_q), Traffic()
+    for keys in shares(rule.seqlen_k, num_splits):
+        total += _part_head(count, rule.part(rows, keys))
+    return total + _merge_head(count, rule.seqlen_q, num_splits)
+
+
+def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
+    total, chunks = Traffic(), shares(rule.seqlen_k, num_ranks)
+    for rows in shares(rule.seqlen_q, num_ranks):
+        n = rows[1] - rows[0]
+        rules = [part for keys in chunks if (part := rule.part(rows, keys)).spans(0, n)]
+        for i, part in enumerate(rules):
+            name = "state" if i == 0 else "parts"
+            total += _part_head(count, part, name)
+        total += _ring_merge(count, n) * max(0, len(rules) - 1)
+        total += _ring_end(count, n, bool(rules))
+    return total
+
+
+def _ring_merge(count: _Count, rows: int) -> Traffic:
+    """A state and a part, into the state."""
+    state = Counter({"o.state": rows * count.dv * count.wide, "lse.state": rows * count.wide})
+    parts = Counter({"o.parts": state["o.state"], "lse.parts": state["lse.state"]})
+    return replace(_merge_head(count, rows, 2), reads=state + parts, writes=state)
+
+
+def _ring_end(count: _Count, rows: int, any_seen: bool) -> Traffic:
+    outs, lses = rows * count.dv, rows * count.wide
+    if not any_seen:
+        return Traffic(writes=Counter({"o.init": outs * count.out, "lse.init": lses}))
+    return Traffic(
+        Counter({"o.state.convert": outs * count.wide, "lse.state.convert": lses}),
+        Counter({"o.convert": outs * count.out, "lse.convert": lses}),
+    )
+
+
+def _part_head(count: _Count, rule: Visibility, name: str = "parts") -> Traffic:
+    """v2 over a segment of keys, which leaves (out, lse) unrounded in HBM."""
+    traffic = _v2_head(count, visits(rule, count.tiles(paper_v2_tiles), skips=True))
+    writes = {
+        f"o.{name}": rule.seqlen_q * count.dv * count.wide,
+        f"lse.{name}": rule.seqlen_q * count.wide,
+    }
+    return replace(traffic, writes=Counter(writes))
+
+
+def _merge_head(count: _Count, rows: int, parts: int) -> Traffic:
+    dv, wide = count.dv, count.wide
+    return Traffic(
+        Counter({"o.parts": parts * rows * dv * wide, "lse.parts": parts * rows * wide}),
+        Counter({"o": rows * dv * count.out, "lse": rows * wide}),
+        exps=2 * parts * rows,
+        other_ops=parts * rows * (5 + 3 * dv) + rows * (dv + 2),
+    )
+
+
 def _backward_loop(count: _Count, n: Visits) -> Traffic:
     """What v1 and v2 share: k and v once, dq to and fro with every visit, five products."""
     d, dv = count.d, count.dv
@@ -413,75 +534,3 @@ def _rules(
     for b in range(batch):
         for h in range(heads):
             yield Visibility(problem.seqlen_q, problem.seqlen_k, *band, mask, b, h), sharing
-
-
-def _visits(rule: Visibility, tiles: TileConfig, skips: bool) -> Visits:
-    """skips: whether tiles that causal and window hide as a whole are left out."""
-    rule = rule if skips else rule._replace(causal=False, window_size=(None, None))
-    grid = _Grid(rule, tiles)
-    rows = keys = cells = words = 0
-    for q0, q1 in grid.row_tiles():
-        for lo, hi in rule.spans(q0, q1):
-            start, stop = grid.widened(lo, hi)
-            rows += (q1 - q0) * grid.tiles_between(start, stop)
-            keys += stop - start
-            cells += (q1 - q0) * (stop - start)
-            words += (q1 - q0) * grid.words(q0 // BLOCK, start, stop)
-    return Visits(rule.seqlen_q, rule.seqlen_k, rows, keys, cells, words)
-
-
-class _Grid:
-    """The tiles of a rule: where a mask has blocks, no tile lies in two of them."""
-
-    def __init__(self, rule: Visibility, tiles: TileConfig):
-        self.rule, (self.tile_m, self.tile_n) = rule, tiles
-        self.period_q = BLOCK if rule.mask is not None else max(1, rule.seqlen_q)
-        self.period_k = BLOCK if rule.mask is not None else max(1, rule.seqlen_k)
-        self.status = None if rule.mask is None else rule.mask.status(rule.b, rule.h)
-
-    def row_tiles(self) -> Iterator[tuple[int, int]]:
-        for first in range(0, self.rule.seqlen_q, self.period_q):
-            end = min(first + self.period_q, self.rule.seqlen_q)
-            yield from ((q0, min(q0 + self.tile_m, end)) for q0 in range(first, end, self.tile_m))
-
-    def widened(self, lo: int, hi: int) -> tuple[int, int]:
-        """The keys of the tiles that [lo, hi) touches."""
-        block, rest = divmod(hi - 1, self.period_k)
-        end = min((rest // self.tile_n + 1) * self.tile_n, self.period_k)
-        stop = min(block * self.period_k + end, self.rule.seqlen_k)
-        return lo - lo % self.period_k % self.tile_n, stop
-
-    def tiles_between(self, start: int, stop: int) -> int:
-        return self._index(stop - 1) - self._index(start) + 1
-
-    def _index(self, k: int) -> int:
-        block, rest = divmod(k, self.period_k)
-        return block * -(-self.period_k // self.tile_n) + rest // self.tile_n
-
-    def words(self, block_q: int, start: int, stop: int) -> int:
-        """Words of a row of bits of the PARTIAL blocks among these tiles, each tile for itself."""
-        if self.status is None:
-            return 0
-        return sum(
-            _words(max(start, j * BLOCK), min(stop, (j + 1) * BLOCK), self.tile_n)
-            for j in range(start // BLOCK, -(-stop // BLOCK))
-            if self.status[block_q, j] == 1
-        )
-
-
-def _words(start: int, stop: int, tile: int) -> int:
-    """Words that hold the bits of keys [start, stop), read in tiles."""
-    return sum(-(-min(k + tile, stop) // 32) - k // 32 for k in range(start, stop, tile))
-
-
-def _row_words(rule: Visibility, tile: int) -> int:
-    """The same over all rows of a whole mask, in tiles of keys that do not know of its blocks."""
-    if rule.mask is None:
-        return 0
-    total, (seqlen_q, seqlen_k) = 0, (rule.seqlen_q, rule.seqlen_k)
-    for i, j in (rule.mask.status(rule.b, rule.h) == 1).nonzero().tolist():
-        rows = min((i + 1) * BLOCK, seqlen_q) - i * BLOCK
-        start, stop = j * BLOCK, min((j + 1) * BLOCK, seqlen_k)
-        cuts = [start, *range(start - start % tile + tile, stop, tile), stop]
-        total += rows * sum(_words(a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False))
-    return total

@@ -47,20 +47,25 @@ def paper_v1_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
     return TileConfig(min(tile_n, head_dim), tile_n)
 
 
+# Rows of the operand that only streams by: their number does not change the traffic, and is what a
+# tensor core takes at least. So the other side can have the chip, which does.
+PAPER_STREAMED = 16
+
+
 def paper_v2_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
-    """The largest squares with which q, k, v, out and s fit together. (The paper chose among 64 and
-    128 by hand.)
+    """As many queries as fit with q, out, s, and a tile of k and v. (The paper has tiles of 64 and
+    128, by hand.)
     """
     dims = head_dim + head_dim_v
-    tile = max(1, isqrt(dims * dims + sram) - dims)
-    return TileConfig(tile, tile)
+    tile_n = max(1, min(PAPER_STREAMED, sram // (2 * dims)))
+    return TileConfig(max(1, (sram - tile_n * dims) // (dims + tile_n)), tile_n)
 
 
 def paper_v2_backward_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
-    """The same for k, v, dk, dv, q, dq, dout, p and ds: B (4 d + 3 d_v) + 2 B^2 <= M."""
-    dims = 4 * head_dim + 3 * head_dim_v
-    tile = max(1, (isqrt(dims * dims + 8 * sram) - dims) // 4)
-    return TileConfig(tile, tile)
+    """As many keys as fit with k, v, dk, dv, p, ds, and a tile of q, dq and dout."""
+    held, streamed = 2 * (head_dim + head_dim_v), 2 * head_dim + head_dim_v
+    tile_m = max(1, min(PAPER_STREAMED, sram // (2 * streamed)))
+    return TileConfig(tile_m, max(1, (sram - tile_m * streamed) // (held + 2 * tile_m)))
 
 
 class ProductConfig(NamedTuple):

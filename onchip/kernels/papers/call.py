@@ -38,9 +38,7 @@ def refusal(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 class Call:
-    """Arrays and tiles of one plane. `skips`: whether tiles that causal and window hide as a whole
-    are left out; EMPTY blocks of a mask always are.
-    """
+    """Arrays and tiles of one plane."""
 
     def __init__(self, problem: Problem, x: Tensors, plane: Plane, book: Ledger):
         self.problem, self.book, self.plane = problem, book, plane
@@ -81,7 +79,9 @@ class Call:
         return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
 
     def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
-        """For every tile of rows, the ranges of keys of which some tile must be visited."""
+        """For every tile of rows, the ranges of keys whose tiles must be visited: those that causal
+        and window hide as a whole are left out if `skips`, EMPTY blocks of a mask always.
+        """
         rule = self.rule if skips else self.rule._replace(causal=False, window_size=(None, None))
         return [rule.spans(*tile) for tile in rows]
 
@@ -112,7 +112,7 @@ class Call:
         return Array(self.book, name, t, self.wide)
 
     def _grouped(self, t: Tensor) -> Tensor:
-        return t.unflatten(1, (self.kv_heads, -1)) if t.shape[1] else t.unsqueeze(2)
+        return t.unflatten(1, (self.kv_heads, -1))
 
     def _read_bits(self, rows: Span, keys: Span) -> None:
         """Every head reads the words of its PARTIAL blocks."""

@@ -29,7 +29,8 @@ def forward(problem: Problem, x: Tensors) -> Result:
     for call in calls(problem, x, book):
         out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
         stored.append(standard_attention(call, out, lse).data)
-    book.kept[found.lse.data_ptr()] = (found.lse, *stored)
+    if found.lse.numel():  # else it has no address to be found by, and nothing is lost
+        book.kept[found.lse.data_ptr()] = (found.lse, *stored)
     return found
 
 
