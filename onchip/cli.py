@@ -1,4 +1,4 @@
-"""The command line: `onchip demo | bench | tune | explain | generate | doctor`, or
+"""The command line: `onchip demo | bench | tune | explain | generate | doctor | lab`, or
 `python -m onchip ...`.
 """
 
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_serve(commands)
+    _add_lab(commands)
     return parser
 
 
@@ -182,6 +183,17 @@ def _add_serve(commands) -> None:
     p.add_argument("--max-stall-s", type=float, default=30.0, help="a longer step: not ready")
     p.add_argument("--drain-s", type=float, default=30.0, help="to finish after SIGTERM")
     p.set_defaults(run=_serve)
+
+
+def _add_lab(commands) -> None:
+    p = commands.add_parser("lab", help="the figures to play with, as a page")
+    p.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write it there, to open without a server"
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address to serve on (default: loopback)")
+    p.add_argument("--port", type=int, default=8001, help="0: any that is free (default 8001)")
+    p.add_argument("--no-open", action="store_true", help="do not open it in a browser")
+    p.set_defaults(run=_lab)
 
 
 def _positive(text: str) -> int:
@@ -419,6 +431,23 @@ def _serve(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"serve needs {error.name}: pip install 'onchip[serve]'") from None
     return command.serve(args)
+
+
+def _lab(args: argparse.Namespace) -> int:
+    from onchip.lab import page, record, serve
+
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"cannot write to {args.out}: it is a file, not a folder")
+    data = record.everything()
+    if args.out is not None:
+        print(page.write(args.out, data))
+        return 0
+    with serve.LabServer(args.host, args.port, data) as server:
+        print(f"onchip lab is at {server.url} (Ctrl+C ends it)", flush=True)
+        if not args.no_open and _has_screen():
+            webbrowser.open(server.url)
+        server.serve_forever()
+    return 0
 
 
 def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:

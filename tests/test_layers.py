@@ -45,7 +45,8 @@ LAW = {
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
-FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
+# the programs on top
+FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune", "lab"}
 LEAVES = {
     "__init__",
     "handles",
