@@ -41,6 +41,7 @@ LAW = {
         "models",
     },
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
+    "adapters": {"masks", "problem", "kernels.leaf", "ops"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
@@ -58,7 +59,7 @@ LEAVES = {
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
     "torch.distributed": ("parallel",),
-    "transformers": ("models/interface.py", "bench"),
+    "transformers": ("models/interface.py", "adapters", "bench"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
         ("engine/server",),

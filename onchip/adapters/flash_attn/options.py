@@ -1,0 +1,48 @@
+"""What flash_attn's arguments are called here, and its lse."""
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.problem import Window
+
+
+class Common(NamedTuple):
+    """The arguments that flash_attn's functions share, in its words."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+    alibi_slopes: Tensor | None
+
+    def ours(self) -> dict:
+        """The same as options of onchip.attention. softcap counts from above 0 on."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": bool(self.causal),
+            "window_size": window(self.window_size),
+            "softcap": self.softcap if self.softcap > 0 else 0.0,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+
+def window(window_size: tuple[int, int]) -> Window:
+    """flash_attn's -1, or any negative number, is no bound: None."""
+    try:
+        left, right = map(operator.index, window_size)
+    except TypeError as error:
+        raise ValueError(f"{window_size=} must be two ints (left, right), -1 = no bound") from error
+    return (left if left >= 0 else None, right if right >= 0 else None)
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """t with a contiguous last dimension, as flash_attn makes it."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def flash_lse(lse: Tensor) -> Tensor:
+    """flash_attn 2 says +inf for a row that sees no key, where onchip says -inf."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
