@@ -4,7 +4,7 @@ opened by a call.
 
 from importlib import import_module
 
-_LAZY = ("flash_attn", "flex")
+_LAZY = ("flash_attn", "flex", "sdpa", "transformers")
 
 
 def __getattr__(name: str):
