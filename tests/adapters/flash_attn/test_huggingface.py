@@ -1,5 +1,7 @@
 """attn_implementation="flash_attention_2" of transformers runs through the drop-in, anywhere."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from onchip.adapters import flash_attn as fa
 
 transformers = pytest.importorskip("transformers")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 CASES = {
@@ -24,10 +27,10 @@ def _drop_in():
 
 def models(name):
     """The same weights twice: through flash_attn, and eager."""
-    config, cls = CASES[name], getattr(transformers, name)
+    config, cls = copy.deepcopy(CASES[name]), getattr(transformers, name)
     torch.manual_seed(0)
     eager = cls._from_config(config, attn_implementation="eager")
-    flash = cls._from_config(config, attn_implementation="flash_attention_2")
+    flash = cls._from_config(copy.deepcopy(config), attn_implementation="flash_attention_2")
     flash.load_state_dict(eager.state_dict())
     return flash.eval(), eager.eval()
 
@@ -66,6 +69,24 @@ def test_training_on_packed_documents():
     sum(part.square().sum() for part in alone).backward()
     for (name, a), b in zip(flash.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_continuous_batching():
+    """generate_batch, which accepts flash names and no custom ones: packed prompts through
+    flash_attn_varlen_func; on a GPU decoding steps through flash_attn_with_kvcache.
+    """
+    flash, eager = models("LlamaForCausalLM")
+    prompts = [torch.randint(1, 97, (n,)).tolist() for n in (5, 33, 1)]
+    greedy = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    want = [eager.generate(torch.tensor([p]), **greedy)[0, len(p) :].tolist() for p in prompts]
+    outputs = flash.to(DEVICE).generate_batch(
+        prompts,
+        generation_config=transformers.GenerationConfig(**greedy),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(
+            num_blocks=64, max_batch_tokens=128
+        ),
+    )
+    assert [outputs[name].generated_tokens for name in sorted(outputs)] == want
 
 
 def test_after_uninstall_transformers_asks_again():
