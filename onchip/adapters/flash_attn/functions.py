@@ -2,13 +2,11 @@
 gave them, in its order: programs pass them by position.
 """
 
-import operator
-
 import torch
 from torch import Tensor
 
 from onchip import ops
-from onchip.adapters.flash_attn.options import Common, contiguous, flash_lse
+from onchip.adapters.flash_attn.options import Common, contiguous, flash_lse, number
 from onchip.kernels import philox
 from onchip.problem import UnsupportedError
 
@@ -173,7 +171,7 @@ def _dense(q, k, v, common: Common, dropout_p, deterministic, with_probs) -> Ans
 
 def _packed(q, k, v, lengths, common: Common, dropout_p, deterministic, with_probs) -> Answer:
     q, k, v = map(contiguous, (q, k, v))
-    lengths = *lengths[:2], *map(operator.index, lengths[2:])
+    lengths = *lengths[:2], *map(number, lengths[2:])
     options = common.ours()
     call = options | {"dropout_p": dropout_p, "deterministic": bool(deterministic)}
     if not with_probs:
@@ -196,7 +194,7 @@ def _paged(q, pages, lengths, common: Common, with_probs) -> Answer:
         block_table,
         cu_seqlens_k.diff(),
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=operator.index(max_seqlen_q),
+        max_seqlen_q=number(max_seqlen_q),
         **common.ours(),
         return_lse=True,
     )

@@ -5,7 +5,6 @@ another. So there is one way to write and one to read.
 """
 
 import math
-import operator
 from importlib import import_module
 from typing import NamedTuple, cast
 
@@ -164,7 +163,7 @@ def _strided(t: Tensor, num_pages: int, size: int) -> Tensor:
 def _seqlens(cache_seqlens: int | Tensor | None, q: Tensor, cache: Cache) -> Tensor:
     """int32 (batch,): positions of each sequence in the cache, those of the left pad included."""
     if cache_seqlens is None or not isinstance(cache_seqlens, Tensor):
-        length = cache.capacity if cache_seqlens is None else operator.index(cache_seqlens)
+        length = cache.capacity if cache_seqlens is None else cache_seqlens
         return torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     _check_ints("cache_seqlens", cache_seqlens, q)
     return cache_seqlens
@@ -281,7 +280,7 @@ def _attend(
         cache.page_table,
         seqlens,
         **common.ours(),
-        deterministic=operator.index(num_splits) == 1,
+        deterministic=num_splits == 1,
         return_lse=True,
     )
     return cast(tuple[Tensor, ...], answer)

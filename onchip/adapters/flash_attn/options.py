@@ -1,7 +1,7 @@
 """What flash_attn's arguments are called here, and its lse."""
 
 import operator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def window(window_size: tuple[int, int]) -> Window:
     except TypeError as error:
         raise ValueError(f"{window_size=} must be two ints (left, right), -1 = no bound") from error
     return (left if left >= 0 else None, right if right >= 0 else None)
+
+
+def number(length: int | Tensor) -> int:
+    """A length that may come as a tensor of one element, as flash_attn takes it."""
+    length = cast(int, length.item()) if isinstance(length, Tensor) else length
+    if torch.compiler.is_compiling():
+        torch._check(length >= 0)  # of a length that is data nothing else tells the compiler
+    return length
 
 
 def contiguous(t: Tensor) -> Tensor:

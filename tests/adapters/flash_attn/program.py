@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             x = x + attend(layer, attention, F.layer_norm(x, x.shape[-1:]))
             x = x + mlp(F.layer_norm(x, x.shape[-1:]))
-        return F.layer_norm(x, x.shape[-1:]) @ self.embed.weight.T
+        return F.layer_norm(x, x.shape[-1:]) @ self.embed.weight.T * x.shape[-1] ** -0.5
 
     def forward(self, ids, mask):
         """ids, mask: (batch, seqlen), padded; logits come back padded too."""
