@@ -2,8 +2,8 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is
-made inside, so a compiled graph never specialises on it.
+(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask, or the one
+that it will be built from. The plan is made inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels.protocol import Grads, Result, Stats, empty_result
 from onchip.kernels.tapes import replayed
+from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later
 from onchip.problem import (
     Problem,
     Question,
@@ -230,13 +232,17 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
-def _mask_tensors(mask: BlockMask) -> list[Tensor]:
+def _mask_tensors(mask: BlockMask | Later) -> list[Tensor]:
+    if isinstance(mask, Later):
+        return mask.tensors()
     if not torch.compiler.is_compiling():
         _MASKS[id(mask.tiles)] = mask
     return mask.tensors()
 
 
-def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
+def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask | Later:
+    if len(tensors) == 1:
+        return Later(tensors[0], seqlen_q, seqlen_k)
     known = _MASKS.get(id(tensors[-1]))
     if known is not None and known.tiles is tensors[-1]:
         return known
@@ -248,8 +254,27 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
     return problem
 
 
+def built_once(mask: Tensor, seqlen_k: int) -> Tensor:
+    """A dense mask or the bounds of spans, over seqlen_k keys, for several calls of a graph that is
+    being compiled: built when the graph runs, once for all of them.
+    """
+    return torch.ops.onchip.mask(mask, seqlen_k)
+
+
+def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
+    """A tensor of its own: memory of graphs is used again, and this one's meaning is kept."""
+    kept = mask.clone()
+    later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
+    return kept
+
+
+def _settled(x: Tensors) -> Tensors:
+    return x._replace(mask=x.mask.built()) if isinstance(x.mask, Later) else x
+
+
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
+    x = _settled(x)
     out, lse, stats = run(posed(x, problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
@@ -292,6 +317,7 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
+    x = _settled(x)
     question = posed(x, problem)
     grads = run_backward(question, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
@@ -385,11 +411,14 @@ def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _LIB.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 _LIB.define(f"backward({_SAVED}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 for _key in _BACKENDS:
+    _LIB.impl("mask", _keep_mask, _key)
     _LIB.impl("forward", _forward, _key)
     _LIB.impl("backward", _backward, _key)
 torch.library.register_fake("onchip::forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("onchip::backward", _backward_fake, lib=_LIB)
+torch.library.register_fake("onchip::mask", lambda mask, _: torch.empty_like(mask), lib=_LIB)
 torch.library.register_vmap("onchip::forward", _forward_vmap, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ class Tensors(NamedTuple):
     tree_mask: Tensor | None = None
     places_q: Tensor | None = None
     places_k: Tensor | None = None
-    mask: BlockMask | None = None
+    mask: BlockMask | Later | None = None
 
 
 class Problem(NamedTuple):

@@ -41,7 +41,7 @@ LAW = {
         "models",
     },
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
-    "adapters": {"masks", "problem", "kernels.leaf", "ops"},
+    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
