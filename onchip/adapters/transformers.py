@@ -9,8 +9,7 @@ or of a sequence of a few tokens, are a bias.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -44,22 +43,6 @@ def register(name: str = NAME) -> None:
             f"name={name!r} means something else to transformers: take one without 'flash', / and |"
         )
     interface.register(name, attend, mask)
-
-
-@contextmanager
-def as_sdpa() -> Iterator[None]:
-    """Inside, attn_implementation="sdpa" is ours, for what takes no other name: continuous batching
-    (`generate_batch`) does not. For the whole process, all threads.
-    """
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    theirs = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
-    interface.register("sdpa", attend, mask)
-    try:
-        yield
-    finally:
-        interface.register("sdpa", *theirs)
 
 
 class _Frame(NamedTuple):
@@ -298,7 +281,7 @@ def _blocks(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
 
 
 class _Packing(NamedTuple):
-    """Sequences packed in one row, as collators that flatten say it, and continuous batching."""
+    """Sequences packed in one row, as collators that flatten say it."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -352,11 +335,10 @@ def attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
-    cache: Any = None,
     **said: Any,
 ) -> tuple[Tensor, None]:
     """Attention for transformers: query (batch, num_heads, seqlen_q, head_dim), key and value
-    alike; out (batch, seqlen_q, num_heads, head_dim_v). cache: of continuous batching.
+    alike; out (batch, seqlen_q, num_heads, head_dim_v).
     """
     if said.get("output_attentions"):
         raise UnsupportedError(
@@ -365,34 +347,14 @@ def attend(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if cache is not None:
-        key, value, attention_mask = _continued(module, key, value, cache, said)
     packing = _Packing.taken_from(said)
-    options = options_of(said) | {"dropout_p": dropout}
-    if cache is not None and said.get("sliding_window"):
-        options["window_size"] = (said["sliding_window"] - 1, 0)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    return _answer(_Call(q, k, v, position_bias, options), attention_mask, packing, is_causal), None
+    call = _Call(q, k, v, position_bias, options_of(said) | {"dropout_p": dropout})
+    if attention_mask is None:
+        return _unmasked(call, packing, is_causal), None
+    mask = attention_mask if packing is None else packing.within(attention_mask)
+    return call.masked(mask).run(), None
 
 
-def _answer(call: _Call, mask: Tensor | None, packing: _Packing | None, is_causal: bool) -> Tensor:
-    if packing is not None and mask is None:
-        return packing.attend(call, is_causal)
-    if mask is None:
-        return call.unmasked(is_causal).run()
-    return call.masked(mask if packing is None else packing.within(mask)).run()
-
-
-def _continued(
-    module: nn.Module, key: Tensor, value: Tensor, cache: Any, said: dict[str, Any]
-) -> tuple[Tensor, Tensor, None]:
-    """Keys and values of continuous batching, with those before. Its mask says cell by cell what
-    offsets and windows say.
-    """
-    layer: Any = module.layer_idx
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=said)
-    if said.pop("block_table", None) is not None:
-        raise UnsupportedError("block tables of continuous batching are for flash_attn's functions")
-    for name in ("read_index", "write_index"):
-        said.pop(name, None)
-    return key, value, None
+def _unmasked(call: _Call, packing: _Packing | None, is_causal: bool) -> Tensor:
+    return call.unmasked(is_causal).run() if packing is None else packing.attend(call, is_causal)
