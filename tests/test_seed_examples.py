@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onchip import testing as ot
 from onchip.adapters import flash_attn as drop_in
+from onchip.adapters import sdpa
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -115,6 +118,46 @@ def test_004_forward_pseudocode(repaired):
                 m[i : i + B_r], l[i : i + B_r] = m_i, l_i
     exact = ot.oracle(q, k, v) if repaired else ot.oracle(q, k[:, -B_c:], v[:, -B_c:])
     torch.testing.assert_close(O, exact.out[0, :, 0])
+
+
+def test_002_pytorch_integration():
+    """002, "PyTorch Integration (2.0+)"."""
+    q, k, v = (t.transpose(1, 2) for t in ot.make_qkv(2, 399, num_heads=2, device=DEVICE))
+    with sdpa.active():
+        from torch.nn.functional import scaled_dot_product_attention
+
+        output = scaled_dot_product_attention(q, k, v, attn_mask=None)
+        assert sum(sdpa.counts().served.values()) == 1
+    judge(*(t.transpose(1, 2) for t in (output, q, k, v)), causal=False)
+
+
+def deprecated(**switches):
+    """The context manager that the text names; torch warns of it."""
+    with pytest.warns(FutureWarning):
+        return torch.backends.cuda.sdp_kernel(**switches)
+
+
+def current(**switches):
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+
+
+@pytest.mark.parametrize("sdp_kernel", [deprecated, current])
+def test_004_flash_attention_via_sdpa(sdp_kernel, capsys):
+    """004, "PyTorch - FlashAttention via SDPA", under sdp_kernel and under what replaced it."""
+    batch, heads, seq_len, d_head = (4, 32, 8192, 128) if GPU else (1, 2, 1024, 128)
+    make = lambda: torch.randn(batch, heads, seq_len, d_head, device=DEVICE, dtype=torch.float16)
+    with sdpa.active():
+        Q, K, V = make(), make(), make()
+        with sdp_kernel(enable_flash=True, enable_math=False, enable_mem_efficient=False):
+            output = F.scaled_dot_product_attention(Q, K, V)
+        assert output.shape == (batch, heads, seq_len, d_head)
+        print(torch.backends.cuda.flash_sdp_enabled())
+        output_causal = F.scaled_dot_product_attention(Q, K, V, is_causal=True)
+        assert sum(sdpa.counts().served.values()) == 2 and not sdpa.counts().left
+    assert capsys.readouterr().out == "True\n"
+    some = [t[:1, :2].transpose(1, 2) for t in (Q, K, V)]
+    judge(output[:1, :2].transpose(1, 2), *some, causal=False)
+    judge(output_causal[:1, :2].transpose(1, 2), *some, causal=True)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
