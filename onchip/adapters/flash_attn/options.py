@@ -9,17 +9,23 @@ from torch import Tensor
 from onchip.problem import Window
 
 
-class Common(NamedTuple):
-    """The arguments that flash_attn's functions share, in its words."""
+class Asked(NamedTuple):
+    """The arguments that flash_attn's functions share, in its words and in its order."""
 
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-    alibi_slopes: Tensor | None
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
 
-    def ours(self) -> dict:
-        """The same as options of onchip.attention. softcap counts from above 0 on."""
+    @property
+    def scores(self) -> dict:
+        """The options of onchip.attention that say what the probabilities are. softcap counts from
+        above 0 on.
+        """
         return {
             "softmax_scale": self.softmax_scale,
             "causal": bool(self.causal),
@@ -27,6 +33,12 @@ class Common(NamedTuple):
             "softcap": self.softcap if self.softcap > 0 else 0.0,
             "alibi_slopes": self.alibi_slopes,
         }
+
+    @property
+    def options(self) -> dict:
+        """All options of onchip.attention."""
+        rest = {"dropout_p": self.dropout_p, "deterministic": bool(self.deterministic)}
+        return self.scores | rest
 
 
 def window(window_size: tuple[int, int]) -> Window:

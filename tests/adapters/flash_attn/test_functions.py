@@ -158,6 +158,27 @@ def test_the_accuracy_rule_holds_through_the_door(dtype):
     ot.assert_accurate(flash, *made, grad=True, causal=True, window_size=(50, None))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_accuracy_rule_holds_on_the_gpu(options, dtype):
+    """Dense and packed, forward and backward."""
+    size = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype, "device": "cuda"}
+    slopes = options.get("alibi_slopes")
+    options = options if slopes is None else options | {"alibi_slopes": slopes.cuda()}
+    none = lambda side: None if side < 0 else side
+    ours = options | {"window_size": tuple(map(none, options.get("window_size", (-1, -1))))}
+    dense = lambda q, k, v, **_: fa.flash_attn_func(q, k, v, **options)
+    ot.assert_accurate(dense, *ot.make_qkv(2, 111, 203, **size), grad=True, **ours)
+    x = ot.make_packed([63, 111], [203, 111], **size)
+
+    def packed(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_):
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return fa.flash_attn_varlen_func(q, k, v, *lengths, **options)
+
+    ot.assert_accurate(packed, *x[:3], grad=True, **x.options, **ours)
+
+
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window_size": (9, -1)}])
 def test_block_tables_of_any_block_size(options, block_size):

@@ -89,6 +89,24 @@ def test_continuous_batching():
     assert [outputs[name].generated_tokens for name in sorted(outputs)] == want
 
 
+def test_with_a_gpu_it_is_enough_to_be_found(monkeypatch):
+    """transformers that is imported after a plain install() sees a distribution and a version."""
+    import importlib.metadata
+
+    from transformers.utils import import_utils
+
+    fa.uninstall()
+    asked = import_utils.is_flash_attn_2_available
+    with fa.installed():
+        found = importlib.metadata.packages_distributions()
+        monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", found)
+        monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
+        asked.cache_clear()
+        assert asked() and import_utils.is_flash_attn_greater_or_equal("2.8")
+    asked.cache_clear()
+    import_utils.is_flash_attn_greater_or_equal.cache_clear()
+
+
 def test_after_uninstall_transformers_asks_again():
     fa.uninstall()
     from transformers.utils import import_utils, is_flash_attn_2_available

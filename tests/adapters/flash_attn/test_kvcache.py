@@ -7,6 +7,7 @@ import torch
 
 from onchip import UnsupportedError
 from onchip.adapters.flash_attn import flash_attn_with_kvcache
+from onchip.adapters.flash_attn.cache import located
 from tests.adapters.flash_attn import plain
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
@@ -198,6 +199,21 @@ def test_caches_that_are_views(pad):
     for view in views.values():
         same(call(*view), want)
         assert torch.equal(view[0], k) and torch.equal(view[1], v)
+
+
+@pytest.mark.parametrize(
+    ("shape", "page_size"), [((3, 4096), 256), ((2, 48), 16), ((2, 33), 1), ((1, 0), 1)]
+)
+def test_rows_are_seen_as_pages_as_large_as_fit(shape, page_size):
+    """So that a kernel for pages of usual sizes serves them."""
+    caches = torch.randn(2, *shape, KV_HEADS, DIM)
+    cache = located(torch.randn(1, 1, HEADS, DIM), *caches, None, None, None)
+    assert cache.page_size == page_size and cache.capacity == shape[1]
+
+
+def test_no_new_tokens_turn_the_queries_alone():
+    scene = Scene("rows", [19, 30], 3, 0)
+    check(scene, True, rotary=tables(48, 16), causal=True)
 
 
 def test_one_split_does_not_depend_on_the_batch():
