@@ -111,7 +111,7 @@ def check_ints(name: str, t: Tensor | None, q: Tensor) -> None:
 
 
 def slots_of(cache: Cache, at: Tensor) -> Tensor:
-    """int32 (batch, n): the slots of the positions `at`; -1 where one or its page does not exist."""
+    """int32 (batch, n): slots of the positions `at`; -1 where one or its page does not exist."""
     exists = (at >= 0) & (at < cache.capacity)
     if cache.leftpad is not None:
         exists &= at >= cache.leftpad[:, None]
