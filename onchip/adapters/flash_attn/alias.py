@@ -27,7 +27,13 @@ PADDING = (
     "unpad_input",
     "unpad_input_for_concatenated_sequences",
 )
-ROTARY = ("apply_rotary_emb", "apply_rotary_emb_func")
+ROTARY = (
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+)
 _HERE = "onchip.adapters.flash_attn"
 
 
