@@ -59,8 +59,9 @@ def number(length: int | Tensor) -> int:
 
 
 def contiguous(t: Tensor) -> Tensor:
-    """t with a contiguous last dimension, as flash_attn makes it."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    """t with a contiguous last dimension, as flash_attn makes it; no tensor is for the door."""
+    strided = isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1
+    return t.contiguous() if strided else t
 
 
 def flash_lse(lse: Tensor) -> Tensor:

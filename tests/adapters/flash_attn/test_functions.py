@@ -113,6 +113,17 @@ def test_packed_is_each_sequence_alone(options):
     assert_same([out, lse, *grads(out, inputs)], [want, want_lse, *grads(want, inputs)])
 
 
+def test_a_gradient_flows_through_the_lse():
+    """Where flash_attn drops it; rows that see no key give none."""
+    inputs = qkv(29, 7)
+    lse = fa.flash_attn_func(*inputs, causal=True, return_attn_probs=True)[1]
+    want = plain.batched(*inputs, causal=True)[1]
+    seen = want.isfinite()
+    assert torch.equal(seen, lse.isfinite()) and not seen.all()
+    pick = lambda t: torch.autograd.grad(t[seen].square().sum(), inputs[:2])
+    assert_same(pick(lse), pick(want))
+
+
 def test_by_position():
     q, k, v = qkv(13, 13)
     given = (0.0, 0.3, True, (4, -1), 2.0, SLOPES, True, True)
@@ -260,6 +271,7 @@ def test_lengths_may_be_tensors_and_last_dimensions_may_be_strided():
         (lambda q: fa.flash_attn_func(q, q, q, window_size=3), "must be two ints"),
         (lambda q: fa.flash_attn_func(q, q, q, window_size=(None, 1)), "-1 = no bound"),
         (lambda q: fa.flash_attn_func(q, q, q, 1.0), "dropout_p=1.0"),
+        (lambda q: fa.flash_attn_func(q, q.tolist(), q), "k must be a torch.Tensor, got list"),
         (lambda q: fa.flash_attn_qkvpacked_func(q), r"\(batch, seqlen, 3, heads, head_dim\)"),
         (lambda q: fa.flash_attn_kvpacked_func(q, q[:, :, None]), "kv must be"),
         (
