@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -236,7 +236,7 @@ def _first_that_runs(ways: Sequence[Callable], *inputs: Tensor) -> Callable:
 
 def packed_onchip(cu_seqlens: Tensor, longest: int) -> Attend:
     sizes = (cu_seqlens, cu_seqlens, longest, longest)
-    return lambda q, k, v: onchip.varlen_attention(q, k, v, *sizes)
+    return lambda q, k, v: cast(Tensor, onchip.varlen_attention(q, k, v, *sizes))
 
 
 def packed_fa2(cu_seqlens: Tensor, longest: int) -> Attend:
@@ -245,7 +245,8 @@ def packed_fa2(cu_seqlens: Tensor, longest: int) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+        sizes = (cu_seqlens, cu_seqlens, longest, longest)
+        return cast(Tensor, varlen_attn(q, k, v, *sizes))
 
     return attend
 

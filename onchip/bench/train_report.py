@@ -21,7 +21,7 @@ def steps_sheet(rows: list[Row]) -> Sheet:
 
 def _step(row: Row) -> list[str]:
     return [
-        NAMES.get(row["mask"], row["mask"]) + KINDS[row["bench"]],
+        f"{NAMES.get(row['mask'], row['mask'])}{KINDS[row['bench']]}",
         f"{row['seqlen']:,}",
         str(row["batch"]),
         f"{row['value']:,.0f}",
