@@ -12,26 +12,24 @@ which was interrupted ends with the same weights, on a CPU bit for bit.
 
 import argparse
 import json
-import lzma
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from checkpoint import restore, save
+from packing import EOS, Batch, Corpus, cover, read_corpora, training_batch
 from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from onchip import LLM, SamplingParams
 from onchip.engine.tokenizer import ByteTokenizer
-from onchip.models import Decoder, ModelConfig, random_model, safetensors, save
+from onchip.models import Decoder, ModelConfig, random_model
+from onchip.models import save as save_folder
 
-TEXT = Path(__file__).with_name("data") / "kjv.txt.xz"
-HELD_OUT = 20  # of so many chapters one is never trained on
-EOS = ByteTokenizer.EOS
 PROMPTS = ("In the beginning ", "And the LORD said unto ", "Blessed are the ")
 
 
@@ -69,66 +67,9 @@ class Size:
 
 SIZES = {
     "toy": Size(128, 256, 2, 4, 2, 256, 2048, 200, 4e-3),
-    "small": Size(256, 704, 4, 4, 1, 1024, 2048, 3500, 2e-3),
-    "full": Size(256, 704, 7, 4, 1, 1024, 32768, 3000, 3e-3),
+    "small": Size(256, 704, 4, 4, 1, 2048, 2048, 2500, 2e-3),
+    "full": Size(256, 704, 7, 4, 1, 2048, 32768, 3000, 3e-3),
 }
-
-
-class Corpus(NamedTuple):
-    """Chapters in one piece, each followed by the end token. ends: where those are."""
-
-    tokens: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(cls, chapters: list[str]) -> "Corpus":
-        ids = [[*chapter.encode(), EOS] for chapter in chapters]
-        ends = torch.tensor([len(i) for i in ids]).cumsum(0) - 1
-        return cls(torch.tensor([token for i in ids for token in i]), ends)
-
-
-class Batch(NamedTuple):
-    tokens: Tensor
-    targets: Tensor
-    cu_seqlens: Tensor
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(*(t.to(device, non_blocking=True) for t in self))
-
-
-def read_corpora() -> tuple[Corpus, Corpus]:
-    """What is trained on, and what is not."""
-    chapters = lzma.decompress(TEXT.read_bytes()).decode().split("\n\n")
-    aside = lambda i: i % HELD_OUT == HELD_OUT // 2
-    kept = lambda held: [c for i, c in enumerate(chapters) if aside(i) == held]
-    return Corpus.of(kept(False)), Corpus.of(kept(True))
-
-
-def pack(corpus: Corpus, starts: Tensor, context: int, total: int) -> Batch:
-    """`total` tokens of the pieces that begin at `starts`, each until `context` or its chapter is
-    full. A piece that has no room is empty: shapes do not depend on lengths.
-    """
-    lengths = (corpus.ends[torch.searchsorted(corpus.ends, starts)] - starts).clamp(max=context)
-    cu = F.pad(lengths.cumsum(0).clamp(max=total), (1, 0))
-    each = torch.arange(total)
-    piece = torch.searchsorted(cu, each, right=True) - 1
-    where = starts[piece] + each - cu[piece]
-    return Batch(corpus.tokens[where], corpus.tokens[where + 1], cu.int())
-
-
-def training_batch(corpus: Corpus, size: Size, seed: int, step: int) -> Batch:
-    """A function of its arguments: nothing about randomness is left to be saved."""
-    generator = torch.Generator().manual_seed((seed << 32) + step)
-    pieces = 4 * size.tokens // size.context + 16  # their mean is more than half of the context
-    starts = torch.randint(len(corpus.tokens), (pieces,), generator=generator)
-    return pack(corpus, starts, size.context, size.tokens)
-
-
-def cover(corpus: Corpus, size: Size) -> Iterator[Batch]:
-    """Every byte once: chapters cut into pieces of the context."""
-    begins = F.pad(corpus.ends[:-1] + 1, (1, 0))
-    for begin, end in zip(begins.tolist(), corpus.ends.tolist(), strict=True):
-        yield pack(corpus, torch.arange(begin, end, size.context), size.context, end - begin)
 
 
 def loss_of(model: Decoder, batch: Batch, context: int, reduction: str = "mean") -> Tensor:
@@ -140,7 +81,7 @@ def loss_of(model: Decoder, batch: Batch, context: int, reduction: str = "mean")
 @torch.no_grad()
 def bits_per_byte(model: Decoder, corpus: Corpus, size: Size) -> float:
     """Of held-out text, ends of chapters included in the bits but not in the bytes."""
-    batches = (batch.to(model.device) for batch in cover(corpus, size))
+    batches = (batch.to(model.device) for batch in cover(corpus, size.context))
     nats = sum(loss_of(model, batch, size.context, "sum").double() for batch in batches)
     return float(nats) / math.log(2) / int((corpus.tokens != EOS).sum())
 
@@ -205,46 +146,30 @@ class Run:
         return loss.item()
 
     def save(self) -> None:
-        """Into a new file that then takes the old one's place: no moment without a checkpoint."""
-        tensors = {f"model.{name}": w for name, w in self.model.named_parameters()}
-        for i, state in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": t for name, t in state.items()}
-        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
-        tensors["held_out"] = torch.tensor(self.held_out, dtype=torch.float64).view(-1, 2)
-        new = self.checkpoint.with_suffix(".new")
-        safetensors.write(new, tensors)
-        new.replace(self.checkpoint)
+        losses = torch.tensor(self.losses, dtype=torch.float64)
+        held_out = torch.tensor(self.held_out, dtype=torch.float64).view(-1, 2)
+        save(self.checkpoint, self.model, self.optimizer, losses=losses, held_out=held_out)
 
-    @torch.no_grad()
     def restore(self) -> None:
-        mapped = safetensors.map_file(self.checkpoint)
-        entries = safetensors.header(self.checkpoint)
-        tensors = {name: safetensors.read(entry, mapped) for name, entry in entries.items()}
-        self.losses = tensors.pop("losses").tolist()
-        self.held_out = [(int(step), bits) for step, bits in tensors.pop("held_out").tolist()]
-        for name, weight in self.model.named_parameters():
-            weight.copy_(tensors.pop(f"model.{name}"))
-        state = {}
-        for name, tensor in tensors.items():
-            _, i, key = name.split(".")
-            state.setdefault(int(i), {})[key] = tensor.clone()
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        kept = restore(self.checkpoint, self.model, self.optimizer)
+        self.losses = kept["losses"].tolist()
+        self.held_out = [(int(step), bits) for step, bits in kept["held_out"].tolist()]
 
 
-def train(run: Run, corpora: tuple[Corpus, Corpus], compiled: bool, every: int) -> None:
-    """To the last step; a checkpoint and the held-out loss after every so many."""
+def train(run: Run, corpora: tuple[Corpus, Corpus], compiled: bool, every: int, until: int) -> None:
+    """To step `until`; a checkpoint and the held-out loss after every so many."""
     trained_on, held_out = corpora
     loss = torch.compile(loss_of) if compiled else loss_of
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[said]}")) as bar:
-        task = bar.add_task("training", total=run.size.steps, completed=run.done, said="")
-        while run.done < run.size.steps:
+        task = bar.add_task("training", total=until, completed=run.done, said="")
+        while run.done < until:
             began = time.perf_counter()
-            batch = training_batch(trained_on, run.size, run.seed, run.done)
+            size = run.size
+            batch = training_batch(trained_on, size.context, size.tokens, run.seed, run.done)
             run.losses.append(run.step(batch, loss))
             rate = run.size.tokens / (time.perf_counter() - began)
             said = f"loss {run.losses[-1]:.3f}, {rate:,.0f} tokens/s"
-            if run.done % every == 0 or run.done == run.size.steps:
+            if run.done % every == 0 or run.done == until:
                 bits = bits_per_byte(run.model, held_out, run.size)
                 run.held_out.append((run.done, bits))
                 run.save()
@@ -257,7 +182,7 @@ def export(run: Run) -> Path:
     folder = run.folder / "model"
     model = Decoder(run.size.config, dtype=torch.bfloat16)
     model.load_state_dict(run.model.state_dict())
-    save(model, folder)
+    save_folder(model, folder)
     ByteTokenizer().save(folder)
     return folder
 
@@ -299,19 +224,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", default="toy", choices=SIZES)
     parser.add_argument("--steps", type=int, help="of the schedule (default: the size's own)")
+    parser.add_argument("--until", type=int, help="stop there, to go on later (default: the last)")
+    parser.add_argument("--context", type=int, help="tokens of a piece, at most (default: its own)")
     parser.add_argument(
         "--folder", type=Path, help="default: runs/SIZE; goes on with what is there"
     )
-    parser.add_argument("--every", type=int, help="steps between checkpoints (default: a tenth)")
+    parser.add_argument("--every", type=int, help="steps between checkpoints (default: a fifth)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="the step, by torch.compile")
     args = parser.parse_args()
     size = SIZES[args.size]
-    size = replace(size, steps=args.steps or size.steps)
+    size = replace(size, steps=args.steps or size.steps, context=args.context or size.context)
     folder = args.folder or Path("runs") / args.size
     run = Run(size, folder, args.seed, torch.device(args.device))
-    train(run, read_corpora(), args.compile, args.every or max(size.steps // 10, 1))
+    every, until = args.every or max(size.steps // 5, 1), args.until or size.steps
+    train(run, read_corpora(), args.compile, every, until)
     finish(run)
 
 

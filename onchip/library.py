@@ -68,8 +68,19 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
     else:
-        out, lse, stats = _Attention.apply(*args, *mask)
+        out, lse, stats = _Attention.apply(*_distinct(args), *mask)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
+
+
+def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tensor that is there twice (cu_seqlens of queries and keys) becomes a view of itself: the
+    compiler traces no autograd.Function that is given one tensor as two arguments.
+    """
+    made: list[Any] = []
+    for arg in args:
+        again = isinstance(arg, Tensor) and any(arg is one for one in made)
+        made.append(arg.view_as(arg) if again else arg)
+    return tuple(made)
 
 
 def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
