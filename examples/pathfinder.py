@@ -147,7 +147,8 @@ class Run:
         return loss.detach()
 
     def keep(self) -> None:
-        save(self.checkpoint, self.model, self.optimizer, curve=torch.tensor(self.curve).double())
+        curve = torch.tensor(self.curve, dtype=torch.float64)
+        save(self.checkpoint, self.model, self.optimizer, curve=curve)
         facts = {"attention": "block-sparse" if self.sparse else "dense"}
         facts |= {"columns": ["size", "step", "seconds", "loss", "held-out accuracy"]}
         facts |= {"curve": self.curve, "step_ms": self.step_ms}
