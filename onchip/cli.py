@@ -238,7 +238,7 @@ def _bench(args: argparse.Namespace) -> int:
         module.run(session)
     _keep_results(args, console, session)
     bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
-    verdicts = [] if args.quick else harness.judge(session.rows, bars)
+    verdicts = [] if session.quick else harness.judge(session.rows, bars)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
 
