@@ -148,7 +148,7 @@ def visit_backward(
     at: tuple[Span, Span],
     arithmetic: Arithmetic,
 ) -> tuple[Tile, Tile]:
-    """Lines 8 to 15 of Algorithm 2. (Line 8 lists O_i, too, which no line uses: not loaded.)"""
+    """The inner loop of Algorithm 2. (It lists O_i among its loads, too, and has no use for it.)"""
     (i, j), (k_j, v_j), (dk_j, dv_j) = at, kv, dkv
     q_i, do_i, lse_i, d_i = (x.load(i) for x in (call.q, saved["do"], saved["lse"], saved["delta"]))
     tau = call.problem.softmax_scale

@@ -9,7 +9,7 @@ from onchip.kernels.protocol import Grads, Result, lacks
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from . import v2
-from .arithmetic import Arithmetic
+from .arithmetic import POLYNOMIALS, Arithmetic
 from .call import refusal
 from .ledger import current
 
@@ -27,8 +27,13 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 
 
 def arithmetic_of(problem: Problem) -> Arithmetic:
-    ours = Arithmetic("paper_v4", DEGREES[problem.dtype], THRESHOLD_LOG2)
-    return current().arithmetic or ours
+    """That of the open ledger, or the one that keeps the contract."""
+    asked = current().arithmetic
+    if asked is None:
+        return Arithmetic("paper_v4", DEGREES[problem.dtype], THRESHOLD_LOG2)
+    if asked.degree not in (None, *POLYNOMIALS):
+        raise ValueError(f"degree={asked.degree} is not None or one of {sorted(POLYNOMIALS)}")
+    return asked
 
 
 def forward(problem: Problem, x: Tensors) -> Result:

@@ -113,6 +113,21 @@ class TestArithmeticOfV4:
             ot.assert_accurate(attention, q, k, v, grad=True)
         assert 2 * 33 < book.rescales < 2 * 33 * 8
 
+    def test_a_polynomial_that_is_not_there_is_refused(self):
+        q, k, v = ot.make_qkv(1, 5)
+        with (
+            ledger(arithmetic=PUBLISHED._replace(degree=7)),
+            pytest.raises(ValueError, match=r"degree=7 is not None or one of \[3, 4, 6\]"),
+        ):
+            onchip.attention(q, k, v, kernel="paper_v4")
+
+    def test_without_a_polynomial_only_rescaling_is_lazy(self):
+        q, k, v = ot.make_qkv(1, 33, 512)
+        attention = lambda *qkv: onchip.attention(*qkv, kernel="paper_v4", return_lse=True)
+        with ledger(tiles=(33, 64), arithmetic=PUBLISHED._replace(degree=None)) as book:
+            ot.assert_accurate(attention, q, k, v, grad=True)
+        assert book.exps > 0 and book.rescales < 2 * 33 * 8
+
     def test_the_published_degree_is_right_for_out_and_not_for_lse(self):
         q, k, v = ot.make_qkv(2, 256, dtype=torch.bfloat16)
         exact = ot.oracle(q, k, v, window_size=(3, 0))

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import onchip.testing as ot
 from onchip.iomodel import Chip, question, traffic
@@ -54,6 +56,26 @@ def test_ring_of_rows_that_see_nothing():
         result = ring(problem, x, 4)
     ot.assert_accurate(result[:2], q, k, v, causal=True)
     assert same(book, traffic.ring(problem, 4, CHIP)) and book.writes["o.init"]
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([(1, 1), (1, 40), (7, 3), (33, 70), (70, 33)]),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from([(None, None), (5, None), (None, 3), (0, 0), (12, 2)]),
+    st.sampled_from([100, 900, None]),
+)
+def test_any_cut_is_counted_and_exact(lengths, parts, causal, window_size, sram):
+    """More shares than keys or queries, shares that see nothing, windows across them."""
+    q, k, v = ot.make_qkv(1, *lengths, num_heads=2, num_kv_heads=1, head_dim=8)
+    x, options = Tensors(q, k, v), {"causal": causal, "window_size": window_size}
+    problem = describe(x, Options(**options))
+    for run, predict in ((split_kv, traffic.split_kv), (ring, traffic.ring)):
+        with ledger(sram) as book:
+            result = run(problem, x, parts)
+        ot.assert_accurate(result[:2], q, k, v, **options)
+        assert same(book, predict(problem, parts, Chip(sram)))
 
 
 @pytest.mark.parametrize("options", BANDS)
