@@ -224,7 +224,8 @@ def _counts(name: str, seqlen: int, head_dim: int, dtype: torch.dtype) -> list[i
     extra = seqlen * (head_dim * dtype.itemsize + 4)  # out and lse
     if name == "standard":
         extra += 2 * seqlen**2 * dtype.itemsize  # S and P
-    return [book.hbm_bytes, book.flops, book.exps, extra]
+    scores = book.flops // (4 * head_dim)  # each takes an exponential, as roofline.bound counts
+    return [book.hbm_bytes, book.flops, scores, extra]
 
 
 def _rates(device: Hardware) -> dict[str, Any]:
