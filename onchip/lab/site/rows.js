@@ -50,7 +50,7 @@ lab.figures.rows = (panel, data) => {
       part.style.opacity = Math.max(0.06, share / most);
       return part;
     });
-    return lab.h("button", { type: "button", "aria-pressed": l === layer && h === head, "aria-label": `Layer ${l + 1}, head ${h + 1}`,
+    return lab.h("button", { type: "button", "aria-pressed": String(l === layer && h === head), "aria-label": `Layer ${l + 1}, head ${h + 1}`,
       onclick: () => pick(l, h) }, lab.h("span", { class: "strip" }, parts));
   }
 

@@ -34,7 +34,8 @@ lab.figures.tiles = (panel, data) => {
     player.element, say);
   lab.at("tiles-note").textContent = `Recorded from paper_v1 and paper_v2 over ${lab.whole(seqlen)} tokens, head_dim ${data.head_dim}, `
     + `${data.dtype}, tiles of ${tile} × ${tile}; the bytes are those of their ledgers. “finally” is what onchip.attention `
-    + `gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown; v1 keeps acc divided by l, and visits what causal and window hide.`;
+    + `gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown; `
+    + `v1 keeps acc divided by l, and visits what causal and window hide.`;
 
   function restart() {
     const steps = run().steps.length;
