@@ -5,18 +5,14 @@ import json
 import pytest
 import torch
 
-from onchip import state
 from onchip.lab import page, papers, record
 from onchip.lab.numbers import shown
 
 
-def test_recording_is_strict_json_and_the_same_every_time(data):
-    assert json.dumps(data, allow_nan=False) == json.dumps(record.everything(), allow_nan=False)
-
-
-def test_recording_leaves_the_threads_as_they_were():
+def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alone(data):
     before = torch.get_num_threads()
-    record.everything()
+    again = record.everything()
+    assert json.dumps(data, allow_nan=False) == json.dumps(again, allow_nan=False)
     assert torch.get_num_threads() == before
 
 
@@ -33,17 +29,6 @@ def test_phases_and_tensors_are_the_same_bytes(data):
         for run in runs:
             phases = sum(phase["read"] + phase["write"] for phase in run["phases"])
             assert phases == sum(map(sum, run["tensors"].values()))
-
-
-def test_every_cut_of_the_recorded_scores_merges_to_one_state(data):
-    merged = data["algebra"]["merged"]
-    s, v = (torch.tensor(data["algebra"][name]).double() for name in ("scores", "values"))
-    whole = state.lift(s, v)
-    for m, l, acc, out, lse in merged:
-        assert (m, l) == (shown(whole.m), pytest.approx(float(whole.l), rel=1e-6))
-        assert acc == pytest.approx(whole.acc.tolist(), rel=1e-6)
-        assert out == pytest.approx((whole.acc / whole.l).tolist(), rel=1e-6)
-        assert lse == pytest.approx(float(torch.logsumexp(s, -1)), rel=1e-6)
 
 
 def test_rows_are_probabilities_over_what_came_before(data):

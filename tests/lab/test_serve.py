@@ -114,6 +114,7 @@ def _soon(holds):
     return any(holds() or wait.wait(0.02) for _ in range(300))
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped():
     command = [sys.executable, "-m", "onchip", "lab", "--port", "0", "--no-open"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
