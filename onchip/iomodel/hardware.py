@@ -37,6 +37,7 @@ class Hardware:
     lanes: int  # fp32 operations, a multiply-add is one
     shared_bytes: int  # of one program, at most
     source: str
+    capability: tuple[int, int] | None = None  # CUDA's
     shared_rate: int = 128  # bytes
     registers: int = 65536  # of 32 bits
     launch_s: float = 2.5e-6  # of a kernel in a graph: NVIDIA blog, "Constant time launch", 2024
@@ -124,6 +125,7 @@ A100 = Hardware(
     lanes=64,
     shared_bytes=163 * KB,
     source=f"NVIDIA A100 whitepaper (2020); latencies: {_LUO}",
+    capability=(8, 0),
 )
 _HOPPER = {
     "processors": 132,
@@ -132,6 +134,7 @@ _HOPPER = {
     "exps": 16,  # the same guide, 9.0
     "lanes": 128,
     "shared_bytes": 227 * KB,
+    "capability": (9, 0),
 }
 _H_L2 = (50 * MB, _L2_CLOCK * 1.83e9, "taken to be as wide as that of an A100")
 _H_REST = (132, 228 * KB, 128, 1.83e9, _HOPPER_CLOCKS)
@@ -163,6 +166,7 @@ B200 = Hardware(
     lanes=128,
     shared_bytes=227 * KB,
     source="NVIDIA DGX B200 datasheet (2024)",
+    capability=(10, 0),
 )
 TABLE = (A100, H100, H200, B200)
 

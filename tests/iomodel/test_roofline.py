@@ -107,6 +107,23 @@ def test_a_bound_is_below_every_measurement():
         assert not bound.modelled and bound.seconds < modelled.seconds
 
 
+def test_a_mask_takes_its_share():
+    dense, masked = pose(1, 8192, 16, 128), pose(1, 8192, 16, 128, has_mask=True)
+    for backward in (False, True):
+        whole = predict(dense, H200, "hopper", backward).seconds
+        tenth = predict(masked, H200, "hopper", backward, density=0.1).seconds
+        assert 0.1 * whole < tenth < 0.2 * whole
+    with pytest.raises(ValueError, match="density=1.5"):
+        predict(masked, H200, "hopper", density=1.5)
+
+
+def test_pipelines_are_those_of_hopper_alone():
+    problem = pose(1, 8192, 16, 128)
+    assert not predict(problem, hardware.A100, "hopper").modelled
+    assert predict(problem, hardware.H100, "hopper").modelled
+    assert not predict(problem._replace(packed=True), H200, "hopper").modelled
+
+
 def test_sentences():
     text = str(predict(pose(1, 16384, 16, 128), H200, "hopper"))
     assert text.startswith("3.3 ms: tensor cores need 2.22 ms of it; exp unit 1.74 ms, ")
