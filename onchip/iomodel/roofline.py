@@ -6,7 +6,9 @@ follows from its pipeline. Consumers (warpgroups of 64 rows) go round the units 
 tile after another: tensor cores, exp unit and lanes, shared memory. That is a closed queueing
 network, whose throughput mean value analysis gives (Reiser and Lavenberg, 1980) from nothing but
 how long a tile needs each unit. With one consumer, or if they meet in every tile, nothing overlaps;
-with many the slowest unit is never idle. There is no factor that was fitted.
+with many the slowest unit is never idle. No factor was fitted, but what counts as a unit, a step or
+a meeting was decided with measurements of an H200 in view: docs/benchmarks.md says what held there,
+and what did not where nobody had looked. Short calls take longer than this says.
 """
 
 import math
