@@ -116,6 +116,7 @@ def _add_explain(commands) -> None:
     p.add_argument("--page-size", type=_positive, help="keys in pages of so many slots, causal")
     p.add_argument("--shared", type=int, default=0, help="keys that all sequences share, in pages")
     p.add_argument("--kernel", help="ask for this kernel by name")
+    p.add_argument("--on", metavar="GPU", help="what an A100, H100, H200 or B200 would do")
     p.set_defaults(run=_explain)
 
 
@@ -335,7 +336,7 @@ def _explain(args: argparse.Namespace) -> int:
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
     q = tensor(args.batch, args.seqlen, args.heads, args.head_dim)
     options = {"causal": args.causal, "window_size": _window(args.window), "softcap": args.softcap}
-    options |= {"return_stats": args.stats, "kernel": args.kernel}
+    options |= {"return_stats": args.stats, "kernel": args.kernel, "on": args.on}
     if args.page_size:
         tables = _page_tables(args.batch, seqlen_k, args.page_size, args.shared)
         keys, options["causal"] = (int(tables[0].max()) + 1, args.page_size), True

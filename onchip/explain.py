@@ -14,8 +14,8 @@ from torch import Tensor
 from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
-from onchip.iomodel.hardware import Hardware, of_device
-from onchip.iomodel.roofline import Roofline, bound, is_modelled, predict
+from onchip.iomodel.hardware import TABLE, Hardware, find, of_device
+from onchip.iomodel.roofline import Roofline, backward_ratio, bound, is_modelled, predict
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.masks import BlockMask
 from onchip.ops import Extras, Packing, pose
@@ -104,7 +104,7 @@ class Explanation(NamedTuple):
         p = self.problem
         where = self.device.name or self.device.type
         keys = f"up to {p.seqlen_k} keys in pages" if self.pages else f"{p.seqlen_k} keys"
-        backward = "" if self.pages else f", {2.5 * self.flops:.3e} backward"
+        backward = "" if self.pages else f", {backward_ratio(p) * self.flops:.3e} backward"
         lines = [
             f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
@@ -151,13 +151,17 @@ def explain(
     max_seqlen_k: int | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
+    on: str | None = None,
     **options: object,
 ) -> Explanation:
     """What attention() (with cu_seqlens: varlen_attention(); with page_table: paged_attention(),
     and with plan: cascade_attention()) would do with the same arguments. Nothing is computed; of
-    packed and paged calls the lengths are read, for which it waits.
+    packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
+    "B200", what such a device would do, wherever the tensors are; not for pages.
     """
     if page_table is not None or cache_seqlens is not None:
+        if on is not None:
+            raise ValueError(f"{on=}: pages are explained for the device that they are on")
         if cu_seqlens_k is not None or max_seqlen_k is not None:
             raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
@@ -166,7 +170,7 @@ def explain(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     (problem, _), x = pose(q, k, v, _scalars(options), Extras(**options), packing)
-    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel)
+    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel, on)
     if not isinstance(x.mask, BlockMask):
         return explanation
     dense = sum(p.all_flops for p in _dense_parts(problem, x))
@@ -179,9 +183,13 @@ def _scalars(options: dict, **defaults: object) -> Options:
 
 
 def _explanation(
-    problem: Problem, x: Tensors, parts: list[Problem], kernel: str | None
+    problem: Problem,
+    x: Tensors,
+    parts: list[Problem],
+    kernel: str | None,
+    on: str | None = None,
 ) -> Explanation:
-    device = device_info(x.q.device)
+    device, hardware = _device(x.q.device, on)
     return Explanation(
         problem,
         device,
@@ -189,8 +197,18 @@ def _explanation(
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
-        hardware=of_device(x.q.device),
+        hardware=hardware,
     )
+
+
+def _device(here: torch.device, on: str | None) -> tuple[DeviceInfo, Hardware | None]:
+    """The device of the tensors, or the one that is asked about instead."""
+    if on is None:
+        return device_info(here), of_device(here)
+    found = find(on)
+    if found is None:
+        raise ValueError(f"{on=} is not known, but {', '.join(row.name for row in TABLE)} are")
+    return DeviceInfo("cuda", found.name, found.capability, has_triton=True), found
 
 
 def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:

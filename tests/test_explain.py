@@ -149,6 +149,21 @@ def test_time_of_a_kernel_whose_pipeline_is_known():
     assert "time        139 us: tensor cores need" in str(x) and "  backward " in str(x)
 
 
+def test_a_device_that_is_not_here():
+    q = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16)
+    v = torch.empty(1, 4096, 16, 64, dtype=torch.bfloat16)
+    x = onchip.explain(q, q, q, causal=True, on="H200")
+    assert (x.plan.kernel, x.device.name) == ("hopper", "NVIDIA H200")
+    assert "time        139 us: tensor cores need" in str(x)
+    older = onchip.explain(q, q, v, on="A100")
+    assert older.plan.kernel == "triton" and not older.roofline.modelled
+    assert f"{older.flops * 512 / 192:.3e} backward" in str(older)  # 6 d + 4 dv over 2 d + 2 dv
+    with pytest.raises(ValueError, match="on='H20' is not known, but NVIDIA A100, "):
+        onchip.explain(q, q, q, on="H20")
+    with pytest.raises(ValueError, match="pages are explained for the device"):
+        onchip.explain(*call([64]), on="H200")
+
+
 @pytest.mark.parametrize(
     ("cut", "tiles", "counts"),
     [

@@ -48,7 +48,7 @@ def predicted(row: Row) -> Row:
     found = roofline.predict(asked, H200, "hopper", backward)
     pairs = row["seqlen"] ** 2 / (2 if causal else 1)
     flops = 4 * row["batch"] * row["num_heads"] * pairs * row["head_dim"]
-    took_us = (roofline.BACKWARD_FLOPS if backward else 1) * flops / row["value"] / 1e6
+    took_us = (roofline.backward_ratio(asked) if backward else 1) * flops / row["value"] / 1e6
     took_us = row["value"] if row["unit"] == "us" else took_us
     case = Case(
         row["bench"], row["mask"], asked.dtype, row["head_dim"], row["seqlen"], row["batch"],

@@ -36,7 +36,6 @@ LANES = "fp32 lanes"  # which take the products that no tensor core has
 # dp - delta, times p, and both p and ds rounded; for dv alone p.
 FORWARD_OPS, BACKWARD_OPS, VALUE_OPS = 3.5, 4.0, 1.5
 MASK_OPS = 4.0  # where the key stands, two comparisons, a choice
-BACKWARD_FLOPS = 2.5  # of the forward's: five products, not two
 GRADIENT_ROWS = 128  # own rows of a program of the backward kernels
 
 
@@ -148,12 +147,21 @@ def predict(
     if not 0.0 <= density <= 1.0:
         raise ValueError(f"{density=} must lie between 0 and 1")
     if not is_modelled(problem, hardware, kernel):
-        flops = round((BACKWARD_FLOPS if backward else 1) * density * problem.flops)
+        ratio = backward_ratio(problem) if backward else 1
         memory_bytes = (2 if backward else 1) * problem.min_bytes
-        return bound(problem, hardware, flops, memory_bytes, BACKWARD_FLOPS if backward else 1)
+        flops = round(ratio * density * problem.flops)
+        return bound(problem, hardware, flops, memory_bytes, ratio)
     if backward:
         return Roofline(hardware, tuple(_backward(problem, hardware, density)), True)
     return Roofline(hardware, (_forward(problem, hardware, density),), True)
+
+
+def backward_ratio(problem: Problem) -> float:
+    """Operations of the backward over those of the forward: five products, not two, three of
+    which are of length head_dim; 2.5 where both head dims are the same.
+    """
+    d, dv = problem.head_dim, problem.head_dim_v
+    return (3 * d + 2 * dv) / (d + dv)
 
 
 def is_modelled(problem: Problem, hardware: Hardware, kernel: str) -> bool:
