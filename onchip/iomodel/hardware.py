@@ -75,8 +75,8 @@ class Hardware:
         return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
 
 
-# Latencies of A100 and Hopper in clocks: after Luo et al., arXiv 2402.13499 (their Hopper is
-# an H800), but written from memory and not checked against it. No prediction uses them, and `onchip
+# Latencies of A100 and Hopper in clocks: attributed to Luo et al., arXiv 2402.13499 (their Hopper
+# is an H800), but written from memory and not checked against it. No prediction uses them; `onchip
 # doctor --measure` measures them on a GPU. Shared memory: 32 banks of 4 bytes a clock. Registers:
 # the three operands of a multiply-add on every lane, which take none of the time. L2 of an A100:
 # 5,120 bytes a clock (NVIDIA A100 whitepaper); Hopper's was not published: taken to be the same.
