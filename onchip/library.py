@@ -70,8 +70,20 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
     else:
+        args = (*_distinct(x[:_NUM_TENSORS]), *args[_NUM_TENSORS:])
         out, lse, stats = _Attention.apply(*args, *mask)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
+
+
+def _distinct(tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """A tensor that came before, like one cu_seqlens for both sides, comes as a view of it: Dynamo
+    traces no autograd.Function that takes a tensor twice.
+    """
+    found: list[Tensor | None] = []
+    for t in tensors:
+        again = t is not None and any(t is other for other in found)
+        found.append(t.view_as(t) if again else t)
+    return found
 
 
 def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:

@@ -81,6 +81,17 @@ def test_compiles_packed_calls():
     torch.testing.assert_close(compiled(*x), fn(*x), rtol=0, atol=0)
 
 
+def test_compiles_what_takes_a_tensor_twice():
+    """One cu_seqlens for queries and keys, keys that are the values, with a gradient."""
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    fn = lambda q, k, cu: onchip.varlen_attention(q, k, k, cu, cu, 13, 13, causal=True)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    x = [torch.randn(20, 4, 16, requires_grad=True) for _ in range(2)]
+    grads = [torch.autograd.grad(f(*x, cu).square().sum(), x) for f in (fn, compiled)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
 def test_random_dropout_compiles():
     fn = lambda q, k, v: onchip.attention(q, k, v, dropout_p=0.5)
     out = torch.compile(fn, backend="aot_eager", fullgraph=True)(*qkv())
