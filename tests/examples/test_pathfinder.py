@@ -96,7 +96,7 @@ def test_the_sparse_mask_is_a_butterfly_of_rows():
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """The first ends early, at 16 x 16; the second learns it, then goes on with 32 x 32."""
     monkeypatch.setattr(pathfinder, "EVERY", 2)
-    monkeypatch.setattr(pathfinder, "TOKENS", 16 * 1024)
+    monkeypatch.setitem(pathfinder.TOKENS, "cpu", 1024)
     found = iter([0.6, 0.7, 0.96, 0.97])
     monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(found))
     curves = []
@@ -123,7 +123,7 @@ def test_accuracy_is_of_images_that_were_held_out(monkeypatch):
         return draw(count, size, seed, device)
 
     monkeypatch.setattr(pathfinder, "draw", drawn)
-    monkeypatch.setattr(pathfinder, "TOKENS", 8 * 256)
+    monkeypatch.setattr(pathfinder, "JUDGED", 8 * 256)
     knows = lambda images, mask: (images.new_full((len(images),), 1.0), None)  # says yes to all
     right = pathfinder.accuracy(knows, 16, 20, None, CPU)
     labels = torch.cat([draw(8, 16, seed).labels for seed in seeds])
