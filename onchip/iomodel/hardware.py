@@ -64,7 +64,11 @@ class Hardware:
 
     def flops_clock(self, dtype: torch.dtype) -> int:
         """Of one processor in a clock."""
-        return self.tensor_flops.get(str(dtype).removeprefix("torch."), 2 * self.lanes)
+        return self.tensor_flops.get(_name(dtype), 2 * self.lanes)
+
+    def has_tensor(self, dtype: torch.dtype) -> bool:
+        """Whether tensor cores take the products, not the lanes."""
+        return _name(dtype) in self.tensor_flops
 
     @property
     def exps_s(self) -> float:
@@ -73,6 +77,10 @@ class Hardware:
     def ridge(self, dtype: torch.dtype) -> float:
         """Operations for each byte of memory traffic, below which memory sets the pace."""
         return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Latencies of A100 and Hopper in clocks: attributed to Luo et al., arXiv 2402.13499 (their Hopper
