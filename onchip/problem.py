@@ -473,6 +473,10 @@ def _check_tensor(name: str, t: Tensor, q: Tensor, shapes: tuple[tuple[int, ...]
     if not isinstance(t, Tensor) or tuple(t.shape) not in shapes:
         got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {got}")
+    _check_kind(name, t, q)
+
+
+def _check_kind(name: str, t: Tensor, q: Tensor) -> None:
     if t.dtype not in DTYPES:
         raise ValueError(f"{name}.dtype={t.dtype} must be a floating type")
     if t.device != q.device:
@@ -488,7 +492,7 @@ def _check_bias(problem: Problem, x: Tensors) -> None:
     if not fits or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
         layout = "(batch|1, heads|1, seqlen_q|1, seqlen_k)"
         raise ValueError(f"bias must be {layout} with sizes {full}, got {shape}")
-    _check_tensor("bias", x.bias, x.q, (shape,))
+    _check_kind("bias", x.bias, x.q)
 
 
 def _check_mask(problem: Problem, x: Tensors) -> None:

@@ -163,7 +163,8 @@ def flash_backward(
     """aten::_scaled_dot_product_flash_attention_backward"""
     ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
     seed = philox_seed.view(torch.int64).flatten()[0]
-    return _backward(ask, (out, logsumexp, grad_out), seed)[:3]
+    grads = _backward(ask, (out, logsumexp, grad_out), seed)[:3]
+    return tuple(map(_laid_out_like, (query, key, value), grads))
 
 
 def efficient_forward(
@@ -207,9 +208,7 @@ def efficient_backward(
     ask = Ask(query, key, value, bias, dropout_p, is_causal, scale)
     lse = logsumexp[..., : query.shape[2]]
     *grads, dbias = _backward(ask, (out, lse, grad_out), philox_seed.to(query.device).reshape(()))
-    if dbias is not None and attn_bias is not None:
-        dbias = dbias.to(attn_bias.dtype).expand_as(attn_bias)
-    found = (*grads, dbias)
+    found = (*grads, dbias if bias is None else _padded(dbias, bias))
     return tuple(g if wanted else None for g, wanted in zip(found, grad_input_mask, strict=True))
 
 
@@ -223,10 +222,7 @@ def _forward(ask: Ask, like_query: bool = True) -> tuple[Tensor, Tensor, Tensor]
     question, x = ask.posed(seed)
     out, lse, _ = library.run(question, x, None)
     out = out.transpose(1, 2)
-    if like_query:
-        expected = torch.empty_like(ask.query)
-        out = out if out.stride() == expected.stride() else expected.copy_(out)
-    return out, lse, seed
+    return _laid_out_like(ask.query, out) if like_query else out, lse, seed
 
 
 def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
@@ -241,6 +237,17 @@ def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -
     if dbias is not None and behind:
         dbias = F.pad(dbias, (0, behind))
     return (*(g.transpose(1, 2) for g in (dq, dk, dv)), dbias)
+
+
+def _laid_out_like(t: Tensor, result: Tensor) -> Tensor:
+    expected = torch.empty_like(t, dtype=result.dtype)
+    return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+def _padded(dbias: Tensor, bias: Tensor) -> Tensor:
+    """In the shape and dtype of the bias, with rows that begin at multiples of 16 numbers."""
+    *planes, keys = bias.shape
+    return bias.new_empty(*planes, math.ceil(keys / 16) * 16)[..., :keys].copy_(dbias)
 
 
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {

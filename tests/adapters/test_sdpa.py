@@ -2,6 +2,7 @@
 torch's own, in graphs too; what is not served is torch's, and says why; all of it can be undone.
 """
 
+import copy
 import threading
 
 import pytest
@@ -123,6 +124,32 @@ class TestAnswers:
         assert torch.equal(again, before)
 
 
+def continuous_batching(device):
+    """Calls of ours, when `generate_batch` gave the greedy tokens of eager attention."""
+    import transformers
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    from tests.adapters import families
+    from tests.models.foreigners import greedy
+
+    one = copy.deepcopy(families.model("mistral"))
+    one.set_attn_implementation("eager")
+    prompts = [torch.randint(3, 131, (n,)).tolist() for n in (5, 23, 11)]
+    wanted = [greedy(one, prompt, 8) for prompt in prompts]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    cache = ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, use_cuda_graph=False)
+    one.to(device).set_attn_implementation("sdpa")
+    with sdpa.active():
+        found = one.generate_batch(prompts, settings, cache)
+        served, left = sdpa.counts()
+    assert not left
+    order = sorted(found, key=lambda name: int(name.split("_")[-1]))
+    assert [tuple(found[name].generated_tokens) for name in order] == wanted
+    return served
+
+
 class TestModules:
     def test_multihead_attention(self):
         """In evaluation too, where torch would take a path around the operator."""
@@ -151,24 +178,9 @@ class TestModules:
 
     def test_continuous_batching_of_transformers(self):
         """It takes no attention of another name; this one has torch's."""
-        transformers = pytest.importorskip("transformers", minversion="5.22")
-        from tests.adapters import families
-        from tests.models.foreigners import greedy
-
-        one = families.model("mistral")
-        one.set_attn_implementation("eager")
-        prompts = [torch.randint(3, 131, (n,)).tolist() for n in (5, 23, 11)]
-        wanted = [greedy(one, prompt, 8) for prompt in prompts]
-        settings = transformers.GenerationConfig(
-            max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        cache = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64)
-        one.set_attn_implementation("sdpa")
-        with sdpa.active():
-            found = one.generate_batch(prompts, settings, cache)
-            assert sdpa.counts().served[FORWARD] >= 16 and not sdpa.counts().left
-        order = sorted(found, key=lambda name: int(name.split("_")[-1]))
-        assert [tuple(found[name].generated_tokens) for name in order] == wanted
+        pytest.importorskip("transformers", minversion="5.22")  # before, it needs a GPU or psutil
+        served = continuous_batching("cpu")
+        assert served[FORWARD] >= 16
 
 
 class TestGraphs:
@@ -344,8 +356,9 @@ class TestOperatorsOfGpus:
         s = s if rule is None else s.masked_fill(~rule, -torch.inf)
         return s.softmax(-1) @ v
 
-    def test_flash_attention(self):
-        x = qkv(17, 17, dtype=torch.float64)
+    @pytest.mark.parametrize("contiguous", [False, True])
+    def test_flash_attention(self, contiguous):
+        x = qkv(17, 17, dtype=torch.float64, contiguous=contiguous)
         plain = [t.detach() for t in x]
         out, lse, cu_q, cu_k, max_q, max_k, state, unused, debug = sdpa_ops.flash_forward(
             *plain, 0.0, True
@@ -357,10 +370,10 @@ class TestOperatorsOfGpus:
         torch.testing.assert_close(out, expected.detach(), rtol=0, atol=1e-12)
         dout = torch.randn_like(out)
         saved = (dout, *plain, out, lse, None, None, 17, 17, 0.0, True, state, unused)
-        for ours, exact in zip(
-            sdpa_ops.flash_backward(*saved), torch.autograd.grad(expected, x, dout), strict=True
-        ):
-            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+        grads, exact = sdpa_ops.flash_backward(*saved), torch.autograd.grad(expected, x, dout)
+        for ours, best, t in zip(grads, exact, x, strict=True):
+            torch.testing.assert_close(ours, best, rtol=0, atol=1e-12)
+            assert ours.stride() == torch.empty_like(t).stride()
 
     def test_flash_attention_drops_the_same_in_its_gradient(self):
         """out is linear in v: its value along dv must be what v contributed."""
@@ -393,7 +406,7 @@ class TestOperatorsOfGpus:
         *exact, exact_bias = torch.autograd.grad(expected, (*x, bias), dout)
         for ours, best in zip(grads, exact, strict=True):
             torch.testing.assert_close(ours, best, rtol=0, atol=1e-12)
-        assert dbias.shape == added.shape
+        assert dbias.shape == added.shape and dbias.stride() == (4 * 33 * 48, 33 * 48, 48, 1)
         torch.testing.assert_close(dbias.sum_to_size(bias.shape), exact_bias, rtol=0, atol=1e-12)
 
     def test_efficient_attention_gives_what_is_wanted(self):
@@ -471,3 +484,7 @@ class TestGpu:
             out.float().square().sum().backward()
             assert not sdpa.counts().left
         assert torch.equal(out, eager)
+
+    def test_continuous_batching_of_transformers(self):
+        pytest.importorskip("transformers")
+        assert continuous_batching("cuda")["_scaled_dot_product_efficient_attention"] >= 16
