@@ -126,7 +126,7 @@ def _add_generate(commands) -> None:
         "--model",
         default="tiny",
         metavar="FOLDER",
-        help="config.json, safetensors and tokenizer.json; default: a built-in one, random weights",
+        help="config.json, safetensors and tokenizer.json; default: a small built-in one",
     )
     p.add_argument("--chat", action="store_true", help="the prompt is a message to an assistant")
     p.add_argument("--max-tokens", type=_positive, default=64, metavar="N")

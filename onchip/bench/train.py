@@ -132,9 +132,10 @@ def measure(
     for rival in ("cudnn", "fa2"):
         entered[rival] = Entry(batch, dense(sdpa(rival, config, causal=True), count))
     trainer = Trainer(config, device, compiled=not toy)
-    measured = contest(session, case, trainer, entered)
+    measured, clocks = contest(session, case, trainer, entered)
     tokens, flops = seqlen * count, model_flops(config, [seqlen] * count, causal=True)
-    return [_row(session, case, measured, tokens, flops, list(entered)[1:]) | {"error": error}]
+    row = _row(session, case, measured, tokens, flops, list(entered)[1:])
+    return [row | {"error": error} | clocks]
 
 
 def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row]:
@@ -155,7 +156,7 @@ def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row
     entered["fa2 packed"] = Entry(packed, packed_fa2(cu, seqlen))
     trainer = Trainer(config, device, compiled=not toy)
     case = _case("toy bert" if toy else "bert", config, seqlen, count)
-    measured = contest(session, case, trainer, entered)
+    measured, clocks = contest(session, case, trainer, entered)
     flops = model_flops(config, lengths.tolist(), causal=False, chosen=len(packed.rows))
     row = partial(_row, session, case, measured, len(packed.tokens), flops)
     rivals = [name for name in measured.times if name.endswith("padded")]
@@ -163,7 +164,7 @@ def measure_bert(session: Session, shape: dict[str, Any], toy: bool) -> list[Row
         row(rivals) | {"bench": "train padded"},
         row(["fa2 packed"]) | {"bench": "train packed"},
     ]
-    return [one | {"error": error} for one in rows if one["best_peer"]]
+    return [one | {"error": error} | clocks for one in rows if one["best_peer"]]
 
 
 @dataclass(frozen=True)
@@ -263,15 +264,17 @@ def judge_attention(
     return judged(attend, tuple(map(draw, heads)), True, mask)
 
 
-def contest(session: Session, case: Case, trainer: Trainer, entered: dict[str, Entry]) -> Race:
-    """Steps in turns. A rival that cannot, or whose loss is not ours, is left out and named."""
+def contest(
+    session: Session, case: Case, trainer: Trainer, entered: dict[str, Entry]
+) -> tuple[Race, dict[str, Any]]:
+    """Steps in turns, and the clocks meanwhile. A rival that cannot, or whose loss is not ours, is
+    left out and named.
+    """
     lanes = dict(_lanes(session, case, trainer, entered))
     start = time.monotonic()
     sample = gpu.replay_in_order if session.device.type == "cuda" else _in_order
     rounds = QUICK_ROUNDS if session.quick else ROUNDS
-    measured = gpu.race(lanes, lanes["onchip"], rounds, sample)
-    session.where |= {"clocks": session.watch(start)} if session.device.type == "cuda" else {}
-    return measured
+    return gpu.race(lanes, lanes["onchip"], rounds, sample), session.watch(start)
 
 
 def _lanes(

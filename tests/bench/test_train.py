@@ -68,7 +68,7 @@ def test_a_rival_with_another_loss_is_left_out():
         "late": train.Entry(batch, lambda q, k, v: 1 / 0),
     }
     case = train._case("toy", config, 16, 1)
-    measured = train.contest(session, case, Trainer(config, CPU), entered)
+    measured, _ = train.contest(session, case, Trainer(config, CPU), entered)
     assert list(measured.times) == ["onchip"] and len(said) == 2
     assert "its loss is" in said[0] and "ZeroDivisionError" in said[1]
 
