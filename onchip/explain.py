@@ -83,7 +83,7 @@ class Explanation(NamedTuple):
             return None
         p, kernel = self.problem, self.plan.kernel
         if is_modelled(p, self.hardware, kernel):
-            return predict(p, self.hardware, kernel, density=self.flops / max(1, p.flops))
+            return predict(p, self.hardware, kernel, density=self._density)
         scratch_bytes = self.splits.scratch_bytes if self.splits else 0
         return bound(p, self.hardware, self.flops, self.min_bytes + scratch_bytes)
 
@@ -91,9 +91,14 @@ class Explanation(NamedTuple):
     def backward_roofline(self) -> Roofline | None:
         """Of the backward, where a model of its kernels is at hand."""
         p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
-        if p.has_mask or hardware is None or not is_modelled(p, hardware, kernel):
+        if hardware is None or not is_modelled(p, hardware, kernel):
             return None
-        return predict(p, hardware, kernel, backward=True)
+        return predict(p, hardware, kernel, backward=True, density=self._density)
+
+    @property
+    def _density(self) -> float:
+        """Of the operations that causal and window leave, what a block mask leaves."""
+        return min(1.0, self.flops / max(1, self.problem.flops))
 
     def __str__(self) -> str:
         p = self.problem

@@ -16,6 +16,7 @@ from onchip.kernels.configs import (
 
 BARRIER = 8  # bytes
 FP32 = 4
+TICKETS = 2 * 4  # bytes
 LOOKUPS = 8  # tiles whose page ids are fetched ahead
 # The compiler hands values that warps share to those that it starts, through shared memory: 290 to
 # 700 bytes by the options of a call (Triton 3.6 and 3.9). No table says how many.
@@ -50,9 +51,16 @@ class Footprint:
 
 
 def hopper_forward(
-    config: HopperConfig, width: int, width_v: int, wide: bool = False, page_size: int = 0
+    config: HopperConfig,
+    width: int,
+    width_v: int,
+    wide: bool = False,
+    page_size: int = 0,
+    dynamic: bool = True,
 ) -> Footprint:
-    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers."""
+    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers;
+    dynamic: tiles are handed out one by one, as they are where they differ in length.
+    """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
         "q": 2 * config.q_stages * rows * width,
@@ -63,7 +71,7 @@ def hopper_forward(
         buffers["out"] = 2 * rows * width_v
     if page_size:
         buffers["page ids"] = 4 * LOOKUPS * max(1, n // page_size)
-    buffers["tickets"] = 2 * 4
+    buffers["tickets"] = TICKETS if dynamic else 0
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
     barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
     return Footprint(buffers, barriers, *_threads(config, config.consumers))
@@ -88,7 +96,9 @@ def hopper_decode(width: int, page_size: int = 0) -> Footprint:
     return Footprint(buffers, 2 * stages + 1, 160)
 
 
-def hopper_backward(config: HopperBackwardConfig, width: int, with_dq: bool = True) -> Footprint:
+def hopper_backward(
+    config: HopperBackwardConfig, width: int, with_dq: bool = True, dynamic: bool = True
+) -> Footprint:
     """dk and dv, and dq unless it has a kernel of its own: then ds is not exchanged."""
     m, n = config.tile_m, config.tile_n
     buffers = {
@@ -98,7 +108,7 @@ def hopper_backward(config: HopperBackwardConfig, width: int, with_dq: bool = Tr
         "k": 2 * n * width,
         "v": 2 * n * width,
         "dq, or dk and dv on their way": FP32 * 2 * 64 * 64,
-        "tickets": 2 * 4,
+        "tickets": TICKETS if dynamic else 0,
     }
     if with_dq:
         buffers["ds"] = 2 * 2 * n * m
@@ -107,7 +117,11 @@ def hopper_backward(config: HopperBackwardConfig, width: int, with_dq: bool = Tr
 
 
 def hopper_gradient(
-    config: HopperGradientConfig, width: int, keys: bool = False, values: bool = False
+    config: HopperGradientConfig,
+    width: int,
+    keys: bool = False,
+    values: bool = False,
+    dynamic: bool = True,
 ) -> Footprint:
     """One gradient in a kernel of its own: dq, (keys) dk, or (keys and values) dv, which needs one
     matrix of its own rows less. lse and delta stream by with queries, or are the own rows'.
@@ -117,7 +131,7 @@ def hopper_gradient(
     buffers |= {
         "b0": 2 * config.b0_stages * config.tile * width,
         "b1": 2 * config.b1_stages * config.tile * width,
-        "tickets": 2 * 4,
+        "tickets": TICKETS if dynamic else 0,
     }
     if keys:
         buffers["lse and delta"] = FP32 * config.b0_stages * 2 * config.tile

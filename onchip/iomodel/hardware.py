@@ -37,9 +37,10 @@ class Hardware:
     lanes: int  # fp32 operations, a multiply-add is one
     shared_bytes: int  # of one program, at most
     source: str
+    capability: tuple[int, int] | None = None  # CUDA's
     shared_rate: int = 128  # bytes
     registers: int = 65536  # of 32 bits
-    launch_s: float = 2.5e-6  # of a kernel in a graph: NVIDIA blog, "Constant time launch", 2024
+    launch_s: float = 2.5e-6  # of a kernel in a graph; assumed, neither measured nor looked up
     stream_bytes_s: float | None = None
 
     @property
@@ -74,11 +75,12 @@ class Hardware:
         return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
 
 
-# Latencies of A100 and Hopper in clocks: Luo et al., arXiv 2402.13499, table of memory levels
-# (pointer chasing; their Hopper is an H800). Shared memory: 32 banks of 4 bytes a clock. Registers:
+# Latencies of A100 and Hopper in clocks: after Luo et al., arXiv 2402.13499 (their Hopper is
+# an H800), but written from memory and not checked against it. No prediction uses them, and `onchip
+# doctor --measure` measures them on a GPU. Shared memory: 32 banks of 4 bytes a clock. Registers:
 # the three operands of a multiply-add on every lane, which take none of the time. L2 of an A100:
 # 5,120 bytes a clock (NVIDIA A100 whitepaper); Hopper's was not published: taken to be the same.
-_LUO = "Luo et al., arXiv 2402.13499"
+_LUO = "after Luo et al., arXiv 2402.13499, unchecked"
 _L2_CLOCK = 5120
 _HOPPER_CLOCKS = (478.8, 263.0, 29.0)
 _AMPERE_CLOCKS = (466.3, 261.5, 29.0)
@@ -124,6 +126,7 @@ A100 = Hardware(
     lanes=64,
     shared_bytes=163 * KB,
     source=f"NVIDIA A100 whitepaper (2020); latencies: {_LUO}",
+    capability=(8, 0),
 )
 _HOPPER = {
     "processors": 132,
@@ -132,6 +135,7 @@ _HOPPER = {
     "exps": 16,  # the same guide, 9.0
     "lanes": 128,
     "shared_bytes": 227 * KB,
+    "capability": (9, 0),
 }
 _H_L2 = (50 * MB, _L2_CLOCK * 1.83e9, "taken to be as wide as that of an A100")
 _H_REST = (132, 228 * KB, 128, 1.83e9, _HOPPER_CLOCKS)
@@ -148,7 +152,7 @@ H200 = Hardware(
     stream_bytes_s=4.5e12,  # decoding over pages: bench/results/h200-paged.json; a test compares
     **_HOPPER,
 )
-_B200_L2 = (126 * MB, None, "Chips and Cheese, Nvidia's B200 (2025)")
+_B200_L2 = (126 * MB, None, "freeCodeCamp, Blackwell GPU memory architecture")
 B200 = Hardware(
     "NVIDIA B200",
     processors=148,
@@ -163,6 +167,7 @@ B200 = Hardware(
     lanes=128,
     shared_bytes=227 * KB,
     source="NVIDIA DGX B200 datasheet (2024)",
+    capability=(10, 0),
 )
 TABLE = (A100, H100, H200, B200)
 

@@ -6,7 +6,9 @@ follows from its pipeline. Consumers (warpgroups of 64 rows) go round the units 
 tile after another: tensor cores, exp unit and lanes, shared memory. That is a closed queueing
 network, whose throughput mean value analysis gives (Reiser and Lavenberg, 1980) from nothing but
 how long a tile needs each unit. With one consumer, or if they meet in every tile, nothing overlaps;
-with many the slowest unit is never idle. There is no factor that was fitted.
+with many the slowest unit is never idle. No factor was fitted, but what counts as a unit, a step or
+a meeting was decided with measurements of an H200 in view: docs/benchmarks.md says what held there,
+and what did not where nobody had looked. Short calls take longer than this says.
 """
 
 import math
@@ -142,18 +144,21 @@ def predict(
     """A call served by `kernel`; density: of a block mask. Pipelines of other kernels than
     Hopper's are not modelled, nor are packed sequences, pages and few queries: see `bound`.
     """
+    if not 0.0 <= density <= 1.0:
+        raise ValueError(f"{density=} must lie between 0 and 1")
     if not is_modelled(problem, hardware, kernel):
         flops = round((BACKWARD_FLOPS if backward else 1) * density * problem.flops)
         memory_bytes = (2 if backward else 1) * problem.min_bytes
         return bound(problem, hardware, flops, memory_bytes, BACKWARD_FLOPS if backward else 1)
-    phases = _backward(problem, hardware) if backward else [_forward(problem, hardware, density)]
-    return Roofline(hardware, tuple(phases), True)
+    if backward:
+        return Roofline(hardware, tuple(_backward(problem, hardware, density)), True)
+    return Roofline(hardware, (_forward(problem, hardware, density),), True)
 
 
 def is_modelled(problem: Problem, hardware: Hardware, kernel: str) -> bool:
     few = problem.seqlen_q * problem.group_size <= 64
     lists = problem.packed or problem.page_size or few
-    return kernel == "hopper" and hardware.is_known and not lists
+    return kernel == "hopper" and hardware.capability == (9, 0) and not lists
 
 
 def bound(
@@ -203,7 +208,7 @@ def forward_step(
     )
 
 
-def _backward(problem: Problem, hardware: Hardware) -> list[Phase]:
+def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phase]:
     """Kernels of kernels/hopper/launch_backward.py: lse and delta first, then all gradients at once
     with dq summed in fp32, or each in a kernel of its own.
     """
@@ -214,16 +219,18 @@ def _backward(problem: Problem, hardware: Hardware) -> list[Phase]:
     read = 2 * rows * problem.head_dim_v * itemsize
     phases = [_streaming("prepare", read + summed, hardware)]
     if width < 256:
-        phases.append(_gradients(problem, width, hardware, not apart))
+        phases.append(_gradients(problem, width, hardware, density, not apart))
     else:
-        phases += [_gradient(problem, width, name, hardware) for name in ("dk", "dv")]
+        phases += [_gradient(problem, width, name, hardware, density) for name in ("dk", "dv")]
     if apart:
-        return [*phases, _gradient(problem, width, "dq", hardware)]
+        return [*phases, _gradient(problem, width, "dq", hardware, density)]
     written = rows * problem.head_dim * itemsize
     return [*phases, _streaming("finish", summed + written, hardware)]
 
 
-def _gradients(problem: Problem, width: int, hardware: Hardware, with_dq: bool) -> Phase:
+def _gradients(
+    problem: Problem, width: int, hardware: Hardware, density: float, with_dq: bool
+) -> Phase:
     """dk and dv. For dq, too, consumers exchange ds in every step: then they walk in lockstep."""
     config = hopper_backward_config(width)
     moved = 2 * config.tile_n * width * problem.dtype.itemsize  # one k and one v fit, no next one
@@ -231,7 +238,7 @@ def _gradients(problem: Problem, width: int, hardware: Hardware, with_dq: bool) 
     pace = Pace(
         backward_step(width, hardware, problem.dtype, with_dq),
         2,
-        problem.group_size * steps(problem, config.tile_n, 64, keys=True),
+        density * problem.group_size * steps(problem, config.tile_n, 64, keys=True),
         planes,
         _mask_clocks(problem, 64, hardware),
         moved / _bytes_clock(hardware),
@@ -255,10 +262,10 @@ def backward_step(width: int, hardware: Hardware, dtype: torch.dtype, with_dq: b
     )
 
 
-def _gradient(problem: Problem, width: int, name: str, hardware: Hardware) -> Phase:
+def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:
     """dq, dk or dv in a kernel of its own."""
     config, keys = hopper_gradient_config(width), name != "dq"
-    counts = steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
+    counts = density * steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
     own = 2 if name == "dv" else 3  # matrices of own rows that come or leave
     moved = own * GRADIENT_ROWS * width * problem.dtype.itemsize
     pace = Pace(

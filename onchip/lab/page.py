@@ -26,8 +26,8 @@ def assemble(data: Mapping[str, Any], live: bool = False) -> str:
     rules += f"; form-action 'none'; style-src {styles}; script-src {scripts}"
     text = _put(text, "POLICY", rules)
     text = _put(text, "LIVE", "live" if live else "offline")
-    # A page is the only place where "<" of the data could end its element.
-    return _put(text, "DATA", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+    packed = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return _put(text, "DATA", packed.replace("<", "\\u003c"))  # "</script>" would end the data
 
 
 def write(folder: Path, data: Mapping[str, Any]) -> Path:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import onchip
-from onchip import state
 from onchip.engine.tokenizer import ByteTokenizer
 from onchip.lab import papers, playground
 from onchip.lab.numbers import shown
@@ -20,8 +19,6 @@ from onchip.parallel.machines import H200, LINKS, Fabric
 from onchip.parallel.simulate import LAYOUTS, Shape, Step, merge_seconds, rounds, seconds
 
 SENTENCE = "I swam across the river to get to the other bank."
-
-
 FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
 
 
@@ -40,16 +37,10 @@ def everything() -> dict[str, Any]:
 
 
 def algebra() -> dict[str, Any]:
-    """Scores of one query over eight keys with their values, and the state of each cut in two."""
+    """Scores of one query over eight keys, and their values, of two numbers each."""
     q, k, v = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(21), dtype=torch.float64)
-    s = (3 * q[0] @ k.mT).round(decimals=1)
-    v = v.round(decimals=1)
-    merged = [
-        state.merge(state.lift(s[:cut], v[:cut]), state.lift(s[cut:], v[cut:]))
-        for cut in range(len(s) + 1)
-    ]
-    ends = [[shown(x) for x in (*one, *state.finalize(one))] for one in merged]
-    return {"scores": shown(s), "values": shown(v), "merged": ends}
+    s = 3 * q[0] @ k.mT
+    return {"scores": shown(s.round(decimals=1)), "values": shown(v.round(decimals=1))}
 
 
 FABRICS = (

@@ -25,7 +25,7 @@ def site(data, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def chromium():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no Chromium here (CHROMIUM= names one)")

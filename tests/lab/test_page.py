@@ -138,7 +138,7 @@ class TestBytes:
 
     def test_all_draw_from_one_memory(self, tab):
         """As long as none has ended all have moved as much; at the end, each its own."""
-        slide(tab, "bytes-time", 20)
+        slide(tab, "bytes-time", 8)
         early = [number(tab.locator(f'[data-bytes="{n}"]').text_content()) for n in papers.KERNELS]
         assert early[0] == early[1] == early[2] > 0
         slide(tab, "bytes-time", 359)

@@ -1,8 +1,14 @@
 """The lab on the loopback: the page, the Python pool behind it, and what is refused."""
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 from http.client import HTTPConnection
+from urllib.request import urlopen
 
 import pytest
 
@@ -106,6 +112,20 @@ def test_connections_are_bounded(server):
 def _soon(holds):
     wait = threading.Event()
     return any(holds() or wait.wait(0.02) for _ in range(300))
+
+
+@pytest.mark.slow
+def test_the_command_serves_until_it_is_stopped():
+    command = [sys.executable, "-m", "onchip", "lab", "--port", "0", "--no-open"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as lab:
+        url = re.search(r"http://127\.0\.0\.1:\d+/", lab.stdout.readline())[0]
+        with urlopen(url, timeout=10) as reply:
+            assert b'data-behind="live"' in reply.read()
+        lab.send_signal(signal.SIGINT)
+        assert lab.wait(10) == 130 and "stopped" in lab.stderr.read()
 
 
 def test_the_command_writes_a_page_that_needs_no_server(tmp_path, capsys, monkeypatch, data):

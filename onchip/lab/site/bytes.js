@@ -135,6 +135,6 @@ lab.figures.bytes = (panel, data) => {
   table();
   lab.redraw.push(draw);
   new ResizeObserver(draw).observe(panel);
-  player.go(Math.round(0.12 * FRAMES));
+  player.go(Math.round((0.6 * FRAMES * total("v2")) / most()));  // while all three are under way
   return { player, total, progress, get length() { return length; } };
 };

@@ -1,10 +1,11 @@
 "use strict";
-// What the figures share: elements, numbers as text, controls, a player. One global name, no library.
+// What the figures share: elements, numbers as text, controls, a player. No library; one global name
+// beside `theme`.
 
 const lab = {
   data: JSON.parse(document.getElementById("data").textContent),
   figures: {},  // name -> (panel, data) => anything a test or another figure may ask
-  redraw: [],   // called when the theme or the width changes
+  redraw: [],   // called when the theme changes
   still: matchMedia("(prefers-reduced-motion: reduce)"),
 };
 

@@ -20,7 +20,7 @@ lab.figures.rows = (panel, data) => {
     lab.h("p", { class: "note" }, "All heads of all layers for this word; the lighter, the less:"),
     heads);
   const about = data.about[0].toUpperCase() + data.about.slice(1);
-  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. A trained one is recorded by the same command.`;
+  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. Another one is recorded by the same command.`;
 
   // The share of each word: the sum over its tokens.
   function shares(l = layer, h = head) {
@@ -50,7 +50,7 @@ lab.figures.rows = (panel, data) => {
       part.style.opacity = Math.max(0.06, share / most);
       return part;
     });
-    return lab.h("button", { type: "button", "aria-pressed": l === layer && h === head, "aria-label": `Layer ${l + 1}, head ${h + 1}`,
+    return lab.h("button", { type: "button", "aria-pressed": String(l === layer && h === head), "aria-label": `Layer ${l + 1}, head ${h + 1}`,
       onclick: () => pick(l, h) }, lab.h("span", { class: "strip" }, parts));
   }
 

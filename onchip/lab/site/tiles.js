@@ -6,6 +6,10 @@ lab.figures.tiles = (panel, data) => {
   const { seqlen, tile, rows, shown, patches } = data, count = seqlen / tile;
   const ORDERS = [["v1", "v1, keys outside"], ["v2", "v2, queries outside"]];
   const MASKS = [["none", "no mask"], ["causal", "causal"], ["window", "window"], ["blocks", "block-sparse"]];
+  const LOOPS = {
+    v1: "for each tile of K, V:           # held\n    for each tile of Q:\n        load O, l, m;  fold;  store O, l, m",
+    v2: "for each tile of Q:              # held\n    for each tile of K, V that is seen:\n        fold into m, l, acc\n    store O = acc / l",
+  };
   const PAD = 30, RIGHT = 30;  // around the matrix, for what is loaded and written
   let order = "v2", mask = "causal", row = 11, frame = 0;
   const run = () => data.runs[order][mask];
@@ -21,6 +25,7 @@ lab.figures.tiles = (panel, data) => {
   const facts = lab.facts([["read", "read from HBM", "of-a"], ["written", "written to HBM", "of-b"],
     ["visits", "tiles visited"], ["skipped", "tiles never touched"]]);
   const state = lab.h("div", { class: "state both" }, title, list), meters = lab.h("div", { class: "meters" });
+  const loop = lab.h("pre", { class: "loop" });
   const say = lab.h("p", { class: "say", id: "tiles-say" });
   const player = lab.player("tiles-step", 1, (i) => { frame = i; draw(); }, { pace: 5, label: "Tile" });
   const watch = lab.slider("tiles-row", "watch row", { max: rows.length - 1, value: row, show: (i) => `${rows[i]}` },
@@ -30,14 +35,16 @@ lab.figures.tiles = (panel, data) => {
       lab.choice("tiles-order", "loop", ORDERS, order, (x) => { order = x; restart(); }),
       lab.choice("tiles-mask", "mask", MASKS, mask, (x) => { mask = x; restart(); })),
     lab.h("div", { class: "tile-view" },
-      lab.h("div", { class: "matrix" }, svg), lab.h("div", { class: "beside" }, watch, state, facts, meters)),
+      lab.h("div", { class: "matrix" }, lab.h("div", {}, svg), loop), lab.h("div", { class: "beside" }, watch, state, facts, meters)),
     player.element, say);
   lab.at("tiles-note").textContent = `Recorded from paper_v1 and paper_v2 over ${lab.whole(seqlen)} tokens, head_dim ${data.head_dim}, `
     + `${data.dtype}, tiles of ${tile} × ${tile}; the bytes are those of their ledgers. “finally” is what onchip.attention `
-    + `gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown; v1 keeps acc divided by l, and visits what causal and window hide.`;
+    + `gives. Of acc and out the first ${shown} of ${data.head_dim} numbers are shown; `
+    + `v1 keeps acc divided by l, and visits what causal and window hide.`;
 
   function restart() {
     const steps = run().steps.length;
+    loop.textContent = LOOPS[order];
     player.reset(steps, { text: (i) => `tile ${i + 1} of ${steps}`, at: Math.min(steps - 1, Math.round(steps * 0.45)) });
   }
 

@@ -261,21 +261,17 @@ def _holds(machine: Machine, expected: Footprint) -> None:
     assert sum(threads * each for threads, each in expected.roles) <= pool <= 65536
 
 
-def _gradients(problem: Problem) -> list[Footprint]:
-    """Of the kernels that launch_backward starts, in their order."""
+def _gradient(problem: Problem, constants: dict) -> Footprint:
+    """Of a kernel that launch_backward starts, by the constants it is compiled with."""
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
-    config = configs.hopper_gradient_config(width)
-    dq = [footprint.hopper_gradient(config, width)]
-    if width == 256:
-        dv = config._replace(held=False, b1_stages=2)
-        return [
-            footprint.hopper_gradient(config, width, keys=True),
-            footprint.hopper_gradient(dv, width, keys=True, values=True),
-            *dq,
-        ]
-    apart = problem.deterministic
-    both = footprint.hopper_backward(configs.hopper_backward_config(width), width, not apart)
-    return [both, *(dq if apart else [])]
+    dynamic = constants["DYNAMIC"]
+    if "DQ" in constants:
+        config = configs.hopper_backward_config(width)
+        return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
+    config, values = configs.hopper_gradient_config(width), constants["VALUES"]
+    if values:
+        config = config._replace(b1_stages=2)
+    return footprint.hopper_gradient(config, width, constants["KEYS"], values, dynamic)
 
 
 @pytest.mark.parametrize("variant", variants(FORWARD))
@@ -290,7 +286,8 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     _check(machine, variant, kwargs["maxnreg"])
     widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
-    _holds(machine, footprint.hopper_forward(config, *widths, wide, problem.page_size))
+    more = wide, problem.page_size, kwargs["DYNAMIC"]
+    _holds(machine, footprint.hopper_forward(config, *widths, *more))
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))
@@ -319,12 +316,11 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
     backward(problem, x, out, lse, out, None)
     assert sum(kernel.is_gluon() for kernel, _, _ in launches) >= 1
-    expected = iter(_gradients(problem))
     for kernel, args, kwargs in launches:
         machine = _compile(kernel, args, kwargs, tmp_path)
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
-            _holds(machine, next(expected))
+            _holds(machine, _gradient(problem, kwargs))
 
 
 def test_loops_are_found_by_their_flow():
