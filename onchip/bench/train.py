@@ -5,10 +5,11 @@ context; bert: BERT-large in shape at 512 tokens, lengths uniform in [1, 512], p
 padded; curves: 500 steps on the King James Bible with each attention, same weights and batches.
 
 A step is forward, backward and AdamW on random tokens, weights and products in bf16. Contenders
-share the model and the optimizer and take turns, step by step; attention alone is different. A
-model's flops are 6 for each weight of a product and token, and 12 head_dim for each head, query and
-key that it sees: nothing is counted that is computed twice. `mfu` is their share of what the device
-can do. Without a GPU everything runs at toy size, and no bar is judged.
+share the model and the optimizer, whose learning rate is 0 so that all train the same weights, and
+take turns, step by step; attention alone is different. A model's flops are 6 for each weight of a
+product and token, and 12 head_dim for each head, query and key that it sees: nothing is counted
+that is computed twice. `mfu` is their share of what the device can do. Without a GPU everything
+runs at toy size, and no bar is judged.
 """
 
 import math

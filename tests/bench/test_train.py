@@ -43,6 +43,17 @@ def test_layer_by_layer_is_the_decoder(shape):
     assert trainer(batch, attend).item() == pytest.approx(expected.item(), rel=1e-3)
 
 
+def test_a_timed_step_leaves_the_weights_as_they_are():
+    """So that whoever comes later has the loss of who came first."""
+    config = train.at_length(train.TOY_GPT2, 16)
+    trainer, batch = Trainer(config, CPU), train.random_batch(config, [16], CPU)
+    attend = train.dense(train.sdpa("math", config, causal=True), 1)
+    first, second = (trainer.step(batch, attend).item() for _ in range(2))
+    assert first == second
+    learns = Trainer(config, CPU, torch.float32, lr=1e-3)
+    assert learns.step(batch, attend).item() > learns.step(batch, attend).item()
+
+
 def test_padded_and_packed_sequences_have_the_same_loss():
     config, lengths = train.at_length(train.TOY_GPT2, 64), torch.tensor([1, 63, 17])
     packed = train.random_batch(config, lengths.tolist(), CPU, 0.4)
