@@ -25,13 +25,15 @@ SPACING = 0.5  # pixels from one point of a curve to the next: no pixel is jumpe
 
 
 class Scene(NamedTuple):
-    """images (batch, size, size) of zeros and ones, labels (batch,) of zeros and ones, and where
-    the dots are: (batch, 2, 2), row and column.
+    """images (batch, size, size) of zeros and ones, labels (batch,) of zeros and ones, where the
+    dots are: (batch, 2, 2), row and column, and which pixels of an image belong to a curve with a
+    dot (marked, shaped like images).
     """
 
     images: Tensor
     labels: Tensor
     dots: Tensor
+    marked: Tensor
 
 
 def draw(count: int, size: int, seed: int, device: torch.device | str = "cpu") -> Scene:
@@ -57,20 +59,22 @@ def attempt(count: int, size: int, generator: torch.Generator) -> Scene:
         met = taken.gather(1, pixels(tried, size).flatten(1)).view(tried.shape[:-1])
         fits &= met.sum(-1) == 0
         curves.append(tried[torch.arange(count, device=device), fits.int().argmax(1)])
-        taken = taken.maximum(surroundings(curves[-1], size))
+        taken = taken.maximum(surroundings(curves[-1], size, MARGIN))
         whole &= fits.any(1)
     labels = torch.rand(count, generator=generator, device=device) < 0.5
     dots = dots_of(curves[0], curves[1], labels)
     images = render(curves, dots, size, generator)
-    return Scene(images[whole], labels[whole].long(), dots[whole])
+    other = surroundings(curves[1], size, 1) * ~labels[:, None]
+    marked = images * other.maximum(surroundings(curves[0], size, 1)).view(images.shape)
+    return Scene(images[whole], labels[whole].long(), dots[whole], marked[whole])
 
 
-def surroundings(curve: Tensor, size: int) -> Tensor:
-    """Ones (batch, size * size) where another curve would come within MARGIN pixels."""
+def surroundings(curve: Tensor, size: int, reach: int) -> Tensor:
+    """Ones (batch, size * size) within `reach` pixels of a curve."""
     lit = torch.zeros(len(curve), size * size, device=curve.device)
     lit.scatter_(1, pixels(curve, size), 1.0)
     image = lit.view(-1, 1, size, size)
-    return F.max_pool2d(image, 2 * MARGIN + 1, stride=1, padding=MARGIN).flatten(1)
+    return F.max_pool2d(image, 2 * reach + 1, stride=1, padding=reach).flatten(1)
 
 
 def candidates(

@@ -261,10 +261,19 @@ def built_once(mask: Tensor, seqlen_k: int) -> Tensor:
 
 
 def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
-    """A tensor of its own: memory of graphs is used again, and this one's meaning is kept."""
-    kept = mask.clone()
+    """A tensor of its own, whose meaning is kept for as long as the object lives."""
+    kept = _spaced(mask)
+    kept.copy_(mask)
     later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
     return kept
+
+
+def _spaced(mask: Tensor, _: Any = None) -> Tensor:
+    """Room for a mask, of strides that no graph gives to what it computes. Inductor computes into
+    memory that it does not need any more, and if strides are the same, into the same object: what
+    is kept of a mask would be taken for the meaning of a tensor that was computed from it.
+    """
+    return mask.new_empty((*mask.shape[:-1], mask.shape[-1] + 1))[..., :-1]
 
 
 def _settled(x: Tensors) -> Tensors:
@@ -417,7 +426,7 @@ for _key in _BACKENDS:
     _LIB.impl("backward", _backward, _key)
 torch.library.register_fake("onchip::forward", _forward_fake, lib=_LIB)
 torch.library.register_fake("onchip::backward", _backward_fake, lib=_LIB)
-torch.library.register_fake("onchip::mask", lambda mask, _: torch.empty_like(mask), lib=_LIB)
+torch.library.register_fake("onchip::mask", _spaced, lib=_LIB)
 torch.library.register_vmap("onchip::forward", _forward_vmap, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default

@@ -60,10 +60,14 @@ class _Frame(NamedTuple):
 
 
 class _Meaning(NamedTuple):
-    """What bounds say in options: over the first seqlen_k keys, with the last query at the last."""
+    """What is known about bounds: they are over kv_length keys, and they say the same as options do
+    over the first seqlen_k of them, or as options do within each document; None: they do not.
+    """
 
-    options: dict[str, Any]
-    seqlen_k: int
+    kv_length: int
+    seqlen_k: int = 0
+    options: dict[str, Any] | None = None
+    within: dict[str, Any] | None = None
 
 
 _meanings: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -94,25 +98,25 @@ def mask(
         return _traced(asked)
     frame = _Frame(q_length, kv_length, int(q_offset), kv_offset)
     reading = None if said.get("use_vmap") else read(mask_function, _masking())
-    if reading is None:
-        return _by_cells(frame, asked)
-    return _by_structure(frame, reading, asked)
+    made = _by_cells(frame, asked) if reading is None else _by_structure(frame, reading, asked)
+    if made is not None and made not in _meanings and made.dtype != torch.bool:
+        _meanings[made] = _Meaning(kv_length)
+    return made
 
 
 def _by_structure(frame: _Frame, reading: Reading, asked: dict[str, Any]) -> Tensor | None:
-    options, causal = reading.options(), reading.has("causal_mask_function")
-    keys = frame.reach if causal else frame.kv_length
+    keys = frame.reach if reading.has("causal_mask_function") else frame.kv_length
     seen = _seen(frame, asked["attention_mask"])
-    if seen is not None and bool(seen[:, :keys].all()):
-        seen = None
-    if seen is None and options is not None and _may_skip(frame, options, asked):
+    if seen is not None and not bool(seen[:, :keys].all()):
+        bounds = _without_padding(_bounds(frame, reading, asked["device"]), seen)
+        return _cells(asked) if bounds is None else bounds
+    options = reading.options()
+    if options is not None and _may_skip(frame, options, asked):
         return None
     bounds = _bounds(frame, reading, asked["device"])
-    if seen is not None:
-        bounds = _without_padding(bounds, seen)
-        return _cells(asked) if bounds is None else bounds
-    if options is not None and frame.q_offset + frame.q_length == frame.kv_offset + keys:
-        _meanings[bounds] = _Meaning(options, keys)
+    if frame.q_offset + frame.q_length == frame.kv_offset + keys:
+        documents = reading.without("packed_sequence_mask_function")
+        _meanings[bounds] = _Meaning(frame.kv_length, keys, options, documents.options())
     return bounds
 
 
@@ -265,7 +269,11 @@ class _Call(NamedTuple):
         if torch.compiler.is_compiling():
             return self.saying(mask=mask)
         meaning = _meanings.get(mask)
-        if meaning is not None:
+        if meaning is not None and meaning.kv_length != self.k.shape[1]:
+            raise UnsupportedError(
+                f"a mask over {meaning.kv_length} keys came with {self.k.shape[1]} keys"
+            )
+        if meaning is not None and meaning.options is not None:
             return self.over(meaning.seqlen_k).saying(**meaning.options)
         return self.saying(mask=_blocks(mask, self.q.shape[1], self.k.shape[1]))
 
@@ -300,14 +308,25 @@ class _Packing(NamedTuple):
         ]
         return cls(*offsets, *longest)
 
-    def attend(self, call: _Call, is_causal: bool) -> Tensor:
+    def attend(self, call: _Call, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Options where they say what the mask does within each sequence, the mask otherwise."""
+        if mask is None:
+            return self._packed(call.saying(causal=is_causal))
+        if torch.compiler.is_compiling():
+            return call.masked(library.built_once(self.within(mask), call.k.shape[1])).run()
+        meaning = _meanings.get(mask)
+        if meaning is not None and meaning.within is not None:
+            return self._packed(call.saying(**meaning.within))
+        return call.masked(self.within(mask)).run()
+
+    def _packed(self, call: _Call) -> Tensor:
         if call.q.shape[0] != 1 or call.bias is not None:
             raise UnsupportedError(
                 f"cu_seq_lens of a batch of {call.q.shape[0]}, or with a position bias: pack"
                 " sequences in one row, without a bias"
             )
         q, k, v = (t[0] for t in call[:3])
-        out = varlen_attention(q, k, v, *self, causal=is_causal, **call.options)
+        out = varlen_attention(q, k, v, *self, **call.options)
         return out[None]  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def within(self, mask: Tensor) -> Tensor:
@@ -350,11 +369,8 @@ def attend(
     packing = _Packing.taken_from(said)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     call = _Call(q, k, v, position_bias, options_of(said) | {"dropout_p": dropout})
+    if packing is not None:
+        return packing.attend(call, attention_mask, is_causal), None
     if attention_mask is None:
-        return _unmasked(call, packing, is_causal), None
-    mask = attention_mask if packing is None else packing.within(attention_mask)
-    return call.masked(mask).run(), None
-
-
-def _unmasked(call: _Call, packing: _Packing | None, is_causal: bool) -> Tensor:
-    return call.unmasked(is_causal).run() if packing is None else packing.attend(call, is_causal)
+        return call.unmasked(is_causal).run(), None
+    return call.masked(attention_mask).run(), None

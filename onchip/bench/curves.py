@@ -24,7 +24,7 @@ TEXT = Path(__file__).parents[2] / "examples" / "data" / "kjv.txt.xz"
 GPT2_SMALL = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 768, "n_layer": 12, "n_head": 12}
 TOY = GPT2_SMALL | {"n_embd": 64, "n_layer": 2, "n_head": 2}
 BACKENDS = ("fa2", "cudnn", "efficient", "math")  # the first two that run are the measure
-SEQLEN, COUNT, STEPS = 1024, 16, 500
+SEQLEN, COUNT, STEPS, LR = 1024, 16, 500, 3e-4
 TOY_SEQLEN, TOY_COUNT, TOY_STEPS = 64, 4, 30
 Curve = list[float]
 
@@ -77,7 +77,7 @@ def curve(
     config: ModelConfig, device: torch.device, data: list[Batch], attend: Callable[..., Tensor]
 ) -> Curve:
     """The loss of every step; weights in fp32, the same at the start for everybody."""
-    trainer = Trainer(config, device, torch.float32)
+    trainer = Trainer(config, device, torch.float32, lr=LR)
     count = int((data[0].positions == 0).sum())
     rows = lambda x: x.unflatten(0, (count, -1))
     packed = lambda q, k, v: attend(rows(q), rows(k), rows(v)).flatten(0, 1)

@@ -60,7 +60,7 @@ def _compile(function: Callable) -> Callable:
 
 class Trainer:
     """A model, its optimizer and the functions of a layer. Weights are kept in `dtype`; products
-    are bf16 either way.
+    are bf16 either way. With lr 0 a step costs what it costs and leaves the weights as they are.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class Trainer:
         device: torch.device,
         dtype: torch.dtype = torch.bfloat16,
         compiled: bool = False,
+        lr: float = 0.0,
     ):
         self.model = random_model(config, device=device, dtype=dtype)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
         compile: Callable[[Any], Any] = _compile if compiled else lambda function: function
         self.before, self.after, self.loss = map(compile, (before, after, loss))
 

@@ -75,6 +75,9 @@ class Reading(NamedTuple):
     def has(self, name: str) -> bool:
         return any(part.name == name for part in self.parts)
 
+    def without(self, name: str) -> "Reading":
+        return Reading(tuple(part for part in self.parts if part.name != name))
+
     def options(self) -> dict[str, Any] | None:
         """causal and window_size of `onchip.attention` that say the same of queries which stand at
         the last keys; None where these do not.

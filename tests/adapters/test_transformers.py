@@ -199,6 +199,28 @@ class TestPacking:
         together = one(words, position_ids=positions, use_cache=use_cache, **said).logits
         close(together, self.alone(one, words))
 
+    @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
+    def test_offsets_need_no_mask(self, kind, packed, monkeypatch):
+        """Though documents are in the mask too: they are sequences, and a window is an option."""
+        words, positions = packed
+        one = as_name(families.model(kind), "onchip")
+        cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
+        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        monkeypatch.setattr(adapter, "attention", None)
+        with torch.no_grad():
+            one(words, position_ids=positions, use_cache=False, **said)
+
+    @torch.no_grad()
+    def test_offsets_in_a_graph(self, packed):
+        words, positions = packed
+        one = as_name(copy.deepcopy(families.model("mistral")), "onchip")
+        one.model.layers = one.model.layers[:1]
+        cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
+        said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 13, "max_length_k": 13}
+        compiled = torch.compile(one, backend="eager", fullgraph=True)
+        together = compiled(words, position_ids=positions, use_cache=False, **said).logits
+        close(together, self.alone(one, words))
+
     def test_gradients(self, packed):
         words, positions = packed
         one = as_name(families.model("mistral"), "onchip")
@@ -430,6 +452,16 @@ class TestRefusals:
         q, mask = torch.randn(1, 2, 9, 8), torch.zeros(1, 1, 9, 9, dtype=torch.int32)
         with pytest.raises(onchip.UnsupportedError, match="neither bool nor float"):
             adapter.attend(torch.nn.Module(), q, q, q, mask)
+
+    def test_a_mask_over_other_keys(self):
+        q, k = torch.randn(1, 2, 9, 8), torch.randn(1, 2, 11, 8)
+        masking = transformers.masking_utils
+        said = {"batch_size": 1, "q_length": 9, "kv_length": 9, "device": "cpu"}
+        rule = masking.sliding_window_causal_mask_function(4)
+        made = adapter.mask(mask_function=rule, local_size=4, **said)
+        adapter.attend(torch.nn.Module(), q, q, q, made)
+        with pytest.raises(onchip.UnsupportedError, match="over 9 keys came with 11"):
+            adapter.attend(torch.nn.Module(), q, k, k, made)
 
     def test_offsets_of_a_batch(self):
         q, cu = torch.randn(2, 2, 9, 8), torch.tensor([0, 9], dtype=torch.int32)

@@ -43,6 +43,17 @@ def test_layer_by_layer_is_the_decoder(shape):
     assert trainer(batch, attend).item() == pytest.approx(expected.item(), rel=1e-3)
 
 
+def test_a_timed_step_leaves_the_weights_as_they_are():
+    """So that whoever comes later has the loss of who came first."""
+    config = train.at_length(train.TOY_GPT2, 16)
+    trainer, batch = Trainer(config, CPU), train.random_batch(config, [16], CPU)
+    attend = train.dense(train.sdpa("math", config, causal=True), 1)
+    first, second = (trainer.step(batch, attend).item() for _ in range(2))
+    assert first == second
+    learns = Trainer(config, CPU, torch.float32, lr=1e-3)
+    assert learns.step(batch, attend).item() > learns.step(batch, attend).item()
+
+
 def test_padded_and_packed_sequences_have_the_same_loss():
     config, lengths = train.at_length(train.TOY_GPT2, 64), torch.tensor([1, 63, 17])
     packed = train.random_batch(config, lengths.tolist(), CPU, 0.4)
@@ -132,3 +143,18 @@ def test_batches_follow_the_text():
     one, *_ = curves.batches(CPU, 64, 3, 2)
     assert torch.equal(one.tokens.view(3, 64)[:, 1:], one.targets.view(3, 64)[:, :-1])
     assert bytes(one.tokens.tolist()).isascii()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [train.TOY_GPT2, train.TOY_LLAMA])
+def test_a_compiled_step_on_a_gpu_has_rivals(shape):
+    session = Session(quick=True, device=torch.device("cuda", torch.cuda.current_device()))
+    (row,) = train.measure(session, "toy", shape, 256, toy=False)
+    assert "fa2" in row["peers"] and row["ratio"] > 0 and row["batch"] == train.TOKENS // 256
+
+
+@pytest.mark.gpu
+def test_packed_and_padded_on_a_gpu():
+    session = Session(quick=True, device=torch.device("cuda", torch.cuda.current_device()))
+    rows = train.measure_bert(session, train.TOY_GPT2, toy=False)
+    assert rows[0]["bench"] == "train padded" and rows[0]["ratio"] > 0

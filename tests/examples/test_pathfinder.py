@@ -13,16 +13,15 @@ import onchip
 CPU = torch.device("cpu")
 
 
-def joined(image, dots):
-    """Whether the dots are in one piece once gaps are closed: pixels within GAP + 1 are joined."""
+def piece(image, row, column):
+    """What a pixel is in one piece with once gaps are closed: pixels within GAP + 1 are joined."""
     reach = int(GAP) + 1
-    row, column = dots.round().long().unbind(-1)
     reached = torch.zeros_like(image)
-    reached[row[0], column[0]] = 1
+    reached[row, column] = 1
     while True:
         wider = F.max_pool2d(reached[None], 2 * reach + 1, stride=1, padding=reach)[0] * image
         if torch.equal(wider, reached):
-            return bool(reached[row[1], column[1]])
+            return reached
         reached = wider
 
 
@@ -33,8 +32,11 @@ def test_what_the_image_shows_is_what_the_label_says(size, count):
         0,
         1,
     }
-    for image, label, dots in zip(*scene, strict=True):
-        assert joined(image, dots) == bool(label)
+    for image, label, dots, marked in zip(*scene, strict=True):
+        row, column = dots.round().long().unbind(-1)
+        pieces = [piece(image, row[i], column[i]) for i in range(2)]
+        assert bool(pieces[0][row[1], column[1]]) == bool(label)
+        assert torch.equal(pieces[0].maximum(pieces[1]), marked)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_the_sparse_mask_is_a_butterfly_of_rows():
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """The first ends early, at 16 x 16; the second learns it, then goes on with 32 x 32."""
     monkeypatch.setattr(pathfinder, "EVERY", 2)
-    monkeypatch.setattr(pathfinder, "TOKENS", 4 * 1024)
+    monkeypatch.setitem(pathfinder.TOKENS, "cpu", 1024)
     found = iter([0.6, 0.7, 0.96, 0.97])
     monkeypatch.setattr(pathfinder, "accuracy", lambda *args: next(found))
     curves = []
@@ -121,8 +123,8 @@ def test_accuracy_is_of_images_that_were_held_out(monkeypatch):
         return draw(count, size, seed, device)
 
     monkeypatch.setattr(pathfinder, "draw", drawn)
-    monkeypatch.setattr(pathfinder, "TOKENS", 8 * 256)
-    knows = lambda images, mask: images.new_full((len(images),), 1.0)  # says yes to all
+    monkeypatch.setattr(pathfinder, "JUDGED", 8 * 256)
+    knows = lambda images, mask: (images.new_full((len(images),), 1.0), None)  # says yes to all
     right = pathfinder.accuracy(knows, 16, 20, None, CPU)
     labels = torch.cat([draw(8, 16, seed).labels for seed in seeds])
     assert right == int(labels.sum()) / 24 and len(labels) == 24

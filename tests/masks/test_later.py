@@ -66,6 +66,18 @@ def test_tensors_are_masks_of_calls_that_are_compiled():
         torch.testing.assert_close(compiled(*x, mask), attend(*x, mask), rtol=0, atol=0)
 
 
+def test_a_mask_computed_from_another_in_its_memory_is_another():
+    def attend(q, k, v, mask, first):
+        kept = library.built_once(mask, k.shape[1])
+        out = onchip.attention(q, k, v, mask=kept)
+        return out + onchip.attention(q, k, v, mask=torch.maximum(kept, first))
+
+    x = [t.detach() for t in qkv()]
+    first = torch.tensor([0] * 20 + [20] * 20, dtype=torch.int32)[:, None]
+    ours = torch.compile(attend, fullgraph=True)(*x, bounds(), first)
+    torch.testing.assert_close(ours, attend(*x, bounds(), first), rtol=0, atol=0)
+
+
 def test_what_does_not_fit_is_refused_before_it_runs():
     attend = torch.compile(
         lambda *x: onchip.attention(*x[:3], mask=x[3]), backend="aot_eager", fullgraph=True

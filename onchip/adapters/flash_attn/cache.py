@@ -43,6 +43,7 @@ def located(q, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad) ->
             raise UnsupportedError(f"{name} with block_table is refused, as flash_attn refuses it")
     if block_table is None:
         return _rows_as_pages(q, k_cache, v_cache, cache_batch_idx, cache_leftpad)
+    check_table(block_table, q.shape[0])
     return Cache(k_cache, v_cache, block_table, block_table.shape[1] * k_cache.shape[1])
 
 
@@ -97,6 +98,15 @@ def _row_of(q: Tensor, rows: int, cache_batch_idx: Tensor | None) -> Tensor:
 def _strided(t: Tensor, num_pages: int, size: int) -> Tensor:
     _, slot, head, element = t.stride()
     return t.as_strided((num_pages, size, *t.shape[2:]), (size * slot, slot, head, element))
+
+
+def check_table(block_table: Tensor, batch: int) -> None:
+    is_tensor = isinstance(block_table, Tensor)
+    got = f"{block_table.dtype} {tuple(block_table.shape)}" if is_tensor else block_table
+    if not is_tensor or block_table.dtype != torch.int32 or block_table.dim() != 2:
+        raise ValueError(f"block_table must be int32 (batch, max_blocks), got {got}")
+    if block_table.shape[0] != batch:
+        raise ValueError(f"block_table must have a row for each of {batch} sequences, got {got}")
 
 
 def check_ints(name: str, t: Tensor | None, q: Tensor) -> None:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from onchip import ops
+from onchip.adapters.flash_attn.cache import check_table
 from onchip.adapters.flash_attn.options import Asked, contiguous, flash_lse, number
 from onchip.kernels import philox
-from onchip.problem import UnsupportedError
+from onchip.problem import UnsupportedError, check_offsets_tensor
 
 Answer = Tensor | tuple[Tensor, ...]
 Lengths = tuple[Tensor, Tensor, int, int]
@@ -237,6 +238,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> 
 def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked) -> Answer:
     k, v, block_table = pages
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
+    check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
+    check_table(block_table, len(cu_seqlens_k) - 1)
     out, lse = ops.paged_attention(
         contiguous(q),
         k,

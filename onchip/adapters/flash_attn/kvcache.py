@@ -155,7 +155,7 @@ def _append(cache: Cache, new: NewTokens, seqlens: Tensor) -> None:
 
 def _attend(q: Tensor, cache: Cache, seqlens: Tensor, asked: Asked) -> tuple[Tensor, ...]:
     if cache.leftpad is not None:
-        seqlens = seqlens - cache.leftpad
+        seqlens = _behind_padding(seqlens, cache.leftpad)
     answer = ops.paged_attention(
         q,
         cache.k_pages,
@@ -167,3 +167,14 @@ def _attend(q: Tensor, cache: Cache, seqlens: Tensor, asked: Asked) -> tuple[Ten
         return_lse=True,
     )
     return cast(tuple[Tensor, ...], answer)
+
+
+def _behind_padding(seqlens: Tensor, leftpad: Tensor) -> Tensor:
+    """How many keys a sequence has from its first on."""
+    if values_are_checked(seqlens) and (leftpad > seqlens).any():
+        b = int((leftpad > seqlens).nonzero()[0])
+        raise ValueError(
+            f"cache_leftpad[{b}]={int(leftpad[b])} lies behind the {int(seqlens[b])} tokens that"
+            " the cache has of this sequence"
+        )
+    return seqlens - leftpad

@@ -45,7 +45,7 @@ def window(window_size: tuple[int, int]) -> Window:
     """flash_attn's -1, or any negative number, is no bound: None."""
     try:
         left, right = map(operator.index, window_size)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{window_size=} must be two ints (left, right), -1 = no bound") from error
     return (left if left >= 0 else None, right if right >= 0 else None)
 

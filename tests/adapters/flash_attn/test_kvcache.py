@@ -260,6 +260,18 @@ REFUSED = {
         {"block_table": torch.zeros(2, 1, dtype=I32), "cache_leftpad": torch.zeros(2, dtype=I32)},
         "cache_leftpad with block_table",
     ),
+    "table that is none": ({"block_table": [[0], [1]]}, r"int32 \(batch, max_blocks\), got \[\["),
+    "wide table": ({"block_table": torch.zeros(2, 1).long()}, "block_table must be int32"),
+    "flat table": ({"k": 1, "v": 1, "block_table": torch.zeros(2, dtype=I32)}, "max_blocks"),
+    "short table": (
+        {"k": 1, "v": 1, "block_table": torch.zeros(1, 1, dtype=I32)},
+        "a row for each of 2 sequences",
+    ),
+    "pad past the end": (
+        {"cache_leftpad": torch.tensor([5, 6], dtype=I32)},
+        r"cache_leftpad\[1\]=6 lies behind the 5 tokens",
+    ),
+    "three windows": ({"window_size": (1, 2, 3)}, "must be two ints"),
     "long": ({"cache_seqlens": 21}, "must lie between 0 and 20"),
 }
 
