@@ -33,7 +33,7 @@ def everything(model: str | Path = builtin.NAME) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         figures = papers.race, algebra, papers.loops, papers.lengths, pages, ring
-        figures += (partial(rows, model),)
+        figures += (partial(rows, model=model),)
         data = {name: record() for name, record in zip(FIGURES, figures, strict=True)}
     finally:
         torch.set_num_threads(threads)
@@ -127,7 +127,7 @@ class Watched:
 
 
 @torch.no_grad()
-def rows(model: str | Path = builtin.NAME, sentence: str = SENTENCE) -> dict[str, Any]:
+def rows(sentence: str = SENTENCE, model: str | Path = builtin.NAME) -> dict[str, Any]:
     """What a model's rows look at: weights[layer][head][word] are those of the last
     token of a word over all tokens; owners[token] is the word that a token belongs to.
     """

@@ -46,11 +46,11 @@ def test_rows_are_probabilities_over_what_came_before(data):
 def test_rows_are_those_of_the_model_that_is_named(tmp_path):
     save(random_model(builtin.tiny().config, seed=3), tmp_path)
     ByteTokenizer().save(tmp_path)
-    theirs, ours = record.rows(tmp_path), record.rows()
+    theirs, ours = record.rows(model=tmp_path), record.rows()
     assert (theirs["model"], theirs["owners"]) == (tmp_path.name, ours["owners"])
     assert theirs["weights"] != ours["weights"]
     with pytest.raises(ValueError, match="missing"):
-        record.rows(tmp_path / "missing")
+        record.rows(model=tmp_path / "missing")
 
 
 def test_no_data_can_end_its_element():
