@@ -57,7 +57,7 @@ def claim_row(claim: Claim) -> Row:
         measured=measured,
         exact=claim.exact,
         source=claim.source,
-        verdict=verdict(claim),
+        verdict=verdict(claim, measured),
     )
 
 

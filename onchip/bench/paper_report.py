@@ -28,7 +28,7 @@ def claims_sheet(rows: list[Row]) -> Sheet:
             continue
         section = row["bench"]
         numbers = [_number(row[name], row["unit"]) for name in MARKS]
-        title = f"{row['kernel']} ({row['source']})"
+        title = row["kernel"] + (f" ({row['source']})" if row["published"] is not None else "")
         body.append([section if section != before else "", title, *numbers, row["verdict"]])
         before = section
     return heads, body
