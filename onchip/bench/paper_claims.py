@@ -105,8 +105,9 @@ def figure_left() -> Iterator[Claim]:
         yield make(
             f"HBM traffic, {name}", unit="GB", published=bytes_, predicted=moved.hbm_bytes / 1e9,
             measure=lambda ledger=ledger: HEADS * ledger().hbm_bytes / 1e9, exact=True,
-            reason="with all 192 KB of a processor" if name == "v1" else "25.2 on a chip that holds"
-            " all; theirs scales, masks and drops in kernels of their own, two passes over N^2 each",
+            reason="with all 192 KB of a processor" if name == "v1" else
+            "25.2 on a chip that holds all; theirs scales, masks and drops in kernels of their own,"
+            " two passes over N^2 each",
         )  # fmt: skip
         yield make(
             f"time, {name}", unit="ms", published=ms, predicted=1e3 * a100_seconds(moved),
