@@ -55,9 +55,7 @@ def verdict(claim: Claim, measured: float | None = None) -> str:
     if claim.predicted is None or claim.tolerance is None:
         return claim.reason
     if claim.published is None:
-        exact = claim.exact and measured is not None
-        same = exact and abs(measured - claim.predicted) <= 1e-9 * claim.predicted
-        judged = ("as predicted" if same else "not as predicted") if exact else ""
+        judged = _counted(claim.predicted, measured) if claim.exact else ""
         return "; ".join(filter(None, (judged, claim.reason)))
     share = claim.predicted / claim.published
     if claim.bound:
@@ -65,6 +63,13 @@ def verdict(claim: Claim, measured: float | None = None) -> str:
     else:
         judged = "follows" if abs(share - 1) <= claim.tolerance else "does not follow"
     return "; ".join(filter(None, (judged, claim.reason)))
+
+
+def _counted(predicted: float, measured: float | None) -> str:
+    if measured is None:
+        return ""
+    same = abs(measured - predicted) <= 1e-9 * predicted
+    return "as predicted" if same else "not as predicted"
 
 
 def claims() -> Iterator[Claim]:

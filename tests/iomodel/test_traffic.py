@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import onchip
 import onchip.testing as ot
 from onchip import masks
+from onchip.fold import cascade
 from onchip.iomodel import Chip, Traffic, question, traffic
 from onchip.kernels.papers import ledger
 
@@ -164,3 +165,17 @@ def test_what_does_not_fit_together_is_refused():
         traffic.paged(problem, 16, [3, 4])
     with pytest.raises(ValueError, match="prefix=-1 must be a number of keys"):
         traffic.cascade(problem, -1)
+
+
+def test_the_planner_of_cascades_counts_as_the_ledger_does():
+    """What a level saves, but for the queries that it gathers first: read and written once more."""
+    batch, prefix, own, size = 6, 640, 96, 16
+    sizes = {"batch": batch, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "head_dim_v": 32}
+    rows, pages = (torch.empty(1, batch, 8, 64), torch.empty(1, size, 2, 64))
+    model = cascade.traffic(rows.half(), pages.half(), pages[..., :32].half())
+    whole, rest = (traffic.pack_heads(question(1, n, **sizes)) for n in (prefix + own, own))
+    tiles = Chip(tiles=(64, 64))
+    saved = traffic.v2(whole, tiles).hbm_bytes - traffic.cascade(rest, prefix, tiles).hbm_bytes
+    gathered = 2 * batch * 8 * 64 * 2
+    added = model.bytes_of_queries(batch, 1) + batch * model.partial_bytes
+    assert saved - gathered == (batch - 1) * prefix // size * model.page_bytes - added
