@@ -2,6 +2,7 @@
 source; and the same of a device that no table has, as torch tells it.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -187,14 +188,24 @@ def of_device(device: torch.device) -> Hardware | None:
     """
     if device.type != "cuda":
         return None
-    about = torch.cuda.get_device_properties(device)
-    return find(about.name) or from_properties(about)
+    return of_properties(torch.cuda.get_device_properties(device))
+
+
+def of_properties(about) -> Hardware | None:
+    """The row of a device's name, if it is that variant: an A100 of 40 GB or an H100 for PCIe has
+    other memory or fewer processors. (Drivers count a few per cent more bytes than are sold.)
+    """
+    row = find(about.name)
+    if row is None or row.processors != about.multi_processor_count:
+        return from_properties(about)
+    is_sold_so = 0.9 < about.total_memory / row.memory.size_bytes < 1.15
+    return row if is_sold_so else from_properties(about)
 
 
 def find(name: str) -> Hardware | None:
-    """The row whose model is part of a device's name ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")."""
+    """The row whose model is a word of a name ("H200", "NVIDIA A100-SXM4-80GB"; not "GH200")."""
     models = ((row.name.removeprefix("NVIDIA "), row) for row in TABLE)
-    return next((row for model, row in models if model in name), None)
+    return next((row for model, row in models if re.search(rf"\b{model}\b", name)), None)
 
 
 def from_properties(about) -> Hardware | None:

@@ -53,7 +53,25 @@ def test_memory_of_an_h200_streams_as_it_was_measured():
 
 def test_devices_are_found_by_their_name():
     assert hardware.find("NVIDIA A100-SXM4-80GB") is A100 and hardware.find("NVIDIA H200") is H200
+    assert hardware.find("NVIDIA GH200 480GB") is None and hardware.find("H20") is None
     assert hardware.find("NVIDIA L4") is None and hardware.of_device(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "processors", "gigabytes", "row"),
+    [
+        ("NVIDIA H200", 132, 150, H200),
+        ("NVIDIA A100-SXM4-80GB", 108, 85, A100),
+        ("NVIDIA A100-SXM4-40GB", 108, 42, None),
+        ("NVIDIA H100 PCIe", 114, 85, None),
+        ("NVIDIA H100 NVL", 132, 100, None),
+    ],
+)
+def test_a_row_is_of_one_variant(name, processors, gigabytes, row):
+    sizes = {"multi_processor_count": processors, "total_memory": gigabytes * 10**9}
+    about = SimpleNamespace(name=name, **sizes, memory_clock_rate=1_215_000, memory_bus_width=5120)
+    found = hardware.of_properties(about)
+    assert found is row if row else found.name == name and not found.is_known
 
 
 def test_of_other_devices_the_memory_alone_is_known():
