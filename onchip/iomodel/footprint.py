@@ -17,6 +17,7 @@ from onchip.kernels.configs import (
 BARRIER = 8  # bytes
 FP32 = 4
 TICKETS = 2 * 4  # bytes
+RESERVED = 1024  # bytes that CUDA takes for every program from capability 8.0 on
 LOOKUPS = 8  # tiles whose page ids are fetched ahead
 # The compiler hands values that warps share to those that it starts, through shared memory: 290 to
 # 700 bytes by the options of a call (Triton 3.6 and 3.9). No table says how many.
@@ -47,7 +48,8 @@ class Footprint:
     def programs(self, hardware: Hardware) -> int:
         """How many of them a processor holds at a time."""
         by_registers = 4 * hardware.registers // self.register_bytes
-        return max(1, min(by_registers, hardware.shared_bytes // max(1, self.shared_bytes)))
+        by_shared = (hardware.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
+        return max(1, min(by_registers, by_shared))
 
 
 def hopper_forward(

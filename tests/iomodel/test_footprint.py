@@ -48,6 +48,8 @@ def test_every_row_of_triton_fits(kernel, dim):
 def test_programs_are_as_many_as_the_scarcer_memory_allows():
     row = Footprint({"k": 60_000}, threads=128, registers=128)
     assert row.programs(H200) == 3 and row.programs(A100) == 2  # 227 and 163 KB
+    half = Footprint({"k": 227 * 512}, threads=128, registers=128)
+    assert half.programs(H200) == 1  # each takes 1 KB more, of 228
     wide = Footprint({"k": 1000}, threads=256, registers=255)
     assert wide.programs(H200) == 1 and Footprint({}).programs(H200) == 2
 
