@@ -24,7 +24,7 @@ LAW = {
     "paged": {"problem", "masks", "kernels.leaf"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
-    "explain": {"masks", "problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
+    "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
     "kvcache": {"problem"},
