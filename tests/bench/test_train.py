@@ -143,3 +143,18 @@ def test_batches_follow_the_text():
     one, *_ = curves.batches(CPU, 64, 3, 2)
     assert torch.equal(one.tokens.view(3, 64)[:, 1:], one.targets.view(3, 64)[:, :-1])
     assert bytes(one.tokens.tolist()).isascii()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [train.TOY_GPT2, train.TOY_LLAMA])
+def test_a_compiled_step_on_a_gpu_has_rivals(shape):
+    session = Session(quick=True, device=torch.device("cuda", torch.cuda.current_device()))
+    (row,) = train.measure(session, "toy", shape, 256, toy=False)
+    assert "fa2" in row["peers"] and row["ratio"] > 0 and row["batch"] == train.TOKENS // 256
+
+
+@pytest.mark.gpu
+def test_packed_and_padded_on_a_gpu():
+    session = Session(quick=True, device=torch.device("cuda", torch.cuda.current_device()))
+    rows = train.measure_bert(session, train.TOY_GPT2, toy=False)
+    assert rows[0]["bench"] == "train padded" and rows[0]["ratio"] > 0

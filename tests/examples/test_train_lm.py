@@ -94,3 +94,12 @@ def test_a_step_compiles_into_one_graph():
     compiled = torch.compile(train_lm.loss_of, backend="aot_eager", fullgraph=True)
     found, expected = (f(model, batch, SIZE.context) for f in (compiled, train_lm.loss_of))
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gpu_learns_as_a_cpu_does(tmp_path, compiled):
+    """The same batches from the same weights: losses within what bf16 rounds."""
+    there = train_lm.Run(SIZE, tmp_path / "gpu", 3, torch.device("cuda"))
+    train_lm.train(there, CORPORA, compiled, 8, 8)
+    assert there.losses == pytest.approx(run(tmp_path / "cpu", 8).losses, rel=0.02)
