@@ -190,6 +190,7 @@ def _add_lab(commands) -> None:
     p.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write it there, to open without a server"
     )
+    p.add_argument("--model", default="tiny", help="whose rows to show: a folder (default: tiny)")
     p.add_argument("--host", default="127.0.0.1", help="address to serve on (default: loopback)")
     p.add_argument("--port", type=int, default=8001, help="0: any that is free (default 8001)")
     p.add_argument("--no-open", action="store_true", help="do not open it in a browser")
@@ -438,7 +439,7 @@ def _lab(args: argparse.Namespace) -> int:
 
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"cannot write to {args.out}: it is a file, not a folder")
-    data = record.everything()
+    data = record.everything(args.model)
     if args.out is not None:
         print(page.write(args.out, data))
         return 0

@@ -17,7 +17,6 @@ from onchip.fold import cascade
 from onchip.iomodel.hardware import Hardware, of_device
 from onchip.iomodel.roofline import Roofline, bound, is_modelled, predict
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
-from onchip.masks import BlockMask
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
@@ -167,7 +166,7 @@ def explain(
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     (problem, _), x = pose(q, k, v, _scalars(options), Extras(**options), packing)
     explanation = _explanation(problem, x, _dense_parts(problem, x), kernel)
-    if not isinstance(x.mask, BlockMask):
+    if x.mask is None:
         return explanation
     dense = sum(p.all_flops for p in _dense_parts(problem, x))
     return explanation._replace(flops=min(explanation.flops, round(x.mask.density() * dense)))

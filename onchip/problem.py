@@ -104,6 +104,20 @@ class Problem(NamedTuple):
         return int((hi.clamp(max=self.seqlen_k) - lo.clamp(min=0)).clamp(min=0).sum())
 
     @property
+    def seen_queries(self) -> int:
+        """Queries of a sequence to which causal and window leave any key."""
+        right = 0 if self.causal else self.window_size[1]
+        reach = self.seqlen_q if right is None else self.seqlen_k + right
+        return min(self.seqlen_q, reach) if self.seqlen_k else 0
+
+    @property
+    def seen_keys(self) -> int:
+        """Keys of a sequence that causal and window leave to any query."""
+        left = self.window_size[0]
+        reach = self.seqlen_k if left is None else self.seqlen_q + left
+        return min(self.seqlen_k, reach) if self.seqlen_q else 0
+
+    @property
     def flops(self) -> int:
         """Multiply-adds of the two products, counted as two operations each, over the visible
         pairs.
@@ -122,11 +136,14 @@ class Problem(NamedTuple):
 
     @property
     def min_bytes(self) -> int:
-        """Each input read once, each output written once: no exact algorithm moves less."""
+        """Each input that causal and window leave read once, each output written once: no exact
+        algorithm moves less. (A block mask, which may leave less, is not counted.)
+        """
         queries = self.batch * self.seqlen_q * self.num_heads
-        keys = self.batch * self.seqlen_k * self.num_kv_heads
+        seen = self.batch * self.seen_queries * self.num_heads
+        keys = self.batch * self.seen_keys * self.num_kv_heads
         read = (
-            queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)
+            seen * self.head_dim + keys * (self.head_dim + self.head_dim_v)
         ) * self.dtype.itemsize
         return read + queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
 

@@ -1,27 +1,28 @@
 """The memories of this machine, measured: bytes a second and latency by the size of what is read.
 
-Bandwidth: sums of one tensor, over and over, or copies on a GPU. Latency: a walk from object to
-object in random order, of which the interpreter's own time, that of the smallest set, is taken off;
+Bandwidth: sums of one tensor, over and over, or copies on a GPU. Latency: a walk from line to
+line in random order, of which the interpreter's own time, that of the smallest set, is taken off;
 on a GPU one thread that loads where to load next.
 """
 
-import gc
-import random
+import ctypes
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from onchip.bench.measure import alternate
 
 CPU_SETS = tuple(16 << 10 << 2 * i for i in range(8))  # 16 KB to 256 MB
-CHASED = 64 << 20  # larger sets take too many seconds to link
+LARGEST = 2 << 30  # what a measurement may take of the memory
 READ = 64 << 20  # bytes of one measurement, at least
 HOPS = 200_000
-NODE_BYTES = 64  # of an object with one slot, as the allocator places them
+LINE_BYTES = 64
+STRIDE = LINE_BYTES // 4  # numbers of a line
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 GPU_SETS = (16 << 20, 2 << 30)  # well inside the L2 of any data centre GPU, far outside
 GPU_HOPS = 20_000
@@ -29,19 +30,19 @@ GPU_HOPS = 20_000
 
 class Measured(NamedTuple):
     """A working set, and the nominal home of that size. A latency of 0 is one that the interpreter
-    hides, None one that was not measured.
+    hides.
     """
 
     level: str
     set_bytes: int
     bytes_s: float
-    latency_s: float | None
+    latency_s: float
 
 
 def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[Measured]:
     """Every level of a device; tell(title, done) moves a progress bar."""
     sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
-    total = len(GPU_SETS) if device.type == "cuda" else len(CPU_SETS)
+    total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
     found = []
     tell("reading", 0.0)
     for row in sweep:
@@ -50,13 +51,19 @@ def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[Me
     return found
 
 
-def cpu_levels(sets: tuple[int, ...] = CPU_SETS) -> Iterator[Measured]:
+def cpu_sets() -> tuple[int, ...]:
+    """The last is larger than every cache: memory itself."""
+    outside = 2 * max((held for _, held in cache_sizes()), default=0)
+    return (*CPU_SETS, outside) if CPU_SETS[-1] < outside <= LARGEST else CPU_SETS
+
+
+def cpu_levels(sets: tuple[int, ...] | None = None) -> Iterator[Measured]:
     caches, own = cache_sizes(), None
-    for size in sets:
+    for size in cpu_sets() if sets is None else sets:
         name = next((name for name, held in caches if size <= held), "DRAM")
-        hop = walk_s(size) if size <= CHASED else None
+        hop = walk_s(size)
         own = hop if own is None else own
-        yield Measured(name, size, read_bytes_s(size), None if hop is None else beyond(hop, own))
+        yield Measured(name, size, read_bytes_s(size), beyond(hop, own))
 
 
 def beyond(hop_s: float, own_s: float) -> float:
@@ -89,37 +96,33 @@ def read_bytes_s(set_bytes: int) -> float:
     return times * x.nbytes / best
 
 
-class Node:
-    __slots__ = ("next",)
-
-    next: "Node"
-
-
 def walk_s(set_bytes: int) -> float:
-    """Seconds of a hop in a ring of objects of so many bytes, linked in random order."""
-    nodes = [Node() for _ in range(set_bytes // NODE_BYTES)]
-    random.Random(0).shuffle(nodes)
-    for node, following in pairwise([*nodes, nodes[0]]):
-        node.next = following
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        _hop(nodes[0], min(len(nodes), HOPS))
-        return min(_timed(nodes[len(nodes) * i // 5]) for i in range(5))
-    finally:
-        if collected:
-            gc.enable()
+    """Seconds of a hop from line to line of so many bytes, in random order."""
+    ring = chain(set_bytes // LINE_BYTES)
+    numbers = (ctypes.c_int32 * ring.numel()).from_address(ring.data_ptr())
+    where = memoryview(numbers).cast("B").cast("i")
+    _hop(where, 0, min(len(ring), HOPS))
+    return min(_timed(where, ring.numel() * i // 5 // STRIDE * STRIDE) for i in range(5))
 
 
-def _timed(node: Node) -> float:
-    start = time.perf_counter()
-    _hop(node, HOPS)
-    return (time.perf_counter() - start) / HOPS
+def chain(lines: int) -> Tensor:
+    """(lines, STRIDE) int32: the first number of a line is the index of the next one's."""
+    order = torch.randperm(lines, generator=torch.Generator().manual_seed(0))
+    ring = torch.zeros(lines, STRIDE, dtype=torch.int32)
+    ring[order, 0] = (STRIDE * order.roll(-1)).int()
+    return ring
 
 
-def _hop(node: Node, times: int) -> None:
+def _timed(where: memoryview, first: int) -> float:
+    start = time.thread_time()  # what others do meanwhile does not count
+    _hop(where, first, HOPS)
+    return (time.thread_time() - start) / HOPS
+
+
+def _hop(where: memoryview, at: int, times: int) -> int:
     for _ in repeat(None, times):
-        node = node.next
+        at = where[at]
+    return at
 
 
 def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[Measured]:

@@ -2,6 +2,8 @@
 All count numbers, over all heads of a Problem; times itemsize they are bytes.
 """
 
+import math
+
 from onchip.problem import Problem
 
 
@@ -21,11 +23,13 @@ def standard(problem: Problem) -> float:
 
 
 def compulsory(problem: Problem) -> int:
-    """Each input is read once and out is written once, however large the chip."""
+    """Each input that causal and window leave is read once and out is written once, however large
+    the chip.
+    """
     d, dv = problem.head_dim, problem.head_dim_v
-    rows = problem.batch * problem.seqlen_q * problem.num_heads
-    keys = problem.batch * problem.seqlen_k * problem.num_kv_heads
-    return (rows + keys) * (d + dv)
+    rows = problem.seqlen_q * dv + problem.seen_queries * d
+    keys = problem.seen_keys * (d + dv)
+    return problem.batch * (problem.num_heads * rows + problem.num_kv_heads * keys)
 
 
 def lower_bound(problem: Problem, sram: float) -> int:
@@ -36,7 +40,17 @@ def lower_bound(problem: Problem, sram: float) -> int:
     chip, M that were there and M that came: a rows of Q and b of K with (a + b) d <= 2 M, which
     meet in at most a b <= (M / d)^2 products. Other products that end in the phase began before it,
     and of each a part is among the same 2 M. So a phase ends at most (M / d)^2 + 2 M of them.
+    ValueError for a block mask or packed sequences, whose pairs a Problem does not know.
     """
+    if problem.has_mask or problem.packed:
+        raise ValueError(
+            "the bound is over the pairs that causal and window leave, and other ones are hidden"
+            f" here: has_mask={problem.has_mask}, packed={problem.packed}"
+        )
+    if sram == math.inf:
+        return compulsory(problem)
+    if not sram >= 1:
+        raise ValueError(f"{sram=} must be at least 1 number")
     ended = (sram / problem.head_dim) ** 2 + 2 * sram
     phases = int(-(-_pairs(problem) // ended))  # the last may be short
     return max(compulsory(problem), int(sram * (phases - 1)))

@@ -64,7 +64,11 @@ class Hardware:
 
     def flops_clock(self, dtype: torch.dtype) -> int:
         """Of one processor in a clock."""
-        return self.tensor_flops.get(str(dtype).removeprefix("torch."), 2 * self.lanes)
+        return self.tensor_flops.get(_name(dtype), 2 * self.lanes)
+
+    def has_tensor(self, dtype: torch.dtype) -> bool:
+        """Whether tensor cores take the products, not the lanes."""
+        return _name(dtype) in self.tensor_flops
 
     @property
     def exps_s(self) -> float:
@@ -75,8 +79,12 @@ class Hardware:
         return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
 
 
-# Latencies of A100 and Hopper in clocks: after Luo et al., arXiv 2402.13499 (their Hopper is
-# an H800), but written from memory and not checked against it. No prediction uses them, and `onchip
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Latencies of A100 and Hopper in clocks: attributed to Luo et al., arXiv 2402.13499 (their Hopper
+# is an H800), but written from memory and not checked against it. No prediction uses them; `onchip
 # doctor --measure` measures them on a GPU. Shared memory: 32 banks of 4 bytes a clock. Registers:
 # the three operands of a multiply-add on every lane, which take none of the time. L2 of an A100:
 # 5,120 bytes a clock (NVIDIA A100 whitepaper); Hopper's was not published: taken to be the same.

@@ -25,10 +25,10 @@ def question(
     `onchip.problem.Options`. Takes no memory, whatever the sizes; ValueError as the call would.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    kv_heads = num_kv_heads or num_heads
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     empty = lambda *shape: torch.empty(shape, dtype=dtype, device="meta")
     q = empty(batch, seqlen_q, num_heads, head_dim)
     k = empty(batch, seqlen_k, kv_heads, head_dim)
-    v = empty(batch, seqlen_k, kv_heads, head_dim_v or head_dim)
+    v = empty(batch, seqlen_k, kv_heads, head_dim if head_dim_v is None else head_dim_v)
     shaped = None if mask is None else mask.to("meta")
     return describe(Tensors(q, k, v, mask=shaped), Options(**options))

@@ -30,6 +30,7 @@ from onchip.kernels.configs import (
 from onchip.problem import Problem
 
 HBM, TENSOR, EXP, SHARED, LAUNCH = "HBM", "tensor cores", "exp unit", "shared memory", "launch"
+LANES = "fp32 lanes"  # which take the products that no tensor core has
 # fp32 operations of a score beside its exponential. Forward: scaled and shifted by one multiply-
 # add, maximum, sum, half of an instruction that rounds two. Backward: the same multiply-add,
 # dp - delta, times p, and both p and ds rounded; for dv alone p.
@@ -128,7 +129,7 @@ class Roofline:
     def __str__(self) -> str:
         about = "" if self.modelled else "at least "
         others = [f"{name} {human_time(s)}" for name, s in list(self.alone.items())[1:]]
-        needs = f"{self.binds} {'needs' if self.binds in (HBM, EXP, SHARED) else 'need'}"
+        needs = f"{self.binds} {'need' if self.binds in (TENSOR, LANES) else 'needs'}"
         rest = f"; {', '.join(others)}" if others else ""
         bound = human_time(self.alone[self.binds])
         return f"{about}{human_time(self.seconds)}: {needs} {bound} of it{rest}"
@@ -171,7 +172,8 @@ def bound(
     alone = {HBM: memory_bytes / hardware.memory_bytes_s}
     if hardware.is_known:
         exps = flops / ratio / (2 * (problem.head_dim + problem.head_dim_v))
-        alone |= {TENSOR: flops / hardware.flops(problem.dtype), EXP: exps / hardware.exps_s}
+        products = TENSOR if hardware.has_tensor(problem.dtype) else LANES
+        alone |= {products: flops / hardware.flops(problem.dtype), EXP: exps / hardware.exps_s}
         alone[LAUNCH] = hardware.launch_s
     return Roofline(hardware, (Phase("call", alone, max(alone.values())),), False)
 

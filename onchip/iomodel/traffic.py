@@ -73,7 +73,7 @@ class Traffic:
     @property
     def intensity(self) -> float:
         """flops of matrix products for a byte of HBM."""
-        return self.flops / self.hbm_bytes
+        return self.flops / max(1, self.hbm_bytes)
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -200,6 +200,11 @@ def paged(
 ) -> Traffic:
     """v2 of a batch whose keys lie in pages: each visit reads the ids of its pages."""
     _check("page_size", page_size)
+    _plain(problem)
+    if len(cache_seqlens) != problem.batch or min(cache_seqlens, default=0) < 0:
+        raise ValueError(
+            f"cache_seqlens must be the lengths of {problem.batch} sequences, got {cache_seqlens}"
+        )
     count = _Count(problem, chip)
     tiles, total = count.tiles(paper_v2_tiles), Traffic()
     for seqlen_k in cache_seqlens:
@@ -213,6 +218,9 @@ def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
     """A batch whose sequences share `prefix` keys before those of the problem: v2 over the prefix
     with the queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
     """
+    _plain(problem)
+    if prefix < 0:
+        raise ValueError(f"{prefix=} must be a number of keys")
     count = _Count(problem, chip)
     rows = problem.batch * problem.seqlen_q
     shared = _part_head(count, Visibility(rows, prefix))
@@ -243,19 +251,27 @@ def pack_heads(problem: Problem) -> Problem:
     not see the same keys.
     """
     banded = problem.causal or problem.window_size != (None, None)
-    if problem.has_mask or (banded and problem.seqlen_q > 1):
+    _plain(problem)
+    if banded and problem.seqlen_q > 1:
         raise ValueError(
             f"heads are packed where all rows see all keys, got seqlen_q={problem.seqlen_q},"
-            f" causal={problem.causal}, window_size={problem.window_size},"
-            f" has_mask={problem.has_mask}"
+            f" causal={problem.causal}, window_size={problem.window_size}"
         )
     rows = problem.seqlen_q * problem.group_size
     return problem._replace(seqlen_q=rows, num_heads=problem.num_kv_heads)
 
 
 def _check(name: str, value: float) -> None:
-    if value < 1:
+    if not value >= 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _plain(problem: Problem) -> None:
+    if problem.has_mask or problem.packed:
+        raise ValueError(
+            "counted for dense calls without a block mask, got"
+            f" has_mask={problem.has_mask}, packed={problem.packed}"
+        )
 
 
 class _Count:
@@ -509,6 +525,15 @@ def _tokens(problem: Problem, lengths: Lengths | None) -> tuple[int, int]:
     return sum(q for q, _ in lengths), sum(k for _, k in lengths)
 
 
+def _fits(problem: Problem, mask: BlockMask | None) -> None:
+    if mask is None:
+        return
+    wanted = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+    broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], wanted[:2], strict=True))
+    if not broadcast or tuple(mask.shape[2:]) != wanted[2:]:
+        raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
+
+
 def _over_heads(problem: Problem, mask: BlockMask | None, lengths: Lengths | None, head) -> Traffic:
     total = Traffic()
     for rule, heads in _rules(problem, mask, lengths):
@@ -524,6 +549,7 @@ def _rules(
         raise ValueError(f"problem.packed={problem.packed}, but lengths={lengths!r}")
     if problem.has_mask != (mask is not None):
         raise ValueError(f"problem.has_mask={problem.has_mask}, but mask={mask!r}")
+    _fits(problem, mask)
     band = problem.causal, problem.window_size
     if lengths is not None:
         for seqlen_q, seqlen_k in lengths:

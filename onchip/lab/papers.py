@@ -231,13 +231,12 @@ def _counts(name: str, seqlen: int, head_dim: int, dtype: torch.dtype) -> list[i
 
 
 def _rates(device: Hardware) -> dict[str, Any]:
-    names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     return {
         "name": device.name,
         "memory_bytes": device.memory.size_bytes,
         "bytes_s": device.memory_bytes_s,
         "flops": [shown(device.flops(dtype)) for dtype in DTYPES],
-        "has_tensor": [name in device.tensor_flops for name in names],
+        "has_tensor": [device.has_tensor(dtype) for dtype in DTYPES],
         "exps_s": device.exps_s,
         "launch_s": device.launch_s,
     }

@@ -5,16 +5,18 @@ show after everything was computed.
 """
 
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import onchip
-from onchip.engine.tokenizer import ByteTokenizer
+from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.lab import papers, playground
 from onchip.lab.numbers import shown
-from onchip.models import about, builtin
+from onchip.models import Decoder, about, builtin, load
 from onchip.parallel.machines import H200, LINKS, Fabric
 from onchip.parallel.simulate import LAYOUTS, Shape, Step, merge_seconds, rounds, seconds
 
@@ -22,14 +24,16 @@ SENTENCE = "I swam across the river to get to the other bank."
 FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
 
 
-def everything() -> dict[str, Any]:
-    """The data of all figures, and which version recorded them. In one thread: calls are so small
+def everything(model: str | Path = builtin.NAME) -> dict[str, Any]:
+    """The data of all figures, and which version recorded them; model: whose rows are shown, the
+    built-in one or a folder. In one thread: calls are so small
     that several would only wait for one another.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        figures = (papers.race, algebra, papers.loops, papers.lengths, pages, ring, rows)
+        figures = papers.race, algebra, papers.loops, papers.lengths, pages, ring
+        figures += (partial(rows, model),)
         data = {name: record() for name, record in zip(FIGURES, figures, strict=True)}
     finally:
         torch.set_num_threads(threads)
@@ -123,27 +127,33 @@ class Watched:
 
 
 @torch.no_grad()
-def rows(sentence: str = SENTENCE) -> dict[str, Any]:
-    """What the built-in model's rows look at: weights[layer][head][word] are those of the last
+def rows(model: str | Path = builtin.NAME, sentence: str = SENTENCE) -> dict[str, Any]:
+    """What a model's rows look at: weights[layer][head][word] are those of the last
     token of a word over all tokens; owners[token] is the word that a token belongs to.
     """
-    tokenizer, model = ByteTokenizer(), builtin.tiny()
+    tokenizer, decoder = _speaker(model)
     tokens = tokenizer.encode(sentence)
     owners = _owners(sentence, [tokenizer.decode(tokens[: i + 1]) for i in range(len(tokens))])
     last = [i for i, owner in enumerate(owners) if owner not in owners[i + 1 :]]
     watched = Watched(last)
     positions = torch.arange(len(tokens))[None]
-    model.run(torch.tensor([tokens]), positions, watched)
+    decoder.run(torch.tensor([tokens]), positions, watched)
     weights = [[[shown(row, 5) for row in head] for head in layer] for layer in watched.weights]
     words = re.findall(r"\S+", sentence)
-    note = about(builtin.NAME) or "the built-in model"
+    note = about(model) or f"its weights are those of {decoder.config.model_type} in its folder"
     return {
-        "model": builtin.NAME,
+        "model": Path(model).name,
         "about": note,
         "words": words,
         "owners": owners,
         "weights": weights,
     }
+
+
+def _speaker(model: str | Path) -> tuple[Tokenizer, Decoder]:
+    if model == builtin.NAME:
+        return ByteTokenizer(), builtin.tiny()
+    return FileTokenizer(model), load(model, dtype=torch.float32)
 
 
 def _owners(sentence: str, prefixes: list[str]) -> list[int]:

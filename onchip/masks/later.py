@@ -31,6 +31,9 @@ class Later:
     def tensors(self) -> list[Tensor]:
         return [self.source]
 
+    def density(self) -> float:
+        return self.built().density()
+
     def built(self) -> BlockMask:
         """The mask as data: what was kept for this tensor, or built now."""
         kept = _built.get(self.source)

@@ -17,17 +17,14 @@ def test_caches_are_those_that_hold_data(tmp_path):
     assert levels.cache_sizes(tmp_path / "nowhere") == []
 
 
-def test_a_walk_visits_every_object_of_its_set(monkeypatch):
-    visited = set()
-
-    class Watched(levels.Node):
-        def __getattribute__(self, name):
-            visited.add(id(self))
-            return super().__getattribute__(name)
-
-    monkeypatch.setattr(levels, "Node", Watched)
-    monkeypatch.setattr(levels, "HOPS", 63)
-    assert levels.walk_s(63 * levels.NODE_BYTES) > 0 and len(visited) == 63
+def test_a_walk_visits_every_line_of_its_set():
+    ring = levels.chain(63)
+    where, at, visited = ring.flatten().tolist(), 0, set()
+    for _ in range(63):
+        visited.add(at)
+        at = where[at]
+    assert at == 0 and visited == set(range(0, ring.numel(), levels.STRIDE))
+    assert ring.nbytes == 63 * levels.LINE_BYTES and levels.walk_s(ring.nbytes) > 0
 
 
 def test_what_the_interpreter_hides_is_not_told():
@@ -38,18 +35,22 @@ def test_what_the_interpreter_hides_is_not_told():
 def test_a_sweep_names_levels_and_keeps_the_thread_count(monkeypatch):
     monkeypatch.setattr(levels, "cache_sizes", lambda: [("L1", 32 << 10), ("L2", 1 << 20)])
     monkeypatch.setattr(levels, "READ", 1 << 20)
-    monkeypatch.setattr(levels, "CHASED", 1 << 18)
     before = torch.get_num_threads()
     found = list(levels.cpu_levels((16 << 10, 1 << 18, 1 << 22)))
     assert [row.level for row in found] == ["L1", "L2", "DRAM"]
-    assert [row.latency_s is None for row in found] == [False, False, True]
     assert found[0].latency_s == 0.0 and all(row.bytes_s > 1e8 for row in found)
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.parametrize(("held", "last"), [(300, 600), (32, 256), (1200, 256)])
+def test_the_last_set_is_larger_than_every_cache_if_that_is_not_too_large(monkeypatch, held, last):
+    monkeypatch.setattr(levels, "cache_sizes", lambda: [("L1", 32 << 10), ("L3", held << 20)])
+    assert levels.cpu_sets()[-1] == last << 20
+
+
 def test_progress_runs_to_its_end(monkeypatch):
     row = levels.Measured("L1", 16 << 10, 1e9, 0.0)
-    monkeypatch.setattr(levels, "cpu_levels", lambda: iter([row] * len(levels.CPU_SETS)))
+    monkeypatch.setattr(levels, "cpu_levels", lambda: iter([row] * len(levels.cpu_sets())))
     told = []
     levels.measure(torch.device("cpu"), lambda title, done: told.append(done))
     assert told[0] == 0.0 and told[-1] == 1.0 and told == sorted(told)

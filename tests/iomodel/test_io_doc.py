@@ -8,7 +8,7 @@ BLOCK = re.compile(r"^```(python|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def test_every_output_is_what_the_block_before_prints(capsys):
-    namespace, shown = {}, 0
+    namespace, shown, printed = {}, 0, ""
     for language, body in BLOCK.findall(PAGE.read_text(encoding="utf-8")):
         if language == "python":
             capsys.readouterr()
@@ -17,4 +17,4 @@ def test_every_output_is_what_the_block_before_prints(capsys):
         elif printed:
             assert body == printed
             shown, printed = shown + 1, ""
-    assert shown == 3
+    assert shown == 4

@@ -23,3 +23,6 @@ def test_it_is_that_of_tensors(masked):
 def test_it_is_refused_as_a_call_would_be():
     with pytest.raises(ValueError, match="num_heads"):
         question(64, num_heads=3, num_kv_heads=2)
+    for size in ("num_kv_heads", "head_dim_v"):
+        with pytest.raises(ValueError, match=size):
+            question(64, **{size: 0})

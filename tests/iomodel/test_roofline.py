@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.iomodel import hardware
+from onchip.iomodel import hardware, question
 from onchip.iomodel.hardware import H200
 from onchip.iomodel.roofline import Pace, Step, predict, steps
 from onchip.problem import Problem
@@ -110,7 +110,10 @@ def test_which_resource_binds():
     assert binds(1, 16384, 32, 64) == "exp unit"
     assert binds(1, 16384, 16, 128) == binds(1, 16384, 8, 256) == "tensor cores"
     assert predict(pose(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
-    assert predict(pose(1, 16, 1, 64), H200, "triton").binds == "launch"
+    tiny = predict(pose(1, 16, 1, 64), H200, "triton")
+    assert tiny.binds == "launch" and "launch needs 2.5 us" in str(tiny)
+    exact = predict(question(4096, num_heads=16, dtype=torch.float32), H200, "triton")
+    assert exact.binds == "fp32 lanes" and "fp32 lanes need" in str(exact)
 
 
 def test_a_bound_is_below_every_measurement():

@@ -154,3 +154,13 @@ def test_what_does_not_fit_together_is_refused():
         traffic.v2(problem, lengths=[(64, 64)])
     with pytest.raises(ValueError, match="problem.has_mask=False, but mask=BlockMask"):
         traffic.v2(problem, mask=masks.build(masks.causal(), 1, 1, 64, 64))
+    short, long = (masks.build(masks.causal(), 1, 1, n, n) for n in (64, 256))
+    with pytest.raises(ValueError, match=r"mask of shape \(1, 1, 64, 64\) does not fit scores"):
+        traffic.v1(question(256, mask=long), mask=short)
+    for ask in (lambda p: traffic.paged(p, 16, [64]), lambda p: traffic.cascade(p, 9)):
+        with pytest.raises(ValueError, match="dense calls without a block mask, got has_mask=True"):
+            ask(question(64, mask=short))
+    with pytest.raises(ValueError, match=r"lengths of 1 sequences, got \[3, 4\]"):
+        traffic.paged(problem, 16, [3, 4])
+    with pytest.raises(ValueError, match="prefix=-1 must be a number of keys"):
+        traffic.cascade(problem, -1)

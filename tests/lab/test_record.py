@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from onchip.engine.tokenizer import ByteTokenizer
 from onchip.lab import page, papers, record
 from onchip.lab.numbers import shown
+from onchip.models import builtin, random_model, save
 
 
 def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alone(data):
@@ -39,6 +41,16 @@ def test_rows_are_probabilities_over_what_came_before(data):
         for head in layer:
             for end, row in zip(ends, head, strict=True):
                 assert sum(row) == pytest.approx(1, abs=1e-3) and not any(row[end + 1 :])
+
+
+def test_rows_are_those_of_the_model_that_is_named(tmp_path):
+    save(random_model(builtin.tiny().config, seed=3), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    theirs, ours = record.rows(tmp_path), record.rows()
+    assert (theirs["model"], theirs["owners"]) == (tmp_path.name, ours["owners"])
+    assert theirs["weights"] != ours["weights"]
+    with pytest.raises(ValueError, match="missing"):
+        record.rows(tmp_path / "missing")
 
 
 def test_no_data_can_end_its_element():

@@ -129,7 +129,7 @@ def test_the_command_serves_until_it_is_stopped():
 
 
 def test_the_command_writes_a_page_that_needs_no_server(tmp_path, capsys, monkeypatch, data):
-    monkeypatch.setattr("onchip.lab.record.everything", lambda: data)
+    monkeypatch.setattr("onchip.lab.record.everything", lambda model: data)
     assert cli.main(["lab", "--out", str(tmp_path / "new" / "folder")]) == 0
     file = tmp_path / "new" / "folder" / "index.html"
     assert capsys.readouterr().out.strip() == str(file)

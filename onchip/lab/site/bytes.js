@@ -128,7 +128,7 @@ lab.figures.bytes = (panel, data) => {
         lab.h("td", {}, speed ? `${lab.bytes(speed)}/s` : "not published"), lab.h("td", { class: "bar-cell" }, bar),
         lab.h("td", {}, latency ? `${lab.significant(latency * 1e9)} ns` : "–"));
     };
-    levels.replaceChildren(lab.h("caption", {}, `Memories of an ${name}: the smaller, the faster`),
+    levels.replaceChildren(lab.h("caption", {}, `Memories of an ${name}: the nearer, the faster`),
       lab.h("thead", {}, lab.h("tr", {}, head)), lab.h("tbody", {}, rows.slice().reverse().map(row)));
   }
 

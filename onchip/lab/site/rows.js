@@ -20,7 +20,7 @@ lab.figures.rows = (panel, data) => {
     lab.h("p", { class: "note" }, "All heads of all layers for this word; the lighter, the less:"),
     heads);
   const about = data.about[0].toUpperCase() + data.about.slice(1);
-  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. Another one is recorded by the same command.`;
+  lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. Those of another: onchip lab --model FOLDER.`;
 
   // The share of each word: the sum over its tokens.
   function shares(l = layer, h = head) {
