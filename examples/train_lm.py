@@ -203,8 +203,8 @@ def draw(run: Run, file: Path) -> None:
 def samples(folder: Path) -> Iterator[str]:
     """What the exported model makes of a few beginnings, through the engine that serves it."""
     llm = LLM(folder, tokenizer=ByteTokenizer(), dtype="float32")
-    params = SamplingParams(temperature=0.7, max_tokens=160, seed=0)
-    for output in llm.generate(list(PROMPTS), params):
+    drawn = [SamplingParams(temperature=0.7, max_tokens=160, seed=i) for i in range(len(PROMPTS))]
+    for output in llm.generate(list(PROMPTS), drawn):
         yield output.prompt + output.outputs[0].text
 
 
@@ -239,6 +239,8 @@ def main() -> None:
     folder = args.folder or Path("runs") / args.size
     run = Run(size, folder, args.seed, torch.device(args.device))
     every, until = args.every or max(size.steps // 5, 1), args.until or size.steps
+    if until > size.steps:
+        parser.error(f"--until {until}: the schedule ends at step {size.steps}, see --steps")
     train(run, read_corpora(), args.compile, every, until)
     finish(run)
 

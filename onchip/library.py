@@ -6,7 +6,7 @@ One flat tuple crosses the op, because torch ops take tensors and scalars, not o
 that it will be built from. The plan is made inside, so a compiled graph never specialises on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -64,7 +64,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     if not wants_grad:
-        out, lse, stats = _FORWARD(*args, mask)
+        out, lse, stats = _forward_op(mask)(*args, mask)
     elif torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "torch.func transforms of the gradient are not supported: use torch.autograd"
@@ -83,6 +83,15 @@ def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
         again = isinstance(arg, Tensor) and any(arg is one for one in made)
         made.append(arg.view_as(arg) if again else arg)
     return tuple(made)
+
+
+def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
+    """A CUDA graph must not record a mask that is built from values: it would replay it."""
+    return _FORWARD_LATER if len(mask) == 1 else _FORWARD
+
+
+def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
+    return _BACKWARD_LATER if len(mask) == 1 else _BACKWARD
 
 
 def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
@@ -124,7 +133,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        out, lse, stats = _FORWARD(*args[:_END], list(args[_END:]))
+        mask = list(args[_END:])
+        out, lse, stats = _forward_op(mask)(*args[:_END], mask)
         ctx.scalars = args[_NUM_TENSORS:_END]
         ctx.save_for_backward(*args[:_NUM_TENSORS], *args[_END:], out, lse)
         ctx.set_materialize_grads(False)
@@ -140,7 +150,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return tuple(grads)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _BACKWARD(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
+        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
@@ -154,7 +164,7 @@ def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
     args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
-    found = _BACKWARD(dout, dlse, out, lse, *args, mask)
+    found = _backward_op(mask)(dout, dlse, out, lse, *args, mask)
     return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
 
 
@@ -404,7 +414,7 @@ def _forward_vmap(info, in_dims, *args):
             "vmap needs alibi_slopes, bias and mask that are the same for the whole batch"
         )
     folded = [_fold(getattr(x, n), dims[n], size) for n in ("q", "k", "v")]
-    out, lse, stats = _FORWARD(*folded, *args[3:])
+    out, lse, stats = _forward_op(args[_END])(*folded, *args[3:])
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
@@ -417,16 +427,21 @@ def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_LIB.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-_LIB.define(f"backward({_SAVED}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
+    _LIB.define(f"forward{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+    _GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+    _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
+    for _key in _BACKENDS:
+        _LIB.impl(f"forward{_name}", _forward, _key)
+        _LIB.impl(f"backward{_name}", _backward, _key)
+    torch.library.register_fake(f"onchip::forward{_name}", _forward_fake, lib=_LIB)
+    torch.library.register_fake(f"onchip::backward{_name}", _backward_fake, lib=_LIB)
+    torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
 _LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 for _key in _BACKENDS:
     _LIB.impl("mask", _keep_mask, _key)
-    _LIB.impl("forward", _forward, _key)
-    _LIB.impl("backward", _backward, _key)
-torch.library.register_fake("onchip::forward", _forward_fake, lib=_LIB)
-torch.library.register_fake("onchip::backward", _backward_fake, lib=_LIB)
 torch.library.register_fake("onchip::mask", _spaced, lib=_LIB)
-torch.library.register_vmap("onchip::forward", _forward_vmap, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
+_FORWARD_LATER = torch.ops.onchip.forward_later.default
+_BACKWARD_LATER = torch.ops.onchip.backward_later.default

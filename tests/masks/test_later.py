@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 import onchip
 from onchip import library, masks
@@ -76,6 +78,34 @@ def test_a_mask_computed_from_another_in_its_memory_is_another():
     first = torch.tensor([0] * 20 + [20] * 20, dtype=torch.int32)[:, None]
     ours = torch.compile(attend, fullgraph=True)(*x, bounds(), first)
     torch.testing.assert_close(ours, attend(*x, bounds(), first), rtol=0, atol=0)
+
+
+def test_graphs_on_the_gpu_never_record_a_mask_that_is_built_from_values():
+    found = []
+
+    def spy(graph, _):
+        found.extend(n.target for n in graph.graph.nodes if "onchip" in str(n.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=spy, bw_compiler=spy)
+    torch.compile(two_layers, backend=backend, fullgraph=True)(*qkv(), bounds()).sum().backward()
+    assert len(found) == 5
+    assert all(torch.Tag.cudagraph_unsafe in op.tags for op in found)
+    assert torch.Tag.cudagraph_unsafe not in torch.ops.onchip.forward.default.tags
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_recorded_graph_follows_its_mask(kept):
+    def attend(q, k, v, mask):
+        return onchip.attention(q, k, v, mask=library.built_once(mask, 40) if kept else mask)
+
+    x = [t.detach().cuda().half() for t in qkv()]
+    recorded = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    for window in (7, 7, 7, 3, 11):
+        mask = bounds(window=window).cuda()
+        expected = onchip.attention(*x, causal=True, window_size=(window - 1, 0))
+        torch.testing.assert_close(recorded(*x, mask), expected, rtol=0.01, atol=0.01)
 
 
 def test_what_does_not_fit_is_refused_before_it_runs():
