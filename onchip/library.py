@@ -427,9 +427,9 @@ def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
+_GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
     _LIB.define(f"forward{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
-    _GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
     for _key in _BACKENDS:
         _LIB.impl(f"forward{_name}", _forward, _key)
