@@ -28,7 +28,7 @@ __all__ = [
     "varlen_attention",
 ]
 
-_LAZY = ("engine", "kvcache", "masks", "models", "parallel", "testing")
+_LAZY = ("adapters", "engine", "iomodel", "kvcache", "masks", "models", "parallel", "testing")
 _ENGINE = ("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams")
 
 

@@ -1,4 +1,4 @@
-"""The command line: `onchip demo | bench | tune | explain | generate | doctor`, or
+"""The command line: `onchip demo | bench | tune | explain | generate | doctor | lab`, or
 `python -m onchip ...`.
 """
 
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_doctor(commands)
     _add_serve(commands)
+    _add_lab(commands)
     return parser
 
 
@@ -115,6 +116,7 @@ def _add_explain(commands) -> None:
     p.add_argument("--page-size", type=_positive, help="keys in pages of so many slots, causal")
     p.add_argument("--shared", type=int, default=0, help="keys that all sequences share, in pages")
     p.add_argument("--kernel", help="ask for this kernel by name")
+    p.add_argument("--on", metavar="GPU", help="what an A100, H100, H200 or B200 would do")
     p.set_defaults(run=_explain)
 
 
@@ -125,7 +127,7 @@ def _add_generate(commands) -> None:
         "--model",
         default="tiny",
         metavar="FOLDER",
-        help="config.json, safetensors and tokenizer.json; default: a built-in one, random weights",
+        help="config.json, safetensors and tokenizer.json; default: a small built-in one",
     )
     p.add_argument("--chat", action="store_true", help="the prompt is a message to an assistant")
     p.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
@@ -147,7 +149,9 @@ def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     p.add_argument("model", nargs="?", metavar="DIR", help="how the model of a folder would run")
     p.add_argument(
-        "--measure", action="store_true", help="GPU: how long first calls take that must compile"
+        "--measure",
+        action="store_true",
+        help="bandwidth and latency of every memory; GPU: first calls, which compile",
     )
     p.set_defaults(run=_doctor)
 
@@ -180,6 +184,18 @@ def _add_serve(commands) -> None:
     p.add_argument("--max-stall-s", type=float, default=30.0, help="a longer step: not ready")
     p.add_argument("--drain-s", type=float, default=30.0, help="to finish after SIGTERM")
     p.set_defaults(run=_serve)
+
+
+def _add_lab(commands) -> None:
+    p = commands.add_parser("lab", help="the figures to play with, as a page")
+    p.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write it there, to open without a server"
+    )
+    p.add_argument("--model", default="tiny", help="whose rows to show: a folder (default: tiny)")
+    p.add_argument("--host", default="127.0.0.1", help="address to serve on (default: loopback)")
+    p.add_argument("--port", type=int, default=8001, help="0: any that is free (default 8001)")
+    p.add_argument("--no-open", action="store_true", help="do not open it in a browser")
+    p.set_defaults(run=_lab)
 
 
 def _positive(text: str) -> int:
@@ -224,7 +240,7 @@ def _bench(args: argparse.Namespace) -> int:
         module.run(session)
     _keep_results(args, console, session)
     bars = (bar._replace(optional=bar.optional or bool(args.only)) for bar in module.BARS)
-    verdicts = [] if args.quick else harness.judge(session.rows, bars)
+    verdicts = [] if session.quick else harness.judge(session.rows, bars)
     harness.print_session(console, session, verdicts)
     return 0 if all(v.ok for v in verdicts) and not session.refused else 1
 
@@ -320,7 +336,7 @@ def _explain(args: argparse.Namespace) -> int:
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
     q = tensor(args.batch, args.seqlen, args.heads, args.head_dim)
     options = {"causal": args.causal, "window_size": _window(args.window), "softcap": args.softcap}
-    options |= {"return_stats": args.stats, "kernel": args.kernel}
+    options |= {"return_stats": args.stats, "kernel": args.kernel, "on": args.on}
     if args.page_size:
         tables = _page_tables(args.batch, seqlen_k, args.page_size, args.shared)
         keys, options["causal"] = (int(tables[0].max()) + 1, args.page_size), True
@@ -404,6 +420,9 @@ def _doctor(args: argparse.Namespace) -> int:
         return doctor.print_model(console, args.model)
     doctor.print_report(console)
     if args.measure:
+        with _progress(console) as tell:
+            found = doctor.measure_levels(tell)
+        doctor.print_levels(console, found)
         doctor.print_first_calls(console)
     return 0
 
@@ -414,6 +433,23 @@ def _serve(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"serve needs {error.name}: pip install 'onchip[serve]'") from None
     return command.serve(args)
+
+
+def _lab(args: argparse.Namespace) -> int:
+    from onchip.lab import page, record, serve
+
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"cannot write to {args.out}: it is a file, not a folder")
+    data = record.everything(args.model)
+    if args.out is not None:
+        print(page.write(args.out, data))
+        return 0
+    with serve.LabServer(args.host, args.port, data) as server:
+        print(f"onchip lab is at {server.url} (Ctrl+C ends it)", flush=True)
+        if not args.no_open and _has_screen():
+            webbrowser.open(server.url)
+        server.serve_forever()
+    return 0
 
 
 def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:

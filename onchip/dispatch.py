@@ -15,6 +15,10 @@ KERNELS = {
     "aten_cpu": "onchip.kernels.aten",
     "tiled": "onchip.kernels.tiled",
     "reference": "onchip.kernels.reference",
+    "paper_v0": "onchip.kernels.papers.v0",
+    "paper_v1": "onchip.kernels.papers.v1",
+    "paper_v2": "onchip.kernels.papers.v2",
+    "paper_v4": "onchip.kernels.papers.v4",
 }
 
 

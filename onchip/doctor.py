@@ -18,7 +18,10 @@ import torch
 
 import onchip
 from onchip import models
+from onchip.bench import levels
 from onchip.dispatch import KERNELS, kernel_module
+from onchip.explain import human_bytes
+from onchip.iomodel import hardware
 from onchip.models import foreign
 from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
 
@@ -265,8 +268,49 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def print_first_calls(console) -> None:
+def measure_levels(tell: Callable[[str, float], None]) -> dict[str, list[levels.Measured]]:
+    """The memories of every device here, by torch's names."""
+    return {name: levels.measure(torch.device(name), tell) for name in here()}
+
+
+def print_levels(console, found: dict[str, list[levels.Measured]]) -> None:
+    """What was measured here, then what was published of devices elsewhere."""
     from rich.table import Table
+
+    columns = ("", "memory", "bytes", "bandwidth", "latency")
+    table = Table(*columns, title="Memories, measured here", title_justify="left")
+    for device, rows in found.items():
+        for row in rows:
+            hidden = "hidden" if row.latency_s == 0 else _latency(row.latency_s)
+            cells = human_bytes(row.set_bytes), f"{row.bytes_s / 1e9:.3g} GB/s", hidden
+            table.add_row(device, row.level, *cells)
+    console.print(table)
+    console.print("bytes: the working set; latency: beyond what the interpreter hides of it.")
+    table = Table(*columns, title="Memories, as published", title_justify="left")
+    sources: dict[str, list[str]] = {}
+    for row in hardware.TABLE:
+        for level in row.levels:
+            rate = f"{level.bytes_s / 1e9:,.0f} GB/s" if level.bytes_s else ""
+            cells = human_bytes(level.size_bytes), rate, _latency(level.latency_s)
+            table.add_row(row.name, level.name, *cells)
+            sources.setdefault(level.source, []).append(f"{row.name} {level.name}")
+        sources.setdefault(row.source, []).append(f"{row.name} itself")
+    console.print(table)
+    for source, of in sources.items():
+        console.print(f"- {', '.join(of)}: {source}.", highlight=False, soft_wrap=True)
+
+
+def _latency(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e9:.3g} ns"
+
+
+def print_first_calls(console) -> None:
+    """Of a machine with a GPU; a sentence elsewhere."""
+    from rich.table import Table
+
+    if not torch.cuda.is_available():
+        console.print("First calls compile on a GPU only, and torch finds none here.")
+        return
 
     table = Table("call", "kernel", "pass", "first", "next", title="First calls, nothing cached")
     for c in first_calls():

@@ -14,11 +14,11 @@ from torch import Tensor
 from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
+from onchip.iomodel.hardware import TABLE, Hardware, find, of_device
+from onchip.iomodel.roofline import Roofline, backward_ratio, bound, is_modelled, predict
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
-
-MEMORY_BOUND = 100  # flops for each byte: below, every device at hand waits for memory
 
 
 class Pages(NamedTuple):
@@ -69,25 +69,41 @@ class Explanation(NamedTuple):
     flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # what standard attention would allocate for S alone
-    bandwidth: float | None = None  # of the device's memory in bytes a second, where it tells
+    hardware: Hardware | None = None  # what the device can do, where it is known
     pages: Pages | None = None
     splits: Splits | None = None
     sharing: Sharing | None = None
     parts: tuple[Served, ...] = ()  # of a mixed call that is cut
 
     @property
-    def least_us(self) -> float | None:
-        """Microseconds that memory alone needs; None where it is unknown or not what counts."""
-        if self.bandwidth is None or self.flops > MEMORY_BOUND * self.min_bytes:
+    def roofline(self) -> Roofline | None:
+        """Of the forward: which resource binds, and how long it takes, or at least must."""
+        if self.hardware is None:
             return None
+        p, kernel = self.problem, self.plan.kernel
+        if is_modelled(p, self.hardware, kernel):
+            return predict(p, self.hardware, kernel, density=self._density)
         scratch_bytes = self.splits.scratch_bytes if self.splits else 0
-        return (self.min_bytes + scratch_bytes) / self.bandwidth * 1e6
+        return bound(p, self.hardware, self.flops, self.min_bytes + scratch_bytes)
+
+    @property
+    def backward_roofline(self) -> Roofline | None:
+        """Of the backward, where a model of its kernels is at hand."""
+        p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
+        if hardware is None or not is_modelled(p, hardware, kernel):
+            return None
+        return predict(p, hardware, kernel, backward=True, density=self._density)
+
+    @property
+    def _density(self) -> float:
+        """Of the operations that causal and window leave, what a block mask leaves."""
+        return min(1.0, self.flops / max(1, self.problem.flops))
 
     def __str__(self) -> str:
         p = self.problem
         where = self.device.name or self.device.type
         keys = f"up to {p.seqlen_k} keys in pages" if self.pages else f"{p.seqlen_k} keys"
-        backward = "" if self.pages else f", {2.5 * self.flops:.3e} backward"
+        backward = "" if self.pages else f", {backward_ratio(p) * self.flops:.3e} backward"
         lines = [
             f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
@@ -114,9 +130,9 @@ class Explanation(NamedTuple):
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
             yield from _split_lines(self.splits)
-        if self.least_us is not None and self.bandwidth is not None:
-            rate = f"memory at {self.bandwidth / 1e12:.3g} TB/s"
-            yield "time", f"at least {self.least_us:.1f} us: {rate}"
+        for title, found in (("time", self.roofline), ("backward", self.backward_roofline)):
+            if found is not None:
+                yield title, str(found)
         if self.sharing is not None:
             yield from _sharing_lines(self.sharing)
 
@@ -134,13 +150,17 @@ def explain(
     max_seqlen_k: int | None = None,
     kernel: str | None = None,
     return_lse: bool = False,
+    on: str | None = None,
     **options: object,
 ) -> Explanation:
     """What attention() (with cu_seqlens: varlen_attention(); with page_table: paged_attention(),
     and with plan: cascade_attention()) would do with the same arguments. Nothing is computed; of
-    packed and paged calls the lengths are read, for which it waits.
+    packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
+    "B200", what such a device would do, wherever the tensors are; not for pages.
     """
     if page_table is not None or cache_seqlens is not None:
+        if on is not None:
+            raise ValueError(f"{on=}: pages are explained for the device that they are on")
         if cu_seqlens_k is not None or max_seqlen_k is not None:
             raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
@@ -149,7 +169,7 @@ def explain(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     (problem, _), x = pose(q, k, v, _scalars(options), Extras(**options), packing)
-    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel)
+    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel, on)
     if x.mask is None:
         return explanation
     dense = sum(p.all_flops for p in _dense_parts(problem, x))
@@ -162,9 +182,13 @@ def _scalars(options: dict, **defaults: object) -> Options:
 
 
 def _explanation(
-    problem: Problem, x: Tensors, parts: list[Problem], kernel: str | None
+    problem: Problem,
+    x: Tensors,
+    parts: list[Problem],
+    kernel: str | None,
+    on: str | None = None,
 ) -> Explanation:
-    device = device_info(x.q.device)
+    device, hardware = _device(x.q.device, on)
     return Explanation(
         problem,
         device,
@@ -172,8 +196,18 @@ def _explanation(
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
-        bandwidth=_bandwidth(x.q.device),
+        hardware=hardware,
     )
+
+
+def _device(here: torch.device, on: str | None) -> tuple[DeviceInfo, Hardware | None]:
+    """The device of the tensors, or the one that is asked about instead."""
+    if on is None:
+        return device_info(here), of_device(here)
+    found = find(on)
+    if found is None:
+        raise ValueError(f"{on=} is not known, but {', '.join(row.name for row in TABLE)} are")
+    return DeviceInfo("cuda", found.name, found.capability, has_triton=True), found
 
 
 def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
@@ -182,15 +216,6 @@ def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
         return [problem]
     lengths = zip(x.cu_seqlens_q.diff().tolist(), x.cu_seqlens_k.diff().tolist(), strict=True)
     return [problem._replace(batch=1, seqlen_q=a, seqlen_k=b, packed=False) for a, b in lengths]
-
-
-def _bandwidth(device: torch.device) -> float | None:
-    """Two transfers a clock over the width of the bus."""
-    if device.type != "cuda":
-        return None
-    about = torch.cuda.get_device_properties(device)
-    kilohertz = getattr(about, "memory_clock_rate", 0)
-    return 2e3 * kilohertz * getattr(about, "memory_bus_width", 0) / 8 or None
 
 
 def _explain_paged(

@@ -2,8 +2,8 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask. The plan is
-made inside, so a compiled graph never specialises on it.
+(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask, or the one
+that it will be built from. The plan is made inside, so a compiled graph never specialises on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,9 @@ from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels.protocol import Grads, Result, Stats, empty_result
 from onchip.kernels.tapes import replayed
+from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later
 from onchip.problem import (
     Problem,
     Question,
@@ -62,14 +64,34 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     if not wants_grad:
-        out, lse, stats = _FORWARD(*args, mask)
+        out, lse, stats = _forward_op(mask)(*args, mask)
     elif torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
     else:
-        out, lse, stats = _Attention.apply(*args, *mask)
+        out, lse, stats = _Attention.apply(*_distinct(args), *mask)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
+
+
+def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tensor that is there twice (cu_seqlens of queries and keys) becomes a view of itself: the
+    compiler traces no autograd.Function that is given one tensor as two arguments.
+    """
+    made: list[Any] = []
+    for arg in args:
+        again = isinstance(arg, Tensor) and any(arg is one for one in made)
+        made.append(arg.view_as(arg) if again else arg)
+    return tuple(made)
+
+
+def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
+    """A CUDA graph must not record a mask that is built from values: it would replay it."""
+    return _FORWARD_LATER if len(mask) == 1 else _FORWARD
+
+
+def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
+    return _BACKWARD_LATER if len(mask) == 1 else _BACKWARD
 
 
 def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
@@ -111,7 +133,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *args):
-        out, lse, stats = _FORWARD(*args[:_END], list(args[_END:]))
+        mask = list(args[_END:])
+        out, lse, stats = _forward_op(mask)(*args[:_END], mask)
         ctx.scalars = args[_NUM_TENSORS:_END]
         ctx.save_for_backward(*args[:_NUM_TENSORS], *args[_END:], out, lse)
         ctx.set_materialize_grads(False)
@@ -127,7 +150,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return tuple(grads)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _BACKWARD(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
+        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
@@ -141,7 +164,7 @@ def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
     args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
-    found = _BACKWARD(dout, dlse, out, lse, *args, mask)
+    found = _backward_op(mask)(dout, dlse, out, lse, *args, mask)
     return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
 
 
@@ -218,13 +241,17 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
-def _mask_tensors(mask: BlockMask) -> list[Tensor]:
+def _mask_tensors(mask: BlockMask | Later) -> list[Tensor]:
+    if isinstance(mask, Later):
+        return mask.tensors()
     if not torch.compiler.is_compiling():
         _MASKS[id(mask.tiles)] = mask
     return mask.tensors()
 
 
-def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
+def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask | Later:
+    if len(tensors) == 1:
+        return Later(tensors[0], seqlen_q, seqlen_k)
     known = _MASKS.get(id(tensors[-1]))
     if known is not None and known.tiles is tensors[-1]:
         return known
@@ -236,8 +263,36 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
     return problem
 
 
+def built_once(mask: Tensor, seqlen_k: int) -> Tensor:
+    """A dense mask or the bounds of spans, over seqlen_k keys, for several calls of a graph that is
+    being compiled: built when the graph runs, once for all of them.
+    """
+    return torch.ops.onchip.mask(mask, seqlen_k)
+
+
+def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
+    """A tensor of its own, whose meaning is kept for as long as the object lives."""
+    kept = _spaced(mask)
+    kept.copy_(mask)
+    later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
+    return kept
+
+
+def _spaced(mask: Tensor, _: Any = None) -> Tensor:
+    """Room for a mask, of strides that no graph gives to what it computes. Inductor computes into
+    memory that it does not need any more, and if strides are the same, into the same object: what
+    is kept of a mask would be taken for the meaning of a tensor that was computed from it.
+    """
+    return mask.new_empty((*mask.shape[:-1], mask.shape[-1] + 1))[..., :-1]
+
+
+def _settled(x: Tensors) -> Tensors:
+    return x._replace(mask=x.mask.built()) if isinstance(x.mask, Later) else x
+
+
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
+    x = _settled(x)
     out, lse, stats = run(posed(x, problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
@@ -292,6 +347,7 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
+    x = _settled(x)
     question = posed(x, problem)
     grads = run_backward(question, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
@@ -370,7 +426,7 @@ def _forward_vmap(info, in_dims, *args):
             "vmap needs alibi_slopes, bias and mask that are the same for the whole batch"
         )
     folded = [_fold(getattr(x, n), dims[n], size) for n in ("q", "k", "v")]
-    out, lse, stats = _FORWARD(*folded, *args[3:])
+    out, lse, stats = _forward_op(args[_END])(*folded, *args[3:])
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
@@ -383,13 +439,21 @@ def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_LIB.define(f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
-_LIB.define(f"backward({_SAVED}, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
+    _LIB.define(f"forward{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+    _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
+    for _key in _BACKENDS:
+        _LIB.impl(f"forward{_name}", _forward, _key)
+        _LIB.impl(f"backward{_name}", _backward, _key)
+    torch.library.register_fake(f"onchip::forward{_name}", _forward_fake, lib=_LIB)
+    torch.library.register_fake(f"onchip::backward{_name}", _backward_fake, lib=_LIB)
+    torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
+_LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 for _key in _BACKENDS:
-    _LIB.impl("forward", _forward, _key)
-    _LIB.impl("backward", _backward, _key)
-torch.library.register_fake("onchip::forward", _forward_fake, lib=_LIB)
-torch.library.register_fake("onchip::backward", _backward_fake, lib=_LIB)
-torch.library.register_vmap("onchip::forward", _forward_vmap, lib=_LIB)
+    _LIB.impl("mask", _keep_mask, _key)
+torch.library.register_fake("onchip::mask", _spaced, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
+_FORWARD_LATER = torch.ops.onchip.forward_later.default
+_BACKWARD_LATER = torch.ops.onchip.backward_later.default

@@ -13,6 +13,7 @@ from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later
 from onchip.problem import (
     Options,
     Question,
@@ -59,10 +60,11 @@ def attention(
     and lse = -inf (with a sink: lse = sink). Returns out[, lse][, stats]; lse: (batch, heads,
     seqlen_q), natural log.
 
-    mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k) or bool tensor. bias:
-    (batch|1, heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch,
-    heads). softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's
-    generator unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k), bool tensor or bounds of
+    `masks.spans`; in a graph that is compiled, tensors are built when it runs. bias: (batch|1,
+    heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch, heads).
+    softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's generator
+    unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
     options = Options(
@@ -399,9 +401,11 @@ def seed_tensor(seed: int | Tensor | None, q: Tensor) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=q.device)
 
 
-def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask:
+def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
     if isinstance(mask, BlockMask):
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
+    if isinstance(mask, Tensor) and torch.compiler.is_compiling():
+        return Later(mask, q.shape[1], k.shape[1])
     return masks.build(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,7 +49,7 @@ class Tensors(NamedTuple):
     tree_mask: Tensor | None = None
     places_q: Tensor | None = None
     places_k: Tensor | None = None
-    mask: BlockMask | None = None
+    mask: BlockMask | Later | None = None
 
 
 class Problem(NamedTuple):
@@ -103,6 +104,20 @@ class Problem(NamedTuple):
         return int((hi.clamp(max=self.seqlen_k) - lo.clamp(min=0)).clamp(min=0).sum())
 
     @property
+    def seen_queries(self) -> int:
+        """Queries of a sequence to which causal and window leave any key."""
+        right = 0 if self.causal else self.window_size[1]
+        reach = self.seqlen_q if right is None else self.seqlen_k + right
+        return min(self.seqlen_q, reach) if self.seqlen_k else 0
+
+    @property
+    def seen_keys(self) -> int:
+        """Keys of a sequence that causal and window leave to any query."""
+        left = self.window_size[0]
+        reach = self.seqlen_k if left is None else self.seqlen_q + left
+        return min(self.seqlen_k, reach) if self.seqlen_q else 0
+
+    @property
     def flops(self) -> int:
         """Multiply-adds of the two products, counted as two operations each, over the visible
         pairs.
@@ -121,11 +136,14 @@ class Problem(NamedTuple):
 
     @property
     def min_bytes(self) -> int:
-        """Each input read once, each output written once: no exact algorithm moves less."""
+        """Each input that causal and window leave read once, each output written once: no exact
+        algorithm moves less. (A block mask, which may leave less, is not counted.)
+        """
         queries = self.batch * self.seqlen_q * self.num_heads
-        keys = self.batch * self.seqlen_k * self.num_kv_heads
+        seen = self.batch * self.seen_queries * self.num_heads
+        keys = self.batch * self.seen_keys * self.num_kv_heads
         read = (
-            queries * self.head_dim + keys * (self.head_dim + self.head_dim_v)
+            seen * self.head_dim + keys * (self.head_dim + self.head_dim_v)
         ) * self.dtype.itemsize
         return read + queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
 
@@ -472,6 +490,10 @@ def _check_tensor(name: str, t: Tensor, q: Tensor, shapes: tuple[tuple[int, ...]
     if not isinstance(t, Tensor) or tuple(t.shape) not in shapes:
         got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {got}")
+    _check_kind(name, t, q)
+
+
+def _check_kind(name: str, t: Tensor, q: Tensor) -> None:
     if t.dtype not in DTYPES:
         raise ValueError(f"{name}.dtype={t.dtype} must be a floating type")
     if t.device != q.device:
@@ -487,7 +509,7 @@ def _check_bias(problem: Problem, x: Tensors) -> None:
     if not fits or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
         layout = "(batch|1, heads|1, seqlen_q|1, seqlen_k)"
         raise ValueError(f"bias must be {layout} with sizes {full}, got {shape}")
-    _check_tensor("bias", x.bias, x.q, (shape,))
+    _check_kind("bias", x.bias, x.q)
 
 
 def _check_mask(problem: Problem, x: Tensors) -> None:

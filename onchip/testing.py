@@ -199,7 +199,7 @@ def _visible(o: _Options, shape: torch.Size, device: torch.device) -> Tensor:
         visible &= keys <= diagonal + right
     if o.mask is None:
         return visible
-    if isinstance(o.mask, Tensor):
+    if isinstance(o.mask, Tensor) and o.mask.dtype == torch.bool:
         return visible & o.mask.to(device)
     built = masks.build(o.mask, batch, heads, seqlen_q, seqlen_k, str(device))
     return visible & built.to_dense()

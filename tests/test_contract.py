@@ -19,6 +19,7 @@ from onchip.kernels import tiled
 from onchip.kernels.configs import TileConfig
 
 KERNELS = ["tiled", "aten_cpu", "reference"]
+PAPERS = ["paper_v0", "paper_v1", "paper_v2", "paper_v4"]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -174,6 +175,9 @@ EVERY_DENSE = pairwise(COMMON | EXTRA | DENSE | BIAS)
 EVERY_PACKED = pairwise(COMMON | EXTRA | PACKED)
 ATEN_DENSE = pairwise(COMMON | DENSE)
 ATEN_PACKED = pairwise(COMMON | PACKED)
+PUBLISHED = COMMON | {"sinks": (False,), "dropout_p": (0.0, 0.3)}
+PAPER_DENSE = pairwise(PUBLISHED | DENSE)
+PAPER_PACKED = pairwise(PUBLISHED | PACKED)
 
 
 @pytest.mark.parametrize("kernel", ["tiled", "reference"])
@@ -196,6 +200,26 @@ def test_dense_aten(case):
 @pytest.mark.parametrize("case", ATEN_PACKED, ids=_ids(ATEN_PACKED))
 def test_packed_aten(case):
     _judge_packed("aten_cpu", case)
+
+
+def _published(kernel: str, case: dict) -> dict:
+    """v4 has neither fp64 nor dropout."""
+    if kernel != "paper_v4":
+        return case
+    dtype = torch.float32 if case["dtype"] == torch.float64 else case["dtype"]
+    return case | {"dtype": dtype, "dropout_p": 0.0}
+
+
+@pytest.mark.parametrize("kernel", PAPERS)
+@pytest.mark.parametrize("case", PAPER_DENSE, ids=_ids(PAPER_DENSE))
+def test_dense_papers(kernel, case):
+    _judge_dense(kernel, _published(kernel, case))
+
+
+@pytest.mark.parametrize("kernel", PAPERS)
+@pytest.mark.parametrize("case", PAPER_PACKED, ids=_ids(PAPER_PACKED))
+def test_packed_papers(kernel, case):
+    _judge_packed(kernel, _published(kernel, case))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +257,7 @@ def test_many_tiles(kernel, case, distribution):
     ot.assert_accurate(attention, q, k, v, grad=True, **options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS + PAPERS)
 @pytest.mark.parametrize("head_dim", [1, 3, 255, 256])
 def test_extreme_head_dims(kernel, head_dim):
     q, k, v = ot.make_qkv(1, 9, 33, head_dim=head_dim, head_dim_v=257 - head_dim)
@@ -241,7 +265,7 @@ def test_extreme_head_dims(kernel, head_dim):
     ot.assert_accurate(attention, q, k, v, grad=True, causal=True)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", KERNELS + PAPERS)
 def test_batch_zero(kernel):
     q, k, v = (x.requires_grad_() for x in ot.make_qkv(0, 5, 7))
     out, lse = onchip.attention(q, k, v, return_lse=True, kernel=kernel)
@@ -478,7 +502,7 @@ MASK_SPARES = {
 }
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "reference"])  # it reads everything
+@pytest.mark.parametrize("kernel", ["tiled", "aten_cpu", "paper_v1", "paper_v2"])  # others read all
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASK_SPARES)
 def test_nan_in_empty_blocks(kernel, dtype, name):

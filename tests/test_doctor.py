@@ -6,6 +6,7 @@ import torch
 
 import onchip
 from onchip import dispatch, doctor, models
+from onchip.bench import levels
 from onchip.cli import main
 from onchip.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
 
@@ -68,10 +69,14 @@ def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_nothing_compiles(capsys):
-    assert main(["doctor", "--measure"]) == 2
-    captured = capsys.readouterr()
-    assert "Kernels here" in captured.out and "torch finds none" in captured.err
+def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
+    rows = [levels.Measured("L1", 16384, 150e9, 0.0), levels.Measured("DRAM", 1 << 28, 6e9, None)]
+    monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
+    assert main(["doctor", "--measure"]) == 0
+    out = capsys.readouterr().out
+    assert "Kernels here" in out and "torch finds none" in out
+    assert "150 GB/s" in out and "hidden" in out and "DRAM" in out
+    assert "4,800 GB/s" in out and "NVIDIA H200 SXM datasheet" in out
 
 
 @pytest.mark.gpu

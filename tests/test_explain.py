@@ -7,6 +7,8 @@ import onchip
 from onchip.dispatch import kernel_module
 from onchip.explain import Explanation, Served, count_splits
 from onchip.fold import cascade
+from onchip.iomodel import roofline
+from onchip.iomodel.hardware import H200
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
@@ -31,7 +33,7 @@ def test_pages_bytes_and_flops_are_those_of_the_lengths():
     assert x.pages[:4] == (PAGE, 7 + 1 + 3, 11, 0)
     assert x.pages.gathered_bytes == 134 * TOKEN_BYTES
     assert x.min_bytes == 134 * TOKEN_BYTES + 3 * HEADS * (2 * DIM * 2 + 4)
-    assert x.flops == 4 * HEADS * DIM * 134 and x.splits is x.sharing is x.least_us is None
+    assert x.flops == 4 * HEADS * DIM * 134 and x.splits is x.sharing is x.roofline is None
     assert "first: aten_cpu reads no pages" in str(x) and "backward" not in str(x)
 
 
@@ -125,12 +127,41 @@ def test_segments_of_a_level_are_told_and_counted():
     assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + 4 * moved
 
 
-def test_time_is_told_where_memory_sets_the_pace():
-    x: Explanation = onchip.explain(*call([4096]))
-    on_gpu = x._replace(bandwidth=4.8e12)
-    assert on_gpu.least_us == pytest.approx(x.min_bytes / 4.8e6)
-    assert f"at least {on_gpu.least_us:.1f} us: memory at 4.8 TB/s" in str(on_gpu)
-    assert on_gpu._replace(flops=200 * x.min_bytes).least_us is None
+def test_time_is_told_with_what_binds():
+    x: Explanation = onchip.explain(*call([4096] * 99))
+    on_gpu = x._replace(hardware=H200)
+    bytes_s = H200.memory_bytes_s
+    assert x.roofline is None and "time" not in str(x)
+    assert on_gpu.roofline.binds == "HBM" and on_gpu.backward_roofline is None
+    assert on_gpu.roofline.seconds == pytest.approx(x.min_bytes / bytes_s)
+    assert f"time        at least {on_gpu.roofline.seconds * 1e6:.3g} us: HBM needs" in str(on_gpu)
+    busy = on_gpu._replace(flops=2000 * x.min_bytes)
+    assert busy.roofline.binds == "exp unit"  # head_dim 32
+
+
+def test_time_of_a_kernel_whose_pipeline_is_known():
+    q = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16)
+    x = onchip.explain(q, q, q, causal=True)
+    x = x._replace(hardware=H200, plan=x.plan._replace(kernel="hopper"))
+    predicted = roofline.predict(x.problem, H200, "hopper")
+    assert x.roofline.modelled and x.roofline.seconds == pytest.approx(predicted.seconds)
+    assert x.backward_roofline.seconds > 2 * x.roofline.seconds
+    assert "time        139 us: tensor cores need" in str(x) and "  backward " in str(x)
+
+
+def test_a_device_that_is_not_here():
+    q = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16)
+    v = torch.empty(1, 4096, 16, 64, dtype=torch.bfloat16)
+    x = onchip.explain(q, q, q, causal=True, on="H200")
+    assert (x.plan.kernel, x.device.name) == ("hopper", "NVIDIA H200")
+    assert "time        139 us: tensor cores need" in str(x)
+    older = onchip.explain(q, q, v, on="A100")
+    assert older.plan.kernel == "triton" and not older.roofline.modelled
+    assert f"{older.flops * 512 / 192:.3e} backward" in str(older)  # 6 d + 4 dv over 2 d + 2 dv
+    with pytest.raises(ValueError, match="on='H20' is not known, but NVIDIA A100, "):
+        onchip.explain(q, q, q, on="H20")
+    with pytest.raises(ValueError, match="pages are explained for the device"):
+        onchip.explain(*call([64]), on="H200")
 
 
 @pytest.mark.parametrize(

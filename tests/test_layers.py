@@ -24,8 +24,9 @@ LAW = {
     "paged": {"problem", "masks", "kernels.leaf"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
-    "explain": {"problem", "kernels.leaf", "dispatch", "fold", "paged", "ops"},
+    "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
+    "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
     "kvcache": {"problem"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
@@ -34,6 +35,7 @@ LAW = {
         "masks",
         "problem",
         "kernels.leaf",
+        "iomodel",
         "dispatch",
         "library",
         "ops",
@@ -41,9 +43,11 @@ LAW = {
         "models",
     },
     "engine": {"kvcache", "models", "ops", "parallel", "problem"},
+    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
-FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune"}  # the programs on top
+# the programs on top
+FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune", "lab"}
 LEAVES = {
     "__init__",
     "handles",
@@ -58,7 +62,7 @@ LEAVES = {
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
     "torch.distributed": ("parallel",),
-    "transformers": ("models/interface.py", "bench"),
+    "transformers": ("models/interface.py", "adapters", "bench"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
         ("engine/server",),
@@ -123,6 +127,13 @@ def test_some_packages_live_in_one_place(path):
                 assert here.startswith(rooms) or room(path.relative_to(PACKAGE).parts) == "doctor"
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "iomodel").glob("*.py")), ids=lambda p: p.name)
+def test_the_model_of_bytes_knows_no_kernel(path):
+    """It predicts what kernels move, and must not ask them: tile sizes are all they share."""
+    for name in imports(path):
+        assert not name.startswith("onchip.kernels") or name == "onchip.kernels.configs"
+
+
 @pytest.mark.parametrize("path", TORCH_FREE)
 def test_who_decides_knows_no_tensors(path):
     """Neither the file nor any file of ours that it imports."""
@@ -147,6 +158,6 @@ def test_import_needs_torch_alone_and_wakes_nothing():
 def test_all_is_the_api():
     for name in onchip.__all__:
         assert callable(getattr(onchip, name)), name
-    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models
+    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models and onchip.iomodel
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = onchip.flash

@@ -81,6 +81,17 @@ def test_compiles_packed_calls():
     torch.testing.assert_close(compiled(*x), fn(*x), rtol=0, atol=0)
 
 
+def test_compiles_what_takes_a_tensor_twice():
+    """One cu_seqlens for queries and keys, keys that are the values, with a gradient."""
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    fn = lambda q, k, cu: onchip.varlen_attention(q, k, k, cu, cu, 13, 13, causal=True)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    x = [torch.randn(20, 4, 16, requires_grad=True) for _ in range(2)]
+    grads = [torch.autograd.grad(f(*x, cu).square().sum(), x) for f in (fn, compiled)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
 def test_random_dropout_compiles():
     fn = lambda q, k, v: onchip.attention(q, k, v, dropout_p=0.5)
     out = torch.compile(fn, backend="aot_eager", fullgraph=True)(*qkv())
@@ -261,3 +272,16 @@ class TestAutograd:
         moved = onchip.attention(q, k, (v + 1e-3 * direction).detach(), dropout_p=0.5)
         slope = (moved - out).sum() / 1e-3  # linear in v
         torch.testing.assert_close(slope, (v.grad * direction).sum())
+
+
+def test_a_tensor_that_is_two_arguments_compiles():
+    """q, k and v alike, and one cu_seqlens for queries and keys, without a graph break."""
+    x = torch.randn(33, 2, 16, requires_grad=True)
+    cu = torch.tensor([0, 12, 33], dtype=torch.int32)
+
+    def loss(x, cu):
+        return onchip.varlen_attention(x, x, x, cu, cu, 21, 21, causal=True).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    (found,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

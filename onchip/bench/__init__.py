@@ -20,12 +20,15 @@ BENCHES = {
     "ablation": "GPU: from v2 to v4 one idea at a time: what each of them buys",
     "paged": "GPU: decoding over pages and in one piece, shared prefixes, swapping, offloading",
     "step": "GPU: where the time of one decoding step of a served model goes",
+    "train": "steps of training, tokens a second: GPT-2 medium, 1B Llama, BERT-large; loss curves",
     "serving": "GPU: a workload through the whole engine: tokens a second, waits, preemption",
     "masks": "GPU: windows, block-sparse masks, masks of single bits",
     "ring": "ring attention over two processes of this machine; --simulate: over up to 1,024 GPUs",
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
+    "paper": "published figures about attention's bytes and times: predicted, measured, judged",
+    "roofline": "predicted times of our Hopper kernels against the committed measurements",
 }
-REPORTS = ("memory", "ring", "serving")
+REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train")
 SIMULATED = ("ring",)
 
 

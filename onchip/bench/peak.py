@@ -108,13 +108,13 @@ def call(attend: Attend, inputs: gpu.Inputs, backward: bool) -> Callable[[], obj
     return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), inputs[3])
 
 
-def judged(attend: Attend, inputs: gpu.Inputs, backward: bool) -> float:
+def judged(attend: Attend, inputs: gpu.Inputs, backward: bool, pattern: str = "causal") -> float:
     """The RMSE of out at sampled rows; Inaccurate if they, or the gradients through them, break the
     accuracy rule.
     """
     q, k, v = inputs[:3]
     rows = sample_rows(q.shape[1], SAMPLED_ROWS).to(q.device)
-    mask = patterns.causal(k.shape[1]).visible(rows)
+    mask = patterns.plain(k.shape[1], pattern).visible(rows)
 
     def sampled(chosen: Tensor, k: Tensor, v: Tensor, **_: object) -> Tensor:
         return attend(q.index_copy(1, rows, chosen), k, v)[:, rows]

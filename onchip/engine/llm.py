@@ -29,8 +29,8 @@ Params = SamplingParams | BeamSearchParams
 class LLM:
     """A model that generates text, served from pages. Arguments as vLLM's where they exist.
 
-    model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, random
-    weights), or a model of `onchip.models`; families that those do not have run through
+    model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, see
+    `models.builtin`), or a model of `onchip.models`; families that those do not have run through
     transformers, slower. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
     host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. seed: of

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 MAX_JSON_BYTES = 100_000_000
+END = "<|endoftext|>"  # how 256 is written, where bytes are stored as a tokenizer
 
 
 class Tokenizer(Protocol):
@@ -41,6 +42,32 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes([t for t in token_ids if t < self.EOS]).decode(errors="replace")
+
+    def save(self, folder: str | Path) -> None:
+        """tokenizer.json and tokenizer_config.json that say the same to `FileTokenizer` and to
+        transformers: byte-level BPE without merges.
+        """
+        end = {"id": self.EOS, "content": END, "special": True}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+        level["use_regex"] = False
+        vocab = {_letter(byte): byte for byte in range(self.EOS)}
+        data = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": level, "decoder": level}
+        data["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+        config["chat_template"] = self.chat_template
+        for name, content in (("tokenizer.json", data), ("tokenizer_config.json", config)):
+            (Path(folder) / name).write_text(json.dumps(content, indent=1))
+
+
+def _letter(byte: int) -> str:
+    """The letter that byte-level tokenizers write for a byte: itself where it is printed, else the
+    next that is free from U+0100 on.
+    """
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    if byte in printed:
+        return chr(byte)
+    return chr(256 + sum(b not in printed for b in range(byte)))
 
 
 class FileTokenizer:

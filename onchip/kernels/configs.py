@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from onchip.problem import forget_questions
+from onchip.problem import Problem, forget_questions
 
 
 class TileConfig(NamedTuple):
@@ -25,6 +26,65 @@ def tiled_config(planes: int) -> TileConfig:
         tile_m //= 2
     tile_n = max(32, min(2048, TILED_SCORES // (planes * tile_m)))
     return TileConfig(tile_m, tile_n)
+
+
+PAPER_SRAM_BYTES = 100 * 1024  # "M is around 100KB" (FlashAttention, section 3.2), of an A100
+_ALL = 1 << 40  # more rows than a tensor has
+
+
+def paper_sram(sram: float | None, itemsize: int) -> int:
+    """Elements on the chip of the papers: as asked, or what 100 KiB hold."""
+    if sram is None:
+        return PAPER_SRAM_BYTES // itemsize
+    return _ALL * _ALL if sram == inf else int(sram)
+
+
+def paper_v1_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """Bc = ceil(M / 4d), Br = min(Bc, d) as published: 4d is a row of q, k, v and out together. (At
+    Br = Bc these alone fill M, and S has no room: the paper counts up to a constant.)
+    """
+    tile_n = -(-sram // (2 * (head_dim + head_dim_v)))
+    return TileConfig(min(tile_n, head_dim), tile_n)
+
+
+# Rows of the operand that only streams by: their number does not change the traffic, and is what a
+# tensor core takes at least. So the other side can have the chip, which does.
+PAPER_STREAMED = 16
+
+
+def paper_v2_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """As many queries as fit with q, out, s, and a tile of k and v. (The paper has tiles of 64 and
+    128, by hand.)
+    """
+    dims = head_dim + head_dim_v
+    tile_n = max(1, min(PAPER_STREAMED, sram // (2 * dims)))
+    return TileConfig(max(1, (sram - tile_n * dims) // (dims + tile_n)), tile_n)
+
+
+def paper_v2_backward_tiles(sram: int, head_dim: int, head_dim_v: int) -> TileConfig:
+    """As many keys as fit with k, v, dk, dv, p, ds, and a tile of q, dq and dout."""
+    held, streamed = 2 * (head_dim + head_dim_v), 2 * head_dim + head_dim_v
+    tile_m = max(1, min(PAPER_STREAMED, sram // (2 * streamed)))
+    return TileConfig(tile_m, max(1, (sram - tile_m * streamed) // (held + 2 * tile_m)))
+
+
+class ProductConfig(NamedTuple):
+    """a (tile_m, tile_k) @ b (tile_k, tile_n)."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+
+
+def paper_product_tiles(sram: int, inner: int) -> ProductConfig:
+    """The largest squares of a product's result with which both factors fit: the whole inner
+    dimension where it is short, t^2 + 2 t k <= M, cubes of 3 t^2 <= M where it is not.
+    """
+    tile = isqrt(inner * inner + sram) - inner
+    if tile >= inner:
+        return ProductConfig(tile, tile, max(1, inner))
+    cube = max(1, isqrt(sram // 3))
+    return ProductConfig(cube, cube, cube)
 
 
 class TritonConfig(NamedTuple):
@@ -222,11 +282,27 @@ HOPPER_FORWARD_PAGED = {
 }
 
 
+def hopper_width(head_dim: int) -> int:
+    """head_dim as Hopper's tiles pad it."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def hopper_forward_of(problem: Problem) -> HopperConfig:
+    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    cut = problem.causal or problem.window_size[1] is not None
+    config = hopper_forward_config(
+        max(width, width_v), cut, problem.has_mask, problem.seqlen_k, problem.page_size
+    )
+    if width != width_v:
+        return config._replace(out_in_q=False)  # the tiles differ, and there is room
+    return config
+
+
 def hopper_forward_config(
     head_dim: int, cut: bool, has_mask: bool, seqlen_k: int, page_size: int = 0
 ) -> HopperConfig:
     """`cut`: tiles differ in length, because of causal or a window."""
-    dim = max(64, 1 << (head_dim - 1).bit_length())
+    dim = hopper_width(head_dim)
     if has_mask:
         return HOPPER_FORWARD_MASK[dim]
     if page_size:
@@ -280,7 +356,7 @@ HOPPER_BACKWARD = {
 
 
 def hopper_backward_config(head_dim: int) -> HopperBackwardConfig:
-    return HOPPER_BACKWARD[max(64, 1 << (head_dim - 1).bit_length())]
+    return HOPPER_BACKWARD[hopper_width(head_dim)]
 
 
 class HopperGradientConfig(NamedTuple):
@@ -307,7 +383,7 @@ HOPPER_GRADIENT = {
 
 
 def hopper_gradient_config(head_dim: int) -> HopperGradientConfig:
-    return HOPPER_GRADIENT[max(64, 1 << (head_dim - 1).bit_length())]
+    return HOPPER_GRADIENT[hopper_width(head_dim)]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from .mods import (
     mod,
     padding,
     prefix_lm,
+    spans,
     window,
 )
 from .presets import bigbird, block_local, butterfly, longformer, strided
@@ -39,6 +40,7 @@ __all__ = [
     "mod",
     "padding",
     "prefix_lm",
+    "spans",
     "strided",
     "window",
 ]

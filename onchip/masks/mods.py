@@ -211,6 +211,35 @@ def document(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
     return Mask(f"document({len(cu_q) - 1} documents)", resolve)
 
 
+def spans(bounds: Tensor) -> Mask:
+    """Query q of batch entry b sees the keys bounds[b, 0, q, 0] <= k < bounds[b, 0, q, 1].
+
+    An integer tensor (batch or 1, 1, seqlen_q, 2); no bound is negative, and a query whose keys end
+    before they begin sees nothing. Copied to the host here.
+    """
+    if not is_spans(bounds):
+        got = f"{bounds.dtype} {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else bounds
+        raise ValueError(f"spans must be integers of shape (batch or 1, 1, seqlen_q, 2), got {got}")
+    ends = bounds.to("cpu", torch.int64, copy=True)
+    if ends.numel() and ends.min() < 0:
+        raise ValueError("a bound of a span is negative: where keys are no interval there is none")
+    shape = (len(ends), 1, ends.shape[2])
+
+    def resolve(grid: Grid) -> Interval:
+        _check_fit("spans", (*shape, grid.seqlen_k), grid[:4])
+        lo, hi = ends[:, 0].clamp(max=grid.seqlen_k).unbind(-1)
+        return Interval(grid, lo, hi)
+
+    return Mask(f"spans{shape}", resolve, lambda device: (shape[0] != 1, False))
+
+
+def is_spans(bounds: object) -> bool:
+    """Whether this is a tensor that `spans` takes, as far as its type and shape tell."""
+    if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
+        return False
+    return bounds.dim() == 4 and bounds.shape[1] == 1 and bounds.shape[3] == 2
+
+
 def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     """Query q sees key k iff fn(b, h, q, k); any FlexAttention `mask_mod` works unchanged.
 
@@ -288,18 +317,20 @@ def from_flex(block_mask) -> Mask:
 
 def as_mask(mask) -> Mask | BlockMask:
     """What a user may pass as `mask=`: a Mask or BlockMask as it is, a mask_mod function, a dense
-    bool tensor or a FlexAttention BlockMask as a Mask. Anything else is a ValueError."""
+    bool tensor, the bounds of `spans` or a FlexAttention BlockMask as a Mask. Anything else is a
+    ValueError.
+    """
     if isinstance(mask, (Mask, BlockMask)):
         return mask
     if isinstance(mask, Tensor):
-        return dense(mask)
+        return spans(mask) if is_spans(mask) else dense(mask)
     if all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod")):
         return from_flex(mask)
     if callable(mask):
         return mod(mask)
     raise ValueError(
-        "mask must be a Mask, a BlockMask, a function (b, h, q, k) -> bool, a bool tensor or a "
-        f"FlexAttention BlockMask, got {type(mask).__name__}"
+        "mask must be a Mask, a BlockMask, a function (b, h, q, k) -> bool, a bool tensor, spans "
+        f"or a FlexAttention BlockMask, got {type(mask).__name__}"
     )
 
 

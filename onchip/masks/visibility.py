@@ -36,6 +36,13 @@ class Visibility(NamedTuple):
         cut = ((max(lo, start * BLOCK), min(hi, stop * BLOCK)) for start, stop in runs)
         return [(start, stop) for start, stop in cut if start < stop]
 
+    def part(self, rows: tuple[int, int], keys: tuple[int, int]) -> "Visibility":
+        """The rule for a range of queries and a range of keys alone, without a mask."""
+        left, right = self._reach()
+        shift = (self.seqlen_k - keys[1]) - (self.seqlen_q - rows[1])
+        window = left if left is None else left - shift, right if right is None else right + shift
+        return Visibility(rows[1] - rows[0], keys[1] - keys[0], False, window)
+
     def tile(
         self, q0: int, q1: int, k0: int, k1: int, device: torch.device | str = "cpu"
     ) -> Tensor | None:

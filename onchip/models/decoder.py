@@ -307,7 +307,8 @@ class Decoder(nn.Module):
         """Hidden states of tokens of any shape over keys from anywhere: what `forward` and `full`
         do with the three of this file.
         """
-        if tokens.device.type == "cpu" or checks.enabled:
+        compiling = torch.compiler.is_compiling()  # a value that is read would break the graph
+        if (tokens.device.type == "cpu" and not compiling) or checks.enabled:
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
         x = x if self.positions is None else x + F.embedding(positions, self.positions)

@@ -9,13 +9,12 @@ be said with those is refused. transformers is imported when it is asked for, ne
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
+from onchip.models.rules import Rule
 from onchip.problem import UnsupportedError
 
 NAME = "onchip_paged"
@@ -26,7 +25,6 @@ _HARMLESS = frozenset(
         *("output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache"),
     }
 )
-_ROWS = 300  # of a rule, and as many columns, that are compared with what it should be
 
 
 class Reader(Protocol):
@@ -35,55 +33,21 @@ class Reader(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: "Rule", options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
     ) -> Tensor: ...
 
 
 _reader: ContextVar[Reader] = ContextVar("onchip_reader")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A mask as transformers describes it: sees(batch, head, q, k) over tensors of indices, and the
-    length it names, if it names one. No tensor: a model that computes with its masks, instead of
-    handing them over, fails.
-    """
-
-    sees: Callable[..., Tensor]
-    length: int | None
-
-    def window(self) -> int | None:
-        """A query sees itself and window - 1 tokens before it; None: all of them. Found by asking
-        the rule about cells where any other would show. UnsupportedError: it is another.
-        """
-        if self.length is not None and self.length < 1:
-            raise UnsupportedError(f"a mask has a window of {self.length} tokens")
-        q, k = self._cells()
-        expected = k <= q if self.length is None else (k <= q) & (q - k < self.length)
-        try:
-            zero = torch.zeros((), dtype=torch.long)
-            same = torch.equal(self.sees(zero, zero, q, k).expand(expected.shape), expected)
-        except (RuntimeError, NotImplementedError):  # it looks at tensors that have no values here
-            same = False
-        if not same:
-            raise UnsupportedError("a mask is neither causal nor a sliding window of it")
-        return self.length
-
-    def _cells(self) -> tuple[Tensor, Tensor]:
-        """Rows (rows, 1) and columns (1, columns): many, and those around multiples of the length,
-        where windows begin to slide and chunks begin.
-        """
-        if self.length is None:
-            return torch.arange(_ROWS)[:, None], torch.arange(_ROWS)[None]
-        spread = torch.arange(_ROWS) * (2 * self.length + 2) // _ROWS
-        near = torch.arange(-2, 3) + torch.tensor([[0], [self.length], [2 * self.length]])
-        each = torch.cat([spread, near.flatten().clamp(min=0)]).unique()
-        return each[:, None], each[None]
-
-
 def library() -> ModuleType:
-    """transformers, with our functions registered; UnsupportedError where there is none, or one
-    without the two interfaces.
+    """transformers, with our functions registered."""
+    return register(NAME, _attend, _mask)
+
+
+def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) -> ModuleType:
+    """transformers, in which attn_implementation=name calls these two; UnsupportedError where there
+    is none, or one without the two interfaces.
     """
     try:
         import transformers
@@ -91,11 +55,11 @@ def library() -> ModuleType:
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
         raise UnsupportedError(
-            "a model that is none of ours runs through transformers 5 or later, which cannot be"
-            f" imported ({error}): pip install transformers"
+            "this runs through transformers 5.17 or later, which cannot be imported"
+            f" ({error}): pip install transformers"
         ) from None
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
     return transformers
 
 

@@ -79,7 +79,9 @@ def _copy_into(file: Path, tensors: Mapping[str, Tensor]) -> None:
     size = file.stat().st_size
     mapped = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
     for name, entry in header(file).items():
-        read(entry, mapped).copy_(tensors[name].detach())
+        # As bytes: elements need not be aligned to their size where they lie in the file.
+        raw = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+        mapped[entry.start : entry.end].copy_(raw)
 
 
 def _parse(file: Path, text: bytes) -> dict[str, dict]:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.iomodel import hardware
+
 
 class Link(NamedTuple):
     """One direction of a connection between neighbours; bytes_s is its nominal speed."""
@@ -150,15 +152,15 @@ class Machine:
         return min(1.0, math.ceil(queries / self.tile_m) * num_heads / self.processors)
 
 
-# Half of 141 GB: the other half is for weights and whatever else. 4.5 TB/s: measured over pages
-# (bench/results/h200-paged.json), as is the host's 54.8 GB/s; 256 GB: 2 TB for 8 devices of a DGX.
+# Half of the memory: the other half is for weights and whatever else. The host's 54.8 GB/s:
+# measured over pages (bench/results/h200-paged.json); 256 GB: 2 TB for 8 devices of a DGX.
 # 35 us: bench/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
 H200 = Machine(
-    "NVIDIA H200",
+    hardware.H200.name,
     H200_KERNELS,
     memory_bytes=70e9,
-    memory_bytes_s=4.5e12,
-    processors=132,
+    memory_bytes_s=hardware.H200.memory_bytes_s,
+    processors=hardware.H200.processors,
     tile_m=128,
     call_s=35e-6,
     tiers=(Tier("host", 256e9, 54.8e9, 52.5e9), Tier("disk", 15.36e12, 13e9, 6.6e9)),

@@ -1,8 +1,20 @@
 """Rows of the tile tables that must agree with one another."""
 
+import math
+
 import pytest
 
-from onchip.kernels.configs import HOPPER_BACKWARD, HOPPER_GRADIENT, TRITON_CHUNK, TRITON_DECODE
+from onchip.kernels.configs import (
+    HOPPER_BACKWARD,
+    HOPPER_GRADIENT,
+    TRITON_CHUNK,
+    TRITON_DECODE,
+    paper_product_tiles,
+    paper_sram,
+    paper_v1_tiles,
+    paper_v2_backward_tiles,
+    paper_v2_tiles,
+)
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)
@@ -18,3 +30,24 @@ def test_dq_leaves_in_one_part_of_each_consumer(head_dim):
 
 def test_few_and_many_queries_have_rows_for_the_same_calls():
     assert TRITON_CHUNK.keys() == TRITON_DECODE.keys()
+
+
+@pytest.mark.parametrize(("d", "dv"), [(1, 1), (64, 64), (128, 24), (256, 256)])
+@pytest.mark.parametrize("sram", [4096, 51_200, 10**6])
+def test_tiles_of_the_papers_fit_on_the_chip(sram, d, dv):
+    m, n = paper_v2_tiles(sram, d, dv)
+    assert (m + n) * (d + dv) + m * n <= sram < (m + 1 + n) * (d + dv) + (m + 1) * n
+    m, n = paper_v2_backward_tiles(sram, d, dv)
+    used = lambda n: 2 * n * (d + dv) + m * (2 * d + dv) + 2 * m * n
+    assert used(n) <= sram < used(n + 1)
+    m, n, k = paper_product_tiles(sram, d)
+    assert m * n + (m + n) * k <= sram
+
+
+def test_tiles_of_v1_are_those_published():
+    """Bc = ceil(M / 4d), Br = min(Bc, d); where Br = Bc nothing is left for S."""
+    assert paper_v1_tiles(51_200, 64, 64) == (64, 200)
+    assert paper_v1_tiles(51_200, 128, 128) == (100, 100) and 4 * 100 * 128 == 51_200
+    assert paper_v1_tiles(51_201, 128, 128) == (101, 101)
+    assert paper_sram(None, 2) == 51_200 and paper_sram(7, 2) == 7
+    assert paper_v1_tiles(paper_sram(math.inf, 2), 64, 64).tile_n > 2**31

@@ -27,6 +27,8 @@ OPTIONS = {
 }
 SERVED = [(kernel, name) for kernel in ("reference", "tiled") for name in OPTIONS]
 SERVED += [("aten_cpu", "bare")]
+PAPERS = ["paper_v0", "paper_v1", "paper_v2"]
+SERVED += [(kernel, name) for kernel in PAPERS for name in ("bare", "dropout")]
 
 
 @pytest.fixture(autouse=True)
@@ -127,12 +129,12 @@ def check_heads(kernel):
     near(library.run(question, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "tiled"])
+@pytest.mark.parametrize("kernel", ["reference", "tiled", *PAPERS])
 def test_heads_may_begin_later(kernel):
     check_heads(kernel)
 
 
-@pytest.mark.parametrize("kernel", ["reference", "tiled", "aten_cpu"])
+@pytest.mark.parametrize("kernel", ["reference", "tiled", "aten_cpu", *PAPERS])
 def test_wide_gradients_are_not_rounded(kernel):
     check_wide(kernel)
 

@@ -90,6 +90,15 @@ def padding_case(value):
     return Case(masks.padding(lengths), lambda b, h, q, k, p: k < lengths[b])
 
 
+def spans_case(batch, seqlen_q, seqlen_k, seed):
+    """Bounds that may lie behind the last key, or end before they begin."""
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(seqlen_k + 9, (batch, 1, seqlen_q, 2), generator=generator).int()
+    lo, hi = bounds[..., 0], bounds[..., 1]
+    rule = lambda b, h, q, k, p: (lo[b % batch, 0, q] <= k) & (k < hi[b % batch, 0, q])
+    return Case(masks.spans(bounds), rule)
+
+
 MODS = [
     lambda b, h, q, k: (q - k) % 3 == 0,
     lambda b, h, q, k: q >= k + 50 * h,
@@ -114,6 +123,11 @@ def leaves(seqlen_q, seqlen_k):
         st.builds(document_case, cuts, cuts, st.just(seqlen_q), st.just(seqlen_k)),
         st.integers(0, seqlen_k).map(prefix_case),
         st.integers(0, seqlen_k).map(padding_case),
+        st.builds(
+            lambda b, x: spans_case(b, seqlen_q, seqlen_k, x),
+            st.sampled_from([1, BATCH]),
+            st.integers(0, 9),
+        ),
         st.sampled_from(MODS).map(mod_case),
         st.builds(lambda s, x: table_case((*s, seqlen_q, seqlen_k), x), shapes, st.integers(0, 9)),
     )
@@ -228,14 +242,16 @@ def test_tensors_are_copied_when_the_mask_is_made():
     cu = torch.tensor([0, 50, 100], dtype=torch.int32)
     table = torch.ones(100, 100, dtype=torch.bool)
     lengths = torch.tensor([60])
-    made = masks.document(cu), masks.dense(table), masks.padding(lengths)
+    bounds = torch.tensor([20, 70]).expand(1, 1, 100, 2).clone()
+    made = masks.document(cu), masks.dense(table), masks.padding(lengths), masks.spans(bounds)
     before = [
         masks.document(cu.clone()),
         masks.dense(table.clone()),
         masks.padding(lengths.clone()),
+        masks.spans(bounds.clone()),
     ]
     before = [m.build(1, 1, 100, 100).to_dense() for m in before]
-    cu[1], table[:], lengths[0] = 10, False, 1
+    cu[1], table[:], lengths[0], bounds[:] = 10, False, 1, 0
     for mask, expected in zip(made, before, strict=True):
         assert torch.equal(mask.build(1, 1, 100, 100).to_dense(), expected)
 
@@ -245,7 +261,9 @@ def test_as_mask_accepts_what_a_user_may_pass():
     built = mask.build(1, 1, 64, 64)
     table = built.to_dense()
     assert masks.as_mask(mask) is mask and masks.as_mask(built) is built
-    for given_ in (table, table[0, 0], lambda b, h, q, k: q >= k, mask, built):
+    hi = torch.arange(1, 65).view(1, 1, 64)
+    spans = torch.stack([torch.zeros_like(hi), hi], -1)
+    for given_ in (table, table[0, 0], lambda b, h, q, k: q >= k, mask, built, spans, spans.int()):
         assert torch.equal(masks.build(given_, 1, 1, 64, 64).to_dense(), table)
 
 
@@ -283,6 +301,9 @@ BAD = {
     "integer tensor": lambda: masks.prefix_lm(1.5),
     "lengths must be an integer tensor": lambda: masks.padding(3),
     r"lengths=\[65\] must not exceed": lambda: masks.padding(torch.tensor([65])),
+    "a bound of a span is negative": lambda: masks.spans(-torch.ones(1, 1, 64, 2).int()),
+    r"got torch.float32 \(1, 1, 64, 2\)": lambda: masks.spans(torch.ones(1, 1, 64, 2)),
+    r"spans of shape \(1, 1, 63, 64\) does not": lambda: masks.spans(torch.ones(1, 1, 63, 2).int()),
     "must be bool, got list": lambda: masks.dense([[True]]),
     "additive masks go in bias=": lambda: masks.as_mask(torch.zeros(64, 64)),
     r"got shape \(64,\)": lambda: masks.dense(torch.ones(64, dtype=torch.bool)),

@@ -1,5 +1,6 @@
 """Visibility answers for a tile of queries what brute force answers for every cell."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +115,20 @@ def test_no_visible_key_gives_no_span():
     assert Visibility(300, 0).spans(0, 128) == []
     nothing = (~masks.full()).build(1, 1, 300, 300)
     assert Visibility(300, 300, mask=nothing).spans(0, 300) == []
+
+
+@pytest.mark.parametrize("rows", [(0, 9), (2, 5), (8, 9)])
+@pytest.mark.parametrize("keys", [(0, 12), (3, 7), (11, 12)])
+@pytest.mark.parametrize("window_size", [(None, None), (3, None), (None, 2), (1, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_part_sees_what_the_whole_sees_there(rows, keys, window_size, causal):
+    whole = Visibility(9, 12, causal, window_size)
+    part = whole.part(rows, keys)
+    cells = lambda rule, *at: torch.ones(1) if (t := rule.tile(*at)) is None else t
+    size = rows[1] - rows[0], keys[1] - keys[0]
+    want = cells(whole, *rows, *keys).expand(size).bool()
+    assert torch.equal(cells(part, 0, size[0], 0, size[1]).expand(size).bool(), want)
+    seen = torch.zeros(size[1], dtype=torch.bool)
+    for lo, hi in part.spans(0, size[0]):
+        seen[lo:hi] = True
+    assert not want[:, ~seen].any()

@@ -107,11 +107,16 @@ def model(kind):
 def build(made):
     import transformers
 
-    generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         one = transformers.AutoModelForCausalLM.from_config(
             made, attn_implementation="eager", dtype=torch.float32
         ).eval()
+    return randomise(one)
+
+
+def randomise(one):
+    """Weights of such a size that what comes out is of order one."""
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in one.parameters():
             if parameter.dim() > 1:

@@ -1,13 +1,54 @@
 """The model that is always there."""
 
+import json
+import math
+
 import torch
 
+from onchip import LLM, SamplingParams
 from onchip.models import builtin
+
+VERSE = "And God saw the light, that it was good: and God divided the light from the darkness."
 
 
 def test_it_is_the_same_everywhere_and_says_what_it_is():
     one, other = builtin.tiny(), builtin.tiny(dtype=torch.bfloat16)
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
-    assert "random weights" in builtin.ABOUT
+    assert "King James Bible" in builtin.ABOUT
     assert one.config.vocab_size == 257 and one.config.eos_token_ids == (256,)
+
+
+def bits(text):
+    tokens = torch.tensor([list(text.encode())])
+    model = builtin.tiny()
+    with torch.no_grad():
+        logits = model.logits(model.full(tokens))
+    nats = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    return nats.item() / math.log(2)
+
+
+def test_it_knows_the_english_that_it_has_read():
+    """A byte of chance is 8 bits, of the same letters in another order more than English."""
+    assert bits(VERSE) < 2.5
+    assert bits(VERSE[::-1]) > bits(VERSE) + 2
+
+
+def test_it_writes_words():
+    llm = LLM(num_pages=200, device="cpu")
+    params = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    (output,) = llm.generate("And it came to pass ", params)
+    words = output.outputs[0].text.split()
+    common = {"and", "the", "of", "to", "in", "that", "he", "shall", "unto", "lord", "his", "a"}
+    assert sum(word.strip(",.;:").lower() in common for word in words) >= len(words) / 4
+
+
+def test_its_card_says_where_it_comes_from_and_how_good_it_is():
+    card = (builtin.FOLDER / "MODEL_CARD.md").read_text()
+    size = (builtin.FOLDER / "model.safetensors").stat().st_size
+    assert size <= 12e6 and f"{size:,} bytes" in card
+    config = json.loads((builtin.FOLDER / "config.json").read_text())
+    assert f"{config['max_position_embeddings']:,}" in card
+    assert f"{sum(w.numel() for w in builtin.tiny().parameters()):,} parameters" in card
+    for said in ("King James", "bits per byte", "commit", "examples/train_lm.py"):
+        assert said in card

@@ -58,7 +58,7 @@ def test_any_ring_is_one_device(case, size):
 
 @pytest.mark.slow
 @given(cases(), st.integers(1, 9))
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_ring_is_one_device_at_length(case, size):
     in_process(case, size)
 

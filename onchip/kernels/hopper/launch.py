@@ -6,7 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HOPPER_FORWARD_SHORT, HopperConfig, hopper_forward_config
+from onchip.kernels.configs import (
+    HOPPER_FORWARD_SHORT,
+    HopperConfig,
+    hopper_forward_of,
+    hopper_width,
+)
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
@@ -16,7 +21,6 @@ from onchip.kernels.hopper.tensors import (
     grouped,
     mask_arguments,
     num_sms,
-    padded,
     paged,
     scales,
     section_of,
@@ -105,8 +109,7 @@ class _Cut(NamedTuple):
 def _cut(problem: Problem) -> _Cut:
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    width, width_v = padded(problem.head_dim), padded(problem.head_dim_v)
-    config = _config(problem, width, width_v, right is not None)
+    config = hopper_forward_of(problem)
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
@@ -118,7 +121,11 @@ def _cut(problem: Problem) -> _Cut:
 
 def _descriptors(problem: Problem, x: Tensors, cut: _Cut, out: Tensor) -> tuple:
     """q, k, v and out as the kernel takes them."""
-    width, width_v, tile_n = padded(problem.head_dim), padded(problem.head_dim_v), cut.config.tile_n
+    width, width_v, tile_n = (
+        hopper_width(problem.head_dim),
+        hopper_width(problem.head_dim_v),
+        cut.config.tile_n,
+    )
     return (
         grouped(x.q, 64, cut.group, width),
         _keys(problem, x.k, tile_n, width),
@@ -130,7 +137,7 @@ def _descriptors(problem: Problem, x: Tensors, cut: _Cut, out: Tensor) -> tuple:
 def _variant(problem: Problem, cut: _Cut) -> dict:
     """What the kernel is compiled for, beside its row of the tile table."""
     return {
-        "WIDTH": padded(problem.head_dim_v),
+        "WIDTH": hopper_width(problem.head_dim_v),
         "PACKED": problem.packed,
         "HAS_LEFT": cut.left is not None,
         "HAS_RIGHT": cut.right is not None,
@@ -142,14 +149,6 @@ def _variant(problem: Problem, cut: _Cut) -> dict:
     }
 
 
-def _config(problem: Problem, width: int, width_v: int, cut: bool) -> HopperConfig:
-    dim, seqlen_k = max(width, width_v), problem.seqlen_k
-    config = hopper_forward_config(dim, cut, problem.has_mask, seqlen_k, problem.page_size)
-    if width != width_v:
-        return config._replace(out_in_q=False)  # the tiles differ, and there is room
-    return config
-
-
 def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
     """How many heads share a tile, and with it the keys they read: all of a group, over pages and
     where a tile has room for all of its queries.
@@ -157,7 +156,7 @@ def _rows_of_a_query(problem: Problem, config: HopperConfig, cut: bool) -> int:
     group = problem.group_size
     if problem.has_mask or 64 % group:
         return 1
-    dim = max(padded(problem.head_dim), padded(problem.head_dim_v))
+    dim = max(hopper_width(problem.head_dim), hopper_width(problem.head_dim_v))
     varied = cut and dim in HOPPER_FORWARD_SHORT  # a third variant would be one too many
     few = problem.seqlen_q * group <= 64 * config.consumers and not varied
     return group if few or problem.page_size else 1

@@ -21,6 +21,7 @@ from onchip.kernels.configs import (
     HopperBackwardConfig,
     hopper_backward_config,
     hopper_gradient_config,
+    hopper_width,
 )
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.backward import backward_kernel
@@ -31,7 +32,6 @@ from onchip.kernels.hopper.tensors import (
     gradient_tiles,
     num_sms,
     numbers,
-    padded,
     scales,
     section_of,
 )
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(problem: Problem, x: Tensors) -> "Call":
-        width = padded(max(problem.head_dim, problem.head_dim_v))
+        width = hopper_width(max(problem.head_dim, problem.head_dim_v))
         tile_m = hopper_gradient_config(width).tile
         tiles = -(-problem.seqlen_q // tile_m)
         total_q = x.q.shape[0]

@@ -10,13 +10,13 @@ from onchip.kernels.configs import (
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
+    hopper_width,
 )
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.decode import TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
     num_sms,
-    padded,
     scales,
     with_rows,
     without_keys,
@@ -36,7 +36,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         return Result(out, lse)
     if not x.k.numel():
         return without_keys(out, lse, x.sinks)
-    width = padded(problem.head_dim)
+    width = hopper_width(problem.head_dim)
     left, right = problem.window_size
     right = 0 if problem.causal else right
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end

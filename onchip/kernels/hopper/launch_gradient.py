@@ -10,6 +10,7 @@ from torch import Tensor
 from onchip.kernels.configs import (
     HopperGradientConfig,
     hopper_gradient_config,
+    hopper_width,
 )
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
@@ -19,7 +20,6 @@ from onchip.kernels.hopper.tensors import (
     gradient_tiles,
     num_sms,
     numbers,
-    padded,
     scales,
     section_of,
 )
@@ -69,7 +69,7 @@ class _Side(NamedTuple):
 
 def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Tensor) -> Tensor:
     out = side.of.new_empty(side.of.shape, dtype=grad_dtype(problem))
-    width = padded(max(problem.head_dim, problem.head_dim_v))
+    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     tile = side.config.tile
     own, other, num_heads = problem.seqlen_q, problem.seqlen_k, problem.num_heads
     lists = None if x.mask is None else x.mask.rows

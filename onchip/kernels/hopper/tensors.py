@@ -19,10 +19,6 @@ _MOST = 0x7FFF0000  # no coordinate is larger
 _L2_BYTES = 32 << 20  # of the 50 MB, what heads that are worked on together may fill
 
 
-def padded(head_dim: int) -> int:
-    return max(64, 1 << (head_dim - 1).bit_length())
-
-
 def mask_arguments(
     lists: BlockLists | None, tiles: Tensor | None, anything: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[int, int]]:

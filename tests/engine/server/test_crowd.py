@@ -1,4 +1,4 @@
-"""A thousand clients at once, on the CPU with the built-in model."""
+"""A thousand clients at once, on the CPU with a model of random weights."""
 
 import asyncio
 import os
@@ -10,19 +10,37 @@ import sys
 import pytest
 
 from onchip.bench.openloop import Load, rss_mib, run, summary
+from onchip.engine.tokenizer import ByteTokenizer
+from onchip.models import ModelConfig, random_model, save
 
 CLIENTS = 1000
 TOKENS = 16  # so many that nobody is done before all are there
+MODEL = {  # small: what a step holds for a moment is little beside what is watched
+    "model_type": "llama",
+    "vocab_size": ByteTokenizer.VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": ByteTokenizer.EOS,
+}
 
 
 @pytest.fixture
-def crowd_server():
+def crowd_server(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < CLIENTS + 100:
         pytest.skip(f"a process may open {hard} files here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    save(random_model(ModelConfig.from_hf(MODEL)), tmp_path)
+    ByteTokenizer().save(tmp_path)
     command = [sys.executable, "-m", "onchip", "serve", "--port", "0", "--max-num-seqs", "128"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+    command += ["--model", str(tmp_path), "--pages", "2049"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     for line in child.stdout:
         if found := re.search(r"http://[\d.]+:\d+", line):
             yield child, found[0]

@@ -4,6 +4,7 @@ Each variant is a real call whose launches are recorded instead of run, so that 
 tables and signatures are tested together. A new variant is one line of FORWARD, DECODE or BACKWARD.
 """
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -15,6 +16,10 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks, paged
+from onchip.iomodel import footprint
+from onchip.iomodel.footprint import HANDED_OVER, Footprint
+from onchip.kernels import configs
+from onchip.kernels.configs import hopper_width
 from onchip.kernels.hopper import entry
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
 
@@ -166,12 +171,13 @@ def _pose_paged(
 
 
 class Machine(NamedTuple):
-    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, the
-    names of all instructions, and those of each hot loop.
+    """What ptxas made of a kernel: registers of a thread at entry, bytes of shared memory, those
+    that the kernel itself allocates, the names of all instructions, and those of each hot loop.
     """
 
     registers: int
     shared: int
+    allocated: int
     code: list[str]
     loops: list[list[str]]
 
@@ -193,7 +199,16 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     cubin.write_bytes(compiled.asm["cubin"])
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
     code, loops = _instructions(_tool("-sass", cubin))
-    return Machine(int(registers), compiled.metadata.shared, code, loops)
+    allocated = _allocated(compiled.asm["ttgir"])
+    return Machine(int(registers), compiled.metadata.shared, allocated, code, loops)
+
+
+def _allocated(ttgir: str) -> int:
+    """Bytes of all buffers: `ttg.local_alloc : () -> !ttg.memdesc<2x64x128xbf16, ...`."""
+    total = 0
+    for shape, bits in re.findall(r"local_alloc[^\n]*-> !ttg.memdesc<([\dx]+)x[a-z]+(\d+),", ttgir):
+        total += math.prod(map(int, shape.split("x"))) * int(bits) // 8
+    return total
 
 
 def _tool(option: str, cubin: Path) -> str:
@@ -248,6 +263,28 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert machine.has(*stores)
 
 
+def _holds(machine: Machine, expected: Footprint) -> None:
+    """The tile tables say what lies on the chip: every buffer, and no more registers."""
+    assert machine.allocated == expected.shared_bytes
+    assert 0 <= machine.shared - expected.shared_bytes <= HANDED_OVER
+    assert machine.registers <= expected.registers
+    pool = expected.threads * expected.registers
+    assert sum(threads * each for threads, each in expected.roles) <= pool <= 65536
+
+
+def _gradient(problem: Problem, constants: dict) -> Footprint:
+    """Of a kernel that launch_backward starts, by the constants it is compiled with."""
+    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    dynamic = constants["DYNAMIC"]
+    if "DQ" in constants:
+        config = configs.hopper_backward_config(width)
+        return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
+    config, values = configs.hopper_gradient_config(width), constants["VALUES"]
+    if values:
+        config = config._replace(b1_stages=2)
+    return footprint.hopper_gradient(config, width, constants["KEYS"], values, dynamic)
+
+
 @pytest.mark.parametrize("variant", variants(FORWARD))
 def test_forward_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward
@@ -256,7 +293,12 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     assert entry.supports(problem, HOPPER) is None
     forward(problem, x)
     ((kernel, args, kwargs),) = launches
-    _check(_compile(kernel, args, kwargs, tmp_path), variant, kwargs["maxnreg"])
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    _check(machine, variant, kwargs["maxnreg"])
+    widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
+    more = wide, problem.page_size, kwargs["DYNAMIC"]
+    _holds(machine, footprint.hopper_forward(config, *widths, *more))
 
 
 @pytest.mark.parametrize("variant", variants(MERGE))
@@ -287,6 +329,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     (loop,) = machine.loops
     assert _spills(loop) <= allowed * len(loop)
     assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
+    _holds(machine, footprint.hopper_decode(hopper_width(problem.head_dim), problem.page_size))
 
 
 @pytest.mark.parametrize("variant", variants(BACKWARD))
@@ -313,6 +356,7 @@ def _check_backward(problem, x, launches, tmp_path, variant):
         machine = _compile(kernel, args, kwargs, tmp_path)
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
+            _holds(machine, _gradient(problem, kwargs))
 
 
 def test_a_wide_dout_is_rounded_for_the_products(launches):

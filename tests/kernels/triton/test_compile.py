@@ -15,6 +15,8 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks, paged
+from onchip.iomodel import footprint
+from onchip.kernels.configs import TritonConfig
 from onchip.problem import DeviceInfo, Options, Tensors, describe
 
 triton = pytest.importorskip("triton")
@@ -183,11 +185,24 @@ SLOW = [
     (80, FP16, D256, {"page_size": 256, "lengths": (300, 4000), "causal": True, "softcap": 5.0}),
     ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
 ]
+PLAIN = ({"causal": True}, SLOW[2][3])  # whose footprint the tile tables say
 VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]
 VARIANTS += [
     pytest.param(*case, id=f"{case[0]}-{i}", marks=pytest.mark.slow)
     for i, case in enumerate(SLOW, len(QUICK))
 ]
+
+
+def _holds(compiled, name: str, kwargs: dict, head_dim: int) -> None:
+    """Shared memory as the tile tables say, and registers that fit on a processor."""
+    kernel = name.removesuffix("_kernel")
+    if name in STREAMED:
+        return
+    metadata = compiled.metadata
+    tiles = kwargs["TILE_M"], kwargs["TILE_N"], metadata.num_warps, metadata.num_stages
+    expected = footprint.triton(kernel, TritonConfig(*tiles), head_dim)
+    assert metadata.shared == expected.shared_bytes, kernel
+    assert expected.register_bytes <= 4 * 65536
 
 
 @pytest.mark.parametrize(("arch", "dtype", "sizes", "options"), VARIANTS)
@@ -201,6 +216,8 @@ def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, opt
             continue  # one of them is enough
         compiled = _compile(kernel, args, kwargs, arch)
         assert compiled.metadata.shared <= SHARED_BYTES[arch], name
+        if arch == 90 and dtype == BF16 and options in PLAIN:
+            _holds(compiled, name, kwargs, sizes["head_dim"])
         if "cubin" not in compiled.asm or dtype == FP32 or name in STREAMED:
             continue
         body = _hot_loop(_sass(compiled.asm["cubin"]))

@@ -1,0 +1,42 @@
+"""A training run in one safetensors file: weights, optimizer, and what else it needs.
+
+Written into a new file that then takes the old one's place, so that there is a whole one at any
+time. Restoring gives the very bits that were saved.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from onchip.models import safetensors
+
+
+def save(file: Path, model: nn.Module, optimizer: Optimizer, **others: Tensor) -> None:
+    tensors = {f"model.{name}": weight for name, weight in model.named_parameters()}
+    for i, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
+    new = file.with_suffix(".new")
+    safetensors.write(new, tensors | others)
+    new.replace(file)
+
+
+@torch.no_grad()
+def restore(file: Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What was saved beside model and optimizer; those get back what they had."""
+    mapped, entries = safetensors.map_file(file), safetensors.header(file)
+    tensors = {name: safetensors.read(entry, mapped).clone() for name, entry in entries.items()}
+    for name, weight in model.named_parameters():
+        saved = tensors.pop(f"model.{name}", None)
+        if saved is None or saved.shape != weight.shape:
+            found = "nothing" if saved is None else tuple(saved.shape)
+            raise ValueError(f"{file} has {found} for {name} {tuple(weight.shape)}: another model?")
+        weight.copy_(saved)
+    state: dict[int, dict[str, Tensor]] = {}
+    for name in [name for name in tensors if name.startswith("optimizer.")]:
+        _, i, key = name.split(".")
+        state.setdefault(int(i), {})[key] = tensors.pop(name)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return tensors

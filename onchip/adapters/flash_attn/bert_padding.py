@@ -1,0 +1,60 @@
+"""flash_attn.bert_padding: batches with padding to packed sequences and back."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
+    """input[indices] of (total, ...)."""
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """(first_axis_dim, ...) of zeros, but values at the rows of indices."""
+    empty = values.new_zeros(first_axis_dim, *values.shape[1:])
+    return empty.index_copy(0, indices.long(), values)
+
+
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """(input[indices], input); a gradient flows back through both."""
+    return index_first_axis(input, indices), input.view_as(input)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """The tokens of (batch, seqlen, ...) that attention_mask (batch, seqlen), or unused_mask, marks
+    with 1: (tokens (total, ...), their indices in the flattened batch, cu_seqlens (batch + 1,)
+    int32, the longest length, how many tokens of each sequence attention_mask marks (batch,)).
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    seqlens = kept.sum(-1, dtype=torch.int32)
+    used = attention_mask.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, _offsets(seqlens), int(seqlens.max()), used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The same for rows that hold several sequences each: row b of attention_mask_in_length (batch,
+    seqlen) has their lengths, then zeros. cu_seqlens counts the sequences of all rows.
+    """
+    lengths = attention_mask_in_length
+    place = torch.arange(lengths.shape[-1], device=lengths.device)
+    indices = (place < lengths.sum(-1, keepdim=True)).flatten().nonzero().flatten()
+    seqlens = lengths.flatten()[lengths.flatten().nonzero().flatten()]
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, _offsets(seqlens), int(seqlens.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of unpad_input: (batch, seqlen, ...), 0 where no token was."""
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.unflatten(0, (batch, seqlen))
+
+
+def _offsets(seqlens: Tensor) -> Tensor:
+    return F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,286 @@
+"""flash_attn's functions of dense and of packed tensors. They have as many parameters as flash_attn
+gave them, in its order: programs pass them by position.
+"""
+
+import torch
+from torch import Tensor
+
+from onchip import ops
+from onchip.adapters.flash_attn.cache import check_table
+from onchip.adapters.flash_attn.options import Asked, contiguous, flash_lse, number
+from onchip.kernels import philox
+from onchip.problem import UnsupportedError, check_offsets_tensor
+
+Answer = Tensor | tuple[Tensor, ...]
+Lengths = tuple[Tensor, Tensor, int, int]
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Answer:
+    """onchip.attention with flash_attn's arguments.
+
+    q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, kv_heads, head_dim).
+    return_attn_probs: (out, softmax_lse, S_dmask). softmax_lse: (batch, heads, seqlen_q), +inf for
+    a row that sees no key. S_dmask: empty without dropout; else the probabilities (batch, heads,
+    seqlen_q, seqlen_k), negative where dropout took them.
+    """
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _dense(q, k, v, asked)
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Answer:
+    """flash_attn_func of kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 5)
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _dense(q, k, v, asked)
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Answer:
+    """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    return _dense(q, k, v, asked)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+) -> Answer:
+    """onchip.varlen_attention with flash_attn's arguments; with block_table, paged_attention.
+
+    q: (total_q, heads, head_dim); k, v: (total_k, kv_heads, head_dim), with block_table (batch,
+    max_blocks) int32: (num_blocks, block_size, kv_heads, head_dim), no gradient and no dropout.
+    return_attn_probs: softmax_lse is (heads, total_q), S_dmask (batch, heads, max_seqlen_q,
+    max_seqlen_k), 0 outside of a sequence.
+    """
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if block_table is None:
+        return _packed(q, k, v, lengths, asked)
+    if dropout_p:
+        raise UnsupportedError(f"{dropout_p=} with block_table: pages are read without dropout")
+    return _paged(q, (k, v, block_table), lengths, asked)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Answer:
+    """flash_attn_varlen_func of kv (total_k, 2, kv_heads, head_dim)."""
+    k, v = _unpacked("kv", kv, 2, 4)
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _packed(q, k, v, lengths, asked)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+) -> Answer:
+    """flash_attn_varlen_func of qkv (total, 3, heads, head_dim)."""
+    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _packed(q, k, v, lengths, asked)
+
+
+def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
+    if not isinstance(t, Tensor) or t.dim() != rank or t.shape[-3] != count:
+        got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
+        rows = "batch, seqlen" if rank == 5 else "total"
+        raise ValueError(f"{name} must be ({rows}, {count}, heads, head_dim), got {got}")
+    return t.unbind(-3)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Answer:
+    q, k, v = map(contiguous, (q, k, v))
+    if not asked.return_attn_probs:
+        return ops.attention(q, k, v, **asked.options)
+    seed = ops.seed_tensor(None, q) if asked.dropout_p else None
+    out, lse = ops.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
+    s_dmask = _no_probs(out) if seed is None else _signed_probs(q, k, lse, asked, seed)
+    return out, flash_lse(lse), s_dmask.to(out.dtype)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> Answer:
+    q, k, v = map(contiguous, (q, k, v))
+    lengths = *lengths[:2], number(lengths[2]), number(lengths[3])
+    if not asked.return_attn_probs:
+        return ops.varlen_attention(q, k, v, *lengths, **asked.options)
+    seed = ops.seed_tensor(None, q) if asked.dropout_p else None
+    call = asked.options | {"dropout_seed": seed, "return_lse": True}
+    out, lse = ops.varlen_attention(q, k, v, *lengths, **call)
+    s_dmask = _no_probs(out) if seed is None else _packed_probs(q, k, lse, lengths, asked, seed)
+    return out, flash_lse(lse), s_dmask.to(out.dtype)
+
+
+def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked) -> Answer:
+    k, v, block_table = pages
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
+    check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
+    check_table(block_table, len(cu_seqlens_k) - 1)
+    out, lse = ops.paged_attention(
+        contiguous(q),
+        k,
+        v,
+        block_table,
+        cu_seqlens_k.diff(),
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=number(max_seqlen_q),
+        **asked.scores,
+        return_lse=True,
+    )
+    return (out, flash_lse(lse), _no_probs(out)) if asked.return_attn_probs else out
+
+
+def _no_probs(out: Tensor) -> Tensor:
+    return out.new_empty(0)
+
+
+@torch.no_grad()
+def _signed_probs(q: Tensor, k: Tensor, lse: Tensor, asked: Asked, seed: Tensor, b=0) -> Tensor:
+    """(batch, heads, seqlen_q, seqlen_k), negative where dropout took the probability; b counts the
+    sequences before the first.
+    """
+    p = ops.attention_weights(q, k, lse, range(q.shape[1]), **asked.scores)
+    batch, heads, seqlen_q, seqlen_k = p.shape
+    shape, corner = (batch, heads, seqlen_q, seqlen_k), philox.Corner(b, 0, 0, 0)
+    return torch.where(philox.keep(seed, shape, corner, asked.dropout_p), p, -p)
+
+
+@torch.no_grad()
+def _packed_probs(
+    q: Tensor, k: Tensor, lse: Tensor, lengths: Lengths, asked: Asked, seed: Tensor
+) -> Tensor:
+    """(batch, heads, max_seqlen_q, max_seqlen_k), 0 outside of a sequence."""
+    cu_q, cu_k = (cu.tolist() for cu in lengths[:2])
+    batch, slopes = len(cu_q) - 1, asked.alibi_slopes
+    probs = lse.new_zeros(batch, lse.shape[0], *lengths[2:])
+    for b in range(batch):
+        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
+        own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
+        one = q[None, rows], k[None, keys], lse[None, :, rows]
+        p = _signed_probs(*one, asked._replace(alibi_slopes=own), seed, b)
+        probs[b, :, : p.shape[2], : p.shape[3]] = p[0]
+    return probs

@@ -1,0 +1,69 @@
+"""What flash_attn's arguments are called here, and its lse."""
+
+import operator
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from onchip.problem import Window
+
+
+class Asked(NamedTuple):
+    """The arguments that flash_attn's functions share, in its words and in its order."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+    @property
+    def scores(self) -> dict:
+        """The options of onchip.attention that say what the probabilities are. softcap counts from
+        above 0 on.
+        """
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": bool(self.causal),
+            "window_size": window(self.window_size),
+            "softcap": self.softcap if self.softcap > 0 else 0.0,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+    @property
+    def options(self) -> dict:
+        """All options of onchip.attention."""
+        rest = {"dropout_p": self.dropout_p, "deterministic": bool(self.deterministic)}
+        return self.scores | rest
+
+
+def window(window_size: tuple[int, int]) -> Window:
+    """flash_attn's -1, or any negative number, is no bound: None."""
+    try:
+        left, right = map(operator.index, window_size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{window_size=} must be two ints (left, right), -1 = no bound") from error
+    return (left if left >= 0 else None, right if right >= 0 else None)
+
+
+def number(length: int | Tensor) -> int:
+    """A length that may come as a tensor of one element, as flash_attn takes it."""
+    length = cast(int, length.item()) if isinstance(length, Tensor) else length
+    if torch.compiler.is_compiling():
+        torch._check(length >= 0)  # of a length that is data nothing else tells the compiler
+    return length
+
+
+def contiguous(t: Tensor) -> Tensor:
+    """t with a contiguous last dimension, as flash_attn makes it; no tensor is for the door."""
+    strided = isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1
+    return t.contiguous() if strided else t
+
+
+def flash_lse(lse: Tensor) -> Tensor:
+    """flash_attn 2 says +inf for a row that sees no key, where onchip says -inf."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)

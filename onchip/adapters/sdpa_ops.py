@@ -1,0 +1,264 @@
+"""The operators that F.scaled_dot_product_attention ends in, each answered by our kernels.
+
+Tensors are (batch, heads, seqlen, head_dim) there, is_causal counts from the first query and the
+first key but for flash attention on a GPU, and a mask is what is added to the scores. Strides and
+shapes of results are those that torch's compilers expect. A `ValueError` means that torch's own
+kernel has to answer.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from onchip import library
+from onchip.masks import dense
+from onchip.ops import Extras, pose
+from onchip.problem import Options, Question, Tensors, UnsupportedError
+
+Grads = tuple[Tensor | None, ...]
+_SEEDS = 2**63 - 1
+
+
+class Ask(NamedTuple):
+    """What an operator was asked, in torch's layout and words."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    top_left: bool = True
+
+    @property
+    def seen(self) -> int:
+        """How many keys a query sees at most: causal from the top left, none behind the last."""
+        rows, keys = self.query.shape[2], self.key.shape[2]
+        return min(rows, keys) if self.is_causal and self.top_left else keys
+
+    def posed(self, seed: Tensor | None = None) -> tuple[Question, Tensors]:
+        """The question in our words, over the keys that are seen."""
+        q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
+        rows, keys = q.shape[1], self.seen
+        options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
+        if self.is_causal and rows > keys and self.top_left:
+            options = options._replace(window_size=(None, rows - keys))  # query i stands at key i
+        elif self.is_causal:
+            options = options._replace(causal=True)
+        extras = Extras(**self._mask(), dropout_seed=seed)
+        return pose(q, k[:, :keys], v[:, :keys], options, extras)
+
+    def _mask(self) -> dict[str, Any]:
+        """On the CPU what is added may be looked at: where it only hides keys it is a mask, whose
+        empty blocks are never read; torch's kernel adds anything else three times as fast.
+        """
+        if self.bias is None:
+            return {}
+        bias = self.bias if self.bias.dim() == 4 else self.bias[None, None]
+        bias = bias.expand(*bias.shape[:3], self.key.shape[2])[..., : self.seen]
+        if not is_read(bias):
+            return {"bias": bias}
+        hidden = _hidden(bias)
+        if hidden is None:
+            raise UnsupportedError("attn_mask adds to scores: on the CPU torch's kernel is faster")
+        shape = (*bias.shape[:2], self.query.shape[2], self.seen)
+        return {"mask": dense(~hidden.expand(shape))}
+
+
+def _hidden(bias: Tensor) -> Tensor | None:
+    """Which keys what is added hides, by -inf or the least number there is; None if it does more.
+    Least numbers alone in a row hide nothing: its keys are as good as each other.
+    """
+    hidden, nothing = bias <= torch.finfo(bias.dtype).min, bias == -torch.inf
+    rows = (hidden & ~nothing).any(-1) & hidden.all(-1)
+    return None if bool(rows.any()) or not bool((hidden | (bias == 0)).all()) else hidden
+
+
+def is_read(bias: Tensor) -> bool:
+    """Whether values may decide: on a GPU that would wait for it."""
+    return bias.is_cpu
+
+
+def cpu_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """aten::_scaled_dot_product_flash_attention_for_cpu"""
+    if dropout_p:
+        raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
+    out, lse, _ = _forward(Ask(query, key, value, attn_mask, 0.0, is_causal, scale))
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Grads:
+    """aten::_scaled_dot_product_flash_attention_for_cpu_backward"""
+    if dropout_p:
+        raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
+    ask = Ask(query, key, value, attn_mask, 0.0, is_causal, scale)
+    return _backward(ask, (out, logsumexp, grad_out))[:3]
+
+
+def flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """aten::_scaled_dot_product_flash_attention"""
+    if return_debug_mask:
+        raise UnsupportedError("return_debug_mask needs probabilities that are never there")
+    ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
+    out, lse, seed = _forward(ask)
+    state = torch.stack([seed, torch.zeros_like(seed)]).view(torch.uint64)
+    unused = torch.zeros((), dtype=torch.uint64, device=query.device)
+    lengths = (query.shape[2], key.shape[2])
+    return out, lse, None, None, *lengths, state, unused, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> Grads:
+    """aten::_scaled_dot_product_flash_attention_backward"""
+    ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
+    seed = philox_seed.view(torch.int64).flatten()[0]
+    grads = _backward(ask, (out, logsumexp, grad_out), seed)[:3]
+    return tuple(map(_laid_out_like, (query, key, value), grads))
+
+
+def efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple:
+    """aten::_scaled_dot_product_efficient_attention, whose lse is padded to multiples of 32."""
+    out, lse, seed = _forward(Ask(query, key, value, attn_bias, dropout_p, is_causal, scale), False)
+    rows = math.ceil(lse.shape[2] / 32) * 32 if compute_log_sumexp else 0
+    padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
+    if compute_log_sumexp:
+        padded[..., : lse.shape[2]] = lse
+    return out, padded, seed, torch.zeros_like(seed)
+
+
+def efficient_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_bias: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Grads:
+    """aten::_scaled_dot_product_efficient_attention_backward"""
+    bias = None if attn_bias is None or not attn_bias.numel() else attn_bias
+    ask = Ask(query, key, value, bias, dropout_p, is_causal, scale)
+    lse = logsumexp[..., : query.shape[2]]
+    *grads, dbias = _backward(ask, (out, lse, grad_out), philox_seed.to(query.device).reshape(()))
+    found = (*grads, dbias if bias is None else _padded(dbias, bias))
+    return tuple(g if wanted else None for g, wanted in zip(found, grad_input_mask, strict=True))
+
+
+def _forward(ask: Ask, like_query: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse (batch, heads, seqlen_q) and the seed of its dropout. like_query: with its strides,
+    where they are dense; otherwise those of (batch, seqlen, heads, head_dim).
+    """
+    seed = torch.zeros((), dtype=torch.int64, device=ask.query.device)
+    if ask.dropout_p:
+        seed = torch.randint(_SEEDS, (), dtype=torch.int64, device=ask.query.device)
+    question, x = ask.posed(seed)
+    out, lse, _ = library.run(question, x, None)
+    out = out.transpose(1, 2)
+    return _laid_out_like(ask.query, out) if like_query else out, lse, seed
+
+
+def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
+    """dq, dk, dv with the strides of (batch, seqlen, heads, head_dim), and dbias."""
+    question, x = ask.posed(seed)
+    out, lse, dout = saved
+    out, dout = out.transpose(1, 2).contiguous(), dout.transpose(1, 2)
+    found = library.run_backward(question, x, None, out, lse.contiguous(), dout, None)
+    dq, dk, dv, dbias = found[:4]
+    behind = ask.key.shape[2] - ask.seen
+    dk, dv = (F.pad(g, (0, 0, 0, 0, 0, behind)) if behind else g for g in (dk, dv))
+    if dbias is not None and behind:
+        dbias = F.pad(dbias, (0, behind))
+    return (*(g.transpose(1, 2) for g in (dq, dk, dv)), dbias)
+
+
+def _laid_out_like(t: Tensor, result: Tensor) -> Tensor:
+    expected = torch.empty_like(t, dtype=result.dtype)
+    return result if result.stride() == expected.stride() else expected.copy_(result)
+
+
+def _padded(dbias: Tensor, bias: Tensor) -> Tensor:
+    """In the shape and dtype of the bias, with rows that begin at multiples of 16 numbers."""
+    *planes, keys = bias.shape
+    return bias.new_empty(*planes, math.ceil(keys / 16) * 16)[..., :keys].copy_(dbias)
+
+
+OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
+    "CPU": {
+        "_scaled_dot_product_flash_attention_for_cpu": cpu_forward,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": cpu_backward,
+    },
+    "CUDA": {
+        "_scaled_dot_product_flash_attention": flash_forward,
+        "_scaled_dot_product_flash_attention_backward": flash_backward,
+        "_scaled_dot_product_efficient_attention": efficient_forward,
+        "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    },
+}

@@ -1,0 +1,103 @@
+"""What `onchip bench train` prints at its end, draws, and puts into the documents."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from onchip.bench.harness import Row
+from onchip.bench.memory_report import Sheet, as_table
+from onchip.bench.plots import OURS, PEERS, RC
+
+NAMES = {"gpt2": "GPT-2 medium", "llama": "Llama 1.1B", "bert": "BERT-large"}
+KINDS = {"train": "", "train padded": ", packed against padded", "train packed": ", both packed"}
+
+
+def steps_sheet(rows: list[Row]) -> Sheet:
+    """A line for each model and length: tokens a second of everybody, and the ratio."""
+    rows = [row for row in rows if row["bench"] in KINDS]
+    heads = ["model", "tokens", "batch", "onchip, tokens/s", "of the peak", "others, tokens/s"]
+    return [*heads, "ratio to the best"], [_step(row) for row in rows]
+
+
+def _step(row: Row) -> list[str]:
+    return [
+        f"{NAMES.get(row['mask'], row['mask'])}{KINDS[row['bench']]}",
+        f"{row['seqlen']:,}",
+        str(row["batch"]),
+        f"{row['value']:,.0f}",
+        f"{row['mfu']['onchip']:.0%}" if row["mfu"] else "",
+        ", ".join(f"{name} {value:,.0f}" for name, value in row["peers"].items()),
+        _ratio(row),
+    ]
+
+
+def _ratio(row: Row) -> str:
+    if row["ratio"] is None:
+        return ""
+    low, high = row["band"]
+    doubts = "".join(f"; does not count: {doubt}" for doubt in row["doubts"])
+    return f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]{doubts}"
+
+
+def curves_sheet(rows: list[Row]) -> Sheet:
+    """How far curves come apart: root mean square and largest difference over all steps."""
+    heads = ["curves", "steps", "apart, RMS", "apart, largest", "last loss"]
+    return heads, [line for row in rows if row["bench"] == "train curves" for line in _pairs(row)]
+
+
+def _pairs(row: Row) -> list[list[str]]:
+    (ours, _), (base, _), (other, _) = row["curves"].items()
+    apart = {ours: row["value"], other: row["peers"][row["best_peer"]]}
+    return [
+        [
+            f"{name} and {base}",
+            str(len(row["curves"][name])),
+            f"{value:.2e}",
+            f"{row['largest'][name]:.2e}",
+            f"{row['curves'][name][-1]:.4f} and {row['curves'][base][-1]:.4f}",
+        ]
+        for name, value in apart.items()
+    ]
+
+
+SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {"models": steps_sheet, "curves": curves_sheet}
+TITLES = {"models": "Steps of training", "curves": "Loss curves, same weights and batches"}
+
+
+def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
+    for name, title in TITLES.items():
+        heads, body = SHEETS[name](rows)
+        if body:
+            console.print(title, markup=False, highlight=False, soft_wrap=True)
+            console.print("", as_table(heads, body), "")
+    if picture:
+        plot(rows, picture)
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Loss curves one over the other, and below how far from the first of SDPA's they are."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = [row for row in rows if row["bench"] == "train curves"]
+    if not found:
+        raise ValueError("there are no loss curves in these results: --only must name curves")
+    with matplotlib.rc_context({**RC, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(7, 4.6), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        _draw(above, below, found[-1]["curves"])
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw(above: Any, below: Any, curves: dict[str, list[float]]) -> None:
+    base = list(curves)[1]
+    for name, curve in reversed(curves.items()):
+        label, color = PEERS.get(name, ("onchip", OURS["color"]))
+        style = {"color": color, "linewidth": 1.0, "label": label}
+        above.plot(curve, **style)
+        if name != base:
+            apart = [abs(x - y) / y for x, y in zip(curve, curves[base], strict=True)]
+            below.semilogy(apart, **style)
+    above.set_ylabel("loss, nats")
+    above.legend(frameon=False)
+    below.set(xlabel="step", ylabel=f"apart from {PEERS[base][0]}")

@@ -1,0 +1,161 @@
+"""What a program of our kernels holds on the chip: buffers of shared memory and registers, from the
+tile tables alone. Tests compile the kernels and compare with what the compiler allocated.
+"""
+
+from dataclasses import dataclass
+
+from onchip.iomodel.hardware import Hardware
+from onchip.kernels.configs import (
+    HOPPER_DECODE_STAGES,
+    HOPPER_DECODE_STAGES_DENSE,
+    HopperBackwardConfig,
+    HopperConfig,
+    HopperGradientConfig,
+    TritonConfig,
+)
+
+BARRIER = 8  # bytes
+FP32 = 4
+TICKETS = 2 * 4  # bytes
+RESERVED = 1024  # bytes that CUDA takes for every program from capability 8.0 on
+LOOKUPS = 8  # tiles whose page ids are fetched ahead
+# The compiler hands values that warps share to those that it starts, through shared memory: 290 to
+# 700 bytes by the options of a call (Triton 3.6 and 3.9). No table says how many.
+HANDED_OVER = 1024
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One program: bytes of each buffer, barriers, threads, and registers of a thread as it is
+    launched. Warps of different roles divide those among them later.
+    """
+
+    buffers: dict[str, int]
+    barriers: int = 0
+    threads: int = 128
+    registers: int = 255
+    roles: tuple[tuple[int, int], ...] = ()  # (threads, registers of each)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Beside what the compiler adds: HANDED_OVER at most."""
+        return sum(self.buffers.values()) + BARRIER * self.barriers
+
+    @property
+    def register_bytes(self) -> int:
+        return 4 * self.threads * self.registers
+
+    def programs(self, hardware: Hardware) -> int:
+        """How many of them a processor holds at a time."""
+        by_registers = 4 * hardware.registers // self.register_bytes
+        by_shared = (hardware.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
+        return max(1, min(by_registers, by_shared))
+
+
+def hopper_forward(
+    config: HopperConfig,
+    width: int,
+    width_v: int,
+    wide: bool = False,
+    page_size: int = 0,
+    dynamic: bool = True,
+) -> Footprint:
+    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers;
+    dynamic: tiles are handed out one by one, as they are where they differ in length.
+    """
+    rows, n = 64 * config.consumers, config.tile_n
+    buffers = {
+        "q": 2 * config.q_stages * rows * width,
+        "k": 2 * config.num_stages * n * width,
+        "v": 2 * config.num_stages * n * width_v,
+    }
+    if not (config.out_in_q or wide):
+        buffers["out"] = 2 * rows * width_v
+    if page_size:
+        buffers["page ids"] = 4 * LOOKUPS * max(1, n // page_size)
+    buffers["tickets"] = TICKETS if dynamic else 0
+    rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
+    barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
+    return Footprint(buffers, barriers, *_threads(config, config.consumers))
+
+
+def _threads(
+    config: HopperConfig | HopperBackwardConfig | HopperGradientConfig, consumers: int
+) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Registers are divided by warpgroups: the warp that loads has one to itself."""
+    roles = ((128 * consumers, config.consumer_regs), (128, config.producer_regs))
+    return 128 * (consumers + 1), config.entry_regs, roles
+
+
+def hopper_decode(width: int, page_size: int = 0) -> Footprint:
+    """Few queries: tiles of 64 keys in flight, and the states of four warps that are merged."""
+    stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
+    buffers = {"k": 2 * stages * 64 * width, "v": 2 * stages * 64 * width}
+    buffers["exchange"] = FP32 * 4 * 16 * width
+    if page_size:
+        parts = 64 // min(64, page_size)
+        buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
+    return Footprint(buffers, 2 * stages + 1, 160)
+
+
+def hopper_backward(
+    config: HopperBackwardConfig, width: int, with_dq: bool = True, dynamic: bool = True
+) -> Footprint:
+    """dk and dv, and dq unless it has a kernel of its own: then ds is not exchanged."""
+    m, n = config.tile_m, config.tile_n
+    buffers = {
+        "q": 2 * config.q_stages * m * width,
+        "lse and delta": FP32 * config.q_stages * 2 * m,
+        "dout": 2 * config.dout_stages * m * width,
+        "k": 2 * n * width,
+        "v": 2 * n * width,
+        "dq, or dk and dv on their way": FP32 * 2 * 64 * 64,
+        "tickets": TICKETS if dynamic else 0,
+    }
+    if with_dq:
+        buffers["ds"] = 2 * 2 * n * m
+    rings = config.q_stages + config.dout_stages + 1 + 1 + 2
+    return Footprint(buffers, 2 * rings + 1, *_threads(config, 2))
+
+
+def hopper_gradient(
+    config: HopperGradientConfig,
+    width: int,
+    keys: bool = False,
+    values: bool = False,
+    dynamic: bool = True,
+) -> Footprint:
+    """One gradient in a kernel of its own: dq, (keys) dk, or (keys and values) dv, which needs one
+    matrix of its own rows less. lse and delta stream by with queries, or are the own rows'.
+    """
+    own = 2 * 2 * 64 * width
+    buffers = {"a0": own} | ({} if values else {"a1": own})
+    buffers |= {
+        "b0": 2 * config.b0_stages * config.tile * width,
+        "b1": 2 * config.b1_stages * config.tile * width,
+        "tickets": TICKETS if dynamic else 0,
+    }
+    if keys:
+        buffers["lse and delta"] = FP32 * config.b0_stages * 2 * config.tile
+    rings = (2 if values else 4) + config.b0_stages + config.b1_stages + 2
+    return Footprint(buffers, 2 * rings, *_threads(config, 2))
+
+
+def triton(kernel: str, config: TritonConfig, dim: int) -> Footprint:
+    """forward, dkdv or dq of 16-bit inputs on compute capability 9, without a block mask or more
+    than scaling; dim: head_dim as padded. The own rows stay, those of the other side come in
+    num_stages buffers; lse and delta are read one stage later than their rows.
+    """
+    own, other = 2 * config.tile_m * dim, 2 * config.tile_n * dim
+    stages, threads = config.num_stages, 32 * config.num_warps
+    buffers = {
+        "forward": {"q": own, "k and v": 2 * stages * other},
+        "dq": {"q and dout": 2 * own, "k and v": 2 * stages * other},
+        "dkdv": {
+            "k and v": 2 * other,
+            "q and dout": 2 * stages * own,
+            "lse and delta": 2 * (stages - 1) * FP32 * config.tile_m,
+        },
+    }
+    registers = min(255, 65536 // threads)
+    return Footprint(buffers[kernel], 0, threads, config.max_registers or registers)

@@ -1,0 +1,224 @@
+"""What devices can do at best: memories and units of each, as published, every figure with its
+source; and the same of a device that no table has, as torch tells it.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+KB, MB, GB = 1 << 10, 1 << 20, 10**9  # HBM is sold in decimal gigabytes, all else in binary ones
+
+
+class Level(NamedTuple):
+    """A memory of a device. On-chip levels are summed over the processors; None: not published."""
+
+    name: str
+    size_bytes: int
+    bytes_s: float | None
+    latency_s: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device. Rates are of one processor and one clock; levels run from the largest memory to
+    the smallest. clock_hz is the one that the published peak is stated for. stream_bytes_s is what
+    kernels that do nothing but read reach of the memory, where that was measured.
+    """
+
+    name: str
+    processors: int
+    clock_hz: float
+    levels: tuple[Level, ...]
+    tensor_flops: dict[str, int]  # dense, by the name of the type
+    exps: int  # of the unit for exp2
+    lanes: int  # fp32 operations, a multiply-add is one
+    shared_bytes: int  # of one program, at most
+    source: str
+    capability: tuple[int, int] | None = None  # CUDA's
+    shared_rate: int = 128  # bytes
+    registers: int = 65536  # of 32 bits
+    launch_s: float = 2.5e-6  # of a kernel in a graph; assumed, neither measured nor looked up
+    stream_bytes_s: float | None = None
+
+    @property
+    def memory(self) -> Level:
+        """The one that tensors live in."""
+        return self.levels[0]
+
+    @property
+    def memory_bytes_s(self) -> float:
+        """As measured, else as published."""
+        return self.stream_bytes_s or self.memory.bytes_s or 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is more than the memory: a row of the table."""
+        return self.clock_hz > 0
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Of all tensor cores in a second; fp32, which must stay IEEE, runs on the lanes."""
+        return self.processors * self.clock_hz * self.flops_clock(dtype)
+
+    def flops_clock(self, dtype: torch.dtype) -> int:
+        """Of one processor in a clock."""
+        return self.tensor_flops.get(_name(dtype), 2 * self.lanes)
+
+    def has_tensor(self, dtype: torch.dtype) -> bool:
+        """Whether tensor cores take the products, not the lanes."""
+        return _name(dtype) in self.tensor_flops
+
+    @property
+    def exps_s(self) -> float:
+        return self.processors * self.clock_hz * self.exps
+
+    def ridge(self, dtype: torch.dtype) -> float:
+        """Operations for each byte of memory traffic, below which memory sets the pace."""
+        return self.flops(dtype) / (self.memory.bytes_s or float("inf"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Latencies of A100 and Hopper in clocks: attributed to Luo et al., arXiv 2402.13499 (their Hopper
+# is an H800), but written from memory and not checked against it. No prediction uses them; `onchip
+# doctor --measure` measures them on a GPU. Shared memory: 32 banks of 4 bytes a clock. Registers:
+# the three operands of a multiply-add on every lane, which take none of the time. L2 of an A100:
+# 5,120 bytes a clock (NVIDIA A100 whitepaper); Hopper's was not published: taken to be the same.
+_LUO = "after Luo et al., arXiv 2402.13499, unchecked"
+_L2_CLOCK = 5120
+_HOPPER_CLOCKS = (478.8, 263.0, 29.0)
+_AMPERE_CLOCKS = (466.3, 261.5, 29.0)
+_DENSE = ("bfloat16", "float16")
+
+
+def _levels(
+    memory: tuple[int, float, str],
+    l2: tuple[int, float | None, str],
+    processors: int,
+    shared_bytes: int,
+    lanes: int,
+    clock_hz: float,
+    clocks: tuple[float | None, float | None, float | None],
+) -> tuple[Level, ...]:
+    """HBM, L2, shared memory and registers, from (size, bytes a second, source) of the first two,
+    and from what a processor has of the others; clocks are the latencies of the first three.
+    """
+    seconds = lambda n: None if n is None else n / clock_hz
+    hbm, cache, shared = map(seconds, clocks)
+    rate = processors * clock_hz
+    bank = "32 banks of 4 bytes a clock"
+    fma = "three operands of a multiply-add on every lane and clock"
+    return (
+        Level("HBM", memory[0], memory[1], hbm, memory[2]),
+        Level("L2", l2[0], l2[1], cache, l2[2]),
+        Level("shared memory", processors * shared_bytes, 128 * rate, shared, bank),
+        Level("registers", processors * 65536 * 4, 12 * lanes * rate, 1 / clock_hz, fma),
+    )
+
+
+A100 = Hardware(
+    "NVIDIA A100",
+    processors=108,
+    clock_hz=1.41e9,
+    levels=_levels(
+        (80 * GB, 2.039e12, "NVIDIA A100 80GB SXM datasheet"),
+        (40 * MB, _L2_CLOCK * 1.41e9, "NVIDIA A100 whitepaper"),
+        *(108, 164 * KB, 64, 1.41e9, _AMPERE_CLOCKS),
+    ),
+    tensor_flops=dict.fromkeys(_DENSE, 2048),  # 312 TFLOP/s
+    exps=16,  # CUDA C++ programming guide, throughput of native arithmetic instructions, 8.0
+    lanes=64,
+    shared_bytes=163 * KB,
+    source=f"NVIDIA A100 whitepaper (2020); latencies: {_LUO}",
+    capability=(8, 0),
+)
+_HOPPER = {
+    "processors": 132,
+    "clock_hz": 1.83e9,  # 989.4 TFLOP/s = 132 x 4,096 x 1.83 GHz
+    "tensor_flops": dict.fromkeys(_DENSE, 4096) | {"float8_e4m3fn": 8192},
+    "exps": 16,  # the same guide, 9.0
+    "lanes": 128,
+    "shared_bytes": 227 * KB,
+    "capability": (9, 0),
+}
+_H_L2 = (50 * MB, _L2_CLOCK * 1.83e9, "taken to be as wide as that of an A100")
+_H_REST = (132, 228 * KB, 128, 1.83e9, _HOPPER_CLOCKS)
+H100 = Hardware(
+    "NVIDIA H100",
+    levels=_levels((80 * GB, 3.35e12, "NVIDIA H100 SXM datasheet"), _H_L2, *_H_REST),
+    source=f"NVIDIA H100 whitepaper (2022); latencies: {_LUO}",
+    **_HOPPER,
+)
+H200 = Hardware(
+    "NVIDIA H200",
+    levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
+    source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
+    stream_bytes_s=4.5e12,  # decoding over pages: bench/results/h200-paged.json; a test compares
+    **_HOPPER,
+)
+_B200_L2 = (126 * MB, None, "freeCodeCamp, Blackwell GPU memory architecture")
+B200 = Hardware(
+    "NVIDIA B200",
+    processors=148,
+    clock_hz=1.86e9,  # 2.25 PFLOP/s = 148 x 8,192 x 1.86 GHz
+    levels=_levels(
+        (192 * GB, 8e12, "NVIDIA DGX B200 datasheet"),
+        _B200_L2,
+        *(148, 228 * KB, 128, 1.86e9, (None, None, None)),
+    ),
+    tensor_flops=dict.fromkeys(_DENSE, 8192) | {"float8_e4m3fn": 16384},
+    exps=16,  # the same guide, 10.0: why FlashAttention-4 computes some exponentials otherwise
+    lanes=128,
+    shared_bytes=227 * KB,
+    source="NVIDIA DGX B200 datasheet (2024)",
+    capability=(10, 0),
+)
+TABLE = (A100, H100, H200, B200)
+
+
+@lru_cache(maxsize=16)
+def of_device(device: torch.device) -> Hardware | None:
+    """The row of a GPU, or one of what torch tells about it; None for other devices, whose memory
+    `onchip doctor --measure` measures.
+    """
+    if device.type != "cuda":
+        return None
+    return of_properties(torch.cuda.get_device_properties(device))
+
+
+def of_properties(about) -> Hardware | None:
+    """The row of a device's name, if it is that variant: an A100 of 40 GB or an H100 for PCIe has
+    other memory or fewer processors. (Drivers count a few per cent more bytes than are sold.)
+    """
+    row = find(about.name)
+    if row is None or row.processors != about.multi_processor_count:
+        return from_properties(about)
+    is_sold_so = 0.9 < about.total_memory / row.memory.size_bytes < 1.15
+    return row if is_sold_so else from_properties(about)
+
+
+def find(name: str) -> Hardware | None:
+    """The row whose model is a word of a name ("H200", "NVIDIA A100-SXM4-80GB"; not "GH200")."""
+    models = ((row.name.removeprefix("NVIDIA "), row) for row in TABLE)
+    return next((row for model, row in models if re.search(rf"\b{model}\b", name)), None)
+
+
+def from_properties(about) -> Hardware | None:
+    """Of a device that the table has not: its memory alone, two transfers a clock over the width of
+    the bus; None where torch does not tell.
+    """
+    bytes_s = 2e3 * getattr(about, "memory_clock_rate", 0)
+    bytes_s *= getattr(about, "memory_bus_width", 0) / 8
+    if not bytes_s:
+        return None
+    source = "torch.cuda.get_device_properties"
+    memory = Level("memory", about.total_memory, bytes_s, None, source)
+    unknown = {"clock_hz": 0.0, "tensor_flops": {}, "exps": 0, "lanes": 0, "shared_bytes": 0}
+    return Hardware(
+        about.name, about.multi_processor_count, levels=(memory,), source=source, **unknown
+    )

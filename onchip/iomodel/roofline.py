@@ -1,0 +1,349 @@
+"""How long a call takes, and what of the device sets the pace.
+
+At best each unit alone: bytes over bandwidth, operations over the rate of the tensor cores,
+exponentials over the rate of their unit; the longest of them binds. What a kernel reaches of that
+follows from its pipeline. Consumers (warpgroups of 64 rows) go round the units of a processor, one
+tile after another: tensor cores, exp unit and lanes, shared memory. That is a closed queueing
+network, whose throughput mean value analysis gives (Reiser and Lavenberg, 1980) from nothing but
+how long a tile needs each unit. With one consumer, or if they meet in every tile, nothing overlaps;
+with many the slowest unit is never idle. No factor was fitted, but what counts as a unit, a step or
+a meeting was decided with measurements of an H200 in view: docs/benchmarks.md says what held there,
+and what did not where nobody had looked. Short calls take longer than this says.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.iomodel.hardware import Hardware
+from onchip.kernels.configs import (
+    HopperConfig,
+    HopperGradientConfig,
+    hopper_backward_config,
+    hopper_forward_of,
+    hopper_gradient_config,
+    hopper_width,
+)
+from onchip.problem import Problem
+
+HBM, TENSOR, EXP, SHARED, LAUNCH = "HBM", "tensor cores", "exp unit", "shared memory", "launch"
+LANES = "fp32 lanes"  # which take the products that no tensor core has
+# fp32 operations of a score beside its exponential. Forward: scaled and shifted by one multiply-
+# add, maximum, sum, half of an instruction that rounds two. Backward: the same multiply-add,
+# dp - delta, times p, and both p and ds rounded; for dv alone p.
+FORWARD_OPS, BACKWARD_OPS, VALUE_OPS = 3.5, 4.0, 1.5
+MASK_OPS = 4.0  # where the key stands, two comparisons, a choice
+GRADIENT_ROWS = 128  # own rows of a program of the backward kernels
+
+
+class Step(NamedTuple):
+    """What one consumer does with one tile: clocks of each unit of its processor."""
+
+    tensor: float
+    softmax: float
+    shared: float
+
+    def response(self, consumers: int) -> float:
+        """Clocks from the start of a consumer's step to its end, when so many share the units."""
+        waiting = [0.0] * len(self)
+        spent = [0.0]
+        for number in range(1, consumers + 1):
+            spent = [need * (1 + queue) for need, queue in zip(self, waiting, strict=True)]
+            waiting = [number * clocks / sum(spent) for clocks in spent]
+        return sum(spent)
+
+
+class Pace(NamedTuple):
+    """What the program of a kernel does: its tiles of own rows, one after another, each `counts` of
+    steps long. masked: clocks of a masked step's further operations. exposed: clocks of moving own
+    rows that no other tile hides. lockstep: consumers meet in every step.
+    """
+
+    step: Step
+    consumers: int
+    counts: Tensor  # steps of each tile of own rows of one plane
+    planes: int
+    masked: float = 0.0
+    exposed: float = 0.0
+    lockstep: bool = False
+
+    def clocks(self, processors: int) -> float:
+        """From the first program's start to the last one's end. A tile takes one step more than it
+        has: its first scores and its last product overlap with nothing of its own.
+        """
+        if not self.counts.numel():
+            return 0.0
+        tiles = (self.counts + 1) * self._step() + self.masked * self.consumers + self.exposed
+        longest = float(tiles.max())
+        if float(tiles.min()) == longest:
+            return math.ceil(len(tiles) * self.planes / processors) * longest
+        return max(longest, float(tiles.sum()) * self.planes / processors + longest / 2)
+
+    def _step(self) -> float:
+        if self.lockstep:
+            return self.consumers * self.step.response(1)
+        return self.step.response(self.consumers)
+
+    def busy(self, unit: str, processors: int) -> float:
+        """Clocks that a unit works, if it never waits."""
+        need = {TENSOR: self.step.tensor, EXP: self.step.softmax, SHARED: self.step.shared}[unit]
+        return float(self.counts.sum()) * self.planes * self.consumers * need / processors
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kernel: seconds that each resource would need alone, and that it takes in all."""
+
+    name: str
+    alone: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A call on a device. modelled: with the kernel's pipeline; else the units' best, a bound."""
+
+    hardware: Hardware
+    phases: tuple[Phase, ...]
+    modelled: bool
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def alone(self) -> dict[str, float]:
+        """Seconds that each resource needs, over all phases, the longest first."""
+        names = dict.fromkeys(name for phase in self.phases for name in phase.alone)
+        total = {n: sum(phase.alone.get(n, 0.0) for phase in self.phases) for n in names}
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+    @property
+    def binds(self) -> str:
+        return next(iter(self.alone))
+
+    def __str__(self) -> str:
+        about = "" if self.modelled else "at least "
+        others = [f"{name} {human_time(s)}" for name, s in list(self.alone.items())[1:]]
+        needs = f"{self.binds} {'need' if self.binds in (TENSOR, LANES) else 'needs'}"
+        rest = f"; {', '.join(others)}" if others else ""
+        bound = human_time(self.alone[self.binds])
+        return f"{about}{human_time(self.seconds)}: {needs} {bound} of it{rest}"
+
+
+def predict(
+    problem: Problem,
+    hardware: Hardware,
+    kernel: str = "",
+    backward: bool = False,
+    density: float = 1.0,
+) -> Roofline:
+    """A call served by `kernel`; density: of a block mask. Pipelines of other kernels than
+    Hopper's are not modelled, nor are packed sequences, pages and few queries: see `bound`.
+    """
+    if not 0.0 <= density <= 1.0:
+        raise ValueError(f"{density=} must lie between 0 and 1")
+    if not is_modelled(problem, hardware, kernel):
+        ratio = backward_ratio(problem) if backward else 1
+        memory_bytes = (2 if backward else 1) * problem.min_bytes
+        flops = round(ratio * density * problem.flops)
+        return bound(problem, hardware, flops, memory_bytes, ratio)
+    if backward:
+        return Roofline(hardware, tuple(_backward(problem, hardware, density)), True)
+    return Roofline(hardware, (_forward(problem, hardware, density),), True)
+
+
+def backward_ratio(problem: Problem) -> float:
+    """Operations of the backward over those of the forward: five products, not two, three of
+    which are of length head_dim; 2.5 where both head dims are the same.
+    """
+    d, dv = problem.head_dim, problem.head_dim_v
+    return (3 * d + 2 * dv) / (d + dv)
+
+
+def is_modelled(problem: Problem, hardware: Hardware, kernel: str) -> bool:
+    few = problem.seqlen_q * problem.group_size <= 64
+    lists = problem.packed or problem.page_size or few
+    return kernel == "hopper" and hardware.capability == (9, 0) and not lists
+
+
+def bound(
+    problem: Problem, hardware: Hardware, flops: int, memory_bytes: int, ratio: float = 1
+) -> Roofline:
+    """What no kernel beats that has so many operations and moves so many bytes: the slowest of the
+    units, if all others hide behind it. ratio: of the operations to those of the forward, which has
+    an exponential for every 2 (head_dim + head_dim_v) of them.
+    """
+    alone = {HBM: memory_bytes / hardware.memory_bytes_s}
+    if hardware.is_known:
+        exps = flops / ratio / (2 * (problem.head_dim + problem.head_dim_v))
+        products = TENSOR if hardware.has_tensor(problem.dtype) else LANES
+        alone |= {products: flops / hardware.flops(problem.dtype), EXP: exps / hardware.exps_s}
+        alone[LAUNCH] = hardware.launch_s
+    return Roofline(hardware, (Phase("call", alone, max(alone.values())),), False)
+
+
+def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
+    config = hopper_forward_of(problem)
+    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    rows = 64 * config.consumers
+    counts = steps(problem, rows, config.tile_n) * density
+    moved = rows * (width + width_v) * problem.dtype.itemsize if config.q_stages == 1 else 0
+    step = forward_step(config, width, width_v, hardware, problem.dtype)
+    pace = Pace(
+        step,
+        config.consumers,
+        counts,
+        problem.batch * problem.num_heads,
+        _mask_clocks(problem, config.tile_n, hardware),
+        moved / _bytes_clock(hardware),
+    )
+    return _phase("forward", pace, problem.min_bytes, hardware)
+
+
+def forward_step(
+    config: HopperConfig, width: int, width_v: int, hardware: Hardware, dtype: torch.dtype
+) -> Step:
+    """64 queries and tile_n keys. The copies of keys and values serve all consumers."""
+    pairs = 64 * config.tile_n
+    ops = FORWARD_OPS * pairs + 64 * width_v  # and the output so far is rescaled
+    copied = config.tile_n * (width + width_v) * dtype.itemsize / config.consumers
+    return Step(
+        2 * pairs * (width + width_v) / hardware.flops_clock(dtype),
+        pairs / hardware.exps + ops / hardware.lanes,
+        copied / hardware.shared_rate,
+    )
+
+
+def _backward(problem: Problem, hardware: Hardware, density: float) -> list[Phase]:
+    """Kernels of kernels/hopper/launch_backward.py: lse and delta first, then all gradients at once
+    with dq summed in fp32, or each in a kernel of its own.
+    """
+    width = hopper_width(max(problem.head_dim, problem.head_dim_v))
+    rows = problem.batch * problem.seqlen_q * problem.num_heads
+    itemsize, apart = problem.dtype.itemsize, problem.deterministic or width == 256
+    summed = 0 if apart else 4 * rows * width
+    read = 2 * rows * problem.head_dim_v * itemsize
+    phases = [_streaming("prepare", read + summed, hardware)]
+    if width < 256:
+        phases.append(_gradients(problem, width, hardware, density, not apart))
+    else:
+        phases += [_gradient(problem, width, name, hardware, density) for name in ("dk", "dv")]
+    if apart:
+        return [*phases, _gradient(problem, width, "dq", hardware, density)]
+    written = rows * problem.head_dim * itemsize
+    return [*phases, _streaming("finish", summed + written, hardware)]
+
+
+def _gradients(
+    problem: Problem, width: int, hardware: Hardware, density: float, with_dq: bool
+) -> Phase:
+    """dk and dv. For dq, too, consumers exchange ds in every step: then they walk in lockstep."""
+    config = hopper_backward_config(width)
+    moved = 2 * config.tile_n * width * problem.dtype.itemsize  # one k and one v fit, no next one
+    planes = problem.batch * problem.num_kv_heads
+    pace = Pace(
+        backward_step(width, hardware, problem.dtype, with_dq),
+        2,
+        density * problem.group_size * steps(problem, config.tile_n, 64, keys=True),
+        planes,
+        _mask_clocks(problem, 64, hardware),
+        moved / _bytes_clock(hardware),
+        lockstep=with_dq,
+    )
+    return _phase("gradients", pace, 2 * problem.min_bytes, hardware)
+
+
+def backward_step(width: int, hardware: Hardware, dtype: torch.dtype, with_dq: bool = True) -> Step:
+    """64 keys and 64 queries: five products, four without dq. Through shared memory: half of q and
+    dout; for dq, ds to the other consumer, and half of 64 rows on their way to the sum, there and
+    back.
+    """
+    pairs = 64 * 64
+    exchanged = pairs * dtype.itemsize + 64 * width * 4 if with_dq else 0
+    moved = 64 * width * dtype.itemsize + exchanged
+    return Step(
+        (4 + with_dq) * 2 * pairs * width / hardware.flops_clock(dtype),
+        pairs / hardware.exps + BACKWARD_OPS * pairs / hardware.lanes,
+        moved / hardware.shared_rate,
+    )
+
+
+def _gradient(problem: Problem, width: int, name: str, hardware: Hardware, density: float) -> Phase:
+    """dq, dk or dv in a kernel of its own."""
+    config, keys = hopper_gradient_config(width), name != "dq"
+    counts = density * steps(problem, GRADIENT_ROWS, config.tile, keys=keys)
+    own = 2 if name == "dv" else 3  # matrices of own rows that come or leave
+    moved = own * GRADIENT_ROWS * width * problem.dtype.itemsize
+    pace = Pace(
+        gradient_step(config, width, name == "dv", hardware, problem.dtype),
+        2,
+        counts * (problem.group_size if keys else 1),
+        problem.batch * (problem.num_kv_heads if keys else problem.num_heads),
+        _mask_clocks(problem, config.tile, hardware),
+        moved / _bytes_clock(hardware),
+    )
+    return _phase(name, pace, problem.min_bytes, hardware)
+
+
+def gradient_step(
+    config: HopperGradientConfig, width: int, values: bool, hardware: Hardware, dtype: torch.dtype
+) -> Step:
+    """64 own rows and a tile of the others: scores, their gradient unless for dv, the product."""
+    pairs = 64 * config.tile
+    return Step(
+        (2 if values else 3) * 2 * pairs * width / hardware.flops_clock(dtype),
+        pairs / hardware.exps + (VALUE_OPS if values else BACKWARD_OPS) * pairs / hardware.lanes,
+        config.tile * width * dtype.itemsize / hardware.shared_rate,
+    )
+
+
+def steps(problem: Problem, own: int, tile: int, keys: bool = False) -> Tensor:
+    """Tiles of the other side that each tile of `own` queries (keys: of own keys) sees."""
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    length, other = problem.seqlen_q, problem.seqlen_k
+    if keys:
+        length, other, left, right = other, length, right, left
+    first = torch.arange(0, length, own)
+    last = (first + own).clamp(max=length) - 1
+    offset = other - length
+    lo = torch.zeros_like(first) if left is None else (first + offset - left).clamp(min=0)
+    hi = torch.full_like(first, other) if right is None else last + offset + right + 1
+    hi = hi.clamp(max=other)
+    return torch.where(hi > lo, -(-hi // tile) - lo // tile, 0)
+
+
+def _mask_clocks(problem: Problem, tile: int, hardware: Hardware) -> float:
+    """One step of a tile is cut by the diagonal, or by a side of the window."""
+    cut = problem.causal or problem.window_size != (None, None)
+    return MASK_OPS * 64 * tile / hardware.lanes if cut else 0.0
+
+
+def _bytes_clock(hardware: Hardware) -> float:
+    """Of memory, to each of the processors when all of them ask."""
+    return hardware.memory_bytes_s / hardware.processors / hardware.clock_hz
+
+
+def _phase(name: str, pace: Pace, memory_bytes: int, hardware: Hardware) -> Phase:
+    seconds = lambda clocks: clocks / hardware.clock_hz
+    units = {unit: pace.busy(unit, hardware.processors) for unit in (TENSOR, EXP, SHARED)}
+    alone = {HBM: memory_bytes / hardware.memory_bytes_s, LAUNCH: hardware.launch_s}
+    alone |= {unit: seconds(clocks) for unit, clocks in units.items()}
+    computed = max(seconds(pace.clocks(hardware.processors)), alone[HBM])
+    return Phase(name, alone, computed + hardware.launch_s)
+
+
+def _streaming(name: str, memory_bytes: int, hardware: Hardware) -> Phase:
+    alone = {HBM: memory_bytes / hardware.memory_bytes_s, LAUNCH: hardware.launch_s}
+    return Phase(name, alone, sum(alone.values()))
+
+
+def human_time(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,562 @@
+"""What each algorithm moves between HBM and the chip, and computes, for a Problem: exact counts,
+equal to the ledgers of `onchip.kernels.papers` byte for byte, without running anything.
+
+    problem = onchip.iomodel.question(1024, head_dim=64, num_heads=16, batch=64)
+    print(onchip.iomodel.traffic.v1(problem, Chip(sram=51_200)).hbm_bytes)
+
+Every function takes what a ledger takes, as a Chip; a BlockMask if the problem has one; and, if it
+is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves what v2 moves.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from onchip.kernels.configs import (
+    TileConfig,
+    paper_product_tiles,
+    paper_sram,
+    paper_v1_tiles,
+    paper_v2_backward_tiles,
+    paper_v2_tiles,
+)
+from onchip.masks import BlockMask, Visibility
+from onchip.problem import Problem
+
+from .visits import Visits, page_ids, row_words, shares, visits
+
+Lengths = Sequence[tuple[int, int]]
+WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
+
+
+class Chip(NamedTuple):
+    """sram: elements of the inputs' dtype, None for 100 KiB, math.inf for all. scratch: the dtype
+    of what lies in HBM between two steps only, None for the accumulator's. tiles: (tile_m, tile_n)
+    in place of what sram gives.
+    """
+
+    sram: float | None = None
+    scratch: torch.dtype | None = None
+    tiles: tuple[int, int] | None = None
+
+
+DEFAULT = Chip()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes by tensor, and operations, as in a ledger: flops of matrix products (a multiply-add is
+    two), exps, and other_ops, one for every number that another operation makes or reduces.
+    """
+
+    reads: Counter[str] = field(default_factory=Counter)
+    writes: Counter[str] = field(default_factory=Counter)
+    flops: int = 0
+    exps: int = 0
+    other_ops: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.reads.total()
+
+    @property
+    def write_bytes(self) -> int:
+        return self.writes.total()
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.read_bytes + self.write_bytes
+
+    @property
+    def intensity(self) -> float:
+        """flops of matrix products for a byte of HBM."""
+        return self.flops / max(1, self.hbm_bytes)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.reads + other.reads,
+            self.writes + other.writes,
+            self.flops + other.flops,
+            self.exps + other.exps,
+            self.other_ops + other.other_ops,
+        )
+
+    def __mul__(self, n: int) -> "Traffic":
+        times = lambda counts: Counter({name: n * count for name, count in counts.items()})
+        return Traffic(
+            times(self.reads), times(self.writes), n * self.flops, n * self.exps, n * self.other_ops
+        )
+
+
+def standard(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+) -> Traffic:
+    """Algorithm 0, the forward: with all the chip it needs 4 N^2 + 4 N d numbers, and lse."""
+    return _over_heads(
+        problem, mask, lengths, lambda rule: _standard_head(_Count(problem, chip), rule)
+    )
+
+
+def standard_backward(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+    dlse: bool = False,
+) -> Traffic:
+    """Algorithm 3, from the P that the forward stored: with all the chip it needs 7 N^2 + 8 N d.
+    dlse: whether a gradient comes through lse, too.
+    """
+    count = _Count(problem, chip)
+    heads = _over_heads(
+        problem, mask, lengths, lambda rule: _standard_backward_head(count, rule, dlse)
+    )
+    return heads + _closing(count, lengths, summed_in_hbm=False)
+
+
+def v1(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+) -> Traffic:
+    """FlashAttention, Algorithms 1 and 5: the forward."""
+    count = _Count(problem, chip)
+    tiles = count.tiles(paper_v1_tiles)
+    return _over_heads(
+        problem, mask, lengths, lambda rule: _v1_head(count, visits(rule, tiles, skips=False))
+    )
+
+
+def v1_backward(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+    dlse: bool = False,
+) -> Traffic:
+    """FlashAttention, Algorithm 4, from (O, l, m, seed)."""
+    count = _Count(problem, chip)
+    tiles = count.tiles(paper_v1_tiles)
+    heads = _over_heads(
+        problem,
+        mask,
+        lengths,
+        lambda rule: _v1_backward_head(count, visits(rule, tiles, skips=False), dlse),
+    )
+    return heads + _closing(count, lengths)
+
+
+def v2(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+) -> Traffic:
+    """FlashAttention-2, Algorithm 1: the forward. Of v4 bytes and flops are the same."""
+    count = _Count(problem, chip)
+    tiles = count.tiles(paper_v2_tiles)
+    return _over_heads(
+        problem, mask, lengths, lambda rule: _v2_head(count, visits(rule, tiles, skips=True))
+    )
+
+
+def v2_backward(
+    problem: Problem,
+    chip: Chip = DEFAULT,
+    mask: BlockMask | None = None,
+    lengths: Lengths | None = None,
+    dlse: bool = False,
+) -> Traffic:
+    """FlashAttention-2, Algorithm 2, from (O, lse, seed)."""
+    count = _Count(problem, chip)
+    tiles = count.tiles(paper_v2_backward_tiles)
+    heads = _over_heads(
+        problem,
+        mask,
+        lengths,
+        lambda rule: _v2_backward_head(count, visits(rule, tiles, skips=True), dlse),
+    )
+    return heads + _closing(count, lengths)
+
+
+def split_kv(
+    problem: Problem, num_splits: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over so many shares of the keys, and the merge of what they give."""
+    _check("num_splits", num_splits)
+    count = _Count(problem, chip)
+    return _over_heads(problem, None, lengths, lambda rule: _split_head(count, rule, num_splits))
+
+
+def paged(
+    problem: Problem, page_size: int, cache_seqlens: Sequence[int], chip: Chip = DEFAULT
+) -> Traffic:
+    """v2 of a batch whose keys lie in pages: each visit reads the ids of its pages."""
+    _check("page_size", page_size)
+    _plain(problem)
+    if len(cache_seqlens) != problem.batch or min(cache_seqlens, default=0) < 0:
+        raise ValueError(
+            f"cache_seqlens must be the lengths of {problem.batch} sequences, got {cache_seqlens}"
+        )
+    count = _Count(problem, chip)
+    tiles, total = count.tiles(paper_v2_tiles), Traffic()
+    for seqlen_k in cache_seqlens:
+        rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
+        ids = Traffic(Counter(page_table=4 * page_ids(rule, tiles, page_size)))
+        total += _v2_head(count, visits(rule, tiles, skips=True)) + ids
+    return total * problem.num_heads
+
+
+def cascade(problem: Problem, prefix: int, chip: Chip = DEFAULT) -> Traffic:
+    """A batch whose sequences share `prefix` keys before those of the problem: v2 over the prefix
+    with the queries of all sequences as rows, v2 over each sequence's own keys, and the merge.
+    """
+    _plain(problem)
+    if prefix < 0:
+        raise ValueError(f"{prefix=} must be a number of keys")
+    count = _Count(problem, chip)
+    rows = problem.batch * problem.seqlen_q
+    shared = _part_head(count, Visibility(rows, prefix))
+    own = Visibility(problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window_size)
+    each = _part_head(count, own) + _merge_head(count, problem.seqlen_q, 2)
+    return (shared + each * problem.batch) * problem.num_heads
+
+
+def ring(
+    problem: Problem, num_ranks: int, chip: Chip = DEFAULT, lengths: Lengths | None = None
+) -> Traffic:
+    """v2 over a chunk of keys in each round of each rank, merged into a state; all ranks together.
+    What links carry is `k.sent` and `v.sent`.
+    """
+    _check("num_ranks", num_ranks)
+    count = _Count(problem, chip)
+    n_k = _tokens(problem, lengths)[1] * (num_ranks - 1) * problem.num_kv_heads * count.x
+    wire = {"k": n_k * count.d, "v": n_k * count.dv}
+    sent = Counter({f"{name}.sent": n for name, n in wire.items()})
+    received = Counter({f"{name}.received": n for name, n in wire.items()})
+    heads = _over_heads(problem, None, lengths, lambda rule: _ring_head(count, rule, num_ranks))
+    return heads + Traffic(sent, received)
+
+
+def pack_heads(problem: Problem) -> Problem:
+    """The problem in which the query heads of a group are rows of one tile, so that keys are loaded
+    once for all of them, as kernels for few queries do. ValueError where rows of a tile then would
+    not see the same keys.
+    """
+    banded = problem.causal or problem.window_size != (None, None)
+    _plain(problem)
+    if banded and problem.seqlen_q > 1:
+        raise ValueError(
+            f"heads are packed where all rows see all keys, got seqlen_q={problem.seqlen_q},"
+            f" causal={problem.causal}, window_size={problem.window_size}"
+        )
+    rows = problem.seqlen_q * problem.group_size
+    return problem._replace(seqlen_q=rows, num_heads=problem.num_kv_heads)
+
+
+def _check(name: str, value: float) -> None:
+    if not value >= 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _plain(problem: Problem) -> None:
+    if problem.has_mask or problem.packed:
+        raise ValueError(
+            "counted for dense calls without a block mask, got"
+            f" has_mask={problem.has_mask}, packed={problem.packed}"
+        )
+
+
+class _Count:
+    """What counting needs to know of a problem: dims, and bytes of a number of each kind."""
+
+    def __init__(self, problem: Problem, chip: Chip):
+        _check("Chip.sram", 1 if chip.sram is None else chip.sram)
+        _check("Chip.tiles", min(chip.tiles or (1,)))
+        wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+        scratch = chip.scratch or wide
+        grad = wide if problem.wide_grads else problem.dtype
+        self.problem, self.chip = problem, chip
+        self.d, self.dv = problem.head_dim, problem.head_dim_v
+        self.sram = paper_sram(chip.sram, problem.dtype.itemsize)
+        self.x, self.out = problem.dtype.itemsize, problem.out_dtype.itemsize
+        self.wide, self.scratch, self.grad = wide.itemsize, scratch.itemsize, grad.itemsize
+        self.grouped = problem.group_size > 1
+        self.dkv = self.scratch if self.grouped else self.grad
+        self.converts_out, self.converts_dq = problem.out_dtype != scratch, grad != scratch
+
+    def tiles(self, of_sram) -> TileConfig:
+        if self.chip.tiles is not None:
+            return TileConfig(*self.chip.tiles)
+        return of_sram(self.sram, self.d, self.dv)
+
+
+def _standard_head(count: _Count, rule: Visibility) -> Traffic:
+    n_q, n_k, cells = rule.seqlen_q, rule.seqlen_k, rule.seqlen_q * rule.seqlen_k
+    e, s = count.x, count.scratch
+    passes = -(-n_k // count.sram)
+    scores = _product(count, (n_q, n_k, count.d), {"q": e, "k": e, "s": s})
+    values = _product(count, (n_q, count.dv, n_k), {"p": s, "v": e, "o": count.out})
+    loads = 1 if passes == 1 else 2
+    bits = loads * row_words(rule, count.sram) * WORD_BYTES
+    online = n_q * passes if passes > 1 else 0
+    softmax = Traffic(
+        Counter({"s": loads * cells * s, "mask": bits}),
+        Counter({"p": cells * s, "lse": n_q * count.wide}),
+        exps=loads * cells + online,
+        other_ops=(4 if passes == 1 else 5) * cells + 4 * online + 2 * n_q,
+    )
+    return scores + Traffic(other_ops=cells) + softmax + values
+
+
+def _standard_backward_head(count: _Count, rule: Visibility, dlse: bool) -> Traffic:
+    n_q, n_k, cells = rule.seqlen_q, rule.seqlen_k, rule.seqlen_q * rule.seqlen_k
+    d, dv, e, s, out = count.d, count.dv, count.x, count.scratch, count.out
+    products = (
+        _product(count, (n_k, dv, n_q), {"p": s, "do": out, "dv": count.dkv})
+        + _product(count, (n_q, n_k, dv), {"do": out, "v": e, "dp": s})
+        + _product(count, (n_q, d, n_k), {"ds": s, "k": e, "dq": count.grad})
+        + _product(count, (n_k, d, n_q), {"ds": s, "q": e, "dk": count.dkv})
+    )
+    passes = -(-n_k // max(1, count.sram // 2))
+    loads = 1 if dlse or passes <= 1 else 2
+    softmax = Traffic(
+        Counter({"p": loads * cells * s, "dp": loads * cells * s}),
+        Counter({"ds": cells * s}),
+        other_ops=3 * cells if dlse else 5 * cells + n_q * passes,
+    )
+    return products + softmax + (_standard_delta(count, n_q) if dlse else Traffic())
+
+
+def _standard_delta(count: _Count, n_q: int) -> Traffic:
+    """What a gradient through lse adds to Algorithm 3: delta is written, and read."""
+    rows, outs = n_q * count.wide, n_q * count.dv * count.out
+    reads = {"o.delta": outs, "do.delta": outs, "dlse": rows, "delta": rows}
+    return Traffic(Counter(reads), Counter(delta=rows), other_ops=2 * n_q * count.dv + n_q)
+
+
+def _product(count: _Count, shape: tuple[int, int, int], names: dict[str, int]) -> Traffic:
+    """a (m, k) @ b (k, n) = c in tiles: names of a, b and c with the bytes of their numbers."""
+    (m, n, k), ((a, of_a), (b, of_b), (c, of_c)) = shape, names.items()
+    tiles = paper_product_tiles(count.sram, k)
+    return Traffic(
+        Counter({a: m * k * -(-n // tiles.tile_n) * of_a})
+        + Counter({b: k * n * -(-m // tiles.tile_m) * of_b}),
+        Counter({c: m * n * of_c}),
+        flops=2 * m * n * k,
+    )
+
+
+def _v1_head(count: _Count, n: Visits) -> Traffic:
+    d, dv, wide = count.d, count.dv, count.wide
+    state = {"o": n.rows * dv * count.scratch, "l": n.rows * wide, "m": n.rows * wide}
+    kv = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
+    reads = state | kv | {"q": n.rows * d * count.x, "mask": n.words * WORD_BYTES}
+    outs = n.seqlen_q * dv
+    writes = state | {"o.init": outs * count.scratch}
+    writes |= dict.fromkeys(("l.init", "m.init"), n.seqlen_q * wide)
+    if count.converts_out:
+        reads["o.convert"], writes["o.convert"] = outs * count.scratch, outs * count.out
+    return Traffic(
+        Counter(reads),
+        Counter(writes),
+        flops=2 * n.cells * (d + dv),
+        exps=n.cells + 2 * n.rows,
+        other_ops=4 * n.cells + 6 * n.rows + 4 * n.rows * dv,
+    )
+
+
+def _v1_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
+    d, dv, rows = count.d, count.dv, n.rows * count.wide
+    reads = {
+        "q": n.rows * d * count.x,
+        "o": n.rows * dv * count.out,
+        "do": n.rows * dv * count.out,
+        "l": rows,
+        "m": rows,
+        "dlse": rows * dlse,
+    }
+    init = {
+        "dq.init": n.seqlen_q * d * count.scratch,
+        "dk.init": n.seqlen_k * d * count.dkv,
+        "dv.init": n.seqlen_k * dv * count.dkv,
+    }
+    own = 2 * n.rows * dv + n.rows * dlse
+    return _backward_loop(count, n) + Traffic(
+        Counter(reads), Counter(init), other_ops=6 * n.cells + own
+    )
+
+
+def _v2_head(count: _Count, n: Visits) -> Traffic:
+    d, dv = count.d, count.dv
+    reads = {
+        "q": n.seqlen_q * d * count.x,
+        "k": n.keys * d * count.x,
+        "v": n.keys * dv * count.x,
+        "mask": n.words * WORD_BYTES,
+    }
+    writes = {"o": n.seqlen_q * dv * count.out, "lse": n.seqlen_q * count.wide}
+    end = n.seqlen_q * (dv + 2)  # the division by l, and lse
+    return Traffic(
+        Counter(reads),
+        Counter(writes),
+        flops=2 * n.cells * (d + dv),
+        exps=n.cells + n.rows,
+        other_ops=4 * n.cells + 4 * n.rows + n.rows * dv + end,
+    )
+
+
+def _v2_backward_head(count: _Count, n: Visits, dlse: bool) -> Traffic:
+    d, dv, outs = count.d, count.dv, n.seqlen_q * count.dv * count.out
+    delta = Traffic(
+        Counter({"o": outs, "do": outs, "dlse": n.seqlen_q * count.wide * dlse}),
+        Counter({"delta": n.seqlen_q * count.wide}),
+        other_ops=2 * n.seqlen_q * dv + n.seqlen_q * dlse,
+    )
+    rows = n.rows * count.wide
+    reads = {"q": n.rows * d * count.x, "do": n.rows * dv * count.out, "lse": rows, "delta": rows}
+    init = {"dq.init": n.seqlen_q * d * count.scratch}
+    loop = Traffic(Counter(reads), Counter(init), other_ops=5 * n.cells)
+    return delta + loop + _backward_loop(count, n)
+
+
+def _split_head(count: _Count, rule: Visibility, num_splits: int) -> Traffic:
+    rows, total = (0, rule.seqlen_q), Traffic()
+    for keys in shares(rule.seqlen_k, num_splits):
+        total += _part_head(count, rule.part(rows, keys))
+    return total + _merge_head(count, rule.seqlen_q, num_splits)
+
+
+def _ring_head(count: _Count, rule: Visibility, num_ranks: int) -> Traffic:
+    total, chunks = Traffic(), shares(rule.seqlen_k, num_ranks)
+    for rows in shares(rule.seqlen_q, num_ranks):
+        n = rows[1] - rows[0]
+        rules = [part for keys in chunks if (part := rule.part(rows, keys)).spans(0, n)]
+        for i, part in enumerate(rules):
+            name = "state" if i == 0 else "parts"
+            total += _part_head(count, part, name)
+        total += _ring_merge(count, n) * max(0, len(rules) - 1)
+        total += _ring_end(count, n, bool(rules))
+    return total
+
+
+def _ring_merge(count: _Count, rows: int) -> Traffic:
+    """A state and a part, into the state."""
+    state = Counter({"o.state": rows * count.dv * count.wide, "lse.state": rows * count.wide})
+    parts = Counter({"o.parts": state["o.state"], "lse.parts": state["lse.state"]})
+    return replace(_merge_head(count, rows, 2), reads=state + parts, writes=state)
+
+
+def _ring_end(count: _Count, rows: int, any_seen: bool) -> Traffic:
+    outs, lses = rows * count.dv, rows * count.wide
+    if not any_seen:
+        return Traffic(writes=Counter({"o.init": outs * count.out, "lse.init": lses}))
+    return Traffic(
+        Counter({"o.state.convert": outs * count.wide, "lse.state.convert": lses}),
+        Counter({"o.convert": outs * count.out, "lse.convert": lses}),
+    )
+
+
+def _part_head(count: _Count, rule: Visibility, name: str = "parts") -> Traffic:
+    """v2 over a segment of keys, which leaves (out, lse) unrounded in HBM."""
+    traffic = _v2_head(count, visits(rule, count.tiles(paper_v2_tiles), skips=True))
+    writes = {
+        f"o.{name}": rule.seqlen_q * count.dv * count.wide,
+        f"lse.{name}": rule.seqlen_q * count.wide,
+    }
+    return replace(traffic, writes=Counter(writes))
+
+
+def _merge_head(count: _Count, rows: int, parts: int) -> Traffic:
+    dv, wide = count.dv, count.wide
+    return Traffic(
+        Counter({"o.parts": parts * rows * dv * wide, "lse.parts": parts * rows * wide}),
+        Counter({"o": rows * dv * count.out, "lse": rows * wide}),
+        exps=2 * parts * rows,
+        other_ops=parts * rows * (5 + 3 * dv) + rows * (dv + 2),
+    )
+
+
+def _backward_loop(count: _Count, n: Visits) -> Traffic:
+    """What v1 and v2 share: k and v once, dq to and fro with every visit, five products."""
+    d, dv = count.d, count.dv
+    keys = {"k": n.seqlen_k * d * count.x, "v": n.seqlen_k * dv * count.x}
+    dq = {"dq": n.rows * d * count.scratch}
+    dkv = {"dk": n.seqlen_k * d * count.dkv, "dv": n.seqlen_k * dv * count.dkv}
+    return Traffic(
+        Counter(keys | dq | {"mask": n.words * WORD_BYTES}),
+        Counter(dq | dkv),
+        flops=n.cells * (6 * d + 4 * dv),
+        exps=n.cells,
+    )
+
+
+def _closing(count: _Count, lengths: Lengths | None, summed_in_hbm: bool = True) -> Traffic:
+    """dq in its own dtype, and the sums of dk and dv over the query heads of a group."""
+    problem, traffic = count.problem, Traffic()
+    n_q, n_k = _tokens(problem, lengths)
+    if summed_in_hbm and count.converts_dq:
+        numbers = n_q * problem.num_heads * count.d
+        traffic += Traffic(
+            Counter({"dq.convert": numbers * count.scratch}),
+            Counter({"dq.convert": numbers * count.grad}),
+        )
+    if count.grouped:
+        for name, dim in (("dk.heads", count.d), ("dv.heads", count.dv)):
+            parts, sums = (n_k * heads * dim for heads in (problem.num_heads, problem.num_kv_heads))
+            traffic += Traffic(
+                Counter({name: parts * count.scratch}),
+                Counter({name: sums * count.grad}),
+                other_ops=parts,
+            )
+    return traffic
+
+
+def _tokens(problem: Problem, lengths: Lengths | None) -> tuple[int, int]:
+    if lengths is None:
+        return problem.batch * problem.seqlen_q, problem.batch * problem.seqlen_k
+    return sum(q for q, _ in lengths), sum(k for _, k in lengths)
+
+
+def _fits(problem: Problem, mask: BlockMask | None) -> None:
+    if mask is None:
+        return
+    wanted = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+    broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], wanted[:2], strict=True))
+    if not broadcast or tuple(mask.shape[2:]) != wanted[2:]:
+        raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
+
+
+def _over_heads(problem: Problem, mask: BlockMask | None, lengths: Lengths | None, head) -> Traffic:
+    total = Traffic()
+    for rule, heads in _rules(problem, mask, lengths):
+        total += head(rule) * heads
+    return total
+
+
+def _rules(
+    problem: Problem, mask: BlockMask | None, lengths: Lengths | None
+) -> Iterator[tuple[Visibility, int]]:
+    """Every rule of visibility, and how many (batch, head) pairs follow it."""
+    if problem.packed != (lengths is not None):
+        raise ValueError(f"problem.packed={problem.packed}, but lengths={lengths!r}")
+    if problem.has_mask != (mask is not None):
+        raise ValueError(f"problem.has_mask={problem.has_mask}, but mask={mask!r}")
+    _fits(problem, mask)
+    band = problem.causal, problem.window_size
+    if lengths is not None:
+        for seqlen_q, seqlen_k in lengths:
+            yield Visibility(seqlen_q, seqlen_k, *band), problem.num_heads
+        return
+    batch, heads = (1, 1) if mask is None else mask.shape[:2]
+    sharing = problem.batch // batch * (problem.num_heads // heads)
+    for b in range(batch):
+        for h in range(heads):
+            yield Visibility(problem.seqlen_q, problem.seqlen_k, *band, mask, b, h), sharing

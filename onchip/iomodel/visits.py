@@ -1,0 +1,109 @@
+"""Which tiles of scores an algorithm visits: counted by rows of tiles, so that a million tokens
+take no time.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from onchip.kernels.configs import TileConfig
+from onchip.masks import BLOCK, Visibility
+
+
+class Visits(NamedTuple):
+    """Of one head: all rows and keys; and, summed over the tiles visited, their rows, keys, cells,
+    and the words of their masks.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    rows: int
+    keys: int
+    cells: int
+    words: int
+
+
+def visits(rule: Visibility, tiles: TileConfig, skips: bool) -> Visits:
+    """skips: whether tiles that causal and window hide as a whole are left out."""
+    rule = rule if skips else rule._replace(causal=False, window_size=(None, None))
+    grid = _Grid(rule, tiles)
+    rows = keys = cells = words = 0
+    for q0, q1 in grid.row_tiles():
+        for lo, hi in rule.spans(q0, q1):
+            start, stop = grid.widened(lo, hi)
+            rows += (q1 - q0) * grid.tiles_between(start, stop)
+            keys += stop - start
+            cells += (q1 - q0) * (stop - start)
+            words += (q1 - q0) * grid.words(q0 // BLOCK, start, stop)
+    return Visits(rule.seqlen_q, rule.seqlen_k, rows, keys, cells, words)
+
+
+class _Grid:
+    """The tiles of a rule: where a mask has blocks, no tile lies in two of them."""
+
+    def __init__(self, rule: Visibility, tiles: TileConfig):
+        self.rule, (self.tile_m, self.tile_n) = rule, tiles
+        self.period_q = BLOCK if rule.mask is not None else max(1, rule.seqlen_q)
+        self.period_k = BLOCK if rule.mask is not None else max(1, rule.seqlen_k)
+        self.status = None if rule.mask is None else rule.mask.status(rule.b, rule.h)
+
+    def row_tiles(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.rule.seqlen_q, self.period_q):
+            end = min(first + self.period_q, self.rule.seqlen_q)
+            yield from ((q0, min(q0 + self.tile_m, end)) for q0 in range(first, end, self.tile_m))
+
+    def widened(self, lo: int, hi: int) -> tuple[int, int]:
+        """The keys of the tiles that [lo, hi) touches."""
+        block, rest = divmod(hi - 1, self.period_k)
+        end = min((rest // self.tile_n + 1) * self.tile_n, self.period_k)
+        stop = min(block * self.period_k + end, self.rule.seqlen_k)
+        return lo - lo % self.period_k % self.tile_n, stop
+
+    def tiles_between(self, start: int, stop: int) -> int:
+        return self._index(stop - 1) - self._index(start) + 1
+
+    def _index(self, k: int) -> int:
+        block, rest = divmod(k, self.period_k)
+        return block * -(-self.period_k // self.tile_n) + rest // self.tile_n
+
+    def words(self, block_q: int, start: int, stop: int) -> int:
+        """Words of a row of bits of the PARTIAL blocks among these tiles, each tile for itself."""
+        if self.status is None:
+            return 0
+        return sum(
+            _words(max(start, j * BLOCK), min(stop, (j + 1) * BLOCK), self.tile_n)
+            for j in range(start // BLOCK, -(-stop // BLOCK))
+            if self.status[block_q, j] == 1
+        )
+
+
+def _words(start: int, stop: int, tile: int) -> int:
+    """Words that hold the bits of keys [start, stop), read in tiles."""
+    return sum(-(-min(k + tile, stop) // 32) - k // 32 for k in range(start, stop, tile))
+
+
+def row_words(rule: Visibility, tile: int) -> int:
+    """The same over all rows of a whole mask, in tiles of keys that do not know of its blocks."""
+    if rule.mask is None:
+        return 0
+    total, (seqlen_q, seqlen_k) = 0, (rule.seqlen_q, rule.seqlen_k)
+    for i, j in (rule.mask.status(rule.b, rule.h) == 1).nonzero().tolist():
+        rows = min((i + 1) * BLOCK, seqlen_q) - i * BLOCK
+        start, stop = j * BLOCK, min((j + 1) * BLOCK, seqlen_k)
+        cuts = [start, *range(start - start % tile + tile, stop, tile), stop]
+        total += rows * sum(_words(a, b, b - a) for a, b in zip(cuts, cuts[1:], strict=False))
+    return total
+
+
+def page_ids(rule: Visibility, tiles: TileConfig, page_size: int) -> int:
+    """Pages that the tiles visited touch, each tile for itself."""
+    grid, ids = _Grid(rule, tiles), 0
+    for q0, q1 in grid.row_tiles():
+        for start, stop in (grid.widened(*span) for span in rule.spans(q0, q1)):
+            for k0 in range(start, stop, tiles.tile_n):
+                ids += -(-min(k0 + tiles.tile_n, stop) // page_size) - k0 // page_size
+    return ids
+
+
+def shares(length: int, num: int) -> list[tuple[int, int]]:
+    """A range cut into so many, as even as can be."""
+    return [(length * i // num, length * (i + 1) // num) for i in range(num)]

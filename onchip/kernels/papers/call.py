@@ -1,0 +1,166 @@
+"""One plane of a call, as the papers see it: arrays in HBM, tiles of rows and keys, who sees whom.
+
+Arrays are (batch, kv_heads, group_size, seqlen, dim). The papers have one head; query heads of a
+group each load the keys of their own, as FlashAttention-2 does, so k and v are expanded views.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.configs import TileConfig
+from onchip.kernels.planes import Plane, planes
+from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
+from onchip.kernels.scores import Rectangle, Scorer
+from onchip.masks.blockmask import BLOCK
+from onchip.problem import DeviceInfo, Problem, Tensors
+
+from .ledger import Ledger, Step
+from .memory import Array, Span, Tile
+
+WORD_BYTES = 4  # of a mask's bits: 32 keys of a query
+
+
+def refusal(problem: Problem, device: DeviceInfo) -> str | None:
+    """What no paper has."""
+    if problem.dtype == torch.float64 and device.type != "cpu":
+        return "float64 is served on the CPU"
+    return lacks(
+        {
+            "softcap": problem.softcap,
+            "ALiBi": problem.has_alibi,
+            "bias": problem.has_bias,
+            "sinks": problem.has_sinks,
+            "statistics": problem.return_stats,
+        }
+    )
+
+
+class Call:
+    """Arrays and tiles of one plane."""
+
+    def __init__(self, problem: Problem, x: Tensors, plane: Plane, book: Ledger):
+        self.problem, self.book, self.plane = problem, book, plane
+        self.rule = plane.visibility
+        self.scorer = Scorer(problem, x, plane)
+        self.wide = accumulator_dtype(problem.dtype)
+        self.scratch = book.scratch or self.wide
+        k, v = (plane.of_keys(t).transpose(1, 2) for t in (x.k, x.v))
+        self.kv_heads = k.shape[1]
+        self.q = self.of_queries("q", x.q)
+        group = self.q.shape[2]
+        shared = lambda t: t.unsqueeze(2).expand(-1, -1, group, -1, -1)
+        self.k, self.v = self._array("k", shared(k)), self._array("v", shared(v))
+        mask = self.rule.mask
+        self._status = None if mask is None else mask.status(self.rule.b, self.rule.h)
+
+    def of_queries(self, name: str, t: Tensor) -> Array:
+        """q, out, dout or dq of this plane."""
+        return self._array(name, self._grouped(self.plane.of_queries(t).transpose(1, 2)))
+
+    def of_rows(self, name: str, t: Tensor) -> Array:
+        """lse or another number per row, as one column."""
+        return self._array(name, self._grouped(self.plane.of_rows(t))[..., None])
+
+    def of_query_heads(self, name: str, t: Tensor) -> Array:
+        """dk or dv as each query head has its own, (batch, seqlen_k, num_heads, dim)."""
+        at = self.plane._replace(rows=self.plane.keys)
+        return self._array(name, self._grouped(at.of_queries(t).transpose(1, 2)))
+
+    def new(self, name: str, columns: int, dtype: torch.dtype) -> Array:
+        """An uninitialised array of one row per query."""
+        return self._array(name, self.q.data.new_empty(*self.q.shape[:-1], columns, dtype=dtype))
+
+    def row_tiles(self, tiles: TileConfig) -> list[Span]:
+        return cuts(self.rule.seqlen_q, tiles.tile_m, self.rule.mask is not None)
+
+    def key_tiles(self, tiles: TileConfig) -> list[Span]:
+        return cuts(self.rule.seqlen_k, tiles.tile_n, self.rule.mask is not None)
+
+    def seen(self, rows: list[Span], skips: bool) -> list[list[Span]]:
+        """For every tile of rows, the ranges of keys whose tiles must be visited: those that causal
+        and window hide as a whole are left out if `skips`, EMPTY blocks of a mask always.
+        """
+        rule = self.rule if skips else self.rule._replace(causal=False, window_size=(None, None))
+        return [rule.spans(*tile) for tile in rows]
+
+    def masked(self, s: Tile, rows: Span, keys: Span) -> Tile:
+        """s with -inf where hidden."""
+        self._read_bits(rows, keys)
+        visible = self.rule.tile(*rows, *keys, s.x.device)
+        if visible is None:
+            return s
+        return s.select(lambda x: x.masked_fill(~visible, -torch.inf))
+
+    def dropped(self, p: Tile, rows: Span, keys: Span) -> Tile:
+        """p with dropout drawn anew from the seed: no byte of it is ever stored."""
+        at = Rectangle(*rows, *keys)
+        shape = p.x.shape
+        return p.select(lambda x: self.scorer.dropped(x.flatten(1, 2), at).view(shape))
+
+    def tell(self, kernel: str, rows: Span, keys: Span, s: Tile, state: tuple[Tile, ...]) -> None:
+        """Call the ledger's watcher, if there is one."""
+        if self.book.watch is None:
+            return
+        scores, m, l, acc = (x.x.flatten(1, 2) for x in (s, *state))
+        first = self.plane.first_batch, self.plane.first_head
+        so_far = self.book.read_bytes, self.book.write_bytes
+        self.book.watch(Step(kernel, *first, rows, keys, scores, m, l, acc, *so_far))
+
+    def _array(self, name: str, t: Tensor) -> Array:
+        return Array(self.book, name, t, self.wide)
+
+    def _grouped(self, t: Tensor) -> Tensor:
+        return t.unflatten(1, (self.kv_heads, -1))
+
+    def _read_bits(self, rows: Span, keys: Span) -> None:
+        """Every head reads the words of its PARTIAL blocks."""
+        if self._status is None:
+            return
+        words = 0
+        for i, (q0, q1) in blocks(rows):
+            for j, (k0, k1) in blocks(keys):
+                if self._status[i, j] == 1:
+                    words += (q1 - q0) * (-(-k1 // 32) - k0 // 32)
+        batch, heads = self.q.shape[0], self.q.shape[1] * self.q.shape[2]
+        if words:
+            self.book.reads["mask"] += words * WORD_BYTES * batch * heads
+
+
+def calls(problem: Problem, x: Tensors, book: Ledger) -> Iterator[Call]:
+    for plane in planes(problem, x):
+        yield Call(problem, x, plane, book)
+
+
+def results(problem: Problem, x: Tensors) -> Result:
+    return Result(*empty_result(problem, x))
+
+
+def cuts(seqlen: int, tile: int, blocked: bool) -> list[Span]:
+    """Ranges of at most `tile`; with a mask none lies in two of its blocks, so that each is EMPTY,
+    PARTIAL or FULL.
+    """
+    size = BLOCK if blocked else max(seqlen, 1)
+    return [
+        (start, min(start + tile, first + size, seqlen))
+        for first in range(0, seqlen, size)
+        for start in range(first, min(first + size, seqlen), tile)
+    ]
+
+
+def blocks(span: Span) -> Iterator[tuple[int, Span]]:
+    """The mask's blocks that a range touches, and its part in each."""
+    for i in range(span[0] // BLOCK, -(-span[1] // BLOCK)):
+        yield i, (max(span[0], i * BLOCK), min(span[1], (i + 1) * BLOCK))
+
+
+def meets(keys: Span, spans: list[Span]) -> bool:
+    return any(lo < keys[1] and keys[0] < hi for lo, hi in spans)
+
+
+def convert(scratch: Array, out: Array) -> None:
+    """One more pass where HBM has held sums in more precision than the result has."""
+    everything = (0, scratch.shape[-2])
+    source = Array(scratch.book, f"{scratch.name}.convert", scratch.data)
+    Array(out.book, f"{out.name}.convert", out.data).store(source.load(everything), everything)

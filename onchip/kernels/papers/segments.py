@@ -1,0 +1,182 @@
+"""FlashAttention-2 over keys that come in segments, each giving (out, lse), and the merge of those:
+split-KV decoding, pages, a shared prefix, a ring. What they add to the traffic is in the ledger.
+
+All take a Problem without a mask and its Tensors, and give out and lse.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.planes import ALL, Plane, planes
+from onchip.kernels.protocol import Result
+from onchip.masks.visibility import Visibility
+from onchip.problem import Problem, Tensors
+
+from .call import Call, convert, results
+from .ledger import current
+from .memory import Array, Span, Tile
+from .v2 import flash_attention_2, tiles_of
+
+Part = tuple[Array, Array]  # out, lse
+
+
+def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
+    """Flash-decoding: programs take a share of the keys each, unrounded, and one more merges."""
+    book, found = current(), results(problem, x)
+    for plane in planes(problem, x):
+        rule = plane.visibility
+        rows = 0, rule.seqlen_q
+        parts = []
+        for keys in shares(rule.seqlen_k, num_splits):
+            call = Call(problem, x, _segment(plane, rows, keys), book)
+            parts.append(_attend(call, ("o.parts", "lse.parts")))
+        whole = Call(problem, x, plane, book)
+        out, lse = whole.of_queries("o", found.out), whole.of_rows("lse", found.lse)
+        merge(parts, (out, lse), whole.row_tiles(tiles_of(problem, book)))
+    return found
+
+
+def paged(problem: Problem, x: Tensors) -> Result:
+    """PagedAttention: x.k and x.v are pages, and a tile of keys is found through the page table,
+    whose entries every visit reads.
+    """
+    book, found = current(), results(problem, x)
+    tables = x.page_table.tolist()
+    for b, seqlen_k in enumerate(x.cache_seqlens.tolist()):
+        rule = Visibility(problem.seqlen_q, seqlen_k, problem.causal, problem.window_size)
+        plane = Plane(slice(b, b + 1), ALL, slice(0, 0), ALL, ALL, b, 0, rule)
+        call = Call(problem, x, plane, book)
+        group = call.q.shape[2]
+        call.k = PagedArray(call.k, x.k, tables[b], group, counted=True)
+        call.v = PagedArray(call.v, x.v, tables[b], group, counted=False)
+        out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        flash_attention_2(call, out, lse, tiles_of(problem, book))
+    return found
+
+
+class PagedArray(Array):
+    """Keys or values of one sequence, all over a pool (num_pages, page_size, kv_heads, dim). Those
+    who count read the page ids as well: k does, and v comes from the same pages.
+    """
+
+    def __init__(self, like: Array, pool: Tensor, pages: list[int], group: int, counted: bool):
+        super().__init__(like.book, like.name, pool, like.wide)
+        self.pages, self.group, self.counted = pages, group, counted
+
+    def load(self, rows: Span, columns: Span | None = None) -> Tile:
+        size, parts = self.data.shape[1], []
+        for i in range(rows[0] // size, -(-rows[1] // size)):
+            slots = max(rows[0] - i * size, 0), min(rows[1] - i * size, size)
+            parts.append(self.data[self.pages[i], slots[0] : slots[1]])
+        tile = torch.cat(parts).transpose(0, 1)[None, :, None]  # (1, kv_heads, 1, rows, dim)
+        tile = tile.expand(-1, -1, self.group, -1, -1)
+        self.book.reads[self.name] += tile.numel() * tile.element_size()
+        heads = tile.shape[1] * self.group
+        self.book.reads["page_table"] += 4 * len(parts) * heads * self.counted
+        return Tile(tile.to(self.wide), self.book)
+
+
+def cascade(problem: Problem, x: Tensors, prefix: tuple[Tensor, Tensor]) -> Result:
+    """All sequences begin with the keys and values of `prefix`, (seqlen, kv_heads, dim) each: those
+    are attended once, by the queries of the whole batch as rows of one tile, x.k and x.v by their
+    own sequence. Causal and window begin after the prefix.
+    """
+    book, found = current(), results(problem, x)
+    batch, seqlen_q, heads, _ = x.q.shape
+    shared = x._replace(q=x.q.flatten(0, 1)[None], k=prefix[0][None], v=prefix[1][None])
+    rule = Visibility(batch * seqlen_q, len(prefix[0]))
+    first = Call(problem, shared, Plane(ALL, ALL, ALL, ALL, ALL, 0, 0, rule), book)
+    out, lse = _attend(first, ("o.parts", "lse.parts"))
+    per_sequence = lambda t: t.data[0].unflatten(-2, (batch, seqlen_q)).movedim(-3, 0)
+    prefix_part = tuple(Array(book, t.name, per_sequence(t), t.wide) for t in (out, lse))
+    for call in (Call(problem, x, plane, book) for plane in planes(problem, x)):
+        part = _attend(call, ("o.parts", "lse.parts"))
+        whole = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        merge([prefix_part, part], whole, call.row_tiles(tiles_of(problem, book)))
+    return found
+
+
+def ring(problem: Problem, x: Tensors, num_ranks: int) -> Result:
+    """Ring Attention, all ranks in one ledger: each holds a chunk of queries and of keys, and in
+    every round takes the keys of its neighbour (`k.sent`, `k.received`) and merges what they give
+    into a state in HBM. Rounds in which nothing is visible are not computed.
+    """
+    book, found = current(), results(problem, x)
+    for plane in planes(problem, x):
+        rule = plane.visibility
+        chunks = shares(rule.seqlen_k, num_ranks)
+        for rank, rows in enumerate(shares(rule.seqlen_q, num_ranks)):
+            state = None
+            for keys in (chunks[(rank - n) % num_ranks] for n in range(num_ranks)):
+                call = Call(problem, x, _segment(plane, rows, keys), book)
+                if keys != chunks[rank]:
+                    _receive(call)
+                if call.rule.spans(0, call.rule.seqlen_q):
+                    state = _merged(call, state)
+            _finish(Call(problem, x, _segment(plane, rows, chunks[rank]), book), state, found)
+    return found
+
+
+def merge(parts: list[Part], whole: Part, rows: list[Span]) -> None:
+    """The states of the same queries over several segments of keys, as one."""
+    out, lse = whole
+    for i in rows:
+        zero = lse.zeros(i)
+        m, l, acc = zero.select(lambda t: t - torch.inf), zero, out.zeros(i)
+        for part_out, part_lse in parts:
+            lse_s, o_s = part_lse.load(i), part_out.load(i)
+            m_new = m.maximum(lse_s)
+            alpha, w = m.below(m_new).exp(), lse_s.below(m_new).exp()
+            m, l, acc = m_new, l * alpha + w, acc * alpha + o_s * w
+        out.store(acc.over(l), i)
+        lse.store(m + l.log(), i)
+
+
+def shares(length: int, num: int) -> list[Span]:
+    """A range cut into so many, as even as can be."""
+    bounds = [length * i // num for i in range(num + 1)]
+    return list(pairwise(bounds))
+
+
+def _segment(plane: Plane, rows: Span, keys: Span) -> Plane:
+    shifted = lambda old, new: slice((old.start or 0) + new[0], (old.start or 0) + new[1])
+    rule = plane.visibility.part(rows, keys)
+    return plane._replace(
+        rows=shifted(plane.rows, rows), keys=shifted(plane.keys, keys), visibility=rule
+    )
+
+
+def _attend(call: Call, names: tuple[str, str]) -> Part:
+    """(out, lse) of one segment, unrounded, in HBM."""
+    part = call.new(names[0], call.v.shape[-1], call.wide), call.new(names[1], 1, call.wide)
+    flash_attention_2(call, *part, tiles_of(call.problem, call.book))
+    return part
+
+
+def _receive(call: Call) -> None:
+    """The keys and values of a neighbour, one copy for all query heads of a group."""
+    for array in (call.k, call.v):
+        one = array.data[:, :, 0]
+        everything = 0, one.shape[-2]
+        tile = Array(call.book, f"{array.name}.sent", one).load(everything)
+        arrived = Array(call.book, f"{array.name}.received", torch.empty_like(one))
+        arrived.store(tile, everything)
+
+
+def _merged(call: Call, state: Part | None) -> Part:
+    if state is None:
+        return _attend(call, ("o.state", "lse.state"))
+    part = _attend(call, ("o.parts", "lse.parts"))
+    merge([state, part], state, call.row_tiles(tiles_of(call.problem, call.book)))
+    return state
+
+
+def _finish(call: Call, state: Part | None, found: Result) -> None:
+    out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+    if state is None:
+        out.fill(0.0), lse.fill(-torch.inf)
+    else:
+        convert(state[0], out)
+        convert(state[1], lse)

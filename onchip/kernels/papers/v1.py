@@ -1,0 +1,135 @@
+"""FlashAttention (Dao et al., arXiv 2205.14135) as published: Algorithms 1, 2 and 4, and 5 where a
+mask has EMPTY blocks.
+
+K and V in the outer loop; every visit of a row tile loads O, l and m and writes them back. Causal
+and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
+"""
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.configs import TileConfig, paper_sram, paper_v1_tiles
+from onchip.kernels.protocol import Grads, Result
+from onchip.problem import DeviceInfo, Problem, Tensors
+
+from .call import Call, calls, convert, meets, refusal, results
+from .gradients import Gradients
+from .ledger import Ledger, current
+from .memory import Array, Span, Tile, accumulate
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    return refusal(problem, device)
+
+
+def tiles_of(problem: Problem, book: Ledger) -> TileConfig:
+    sram = paper_sram(book.sram, problem.dtype.itemsize)
+    return book.tiles or paper_v1_tiles(sram, problem.head_dim, problem.head_dim_v)
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    """lse = m + log l is taken after the algorithm, which returns l and m."""
+    book, found = current(), results(problem, x)
+    for call in calls(problem, x, book):
+        out = call.of_queries("o", found.out)
+        O = out if out.data.dtype == call.scratch else call.new("o", out.shape[-1], call.scratch)
+        l, m = (call.new(name, 1, call.wide) for name in "lm")
+        flash_attention(call, O, l, m, tiles_of(problem, book))
+        if O is not out:
+            convert(O, out)
+        call.of_rows("lse", found.lse).data.copy_(m.data + l.data.log())
+    return found
+
+
+def flash_attention(call: Call, O: Array, l: Array, m: Array, tiles: TileConfig) -> None:
+    """Algorithms 1 and 5. O, l and m in HBM are the running state, O divided by l."""
+    O.fill(0.0), l.fill(0.0), m.fill(-torch.inf)
+    rows = call.row_tiles(tiles)
+    seen = call.seen(rows, skips=False)
+    for j in call.key_tiles(tiles):
+        k_j, v_j = call.k.load(j), call.v.load(j)
+        for i, spans in zip(rows, seen, strict=True):
+            if meets(j, spans):
+                visit(call, (O, l, m), (k_j, v_j), i, j)
+
+
+def visit(
+    call: Call, state: tuple[Array, Array, Array], kv: tuple[Tile, Tile], i: Span, j: Span
+) -> None:
+    """Lines 8 to 13 of Algorithm 1."""
+    O, l, m = state
+    k_j, v_j = kv
+    q_i, o_i, l_i, m_i = (x.load(i) for x in (call.q, O, l, m))
+    s = call.masked(q_i @ k_j.T * call.problem.softmax_scale, i, j)
+    m_ij = s.rowmax()
+    p = s.below(m_ij).exp()
+    l_ij = p.rowsum()
+    m_new = m_i.maximum(m_ij)
+    alpha, beta = m_i.below(m_new).exp(), m_ij.below(m_new).exp()
+    l_old = alpha * l_i
+    l_new = l_old + beta * l_ij
+    o_new = (l_old * o_i + beta * (call.dropped(p, i, j) @ v_j)).over(l_new)
+    O.store(o_new, i), l.store(l_new, i), m.store(m_new, i)
+    call.tell("paper_v1", i, j, s, (m_new, l_new, o_new))
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    """Algorithm 4, which takes l and m: (1, lse) say the same as (l, m)."""
+    book = current()
+    grads = Gradients(problem, x, book)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    for call in calls(problem, x, book):
+        saved = {
+            "o": call.of_queries("o", out),
+            "do": call.of_queries("do", dout),
+            "l": call.of_rows("l", torch.ones_like(lse)),
+            "m": call.of_rows("m", safe),
+        }
+        if dlse is not None:
+            saved["dlse"] = call.of_rows("dlse", dlse)
+        flash_attention_backward(call, saved, grads.of(call), tiles_of(problem, book))
+    return grads.finished()
+
+
+def flash_attention_backward(
+    call: Call, saved: dict[str, Array], grads: tuple[Array, Array, Array], tiles: TileConfig
+) -> None:
+    """Algorithm 4: dK and dV of the key tile stay on the chip, dQ goes to and fro."""
+    dQ, dK, dV = (x.fill(0.0) for x in grads)
+    rows = call.row_tiles(tiles)
+    seen = call.seen(rows, skips=False)
+    for j in call.key_tiles(tiles):
+        kv = call.k.load(j), call.v.load(j)
+        dkv = dK.zeros(j), dV.zeros(j)
+        for i, spans in zip(rows, seen, strict=True):
+            if meets(j, spans):
+                dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j))
+        dK.store(dkv[0], j), dV.store(dkv[1], j)
+
+
+def visit_backward(
+    call: Call,
+    saved: dict[str, Array],
+    kv: tuple[Tile, Tile],
+    dkv: tuple[Tile, Tile],
+    dQ: Array,
+    at: tuple[Span, Span],
+) -> tuple[Tile, Tile]:
+    """Lines 10 to 22 of Algorithm 4."""
+    (i, j), (k_j, v_j), (dk_j, dv_j) = at, kv, dkv
+    q_i, o_i, do_i, dq_i, l_i, m_i = (
+        x.load(i) for x in (call.q, saved["o"], saved["do"], dQ, saved["l"], saved["m"])
+    )
+    tau = call.problem.softmax_scale
+    s = call.masked(q_i @ k_j.T * tau, i, j)
+    p = (s - m_i).exp() / l_i
+    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
+    dp = call.dropped(do_i @ v_j.T, i, j)
+    d_i = (do_i * o_i).rowsum()
+    if "dlse" in saved:
+        d_i = d_i - saved["dlse"].load(i)
+    ds = p * (dp - d_i) * tau
+    dQ.store(accumulate(dq_i, ds, k_j), i)
+    return accumulate(dk_j, ds.T, q_i), dv_j

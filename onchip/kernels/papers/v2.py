@@ -1,0 +1,160 @@
+"""FlashAttention-2 (Dao, arXiv 2307.08691): Algorithms 1 and 2. FlashAttention-3 moves the same
+bytes.
+
+Queries in the outer loop; O is divided by l once, and lse is all that is saved of the softmax.
+Tiles that causal and window hide as a whole are skipped (section 3.1), and EMPTY blocks of a mask.
+"""
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.configs import (
+    TileConfig,
+    paper_sram,
+    paper_v2_backward_tiles,
+    paper_v2_tiles,
+)
+from onchip.kernels.protocol import Grads, Result
+from onchip.problem import DeviceInfo, Problem, Tensors
+
+from .arithmetic import EXACT, Arithmetic
+from .call import Call, calls, meets, refusal, results
+from .gradients import Gradients
+from .ledger import Ledger, current
+from .memory import Array, Span, Tile, accumulate
+
+State = tuple[Tile, Tile, Tile]  # m, l, acc
+
+
+def supports(problem: Problem, device: DeviceInfo) -> str | None:
+    return refusal(problem, device)
+
+
+def tiles_of(problem: Problem, book: Ledger) -> TileConfig:
+    sram = paper_sram(book.sram, problem.dtype.itemsize)
+    return book.tiles or paper_v2_tiles(sram, problem.head_dim, problem.head_dim_v)
+
+
+def backward_tiles_of(problem: Problem, book: Ledger) -> TileConfig:
+    sram = paper_sram(book.sram, problem.dtype.itemsize)
+    return book.tiles or paper_v2_backward_tiles(sram, problem.head_dim, problem.head_dim_v)
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    return attend(problem, x, EXACT)
+
+
+def attend(problem: Problem, x: Tensors, arithmetic: Arithmetic) -> Result:
+    book, found = current(), results(problem, x)
+    for call in calls(problem, x, book):
+        out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
+        flash_attention_2(call, out, lse, tiles_of(problem, book), arithmetic)
+    return found
+
+
+def flash_attention_2(
+    call: Call, out: Array, lse: Array, tiles: TileConfig, arithmetic: Arithmetic = EXACT
+) -> None:
+    """Algorithm 1."""
+    rows = call.row_tiles(tiles)
+    keys = call.key_tiles(tiles)
+    for i, spans in zip(rows, call.seen(rows, skips=True), strict=True):
+        q_i = call.q.load(i)
+        m, l, acc = lse.zeros(i), lse.zeros(i), out.zeros(i)
+        m = m.select(lambda x: x - torch.inf)
+        for j in keys:
+            if meets(j, spans):
+                m, l, acc = visit(call, q_i, (m, l, acc), (i, j), arithmetic)
+        out.store(acc.over(l), i)
+        lse.store(m + l.log(), i)
+
+
+def visit(
+    call: Call, q_i: Tile, state: State, at: tuple[Span, Span], arithmetic: Arithmetic
+) -> State:
+    """Lines 7 to 10 of Algorithm 1."""
+    (i, j), (m, l, acc) = at, state
+    k_j, v_j = call.k.load(j), call.v.load(j)
+    s = call.masked(q_i @ k_j.T * call.problem.softmax_scale, i, j)
+    m_new = arithmetic.moved(m, m.maximum(s.rowmax()))
+    p = arithmetic.exp(s.below(m_new))
+    alpha = arithmetic.exp(m.below(m_new))
+    l = alpha * l + p.rowsum()
+    acc = accumulate(arithmetic.rescaled(acc, alpha), call.dropped(p, i, j), v_j)
+    call.tell(arithmetic.kernel, i, j, s, (m_new, l, acc))
+    return m_new, l, acc
+
+
+def backward(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> Grads:
+    return attend_backward(problem, x, (out, lse, dout, dlse), EXACT)
+
+
+def attend_backward(
+    problem: Problem,
+    x: Tensors,
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    arithmetic: Arithmetic,
+) -> Grads:
+    out, lse, dout, dlse = given
+    book = current()
+    grads, tiles = Gradients(problem, x, book), backward_tiles_of(problem, book)
+    safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
+    for call in calls(problem, x, book):
+        o, do = call.of_queries("o", out), call.of_queries("do", dout)
+        D = call.new("delta", 1, call.wide)
+        dlse_rows = None if dlse is None else call.of_rows("dlse", dlse)
+        row_products(o, do, D, call.row_tiles(tiles), dlse_rows)
+        saved = {"do": do, "lse": call.of_rows("lse", safe), "delta": D}
+        flash_attention_2_backward(call, saved, grads.of(call), tiles, arithmetic)
+    return grads.finished()
+
+
+def row_products(o: Array, do: Array, D: Array, rows: list[Span], dlse: Array | None) -> None:
+    """D = rowsum(dO * O) (- dlse), line 4 of Algorithm 2, written to HBM."""
+    for i in rows:
+        d_i = (do.load(i) * o.load(i)).rowsum()
+        D.store(d_i if dlse is None else d_i - dlse.load(i), i)
+
+
+def flash_attention_2_backward(
+    call: Call,
+    saved: dict[str, Array],
+    grads: tuple[Array, Array, Array],
+    tiles: TileConfig,
+    arithmetic: Arithmetic = EXACT,
+) -> None:
+    """Algorithm 2 from line 5 on."""
+    dQ, dK, dV = grads
+    dQ.fill(0.0)
+    rows = call.row_tiles(tiles)
+    seen = call.seen(rows, skips=True)
+    for j in call.key_tiles(tiles):
+        kv = call.k.load(j), call.v.load(j)
+        dkv = dK.zeros(j), dV.zeros(j)
+        for i, spans in zip(rows, seen, strict=True):
+            if meets(j, spans):
+                dkv = visit_backward(call, saved, kv, dkv, dQ, (i, j), arithmetic)
+        dK.store(dkv[0], j), dV.store(dkv[1], j)
+
+
+def visit_backward(
+    call: Call,
+    saved: dict[str, Array],
+    kv: tuple[Tile, Tile],
+    dkv: tuple[Tile, Tile],
+    dQ: Array,
+    at: tuple[Span, Span],
+    arithmetic: Arithmetic,
+) -> tuple[Tile, Tile]:
+    """The inner loop of Algorithm 2. (It lists O_i among its loads, too, and has no use for it.)"""
+    (i, j), (k_j, v_j), (dk_j, dv_j) = at, kv, dkv
+    q_i, do_i, lse_i, d_i = (x.load(i) for x in (call.q, saved["do"], saved["lse"], saved["delta"]))
+    tau = call.problem.softmax_scale
+    p = arithmetic.exp(call.masked(q_i @ k_j.T * tau, i, j) - lse_i)
+    dv_j = accumulate(dv_j, call.dropped(p, i, j).T, do_i)
+    dp = call.dropped(do_i @ v_j.T, i, j)
+    ds = p * (dp - d_i) * tau
+    dQ.store(accumulate(dQ.load(i), ds, k_j), i)
+    return accumulate(dk_j, ds.T, q_i), dv_j

@@ -1,0 +1,319 @@
+"""A pool of few pages to play with: sequences of words that are added, continued, forked, searched
+by beams, rolled back and freed.
+
+Pool and PrefixIndex are those of the key/value cache. In place of keys and values a slot holds its
+word, so that one sees what is shared, what is copied, and what a free page still remembers.
+site/pool.js is the same without Python; a test takes both through the same random operations.
+"""
+
+from collections import abc
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from onchip.kvcache.pool import Copy, NoRoom, Pool, Table
+from onchip.kvcache.prefix import Chain, PrefixIndex
+
+NUM_PAGES, PAGE_SIZE = 25, 4
+MAX_SEQUENCES, MAX_WORDS, MAX_LETTERS, MAX_VOCABULARY = 12, 48, 16, 2000
+BEAM_WIDTH, PROPOSALS = 3, 2
+DRAWN = (
+    *("the", "river", "carries", "every", "page", "to", "its", "other", "bank", "and"),
+    *("no", "one", "copies", "what", "they", "can", "share"),
+)
+STRIDE, COSTS = 5, (3, 8, 5, 13, 2, 7)  # of draws: any numbers that both twins know
+PROMPTS = (
+    "the river bank is the place where we swim",
+    "the river bank is the place where we fish",
+    "every page has four slots and a number",
+)
+OPENING = (  # what a visitor finds
+    {"do": "add", "text": PROMPTS[0]},
+    {"do": "fork", "name": "A"},
+    {"do": "generate", "name": None},
+)
+STORY = (  # what "show me" goes through, from a blank pool
+    {"do": "reset"},
+    *({"do": "add", "text": text} for text in PROMPTS[:2]),
+    *({"do": "fork", "name": "A"}, {"do": "generate", "name": None}),
+    *({"do": "beam", "name": "B"}, {"do": "beam", "name": "B"}, {"do": "beam", "name": "B"}),
+    *({"do": "add", "text": PROMPTS[2]}, {"do": "generate", "name": None}),
+    *({"do": "free", "name": "A"}, {"do": "free", "name": "C"}),
+    *({"do": "add", "text": PROMPTS[0]}, {"do": "generate", "name": None}),
+)
+OPERATIONS = ("add", "generate", "fork", "beam", "truncate", "free", "reset")
+
+Operation = abc.Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A table, the ids of its words, the keys of the pages it published, a beam's cost so far."""
+
+    name: str
+    family: str
+    table: Table
+    tokens: list[int]
+    chain: Chain
+    cost: int = 0
+
+
+class Refused(Exception):
+    """An operation that cannot be done now, in a sentence; it has changed nothing that is seen."""
+
+
+class Playground:
+    """`do` takes an operation as JSON says it and answers in a sentence; `state` is what there is
+    to draw.
+    """
+
+    def __init__(self, num_pages: int = NUM_PAGES, page_size: int = PAGE_SIZE):
+        self.pool = Pool(num_pages, page_size)
+        self.index = PrefixIndex(self.pool)
+        self.memory = [[""] * page_size for _ in range(num_pages)]  # a word for each slot
+        self.sequences: dict[str, Sequence] = {}
+        self.ids: dict[str, int] = {}
+        self.named = self.drawn = 0
+        self.copies: list[Copy] = []  # of the last operation
+
+    def do(self, operation: Operation) -> dict[str, Any]:
+        """{"do": NAME, ...}: add (text), generate (name; null: all), fork, beam, free (name),
+        truncate (name, count), reset. Gives {"ok", "say"}; ValueError for what is no operation.
+        """
+        name = operation.get("do")
+        if name not in OPERATIONS:
+            raise ValueError(f"do={name!r} must be one of: {', '.join(OPERATIONS)}")
+        self.copies = []
+        try:
+            return {"ok": True, "say": getattr(self, f"_{name}")(operation)}
+        except Refused as refusal:
+            return {"ok": False, "say": str(refusal)}
+
+    def state(self) -> dict[str, Any]:
+        """Tables, and for each page but the null page how many hold it, how many of its slots a
+        cached prefix relies on, and its words.
+        """
+        pool = self.pool
+        pages = range(1, pool.num_pages)
+        return {
+            "tables": [self._row(s) for s in self.sequences.values()],
+            "refs": [pool.refs(page) for page in pages],
+            "filled": [pool.filled(page) for page in pages],
+            "memory": [slots.copy() for slots in self.memory[1:]],
+            "free": pool.num_free,
+            "cached": pool.num_cached,
+            "shared": pool.num_shared,
+            "stats": list(self.index.stats),
+            "copies": [list(copy) for copy in self.copies],
+        }
+
+    def read(self, sequence: Sequence) -> list[str]:
+        """The words of a sequence, as its table leads to them."""
+        slots = (divmod(i, self.pool.page_size) for i in range(sequence.table.length))
+        return [self.memory[sequence.table[place]][slot] for place, slot in slots]
+
+    def words(self, sequence: Sequence) -> list[str]:
+        """The words of a sequence, as it was told them."""
+        known = list(self.ids)
+        return [known[token] for token in sequence.tokens]
+
+    def _row(self, s: Sequence) -> dict[str, Any]:
+        pages = list(s.table.pages)
+        return {"name": s.name, "family": s.family, "pages": pages, "words": self.words(s)}
+
+    def _add(self, operation: Operation) -> str:
+        words = _words(operation.get("text"))
+        if len(self.ids) > MAX_VOCABULARY:
+            raise Refused(f"More than {MAX_VOCABULARY} words were used: start over.")
+        self._check_seats(1)
+        tokens = [self._id(word) for word in words]
+        root = self.index.root()
+        hit = self.index.match(tokens, root)
+        table = self.pool.adopt(hit.pages)
+        copied = self._graft(table, hit.source, hit.copied)
+        found = table.length
+        grown = self.pool.extend(table, len(tokens) - found)
+        if isinstance(grown, NoRoom):
+            self.pool.free(table)
+            self.copies = []
+        name = self._name()
+        sequence = Sequence(name, name, table, tokens, Chain(root, hit.keys))
+        self._wrote([sequence], [found], _roomy(grown))
+        self.sequences[name] = sequence
+        return _found(name, len(tokens), len(hit.pages), copied)
+
+    def _graft(self, table: Table, source: int | None, count: int) -> int:
+        """Words that come by copying the start of a page; none if there is no page to copy to."""
+        copies = [] if source is None else self.pool.graft(table, source, count)
+        if not copies or isinstance(copies, NoRoom):
+            return 0
+        self._copy(copies)
+        return count
+
+    def _generate(self, operation: Operation) -> str:
+        name = operation.get("name")
+        chosen = list(self.sequences.values()) if name is None else [self._known(name)]
+        if not chosen:
+            raise Refused("There is no sequence yet: add one.")
+        self._grow(chosen, range(self.drawn, self.drawn + len(chosen)))
+        self.drawn += len(chosen)
+        return f"{_names(chosen)} drew a word.{_copied(self.copies)}"
+
+    def _fork(self, operation: Operation) -> str:
+        parent = self._known(operation.get("name"))
+        self._check_seats(1)
+        child = self._child(parent)
+        held = _count(len(child.table), "page")
+        return f"{child.name} is {parent.name} once more: {held}, none of them new."
+
+    def _beam(self, operation: Operation) -> str:
+        """A step of beam search over the family of a sequence: all propose words, the cheapest
+        BEAM_WIDTH go on, by a fork where one has several of them; who has none is freed.
+        """
+        family = self._known(operation.get("name")).family
+        beams = [s for s in self.sequences.values() if s.family == family]
+        winners, drawn = self._winners(beams)
+        self._check_seats(len(winners) - len({parent.name for _, _, parent in winners}))
+        runners: list[Sequence] = []
+        for _, _, parent in winners:
+            runners.append(self._child(parent) if parent in runners else parent)
+        try:
+            self._grow(runners, [draw for _, draw, _ in winners])
+        except Refused:
+            self._drop([s for s in runners if s not in beams])
+            raise
+        for runner, (cost, _, _) in zip(runners, winners, strict=True):
+            runner.cost = cost
+        self.drawn += drawn
+        losers = [s for s in beams if s not in runners]
+        self._drop(losers)
+        gone = f" {_names(losers)} lost." if losers else ""
+        return f"The beam goes on as {_names(runners)}.{gone}{_copied(self.copies)}"
+
+    def _winners(self, beams: list[Sequence]) -> tuple[list[tuple[int, int, Sequence]], int]:
+        """(cost, draw, who proposed it) of the cheapest proposals, and how many were drawn."""
+        each = BEAM_WIDTH if len(beams) == 1 else PROPOSALS
+        proposed = []
+        for beam in beams:
+            for _ in range(each):
+                draw = self.drawn + len(proposed)
+                proposed.append((beam.cost + COSTS[draw % len(COSTS)], draw, beam))
+        return sorted(proposed, key=lambda one: one[:2])[:BEAM_WIDTH], len(proposed)
+
+    def _truncate(self, operation: Operation) -> str:
+        sequence, count = self._known(operation.get("name")), operation.get("count", 1)
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{count=} must be a number of words")
+        length = max(1, sequence.table.length - count)
+        gone = sequence.table.length - length
+        self.pool.truncate(sequence.table, length)
+        del sequence.tokens[length:]
+        del sequence.chain.keys[length // self.pool.page_size :]
+        return f"{sequence.name} took back {_count(gone, 'word')}."
+
+    def _free(self, operation: Operation) -> str:
+        sequence = self._known(operation.get("name"))
+        before = self.pool.num_free
+        self._drop([sequence])
+        held = _count(self.pool.num_free - before, "page")
+        return f"{sequence.name} is gone: {held} free again, and cached until taken."
+
+    def _reset(self, operation: Operation) -> str:
+        self.__init__(self.pool.num_pages, self.pool.page_size)
+        return f"All {self.pool.capacity} pages are blank."
+
+    def _grow(self, sequences: list[Sequence], draws: abc.Iterable[int]) -> None:
+        """One more word for each, all or none."""
+        if longest := next((s for s in sequences if s.table.length >= MAX_WORDS), None):
+            raise Refused(f"{longest.name} has {MAX_WORDS} words: sequences end there, here.")
+        starts = [s.table.length for s in sequences]
+        copies = _roomy(self.pool.extend_all([s.table for s in sequences], [1] * len(sequences)))
+        for sequence, draw in zip(sequences, draws, strict=True):
+            sequence.tokens.append(self._id(DRAWN[draw * STRIDE % len(DRAWN)]))
+        self._wrote(sequences, starts, copies)
+
+    def _wrote(self, sequences: list[Sequence], starts: list[int], copies: list[Copy]) -> None:
+        """Copy pages, write the words from `starts` on, let others find them."""
+        size = self.pool.page_size
+        self._copy(copies)
+        for s, start in zip(sequences, starts, strict=True):
+            for i, word in enumerate(self.words(s)[start:], start):
+                self.memory[s.table[i // size]][i % size] = word
+            full, tail = divmod(s.table.length, size)
+            if full > len(s.chain.keys) or (tail and not self.pool.filled(s.table[full])):
+                self.index.publish(s.table, s.tokens, s.table.length, s.chain)
+
+    def _copy(self, copies: list[Copy]) -> None:
+        for source, destination in copies:
+            self.memory[destination] = self.memory[source].copy()
+        self.copies += copies
+
+    def _child(self, parent: Sequence) -> Sequence:
+        name, table = self._name(), self.pool.fork(parent.table)
+        tokens, chain = parent.tokens.copy(), parent.chain.fork()
+        self.sequences[name] = Sequence(name, parent.family, table, tokens, chain, parent.cost)
+        return self.sequences[name]
+
+    def _drop(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            self.index.publish(s.table, s.tokens, s.table.length, s.chain, final=True)
+            self.pool.free(s.table)
+            del self.sequences[s.name]
+
+    def _known(self, name: object) -> Sequence:
+        if name not in self.sequences:
+            raise Refused(f"There is no sequence {name}.")
+        return self.sequences[str(name)]
+
+    def _check_seats(self, count: int) -> None:
+        if len(self.sequences) + count > MAX_SEQUENCES:
+            raise Refused(f"{MAX_SEQUENCES} sequences are enough: free one.")
+
+    def _name(self) -> str:
+        self.named += 1
+        turn, letter = divmod(self.named - 1, 26)
+        return chr(ord("A") + letter) + (str(turn) if turn else "")
+
+    def _id(self, word: str) -> int:
+        return self.ids.setdefault(word, len(self.ids))
+
+
+def _words(text: object) -> list[str]:
+    if not isinstance(text, str):
+        raise ValueError(f"{text=} must be words")
+    words = text.split()
+    if not words:
+        raise Refused("Type some words first.")
+    if len(words) > MAX_WORDS or max(map(len, words)) > MAX_LETTERS:
+        raise Refused(f"At most {MAX_WORDS} words of {MAX_LETTERS} letters, please.")
+    return words
+
+
+def _roomy(answer: T | NoRoom) -> T:
+    if isinstance(answer, NoRoom):
+        raise Refused(
+            f"That needs {_count(answer.needed, 'page')} and {answer.free} are free: free a"
+            " sequence, or take words back."
+        )
+    return answer
+
+
+def _found(name: str, asked: int, shared: int, copied: int) -> str:
+    if not shared and not copied:
+        return f"{name} has {_count(asked, 'word')}, all of them new."
+    parts = [_count(shared, "page") + " shared"] if shared else []
+    parts += [_count(copied, "word") + " copied"] if copied else []
+    return f"{name} was here before in part: {', '.join(parts)}. Only the rest is computed."
+
+
+def _copied(copies: list[Copy]) -> str:
+    pages = " ".join(f"Page {a} was shared, so it was copied to {b}." for a, b in copies)
+    return f" {pages}" if pages else ""
+
+
+def _names(sequences: list[Sequence]) -> str:
+    return ", ".join(s.name for s in sequences)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,8 @@
+"use strict";
+// Before anything is painted: the theme that was chosen last, if one was; else the system's.
+
+const theme = {
+  kept() { try { return localStorage.getItem("onchip-theme"); } catch { return null; } },
+  keep(name) { try { localStorage.setItem("onchip-theme", name); } catch { /* a page that may store nothing */ } },
+};
+if (["light", "dark"].includes(theme.kept())) document.documentElement.dataset.theme = theme.kept();

@@ -1,0 +1,62 @@
+"""What programs hold on the chip, from the tile tables: within every device, and how many fit. The
+kernels' own tests compile them and compare byte for byte.
+"""
+
+import pytest
+
+from onchip.iomodel import footprint
+from onchip.iomodel.footprint import HANDED_OVER, Footprint
+from onchip.iomodel.hardware import A100, H200
+from onchip.kernels import configs
+
+TABLES = (
+    configs.HOPPER_FORWARD,
+    configs.HOPPER_FORWARD_SHORT,
+    configs.HOPPER_FORWARD_MASK,
+    configs.HOPPER_FORWARD_PAGED,
+)
+
+
+def every_hopper_row():
+    for table in TABLES:
+        for dim, config in table.items():
+            yield footprint.hopper_forward(config, dim, dim)
+            yield footprint.hopper_forward(config, dim, dim, page_size=16)
+    for dim in configs.HOPPER_DECODE_STAGES:
+        yield footprint.hopper_decode(dim, 16)
+    for dim, config in configs.HOPPER_BACKWARD.items():
+        yield footprint.hopper_backward(config, dim)
+    for dim, config in configs.HOPPER_GRADIENT.items():
+        yield footprint.hopper_gradient(config, dim, keys=True)
+
+
+@pytest.mark.parametrize("row", list(every_hopper_row()))
+def test_every_row_of_the_tables_fits_a_hopper_processor(row):
+    assert row.shared_bytes + HANDED_OVER <= H200.shared_bytes
+    assert row.register_bytes <= 4 * H200.registers and row.programs(H200) >= 1
+    given = sum(threads * registers for threads, registers in row.roles)
+    assert given <= row.threads * row.registers
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_every_row_of_triton_fits(kernel, dim):
+    row = footprint.triton(kernel, configs.TRITON_SM90[kernel, dim], dim)
+    assert row.shared_bytes <= H200.shared_bytes and row.register_bytes <= 4 * H200.registers
+
+
+def test_programs_are_as_many_as_the_scarcer_memory_allows():
+    row = Footprint({"k": 60_000}, threads=128, registers=128)
+    assert row.programs(H200) == 3 and row.programs(A100) == 2  # 227 and 163 KB
+    half = Footprint({"k": 227 * 512}, threads=128, registers=128)
+    assert half.programs(H200) == 1  # each takes 1 KB more, of 228
+    wide = Footprint({"k": 1000}, threads=256, registers=255)
+    assert wide.programs(H200) == 1 and Footprint({}).programs(H200) == 2
+
+
+def test_a_tile_of_head_dim_128_fills_the_chip():
+    row = footprint.hopper_forward(configs.HOPPER_FORWARD[128], 128, 128)
+    assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "tickets": 8}
+    assert row.shared_bytes == 229384 + 8 * row.barriers and row.threads == 384
+    unrounded = footprint.hopper_forward(configs.HOPPER_FORWARD[128], 128, 128, wide=True)
+    assert row.shared_bytes - unrounded.shared_bytes == 32768

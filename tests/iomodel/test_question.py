@@ -1,0 +1,28 @@
+"""A question out of sizes is the question of tensors of these sizes."""
+
+import pytest
+import torch
+
+import onchip.testing as ot
+from onchip import masks
+from onchip.iomodel import question
+from onchip.problem import Options, Tensors, describe
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_that_of_tensors(masked):
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}
+    q, k, v = ot.make_qkv(2, 33, 150, **sizes, dtype=torch.bfloat16)
+    mask = masks.build(masks.causal(), 1, 1, 33, 150) if masked else None
+    asked = {"causal": True, "window_size": (9, None), "dropout_p": 0.1}
+    want = describe(Tensors(q, k, v, mask=mask), Options(**asked))
+    sizes |= {"batch": 2, "dtype": torch.bfloat16, "mask": mask}
+    assert question(33, 150, **sizes, **asked) == want
+
+
+def test_it_is_refused_as_a_call_would_be():
+    with pytest.raises(ValueError, match="num_heads"):
+        question(64, num_heads=3, num_kv_heads=2)
+    for size in ("num_kv_heads", "head_dim_v"):
+        with pytest.raises(ValueError, match=size):
+            question(64, **{size: 0})

@@ -1,0 +1,65 @@
+"""What is recorded is what the library does, and can be shown."""
+
+import json
+
+import pytest
+import torch
+
+from onchip.engine.tokenizer import ByteTokenizer
+from onchip.lab import page, papers, record
+from onchip.lab.numbers import shown
+from onchip.models import builtin, random_model, save
+
+
+def test_recording_is_strict_json_the_same_every_time_and_leaves_the_threads_alone(data):
+    before = torch.get_num_threads()
+    again = record.everything()
+    assert json.dumps(data, allow_nan=False) == json.dumps(again, allow_nan=False)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("name", papers.KERNELS)
+def test_the_race_goes_on_by_formula_where_the_ledgers_end(name):
+    """At the last length that runs, both count the same."""
+    book = papers.executed(name, papers.EXECUTED)
+    formula = papers.counted(name, papers.EXECUTED, papers.HEAD_DIM, papers.HALF, papers.SRAM)
+    assert (book.reads, book.writes) == (formula.reads, formula.writes)
+
+
+def test_phases_and_tensors_are_the_same_bytes(data):
+    for runs in data["bytes"]["runs"].values():
+        for run in runs:
+            phases = sum(phase["read"] + phase["write"] for phase in run["phases"])
+            assert phases == sum(map(sum, run["tensors"].values()))
+
+
+def test_rows_are_probabilities_over_what_came_before(data):
+    rows = data["rows"]
+    ends = [i for i, owner in enumerate(rows["owners"]) if owner not in rows["owners"][i + 1 :]]
+    assert len(ends) == len(rows["words"])
+    for layer in rows["weights"]:
+        for head in layer:
+            for end, row in zip(ends, head, strict=True):
+                assert sum(row) == pytest.approx(1, abs=1e-3) and not any(row[end + 1 :])
+
+
+def test_rows_are_those_of_the_model_that_is_named(tmp_path):
+    save(random_model(builtin.tiny().config, seed=3), tmp_path)
+    ByteTokenizer().save(tmp_path)
+    theirs, ours = record.rows(model=tmp_path), record.rows()
+    assert (theirs["model"], theirs["owners"]) == (tmp_path.name, ours["owners"])
+    assert theirs["weights"] != ours["weights"]
+    with pytest.raises(ValueError, match="missing"):
+        record.rows(model=tmp_path / "missing")
+
+
+def test_no_data_can_end_its_element():
+    text = page.assemble({"version": "</script><script>alert(1)</script>"})
+    assert "</script><script>alert" not in text and "\\u003c/script>" in text
+    with pytest.raises(ValueError, match="JSON"):
+        page.assemble({"l": float("nan")})
+
+
+def test_infinities_are_text_and_digits_are_significant():
+    assert shown(torch.tensor([-torch.inf, 1 / 3])) == ["-inf", 0.3333333]
+    assert shown([[123456789.0]], 3) == [[123000000.0]]

@@ -1,0 +1,111 @@
+"""Mask functions of transformers, taken apart: what is read is what they say, cell by cell."""
+
+from types import ModuleType
+
+import pytest
+import torch
+
+from onchip.models import rules
+from onchip.models.rules import read
+
+masking = pytest.importorskip("transformers").masking_utils
+
+LEFT = torch.tensor([0, 4])
+DOCUMENTS = torch.tensor([[0] * 9 + [1] + [2] * 30, [0] * 17 + [1] * 23])
+FUNCTIONS = {
+    "causal": masking.causal_mask_function,
+    "all": masking.bidirectional_mask_function,
+    "window": masking.sliding_window_causal_mask_function(7),
+    "window of one": masking.sliding_window_causal_mask_function(1),
+    "window of both sides": masking.sliding_window_bidirectional_mask_function(5),
+    "chunks": masking.chunked_causal_mask_function(9, LEFT),
+    "documents": masking.and_masks(
+        masking.sliding_window_causal_mask_function(7),
+        masking.packed_sequence_mask_function(DOCUMENTS),
+    ),
+}
+OPTIONS = {
+    "causal": {"causal": True},
+    "all": {"causal": False},
+    "window": {"causal": True, "window_size": (6, 0)},
+    "window of one": {"causal": True, "window_size": (0, 0)},
+    "window of both sides": {"causal": False, "window_size": (5, 5)},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("rows", [(0, 40), (11, 29), (39, 40)])
+def test_bounds_are_what_the_function_says(name, rows):
+    q, k = torch.arange(*rows), torch.arange(40)
+    said = FUNCTIONS[name](torch.arange(2)[:, None, None], 0, q[:, None], k)
+    lo, hi = read(FUNCTIONS[name], masking).bounds(q, 40)
+    ours = (lo[..., None] <= k) & (k < hi[..., None])
+    shape = (2, len(q), 40)
+    assert torch.equal(ours.expand(shape), said.expand(shape))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_options_are_said_where_they_say_it_all(name):
+    assert read(FUNCTIONS[name], masking).options() == OPTIONS.get(name)
+
+
+def test_what_is_not_known_is_not_read():
+    prefix = lambda b, h, q, k: k < 5
+    for sees in (
+        prefix,
+        masking.and_masks(masking.causal_mask_function, prefix),
+        masking.or_masks(masking.causal_mask_function, prefix),
+        masking.padding_mask_function(torch.ones(2, 40, dtype=torch.bool)),
+        torch.nn.Identity(),
+    ):
+        assert read(sees, masking) is None
+
+
+def test_two_windows_are_no_option():
+    twice = masking.and_masks(
+        masking.sliding_window_causal_mask_function(7), masking.sliding_window_overlay(3)
+    )
+    reading = read(twice, masking)
+    assert reading.options() is None
+    assert reading.bounds(torch.arange(9), 9)[0].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 6]]
+
+
+def other_version(**changes):
+    """transformers.masking_utils with other functions."""
+    made = ModuleType("masking_utils")
+    made.__dict__.update({**vars(masking), **changes})
+    return made
+
+
+@pytest.fixture
+def _afresh():
+    yield
+    rules._codes.cache_clear()
+
+
+@pytest.mark.usefixtures("_afresh")
+def test_a_function_that_changed_its_meaning_is_not_read():
+    """The name and what it captures stay, but the window ends elsewhere."""
+
+    def sliding_window_overlay(sliding_window):
+        return lambda b, h, q, k: k >= q - sliding_window
+
+    changed = other_version(sliding_window_overlay=sliding_window_overlay)
+    assert read(sliding_window_overlay(7), changed) is None
+    assert read(masking.causal_mask_function, changed) is not None
+
+
+@pytest.mark.usefixtures("_afresh")
+def test_a_function_that_captures_other_names_is_not_read():
+    def sliding_window_overlay(width):
+        return lambda b, h, q, k: k > q - width
+
+    changed = other_version(sliding_window_overlay=sliding_window_overlay)
+    assert read(sliding_window_overlay(7), changed) is None
+
+
+@pytest.mark.usefixtures("_afresh")
+def test_functions_that_are_gone_are_not_missed():
+    changed = other_version(chunked_overlay=None)
+    assert read(FUNCTIONS["chunks"], changed) is None
+    assert read(FUNCTIONS["window"], changed).options() == OPTIONS["window"]
