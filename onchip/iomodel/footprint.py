@@ -58,10 +58,10 @@ def hopper_forward(
     width_v: int,
     wide: bool = False,
     page_size: int = 0,
-    dynamic: bool = True,
+    packed: bool = False,
 ) -> Footprint:
-    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers;
-    dynamic: tiles are handed out one by one, as they are where they differ in length.
+    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers.
+    Tickets say whose queries they are, of packed or paged sequences also where those lie.
     """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
@@ -73,7 +73,7 @@ def hopper_forward(
         buffers["out"] = 2 * rows * width_v
     if page_size:
         buffers["page ids"] = 4 * LOOKUPS * max(1, n // page_size)
-    buffers["tickets"] = TICKETS if dynamic else 0
+    buffers["tickets"] = TICKETS * (6 if packed or page_size else 3)
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
     barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
     return Footprint(buffers, barriers, *_threads(config, config.consumers))

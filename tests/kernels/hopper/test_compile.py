@@ -297,7 +297,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     _check(machine, variant, kwargs["maxnreg"])
     widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
-    more = wide, problem.page_size, kwargs["DYNAMIC"]
+    more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
 
 
