@@ -10,6 +10,7 @@ from onchip.bench.memory import ALLOCATORS, CHAT, GIB, LIFETIMES, MODEL, RESERVE
 SPREAD = ("sensitivity", "max")
 PARTS = ("used", "reserved", "internal", "external")
 Sheet = tuple[list[str], list[list[str]]]  # heads and body of a table
+Sheets = dict[str, Callable[[list[Row]], Sheet]]
 percent = lambda x: f"{100 * x:.1f}"
 
 ASSUMED = (
@@ -239,7 +240,7 @@ def _bytes_claim() -> Claim:
     )
 
 
-SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
+SHEETS: Sheets = {
     "allocation": allocation_sheet,
     "page-size": page_size_sheet,
     "sharing": sharing_sheet,
@@ -266,6 +267,15 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
         say(sentence)
     if picture:
         plot(picture)
+
+
+def print_sheets(console: Any, rows: list[Row], sheets: Sheets, titles: dict[str, str]) -> None:
+    """Those of the sheets that have a title, and a line."""
+    for name, title in titles.items():
+        heads, body = sheets[name](rows)
+        if body:
+            console.print(title, markup=False, highlight=False, soft_wrap=True)
+            console.print("", as_table(heads, body), "")
 
 
 def as_table(heads: list[str], body: list[list[str]]) -> Any:

@@ -47,8 +47,8 @@ attend = cast(Callable[..., Tensor], context_parallel_attention)  # the decorato
 
 BARS = (
     Bar(
-        "a step, against the longer of kernels and messages",
-        lambda row: row["bench"] == "step" and not row["doubts"],
+        f"a step of {max(TOKENS):,} tokens, against the longer of kernels and messages",
+        lambda row: row["bench"] == "step" and row["seqlen"] == max(TOKENS) and not row["doubts"],
         at_most=OVERLAP,
         optional=True,
     ),

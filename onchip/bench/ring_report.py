@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from onchip.bench.harness import Row
-from onchip.bench.memory_report import GREY, Sheet, as_table
+from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
 from onchip.parallel.machines import LINKS, Fabric
 from onchip.parallel.simulate import COMPUTE, MERGE, SEND_DKV, SEND_KV, Span, Step, Timeline
 
@@ -255,7 +255,7 @@ def trace_lines(row: Row) -> list[str]:
     return lines
 
 
-SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
+SHEETS: Sheets = {
     "step": step_sheet,
     "work": work_sheet,
     "precision": precision_sheet,
@@ -290,11 +290,7 @@ TITLES = {
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     """The tables, what was assumed; the timeline, drawn if asked."""
     say = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
-    for name, sheet in SHEETS.items():
-        heads, body = sheet(rows)
-        if body:
-            say(TITLES[name])
-            console.print("", as_table(heads, body), "")
+    print_sheets(console, rows, SHEETS, TITLES)
     for doubt in dict.fromkeys(doubt for row in rows for doubt in row.get("doubts", ())):
         say(f"* does not count: {doubt}")
     for row in _rows(rows, "step"):

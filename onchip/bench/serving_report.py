@@ -1,11 +1,10 @@
 """What `onchip bench serving` prints at its end, draws, and puts into the documents."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from onchip.bench.harness import Row
-from onchip.bench.memory_report import GREY, Sheet, as_table
+from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
 
 COLOUR = "#238c43"
 
@@ -122,7 +121,7 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"
 
 
-SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {
+SHEETS: Sheets = {
     "served": served_sheet,
     "allocation": allocation_sheet,
     "peers": peers_sheet,
@@ -137,11 +136,7 @@ TITLES = {
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     """The tables that fit a terminal; what each row says in full was said when it came."""
-    for name, title in TITLES.items():
-        heads, body = SHEETS[name](rows)
-        if body:
-            console.print(title, markup=False, highlight=False, soft_wrap=True)
-            console.print("", as_table(heads, body), "")
+    print_sheets(console, rows, SHEETS, TITLES)
     if picture:
         plot(rows, picture)
 

@@ -1,11 +1,10 @@
 """What `onchip bench train` prints at its end, draws, and puts into the documents."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from onchip.bench.harness import Row
-from onchip.bench.memory_report import Sheet, as_table
+from onchip.bench.memory_report import Sheet, Sheets, print_sheets
 from onchip.bench.plots import OURS, PEERS, RC
 
 NAMES = {"gpt2": "GPT-2 medium", "llama": "Llama 1.1B", "bert": "BERT-large"}
@@ -60,16 +59,12 @@ def _pairs(row: Row) -> list[list[str]]:
     ]
 
 
-SHEETS: dict[str, Callable[[list[Row]], Sheet]] = {"models": steps_sheet, "curves": curves_sheet}
+SHEETS: Sheets = {"models": steps_sheet, "curves": curves_sheet}
 TITLES = {"models": "Steps of training", "curves": "Loss curves, same weights and batches"}
 
 
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
-    for name, title in TITLES.items():
-        heads, body = SHEETS[name](rows)
-        if body:
-            console.print(title, markup=False, highlight=False, soft_wrap=True)
-            console.print("", as_table(heads, body), "")
+    print_sheets(console, rows, SHEETS, TITLES)
     if picture:
         plot(rows, picture)
 

@@ -79,14 +79,14 @@ def test_a_slow_link_is_slow(measured):
 
 def test_a_busy_machine_is_told(monkeypatch):
     """Rows that others disturbed say so, and are judged by no bar."""
-    asked = ring_ranks.Asked(512, "zigzag", False, 1)
+    monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no bar
     part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1}
     ranks = [[part | {"trace": [[0.1, 0.2, 0.3]]}] * 6] * 2
     monkeypatch.setattr(ring_ranks, "run_processes", lambda *args, **options: ranks)
     for busy, counts in ((0.5, False), (0.01, True)):
         monkeypatch.setattr(ring_ranks, "busy_share", lambda busy=busy: busy)
         rows = ring_ranks.process_rows(quick=True)
-        assert len(rows) == 6 and rows[0]["seqlen"] == asked.tokens
+        assert len(rows) == 6 and rows[0]["seqlen"] == 4096
         assert all(bool(row["doubts"]) != counts for row in rows)
         assert len(judge(rows, ring_ranks.BARS)) == counts
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import TileConfig
+from onchip.kernels.configs import TileConfig, paper_sram
+from onchip.problem import Problem
 
 if TYPE_CHECKING:
     from .arithmetic import Arithmetic
@@ -87,6 +88,11 @@ class Ledger:
     @property
     def hbm_bytes(self) -> int:
         return self.read_bytes + self.write_bytes
+
+    def tiles_for(self, problem: Problem, rule: Callable[..., TileConfig]) -> TileConfig:
+        """The tiles that were given, or what a paper's rule(sram, head_dim, head_dim_v) makes."""
+        sram = paper_sram(self.sram, problem.dtype.itemsize)
+        return self.tiles or rule(sram, problem.head_dim, problem.head_dim_v)
 
     def __str__(self) -> str:
         names = sorted(self.reads | self.writes)

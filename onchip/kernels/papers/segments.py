@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.kernels.configs import paper_v2_tiles
 from onchip.kernels.planes import ALL, Plane, planes
 from onchip.kernels.protocol import Result
 from onchip.masks.visibility import Visibility
@@ -17,7 +18,7 @@ from onchip.problem import Problem, Tensors
 from .call import Call, convert, results
 from .ledger import current
 from .memory import Array, Span, Tile
-from .v2 import flash_attention_2, tiles_of
+from .v2 import flash_attention_2
 
 Part = tuple[Array, Array]  # out, lse
 
@@ -34,7 +35,7 @@ def split_kv(problem: Problem, x: Tensors, num_splits: int) -> Result:
             parts.append(_attend(call, ("o.parts", "lse.parts")))
         whole = Call(problem, x, plane, book)
         out, lse = whole.of_queries("o", found.out), whole.of_rows("lse", found.lse)
-        merge(parts, (out, lse), whole.row_tiles(tiles_of(problem, book)))
+        merge(parts, (out, lse), whole.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
     return found
 
 
@@ -52,7 +53,7 @@ def paged(problem: Problem, x: Tensors) -> Result:
         call.k = PagedArray(call.k, x.k, tables[b], group, counted=True)
         call.v = PagedArray(call.v, x.v, tables[b], group, counted=False)
         out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
-        flash_attention_2(call, out, lse, tiles_of(problem, book))
+        flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles))
     return found
 
 
@@ -94,7 +95,7 @@ def cascade(problem: Problem, x: Tensors, prefix: tuple[Tensor, Tensor]) -> Resu
     for call in (Call(problem, x, plane, book) for plane in planes(problem, x)):
         part = _attend(call, ("o.parts", "lse.parts"))
         whole = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
-        merge([prefix_part, part], whole, call.row_tiles(tiles_of(problem, book)))
+        merge([prefix_part, part], whole, call.row_tiles(book.tiles_for(problem, paper_v2_tiles)))
     return found
 
 
@@ -151,7 +152,7 @@ def _segment(plane: Plane, rows: Span, keys: Span) -> Plane:
 def _attend(call: Call, names: tuple[str, str]) -> Part:
     """(out, lse) of one segment, unrounded, in HBM."""
     part = call.new(names[0], call.v.shape[-1], call.wide), call.new(names[1], 1, call.wide)
-    flash_attention_2(call, *part, tiles_of(call.problem, call.book))
+    flash_attention_2(call, *part, call.book.tiles_for(call.problem, paper_v2_tiles))
     return part
 
 
@@ -169,7 +170,7 @@ def _merged(call: Call, state: Part | None) -> Part:
     if state is None:
         return _attend(call, ("o.state", "lse.state"))
     part = _attend(call, ("o.parts", "lse.parts"))
-    merge([state, part], state, call.row_tiles(tiles_of(call.problem, call.book)))
+    merge([state, part], state, call.row_tiles(call.book.tiles_for(call.problem, paper_v2_tiles)))
     return state
 
 

@@ -8,23 +8,18 @@ and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import TileConfig, paper_sram, paper_v1_tiles
+from onchip.kernels.configs import TileConfig, paper_v1_tiles
 from onchip.kernels.protocol import Grads, Result
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .call import Call, calls, convert, meets, refusal, results
 from .gradients import Gradients
-from .ledger import Ledger, current
+from .ledger import current
 from .memory import Array, Span, Tile, accumulate
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return refusal(problem, device)
-
-
-def tiles_of(problem: Problem, book: Ledger) -> TileConfig:
-    sram = paper_sram(book.sram, problem.dtype.itemsize)
-    return book.tiles or paper_v1_tiles(sram, problem.head_dim, problem.head_dim_v)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -34,7 +29,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         out = call.of_queries("o", found.out)
         O = out if out.data.dtype == call.scratch else call.new("o", out.shape[-1], call.scratch)
         l, m = (call.new(name, 1, call.wide) for name in "lm")
-        flash_attention(call, O, l, m, tiles_of(problem, book))
+        flash_attention(call, O, l, m, book.tiles_for(problem, paper_v1_tiles))
         if O is not out:
             convert(O, out)
         call.of_rows("lse", found.lse).data.copy_(m.data + l.data.log())
@@ -78,7 +73,7 @@ def backward(
 ) -> Grads:
     """Algorithm 4, which takes l and m: (1, lse) say the same as (l, m)."""
     book = current()
-    grads = Gradients(problem, x, book)
+    grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v1_tiles)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
     for call in calls(problem, x, book):
         saved = {
@@ -89,7 +84,7 @@ def backward(
         }
         if dlse is not None:
             saved["dlse"] = call.of_rows("dlse", dlse)
-        flash_attention_backward(call, saved, grads.of(call), tiles_of(problem, book))
+        flash_attention_backward(call, saved, grads.of(call), tiles)
     return grads.finished()
 
 

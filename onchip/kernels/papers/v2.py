@@ -10,7 +10,6 @@ from torch import Tensor
 
 from onchip.kernels.configs import (
     TileConfig,
-    paper_sram,
     paper_v2_backward_tiles,
     paper_v2_tiles,
 )
@@ -20,7 +19,7 @@ from onchip.problem import DeviceInfo, Problem, Tensors
 from .arithmetic import EXACT, Arithmetic
 from .call import Call, calls, meets, refusal, results
 from .gradients import Gradients
-from .ledger import Ledger, current
+from .ledger import current
 from .memory import Array, Span, Tile, accumulate
 
 State = tuple[Tile, Tile, Tile]  # m, l, acc
@@ -28,16 +27,6 @@ State = tuple[Tile, Tile, Tile]  # m, l, acc
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return refusal(problem, device)
-
-
-def tiles_of(problem: Problem, book: Ledger) -> TileConfig:
-    sram = paper_sram(book.sram, problem.dtype.itemsize)
-    return book.tiles or paper_v2_tiles(sram, problem.head_dim, problem.head_dim_v)
-
-
-def backward_tiles_of(problem: Problem, book: Ledger) -> TileConfig:
-    sram = paper_sram(book.sram, problem.dtype.itemsize)
-    return book.tiles or paper_v2_backward_tiles(sram, problem.head_dim, problem.head_dim_v)
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
@@ -48,7 +37,7 @@ def attend(problem: Problem, x: Tensors, arithmetic: Arithmetic) -> Result:
     book, found = current(), results(problem, x)
     for call in calls(problem, x, book):
         out, lse = call.of_queries("o", found.out), call.of_rows("lse", found.lse)
-        flash_attention_2(call, out, lse, tiles_of(problem, book), arithmetic)
+        flash_attention_2(call, out, lse, book.tiles_for(problem, paper_v2_tiles), arithmetic)
     return found
 
 
@@ -99,7 +88,7 @@ def attend_backward(
 ) -> Grads:
     out, lse, dout, dlse = given
     book = current()
-    grads, tiles = Gradients(problem, x, book), backward_tiles_of(problem, book)
+    grads, tiles = Gradients(problem, x, book), book.tiles_for(problem, paper_v2_backward_tiles)
     safe = lse.masked_fill(lse == -torch.inf, 0.0)  # of rows whose scores are -inf throughout
     for call in calls(problem, x, book):
         o, do = call.of_queries("o", out), call.of_queries("do", dout)
