@@ -258,7 +258,7 @@ _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
 # Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-_D128 = HopperConfig(128, 2, 2, q_stages=2, rescale="moved", under=True, ahead=True, dynamic=True)
+_D128 = HopperConfig(128, 2, 2, q_stages=2, rescale="moved", under=True, dynamic=True)
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
@@ -277,7 +277,7 @@ HOPPER_FORWARD_MASK = {64: _D64_TWO, 128: _D128, 256: _D256}
 _LOOKING_UP = {"consumer_regs": 232, "producer_regs": 40}
 HOPPER_FORWARD_PAGED = {
     64: _D64_TWO._replace(**_LOOKING_UP),
-    128: _D128._replace(ahead=False, **_LOOKING_UP),  # 232 registers are too few for it
+    128: _D128._replace(**_LOOKING_UP),
     256: _D256._replace(**_LOOKING_UP),
 }
 
