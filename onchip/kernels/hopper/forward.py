@@ -539,3 +539,4 @@ def forward_kernel(
             (consume, (out, pipes, job, 2)),
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    pipes.close()

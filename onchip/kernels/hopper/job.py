@@ -39,6 +39,14 @@ class Pipes:
         self.tickets = tickets
         self.baton = baton
 
+    @gluon.jit
+    def close(self):
+        self.q.close()
+        self.k.close()
+        self.v.close()
+        self.tickets.close()
+        self.baton.close()
+
 
 @aggregate
 class Config:

@@ -99,7 +99,7 @@ def test_the_ideas_of_version_4(dim, change, monkeypatch):
     from onchip.kernels.hopper import launch
 
     config = configs.hopper_forward_config(dim, True, False, 2048)._replace(**change)
-    monkeypatch.setattr(launch, "hopper_forward_config", lambda *_: config)
+    monkeypatch.setattr(launch, "hopper_forward_of", lambda _: config)
     monkeypatch.setattr(tapes, "is_recordable", lambda q: False)
     distribution = "normal" if change == {"rescale": "stale"} else "outlier"
     q, k, v = inputs(555, 777, dim, distribution=distribution)
@@ -115,11 +115,11 @@ def test_scores_ahead_of_their_turn_change_no_bit(dim, lengths, options, monkeyp
 
     monkeypatch.setattr(tapes, "is_recordable", lambda q: False)
     q, k, v = inputs(*lengths, dim, num_heads=40)
-    row = launch.hopper_forward_config(dim, True, False, lengths[1])
+    row = configs.hopper_forward_config(dim, True, False, lengths[1])
     results = []
     for ahead in (False, True):
         changed = row._replace(ahead=ahead)
-        monkeypatch.setattr(launch, "hopper_forward_config", lambda *_, row=changed: row)
+        monkeypatch.setattr(launch, "hopper_forward_of", lambda _, row=changed: row)
         results.append(attend(q, k, v, **options))
     (out, lse), (out_ahead, lse_ahead) = results
     assert torch.equal(out, out_ahead) and torch.equal(lse, lse_ahead)
