@@ -40,6 +40,7 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
             asked = claim._replace(measure=None) if slow else claim
             yield claim.what, lambda asked=asked: claim_row(asked)
     if "counters" in parts and torch.cuda.is_available():
+        session.where["device"] = torch.cuda.get_device_name()
         for i, call in enumerate(COUNTED):
             yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
 
