@@ -1,12 +1,24 @@
-"""`onchip bench ring`: ring attention over processes of this machine, or simulated on GPUs."""
+"""`onchip bench ring`: ring attention over processes of this machine, cut on one GPU, or simulated
+on many.
+"""
 
-from onchip.bench import ring_ranks, ring_simulation
+import torch
+
+from onchip.bench import ring_chunks, ring_ranks, ring_simulation
 from onchip.bench.harness import Session
 
-BARS = (*ring_ranks.BARS, *ring_simulation.BARS)
+PARTS = ("ranks", "chunks")
+BARS = (*ring_ranks.BARS, *ring_chunks.BARS, *ring_simulation.BARS)
 
 
 def run(session: Session) -> None:
     if session.seqlens or session.head_dims or session.flex:
         raise ValueError("--seqlens, --head-dims and --flex are for the benchmarks of a GPU")
-    (ring_simulation if session.simulate else ring_ranks).run(session)
+    parts = session.only or (PARTS if torch.cuda.is_available() else PARTS[:1])
+    if session.simulate:
+        ring_simulation.run(session)
+        return
+    if "ranks" in parts:
+        ring_ranks.run(session)
+    if "chunks" in parts:
+        ring_chunks.run(session)

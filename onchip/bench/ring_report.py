@@ -229,6 +229,17 @@ def sums_sheet(rows: list[Row]) -> Sheet:
     ]
 
 
+def chunks_sheet(rows: list[Row]) -> Sheet:
+    """Passes down: ms of one call, of all rounds without merging, of all that a ring computes."""
+    heads = ["pass", "one call", "kernels of the rounds", "with merging"]
+    over = lambda r, name, share: f"{r['ms'][name]:.1f} ({share:+.1f} %)"
+    return heads, [
+        [r["pass"], f"{r['ms']['one call']:.1f}", over(r, "kernels", r["kernels_alone"])]
+        + [over(r, "rounds", r["value"])]
+        for r in _rows(rows, "chunks")
+    ]
+
+
 def published_sheet(rows: list[Row]) -> Sheet:
     """GPUs and layouts down: what others measured, and what the simulation gives."""
     line = lambda r: (f"8 x {r['gpu']}", r["kernel"])
@@ -260,6 +271,7 @@ SHEETS: Sheets = {
     "work": work_sheet,
     "precision": precision_sheet,
     "sums": sums_sheet,
+    "chunks": chunks_sheet,
     "hide": hide_sheet,
     "link": link_sheet,
     "forward": efficiency_sheet("forward"),
@@ -275,6 +287,7 @@ TITLES = {
     "work": "Causal: work of the busiest rank over the mean, by layout",
     "precision": "bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
     "sums": "dk in bf16 as a sum over ranks: relative RMSE against fp64",
+    "chunks": "65,536 tokens cut for 8 ranks on one GPU, bf16, 16 heads of 128, causal, zigzag; ms",
     "hide": "Tokens per device from which on messages hide: by the formula (by simulation, < 1 %)",
     "link": "8 devices, causal, zigzag: efficiency by link and tokens on each device",
     "forward": "Forward, causal: efficiency, and the time of a step",

@@ -127,8 +127,9 @@ def test_rounded_sums_are_worse_with_every_rank():
 
 
 def test_every_table_has_lines():
-    for name, sheet in ring_report.SHEETS.items():
-        heads, body = sheet([*COMMITTED, *MEASURED])
+    made_on_gpus = {"chunks"}  # tests/bench/test_ring_chunks.py
+    for name in ring_report.SHEETS.keys() - made_on_gpus:
+        heads, body = ring_report.SHEETS[name]([*COMMITTED, *MEASURED])
         assert body and all(len(line) == len(heads) for line in body), name
     assert "1,024" in ring_report.SHEETS["forward"](COMMITTED)[0]
 
