@@ -70,7 +70,8 @@ def quantise(
     """
     _check_layout(x, cu_seqlens)
     amax = _amax(wide(x).abs(), scheme, cu_seqlens)
-    scales = (amax / scheme.format.max).float()
+    # By a tensor: on a GPU a number would be replaced by its reciprocal, and scales would differ.
+    scales = (amax / amax.new_tensor(scheme.format.max)).float()
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # nothing there: nothing to divide
     out = Quantised(x, scales, scheme, cu_seqlens)
     values = cast(wide(x) / out.token_scales(), scheme.format, generator)
