@@ -57,3 +57,19 @@ def test_more_bits_and_more_promotions_are_better():
 def test_refusals():
     with pytest.raises(ValueError, match="promote=100 must be a multiple of 32"):
         Accumulator(promote=100)
+
+
+@pytest.mark.hopper
+def test_the_tensor_cores_lose_what_the_model_loses():
+    """cuBLAS that never promotes, one-signed sums of 4,096 products: 6.6 % by the model."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (cast(torch.rand(2048, 4096, generator=generator), E4M3).cuda() for _ in range(2))
+    one = torch.ones((), device="cuda")
+    narrow = [x.to(torch.float8_e4m3fn) for x in (a, b)]
+    options = {"scale_a": one, "scale_b": one, "out_dtype": torch.float32}
+    out = torch._scaled_mm(narrow[0], narrow[1].t(), use_fast_accum=True, **options)[:64, :64]
+    a, b = a[:64], b[:64].t()
+    exact = a.double() @ b.double()
+    lost = lambda got: ((exact - got) / exact).mean().item()
+    model = add_product(torch.zeros_like(out), a, b, Accumulator(14, None))
+    assert lost(out) == pytest.approx(lost(model), rel=0.3)

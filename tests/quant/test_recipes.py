@@ -113,6 +113,7 @@ def test_rows_that_see_nothing(recipe):
     out, lse = attend(recipe, q, k[:, :0], v[:, :0])
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert attend(recipe, q[:, :0], k, v)[1].shape == (1, 2, 0)
+    assert attend(recipe, q[:0], k[:0], v[:0])[1].shape == (0, 2, 200)
 
 
 @OURS
@@ -172,6 +173,13 @@ def test_int8_is_good_beside_a_sink(gap):
     assert relative(attend(INT8, *x)[0], oracle(*x).out) <= 0.04
     for recipe in (INT8, INT8_PV16):
         assert relative(attend(recipe, *one_signed)[0], oracle(*one_signed).out) <= 0.03
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_large_scores_are_what_integers_are_for(mean):
+    x = sink(8, mean)
+    exact = oracle(*x).out
+    assert relative(attend(INT8, *x)[0], exact) < 0.5 * relative(attend(FP8, *x)[0], exact)
 
 
 SMOOTH = {r.name: r for r in RECIPES.values() if r.smooth}
@@ -243,6 +251,13 @@ def test_refusals_are_those_of_attention():
         attend(FP8, q[0], k[0], v[0], cu_seqlens_q=cu)
     with pytest.raises(ValueError, match="cu_seqlens_q must run from 0 to total_q=63"):
         attend(FP8, q[0], k[0], v[0], cu_seqlens_q=cu - 1, cu_seqlens_k=cu)
+
+
+def test_recipes_that_make_no_sense():
+    with pytest.raises(ValueError, match=r"p_scale=512 must lie in \(0, 448.0\]"):
+        replace(FP8, p_scale=512)
+    with pytest.raises(ValueError, match="tile_n=0 must be positive"):
+        replace(FP8, tile_n=0)
 
 
 @pytest.mark.gpu
