@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from onchip.parallel import ring
+from onchip.parallel import rounds
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm
 
@@ -49,7 +49,7 @@ class Spy(Wrapped):
 def spy_on_kernels(comm):
     """([(began, ended, whether the message was there) of each kernel], log of messages)"""
     counting, kernels = CountingComm(comm), []
-    spy, attend = Spy(counting), ring.attend
+    spy, attend = Spy(counting), rounds.attend
 
     def watched(*args):
         began = time.perf_counter()
@@ -57,11 +57,11 @@ def spy_on_kernels(comm):
         kernels.append((began, time.perf_counter(), spy.arrives(20.0)))
         return result
 
-    ring.attend = watched
+    rounds.attend = watched
     try:
         step(spy)
     finally:
-        ring.attend = attend
+        rounds.attend = attend
     return kernels, counting.log
 
 

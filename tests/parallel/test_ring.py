@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import onchip
 from onchip import masks
-from onchip.parallel import ring
+from onchip.parallel import rounds
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.rounds import Rule, hops, plan, schedule
@@ -198,14 +198,15 @@ def test_hops_are_what_dense_masks_say():
 
 def pairs_computed(monkeypatch, name, size, seqlen):
     """(query, key) pairs that each rank asked a kernel for."""
-    case, attend, done = Case(name, seqlen, heads=(1, 1), options={"causal": True}), ring.attend, {}
+    case = Case(name, seqlen, heads=(1, 1), options={"causal": True})
+    attend, done = rounds.attend, {}
 
     def counting(call, round, *qkv):
         me = threading.get_ident()
         done[me] = done.get(me, 0) + round.pairs((1, 1))
         return attend(call, round, *qkv)
 
-    monkeypatch.setattr(ring, "attend", counting)
+    monkeypatch.setattr(rounds, "attend", counting)
     ranks = run_ranks(size, lambda comm: (threading.get_ident(), on_rank(comm, case))[0])
     return torch.tensor([done[me] for me in ranks]).double()
 
@@ -228,14 +229,14 @@ def test_work_is_even_under_zigzag_and_two_minus_one_over_p_without(monkeypatch,
 def test_causal_rounds_need_no_mask(make, seqlen):
     """The kernels' own causal and full calls serve the common layouts, however uneven."""
     for rank in range(4):
-        rounds = schedule(make(4), Rule(seqlen, True), rank, CPU).rounds
-        assert all(round is None or round.mask is None for round in rounds)
+        plans = schedule(make(4), Rule(seqlen, True), rank, CPU).rounds
+        assert all(round is None or round.mask is None for round in plans)
 
 
 def test_windows_of_chunks_need_no_mask():
     for rank in range(4):
-        rounds = schedule(contiguous(4), Rule(509, False, (200, 30)), rank, CPU).rounds
-        assert all(round is None or round.mask is None for round in rounds)
+        plans = schedule(contiguous(4), Rule(509, False, (200, 30)), rank, CPU).rounds
+        assert all(round is None or round.mask is None for round in plans)
 
 
 @given(st.data())
@@ -281,13 +282,13 @@ def test_sixteen_bits_lose_no_more_on_ranks(size):
 
 def test_partials_that_were_rounded_would_be_seen(monkeypatch):
     """The bound above is tight enough to tell."""
-    attend = ring.attend
+    attend = rounds.attend
 
     def rounding(*args):
         out, lse = attend(*args)
         return out.bfloat16().float(), lse
 
-    monkeypatch.setattr(ring, "attend", rounding)
+    monkeypatch.setattr(rounds, "attend", rounding)
     with pytest.raises(AssertionError, match="out: .* on 8"):
         test_sixteen_bits_lose_no_more_on_ranks(8)
 
