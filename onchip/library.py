@@ -20,7 +20,7 @@ from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
-from onchip.kernels.tapes import replayed
+from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
@@ -34,6 +34,7 @@ from onchip.problem import (
     device_info,
     is_autocast,
     is_eager,
+    kept,
     laid_out,
 )
 
@@ -61,7 +62,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
     if wants_grad and question.problem.precise_delta:
-        question = _unrounded(question, x)
+        question = _unrounded(question)
     if is_eager(x.q):
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
@@ -78,10 +79,15 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _unrounded(question: Question, x: Tensors) -> Question:
-    """The same with an out that is left to be split."""
+def _unrounded(question: Question) -> Question:
+    """The same with an out that is left to be split, kept beside the question's tapes."""
+    known, key = question.known, ("unrounded",)
+    found = None if known is None else known.get(key)
+    if found is not None:
+        return found
     problem = question.problem
-    return posed(x, problem._replace(out_dtype=accumulator_dtype(problem.dtype)))
+    wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
+    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
