@@ -181,18 +181,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        tensors, mask, (out, lse, residual) = (
-            saved[:_NUM_TENSORS],
-            saved[_NUM_TENSORS:-3],
-            saved[-3:],
-        )
+        *given, out, lse, residual = ctx.saved_tensors
+        tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
             return None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
+        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
