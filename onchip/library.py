@@ -2,8 +2,8 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask, or the one
-that it will be built from. The plan is made inside, so a compiled graph never specialises on it.
+(`Tensors` without its mask), thirteen scalars (`_scalars`), then the tensors of the mask, or the
+one that it will be built from. The plan is made inside: a compiled graph never specialises on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
-from onchip.kernels.protocol import Grads, Result, Stats, empty_result
-from onchip.kernels.tapes import replayed
+from onchip.kernels import protocol
+from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
+from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
@@ -33,6 +34,7 @@ from onchip.problem import (
     device_info,
     is_autocast,
     is_eager,
+    kept,
     laid_out,
 )
 
@@ -46,11 +48,12 @@ _ARGUMENTS = (
     "Tensor? places_q, Tensor? places_k, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
-    "ScalarType out_dtype, bool return_stats, bool deterministic, str? kernel, Tensor[] mask"
+    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? kernel, "
+    "Tensor[] mask"
 )
 
 
-_END = _NUM_TENSORS + 12  # where the mask begins
+_END = _NUM_TENSORS + 13  # where the mask begins
 
 
 def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
@@ -58,6 +61,8 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
     """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
+    if wants_grad and question.problem.precise_delta:
+        question = _unrounded(question)
     if is_eager(x.q):
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
@@ -70,8 +75,35 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
     else:
-        out, lse, stats = _Attention.apply(*_distinct(args), *mask)
+        out, lse, stats = _Attention.apply(problem.precise_delta, *_distinct(args), *mask)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
+
+
+def _unrounded(question: Question) -> Question:
+    """The same with an out that is left to be split, kept beside the question's tapes."""
+    known, key = question.known, ("unrounded",)
+    found = None if known is None else known.get(key)
+    if found is not None:
+        return found
+    problem = question.problem
+    wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
+    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
+
+
+def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """protocol.split, in one launch on a GPU. out is contiguous."""
+    return _residuals(out).split(out, dtype)
+
+
+def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
+    """protocol.with_residual, likewise."""
+    return _residuals(dout).with_residual(dlse, residual, dout)
+
+
+def _residuals(t: Tensor) -> ModuleType:
+    """What compilers see are operations of torch, which they fuse themselves."""
+    fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
+    return kernel_module("triton") if fused else protocol
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,9 +138,11 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, question, x, kernel, *_):
-        out, lse, stats = run(question, x, kernel)
+        (out, lse, stats), residual = run(question, x, kernel), None
+        if question.problem.precise_delta:
+            out, residual = split(out, question.problem.dtype)
         ctx.call = question, x.mask, kernel
-        ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse)
+        ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
         if stats is None:
             return out, lse
@@ -119,10 +153,11 @@ class _EagerAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         question, mask, kernel = ctx.call
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (3 + len(_DIFFERENTIABLE))
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
         x = Tensors(*tensors, mask=mask)
         grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
@@ -132,11 +167,13 @@ class _Attention(torch.autograd.Function):
     """The same through the op, for those who watch: they see tensors and scalars only."""
 
     @staticmethod
-    def forward(ctx, *args):
-        mask = list(args[_END:])
+    def forward(ctx, precise_delta, *args):
+        mask, residual = list(args[_END:]), None
         out, lse, stats = _forward_op(mask)(*args[:_END], mask)
+        if precise_delta:
+            out, residual = split(out, args[0].dtype)
         ctx.scalars = args[_NUM_TENSORS:_END]
-        ctx.save_for_backward(*args[:_NUM_TENSORS], *args[_END:], out, lse)
+        ctx.save_for_backward(*args[:_NUM_TENSORS], *mask, out, lse, residual)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
         return out, lse, stats
@@ -144,17 +181,18 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        tensors, mask, (out, lse) = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:-2], saved[-2:]
+        *given, out, lse, residual = ctx.saved_tensors
+        tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
-            return tuple(grads)
+            return None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
+        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
+        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
-        return tuple(grads)
+        return None, *grads
 
 
 def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
@@ -193,6 +231,7 @@ def _scalars(problem: Problem, kernel: str | None) -> tuple:
         problem.out_dtype,
         problem.return_stats,
         problem.deterministic,
+        problem.return_lse,
         kernel,
     )
 
@@ -202,7 +241,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
         _NUM_TENSORS:_END
     ]
-    out_dtype, return_stats, deterministic, kernel = rest
+    out_dtype, return_stats, deterministic, return_lse, kernel = rest
     if args[_END]:
         x = x._replace(mask=_mask_object(args[_END], seqlen_q, seqlen_k))
     q, k, v, cu_seqlens_q = x[:4]
@@ -232,6 +271,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         page_size=0 if x.page_table is None else k.shape[1],
         has_tree_mask=x.tree_mask is not None,
         has_places=x.places_q is not None,
+        return_lse=return_lse,
     )
     return problem, x, kernel
 

@@ -49,6 +49,7 @@ def attention(
     return_stats: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precise_delta: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
@@ -65,6 +66,8 @@ def attention(
     heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch, heads).
     softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's generator
     unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    precise_delta: the backward starts from the unrounded out, of which it keeps what rounding to 16
+    bits took away: as many bytes again as out has.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
     options = Options(
@@ -76,6 +79,8 @@ def attention(
         return_stats,
         deterministic,
         out_dtype,
+        precise_delta=precise_delta,
+        return_lse=return_lse,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
@@ -103,6 +108,7 @@ def varlen_attention(
     return_stats: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precise_delta: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
@@ -121,6 +127,8 @@ def varlen_attention(
         return_stats,
         deterministic,
         out_dtype,
+        precise_delta=precise_delta,
+        return_lse=return_lse,
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -173,6 +181,7 @@ def paged_attention(
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         out_dtype=out_dtype,
+        return_lse=return_lse,
     )
     x = Tensors(
         paged.lowered(q, k_pages),
@@ -229,12 +238,11 @@ def cascade_attention(
         plan = cascade.plan(page_table, cache_seqlens, k_pages.shape[1], model, **queries)
     own = plan.own(page_table, cache_seqlens)
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
-    options |= {"sinks": sinks, "out_dtype": out_dtype, "kernel": kernel}
+    options |= {"sinks": sinks, "out_dtype": out_dtype, "return_lse": return_lse, "kernel": kernel}
     ours = kernel in (None, "triton") and device_info(q.device).has_triton
     merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
     pages = (k_pages, v_pages)
-    out, lse = cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
-    return (out, lse) if return_lse else out
+    return cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
 
 
 def offload_attention(
