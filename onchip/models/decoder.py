@@ -54,6 +54,7 @@ class Paged(NamedTuple):
         """Attention over what is in the pages, the keys and values of the new tokens included."""
         batch, cache = self
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
+        options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
             # a token of each sequence: kernels need not look for them
             return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]

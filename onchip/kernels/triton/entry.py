@@ -27,6 +27,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
     if problem.dtype == torch.float64:
         return "float64 is served on the CPU by tiled"
+    if problem.page_dtype is not None:
+        return "has no 8-bit pages"
     if not device.has_triton:
         return "triton is not installed"
     return None

@@ -97,20 +97,19 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
 def copy_pages(pages: Tensor, pairs: Tensor) -> None:
     """Page pairs[i, 0] to page pairs[i, 1], for all i at once, in every layer.
 
-    pages: ([num_layers,] num_pages, page_size, num_kv_heads, dim), each page contiguous; pairs: int
-    (n, 2). A pair outside the pages copies nothing. No page may be a target of two pairs, nor of
-    one and the source of another.
+    pages: (num_layers, num_pages, ...), each page of a layer contiguous; pairs: int (n, 2). A pair
+    outside the pages copies nothing. No page may be a target of two pairs, nor of one and the
+    source of another.
     """
-    layers = pages if pages.dim() == 5 else pages[None]
-    if not pairs.numel() or not layers.numel():
+    if not pairs.numel() or not pages.numel():
         return
-    elements = layers[0, 0].numel()
-    if not layers[0, 0].is_contiguous():
+    elements = pages[0, 0].numel()
+    if not pages[0, 0].is_contiguous():
         raise ValueError(f"pages must be contiguous one by one, got strides {pages.stride()}")
     num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
     with on_device(pages):
-        _copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
-            layers, packed(pairs), *layers.stride()[:2],
-            layers.shape[1], pairs.shape[0], num_tiles, elements,
+        _copy_kernel[(num_tiles * pairs.shape[0] * pages.shape[0],)](
+            pages, packed(pairs), *pages.stride()[:2],
+            pages.shape[1], pairs.shape[0], num_tiles, elements,
             TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
         )  # fmt: skip
