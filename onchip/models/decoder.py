@@ -155,7 +155,8 @@ class Attention(nn.Module):
         """
         turn = None if self.turned is None else turned[self.turned]
         norms = None if self.q_norm is None else self._norms()
-        pages, slots = paged.cache.layer(self.index), paged.batch.slot_mapping
+        cache, slots = paged.cache, paged.batch.slot_mapping
+        pages = *cache.layer(self.index), *cache.scales(self.index).values()
         return place(qkv, self.heads[0], turn, norms, pages, slots)
 
     def _norms(self) -> Norms:

@@ -5,6 +5,8 @@ interpreter on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
+from onchip.eightbit import quantise
+from tests.eightbit import FORMS
 from tests.interpreted import DEVICE, here, outside, run_inside
 
 pytest.importorskip("triton")
@@ -44,6 +46,45 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
     expected = [expected_write(p, x, slots) for p, x in ((k_pages, k), (v_pages, v))]
     kv_write.write(k, v, k_pages, v_pages, slots.to(DEVICE))
     assert torch.equal(k_pages, expected[0]) and torch.equal(v_pages, expected[1])
+
+
+@here
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
+def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
+    """The same numbers, over rows of all magnitudes; scales of any strides."""
+    from onchip.kernels.triton import kv_write
+
+    heads, page_size, dim, dim_v = sizes
+    pages = [torch.zeros(5, page_size, heads, d, dtype=form, device=DEVICE) for d in (dim, dim_v)]
+    scales = [randn(5, heads, page_size).transpose(1, 2), randn(5, page_size, heads)]
+    magnitude = torch.tensor([1.0, 1e-30, 1e4, 0.0], device=DEVICE)[:, None, None]
+    k, v = ((randn(4, heads, d) * magnitude).to(dtype) for d in (dim, dim_v))
+    slots = torch.randperm(5 * page_size)[:4].int()
+    slots[1] = -1
+    expected = []
+    for x, p, s in zip((k, v), pages, scales, strict=True):
+        values, rows = quantise(x, form)
+        expected.append(expected_write(p.float(), values.float(), slots))
+        expected.append(expected_write(s, rows, slots))
+    kv_write.write(k, v, *pages, slots.to(DEVICE), *scales)
+    got = [pages[0].float(), scales[0], pages[1].float(), scales[1]]
+    assert all(map(torch.equal, got, expected))
+
+
+@here
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
+    from onchip.kernels.triton import kv_write
+
+    pages, scales = torch.zeros(1, 4, 2, 16, dtype=form, device=DEVICE), randn(1, 4, 2)
+    new = randn(2, 2, 16)
+    new[1, 0, 3] = poison
+    slots = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
+    kv_write.write(new, new, pages, pages.clone(), slots, scales, scales.clone())
+    assert scales.isnan().nonzero().tolist() == [[0, 3, 0]]
 
 
 @here
