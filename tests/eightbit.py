@@ -5,22 +5,14 @@ accuracy rule of 16-bit calls judges 8-bit ones too.
 import torch
 from torch import Tensor
 
-from onchip.eightbit import LARGEST, quantise, widened
+from onchip.eightbit import LARGEST, held, quantise, widened
 
 FORMS = list(LARGEST)
 
 
 def on_grid(x: Tensor, form: torch.dtype) -> Tensor:
-    """Something like x (..., dim) in its dtype whose quantisation loses nothing: each row on the
-    grid of the format times a power of two, with an element at the end of the grid.
-    """
-    wide = x.float()
-    scale = torch.exp2((wide.abs().amax(-1, keepdim=True) / LARGEST[form]).log2().ceil())
-    y = wide / scale
-    y = widened((y.round() if form == torch.int8 else y).to(form), torch.float32)
-    largest = wide.abs().argmax(-1, keepdim=True)
-    y.scatter_(-1, largest, LARGEST[form] * wide.gather(-1, largest).sign())
-    y = (y * scale).to(x.dtype)
+    """`held`, and it is."""
+    y = held(x, form)
     values, scales = quantise(y, form)
     assert torch.equal(widened(values, torch.float32) * scales[..., None], y.float())
     return y

@@ -254,11 +254,14 @@ class Decoder(nn.Module):
         """Parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
 
-    def cache_spec(self, page_size: int = 16) -> Spec:
-        """Pages for the keys and values of this model, in its dtype and on its device."""
+    def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
+        """Pages for the keys and values of this model on its device, in its dtype or, with kv_dtype
+        "fp8" or "int8", in 8 bits.
+        """
         c, w = self.config, self.embed
         sizes = c.num_layers, c.num_kv_heads, c.head_dim
-        return Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+        spec = Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+        return spec.stored_as(kv_dtype)
 
     @torch.no_grad()
     def forward(
