@@ -32,7 +32,9 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     nan = (x * 0.0).sum(-1)
-    scales = (x.abs().amax(-1) / LARGEST[dtype]).clamp_(min=LEAST_SCALE) + nan
+    # By a tensor: on a GPU a number would be replaced by its reciprocal, and scales would differ.
+    scales = x.abs().amax(-1) / x.new_tensor(LARGEST[dtype])
+    scales = scales.clamp_(min=LEAST_SCALE) + nan
     values = x / scales[..., None]
     if dtype == torch.int8:
         values = values.round_().nan_to_num_(0.0)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from onchip.eightbit import FORMATS, LARGEST, dequantise, format_of, quantise, widened
+from onchip.quant import schemes
+from onchip.quant.formats import E4M3, INT8
 
 FORMS = list(LARGEST)
 # Half a step of the grid, in units of the largest element of a row: int8 has steps of 1 / 127; e4m3
@@ -61,6 +63,15 @@ def test_a_row_that_is_not_finite_says_so_and_no_other_does(form, poison):
     values, scales = quantise(x, form)
     got = dequantise(values, scales, torch.float32)
     assert got[1].isnan().all() and got[0].isfinite().all() and got[2].isfinite().all()
+
+
+@pytest.mark.parametrize("form, fmt", [(torch.int8, INT8), (torch.float8_e4m3fn, E4M3)])
+def test_it_is_the_scheme_of_a_scale_per_token(form, fmt):
+    x = torch.randn(2, 33, 3, 40) * torch.exp2(torch.randint(-30, 30, (2, 33, 3, 1)).float())
+    values, scales = quantise(x, form)
+    want = schemes.quantise(x, schemes.Scheme(fmt, "token"))
+    assert torch.equal(values.float(), want.values.float()) and torch.equal(scales, want.scales)
+    assert LARGEST[form] == fmt.max
 
 
 def test_every_byte_means_what_torch_says():

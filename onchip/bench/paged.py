@@ -5,9 +5,9 @@ the dense kernels of SDPA on the same numbers. "page size" rows are ours against
 256 slots; "decode MHA" has as many key heads as query heads; "decode skewed" is one long sequence
 among short ones. "cascade" rows read a prefix once for all sequences that share it, against one
 call that reads it for each. A value is the keys and values of a call over its time, of a cascade
-its time; `page_size` is a column. "decode fp8" and "decode int8" (--kv-dtype) are ours over pages of
-8 bits against ours over bf16 pages of the same numbers, which 8 bits hold: tokens a second, one of
-each sequence a call. tiers.py has the rows about prefixes, swapping and offloading.
+its time; `page_size` is a column. "decode fp8" and "decode int8" (--kv-dtype) are ours over pages
+of 8 bits against ours over bf16 pages of the same numbers, which 8 bits hold: tokens a second, one
+of each sequence a call. tiers.py has the rows about prefixes, swapping and offloading.
 """
 
 from collections.abc import Callable, Iterator, Sequence

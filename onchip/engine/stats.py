@@ -13,12 +13,12 @@ _REFRESH_S = 0.2  # how old what is said about single requests may be
 
 @dataclass(frozen=True)
 class Stats:
-    """An engine at the end of a step. page_bytes: of a page, all layers; pages_free: those that can be had, pages_cached of them hold
-    a prefix; pages_shared: those that sharing saves. request_pages: of those that run. These two
-    take a walk over all requests, and are up to 0.2 s old while there is work. tokens_*: since the
-    start; prefilled are those from which nothing was drawn, each time they are computed.
-    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it
-    ended, time.monotonic().
+    """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: those that
+    can be had, pages_cached of them hold a prefix; pages_shared: those that sharing saves.
+    request_pages: of those that run. These two take a walk over all requests, and are up to 0.2 s
+    old while there is work. tokens_*: since the start; prefilled are those from which nothing was
+    drawn, each time they are computed. waited_s: in all steps, for the device. last_step_s: how
+    long it took; last_step_at: when it ended, time.monotonic().
     """
 
     running: int = 0
