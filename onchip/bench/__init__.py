@@ -30,6 +30,7 @@ BENCHES = {
 }
 REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train")
 SIMULATED = ("ring",)
+CACHES = ("paged", "serving")  # of 8 bits, if asked to
 
 
 def load(name: str) -> ModuleType:

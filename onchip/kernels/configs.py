@@ -169,6 +169,15 @@ TRITON_CHUNK = {
     (4, 128): _T(32, 16, 8, 2),
     (4, 256): _T(32, 16, 8, 2),
 }
+# 8-bit pages under 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9), not timed.
+# decode: as many bytes a tile as above, so twice the keys; with fewer a row is loaded 4 bytes at a
+# time. chunk: a warpgroup product takes keys from shared memory, where the unpacked ones would have
+# to go first: with 64 rows that spills 5 % of the loop, with 32 there are other products.
+TRITON_EIGHT = _triton_rows(
+    decode=(_T(0, 256, 4, 3), _T(0, 128, 4, 3), _T(0, 64, 8, 2)),
+    chunk=(_T(32, 128, 4, 3), _T(32, 128, 4, 3), _T(32, 64, 8, 3)),
+)
+TRITON_EIGHT_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
 # Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
 # decodes or verifies lies far above, what trains (as many keys as queries) below.
@@ -216,12 +225,15 @@ def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
 def _decode_row(
     kernel: str, key: tuple[int, int], capability: tuple[int, int] | None
 ) -> TritonConfig:
-    row = (TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE)[key]
+    table = TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE
+    kind = "chunk" if kernel == "chunk" else "decode"
+    row = TRITON_EIGHT[kind, key[1]] if key[0] == 1 else table[key]
     roomy = capability is not None and capability[0] in (9, 10)
     if kernel == "paged" and roomy:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
-    if kernel == "paged_full" and roomy and key == (2, 128):
-        return row._replace(max_registers=TRITON_FULL_REGISTERS)
+    if kernel == "paged_full" and roomy and key[1] == 128 and key[0] < 4:
+        registers = TRITON_EIGHT_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
+        return row._replace(max_registers=registers)
     return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
 
 
