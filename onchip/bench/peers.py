@@ -49,9 +49,17 @@ def backend(name: str, **options) -> Attend:
 
 
 def fa3(**options) -> Attend:
-    """FlashAttention-3's forward from the package fa3-fwd; ImportError where that is missing."""
-    function = import_module("fa3_fwd_interface").flash_attn_func
+    """FlashAttention-3's forward; ImportError where that is missing."""
+    function = fa3_function()
     return lambda q, k, v: function(q, k, v, **options)
+
+
+def fa3_function() -> Callable:
+    """`flash_attn_func` of the package fa3-fwd, else of FlashAttention-3 built from source."""
+    try:
+        return import_module("fa3_fwd_interface").flash_attn_func
+    except ImportError:
+        return import_module("flash_attn_interface").flash_attn_func
 
 
 def flex(n: int, mask_mod: Callable | None, device: torch.device) -> Attend:

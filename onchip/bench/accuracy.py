@@ -1,0 +1,296 @@
+"""`onchip bench accuracy`: how far every kernel is from fp64, by type and by what it is given.
+
+Rows "forward", "sink" and "long": errors of out (and of lse), one row for each kernel, type and
+family of inputs. "backward": errors of dq, dk and dv. "precision" and "sums": what a ring of ranks
+adds up, as `onchip bench ring` measures it. "exp2": polynomials in place of the exponential unit.
+
+`value` is the RMSE against fp64 of the very tensors that the kernel got. Columns beyond the
+schema's: `family`; `kind` (onchip, peer, emulated, floor); `tensor`; those of
+`accuracy_cases.Errors`; `drawn_rmse`, the RMSE against fp64 of the fp32 numbers that were drawn, so
+that rounding the inputs counts; `lse_error`, the largest; `peers`, RMSEs of the same question.
+On a machine with a GPU the kernels of that are added.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+
+import torch
+from torch import Tensor
+
+from onchip.bench import exponentials, ring_ranks
+from onchip.bench.accuracy_cases import (
+    FAMILIES,
+    GAPS,
+    LONG_TOKENS,
+    Errors,
+    Family,
+    Inputs,
+    Shape,
+    errors,
+    long_row,
+    sink,
+)
+from onchip.bench.accuracy_kernels import Kernel, Unserved, kernels
+from onchip.bench.harness import Bar, Case, Row, Session
+from onchip.testing import Oracle, max_error, oracle, rmse
+
+PARTS = ("forward", "sink", "long", "backward", "ring", "exp2")
+FORWARD, QUICK = Shape(4, 2048, 2048, 128), Shape(2, 256, 256, 64)
+SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)
+WIDE, HALF = (torch.float32, torch.float16, torch.bfloat16), torch.bfloat16
+LONG_VALUES = (1.0, 0.1)
+RANKS, SUMMED = (2, 8, 64), (8, 64)
+YARDSTICKS = ("unfused", "rounding model")
+Step = tuple[str, Callable[[], Row | list[Row]]]
+
+
+def run(session: Session) -> None:
+    if session.seqlens or session.head_dims or session.flex:
+        raise ValueError("--seqlens, --head-dims and --flex are for the benchmarks of a GPU")
+    torch.set_num_threads(session.threads)
+    if torch.cuda.is_available():
+        session.where = {"device": torch.cuda.get_device_name(), "clocks": {}}
+    start = time.perf_counter()
+    asked = session.only or PARTS
+    steps = [step for part in PARTS if part in asked for step in STEPS[part](session.quick)]
+    session.run([*steps, ("seconds", lambda: elapsed_row(start))])
+
+
+@dataclass(frozen=True)
+class Question:
+    """One family of inputs in one type and size."""
+
+    bench: str
+    family: Family
+    shape: Shape
+    dtype: torch.dtype
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return self.family.draw(self.shape).to(self.dtype)
+
+    @cached_property
+    def exact(self) -> Oracle:
+        return oracle(*self.inputs[:3])
+
+    @property
+    def drawn_exact(self) -> Tensor:
+        return _drawn_exact(self.family, self.shape)
+
+    def case(self, way: str = "forward", dtype: torch.dtype | None = None) -> Case:
+        heads, _, keys, head_dim = self.shape
+        dtype = dtype or self.dtype
+        return Case(self.bench, "none", dtype, head_dim, keys, num_heads=heads, way=way)
+
+    def row(self, kernel: Kernel) -> Row:
+        """The errors of out; Unserved if the kernel refuses."""
+        out, lse = kernel(self.inputs)
+        found = errors(out, self.exact.out, self.dtype)
+        more = {
+            "drawn_rmse": rmse(out, self.drawn_exact),
+            "lse_error": None if lse is None else max_error(lse, self.exact.lse),
+        }
+        return _row(self.case(), kernel, found) | {"family": self.family.name, **more}
+
+
+@cache
+def _drawn_exact(family: Family, shape: Shape) -> Tensor:
+    return oracle(*family.draw(shape)[:3]).out
+
+
+def _row(case: Case, kernel: Kernel, found: Errors) -> Row:
+    named = {name: x for name, x in found._asdict().items() if name != "rmse"}
+    kind = {"kind": kernel.kind, "tensor": "out", "on": kernel.device}
+    return case.row(kernel.name, found.rmse, "RMSE", **kind, **named)
+
+
+def served(ask: Callable[[Kernel], Row], candidates: Iterable[Kernel]) -> list[Row]:
+    """A row for every kernel that serves, with the yardsticks' values beside it."""
+    rows = []
+    for kernel in candidates:
+        try:
+            rows.append(ask(kernel))
+        except Unserved:
+            continue
+    peers = {row["kernel"]: row["value"] for row in rows if row["kernel"] in YARDSTICKS}
+    return [row | {"peers": peers} for row in rows]
+
+
+def forward_steps(quick: bool) -> Iterator[Step]:
+    shape = QUICK if quick else FORWARD
+    for family in FAMILIES.values():
+        for dtype in WIDE:
+            question = Question("forward", family, shape, dtype)
+            yield f"{family.name}, {dtype}", partial(forward_rows, question)
+
+
+def forward_rows(question: Question) -> list[Row]:
+    return served(question.row, kernels(question.dtype))
+
+
+def sink_steps(quick: bool) -> Iterator[Step]:
+    for gap in GAPS[::3] if quick else GAPS:
+        yield f"a sink, {gap} above the others", partial(sink_rows, gap, QUICK if quick else SINK)
+
+
+def sink_rows(gap: int, shape: Shape) -> list[Row]:
+    family = Family(f"sink, gap {gap}", partial(sink, gap=gap))
+    question = Question("sink", family, shape, HALF)
+    return [row | {"gap": gap} for row in served(question.row, kernels(HALF))]
+
+
+def long_steps(quick: bool) -> Iterator[Step]:
+    tokens = LONG_TOKENS >> 8 if quick else LONG_TOKENS
+    for value in LONG_VALUES:
+        yield f"{tokens:,} keys, V = {value}", partial(long_rows, value, tokens)
+
+
+def long_rows(value: float, tokens: int) -> list[Row]:
+    """All values are the same number of the type, and so is every weighted mean of them."""
+    inputs, exact = (x.to(HALF) for x in long_row(value, tokens))
+    heads, queries, head_dim = inputs.q.shape[2], *inputs.q.shape[1::2]
+    case = Case("long", "none", HALF, head_dim, tokens, num_heads=heads)
+
+    def ask(kernel: Kernel) -> Row:
+        found = errors(kernel(inputs)[0], exact, HALF)
+        return _row(case, kernel, found) | {"family": f"V = {value}", "queries": queries}
+
+    return served(ask, (kernel for kernel in kernels(HALF) if kernel.lean))
+
+
+def backward_steps(quick: bool) -> Iterator[Step]:
+    shape = QUICK if quick else BACKWARD
+    for name in ("N(0,1)", "outliers", "ties"):
+        for dtype in WIDE:
+            question = Question("backward", FAMILIES[name], shape, dtype)
+            yield f"gradients, {name}, {dtype}", partial(backward_rows, question)
+
+
+def backward_rows(question: Question) -> list[Row]:
+    exact = exact_gradients(question.inputs)
+    rows = []
+    for kernel in kernels(question.dtype):
+        try:
+            rows += gradient_rows(question, kernel, exact)
+        except Unserved:
+            continue
+    return rows
+
+
+def exact_gradients(inputs: Inputs) -> dict[str, Tensor]:
+    in_fp64 = lambda q, k, v: oracle(q, k, v).out
+    return Kernel("fp64", "floor", in_fp64).gradients(inputs.to(torch.float64))
+
+
+def gradient_rows(question: Question, kernel: Kernel, exact: dict[str, Tensor]) -> list[Row]:
+    case = question.case("backward")
+    rows = []
+    for name, got in kernel.gradients(question.inputs).items():
+        found = errors(got, exact[name], question.dtype)
+        more = {"tensor": name, "family": question.family.name}
+        rows.append(_row(case, kernel, found) | more)
+    return rows
+
+
+def ring_steps(quick: bool) -> Iterator[Step]:
+    for size in RANKS[:1] if quick else RANKS:
+        yield f"a ring of {size} ranks", partial(ring_ranks.precision_row, size, False)
+    for size in SUMMED[:1] if quick else SUMMED:
+        yield f"dk, a sum over {size} ranks", partial(ring_ranks.sums_row, size)
+
+
+def exp2_steps(quick: bool) -> Iterator[Step]:
+    for name, exp2 in exponentials.variants().items():
+        yield f"2^x, {name}", partial(exp2_row, name, exp2, quick)
+
+
+def exp2_row(name: str, exp2: exponentials.Exp2, quick: bool) -> Row:
+    coarse = {"stride": exponentials.FP32_STRIDE << 6, "step_log2": -8} if quick else {}
+    found = exponentials.measure(exp2, **coarse)._asdict()
+    case = Case("exp2", "none", torch.float32, 0, 0, num_heads=0, way="2^x")
+    return case.row(name, found.pop("max_relative"), "max relative error", **found)
+
+
+def elapsed_row(start: float) -> Row:
+    return Case("elapsed", "none", None, 0, 0).row("accuracy", time.perf_counter() - start, "s")
+
+
+STEPS: dict[str, Callable[[bool], Iterator[Step]]] = {
+    "forward": forward_steps,
+    "sink": sink_steps,
+    "long": long_steps,
+    "backward": backward_steps,
+    "ring": ring_steps,
+    "exp2": exp2_steps,
+}
+
+
+def select(bench: str, **columns: object) -> Callable[[Row], bool]:
+    """Rows of a bench whose columns are these."""
+    asked = {"bench": bench, **columns}
+    return lambda row: all(row.get(name) == value for name, value in asked.items())
+
+
+def over(peer: str) -> Callable[[list[Row]], float]:
+    """The largest RMSE over a yardstick's on the same question."""
+    return lambda rows: max(row["value"] / row["peers"][peer] for row in rows)
+
+
+def _half(row: Row) -> bool:
+    """Ours, in 16 bits, on the inputs that the accuracy rule is stated for."""
+    ours = select("forward", kind="onchip")(row) and row["dtype"] in ("bfloat16", "float16")
+    return ours and row["family"] in ("N(0,1)", "outliers")
+
+
+BARS = (
+    Bar(
+        "16-bit kernels of onchip: RMSE over unfused attention's",
+        lambda row: select("forward", kind="onchip")(row) and row["dtype"] != "float32",
+        at_most=1.0,
+        measure=over("unfused"),
+        unit="x",
+    ),
+    Bar(
+        "the same over the rounding model's, N(0,1) and outliers",
+        _half,
+        at_most=1.05,
+        measure=over("rounding model"),
+        unit="x",
+    ),
+    Bar(
+        "a million keys, V = 1: largest error of onchip's",
+        select("long", kind="onchip", family="V = 1.0"),
+        at_most=0.0,
+        measure=lambda rows: max(row["max_error"] for row in rows),
+    ),
+    Bar(
+        "a million keys, V = 0.1 (bf16): ulps of onchip's",
+        select("long", kind="onchip", family="V = 0.1"),
+        at_most=1.0,
+        measure=lambda rows: max(row["ulp_99"] for row in rows),
+        unit="ulp",
+    ),
+    Bar(
+        "RMSE of the ring in bf16, against one call",
+        select("precision"),
+        at_most=ring_ranks.ROUNDED,
+        measure=lambda rows: max(row["value"] / row["peers"]["one call"] for row in rows),
+        unit="x",
+    ),
+    Bar(
+        "2^0 by every polynomial",
+        select("exp2"),
+        at_most=0.0,
+        measure=lambda rows: max(abs(row["at_zero"] - 1) for row in rows),
+        unit="off",
+    ),
+    Bar(
+        "onchip's cubic: results that differ after rounding to bf16",
+        select("exp2", kernel="onchip's cubic (Hopper)"),
+        at_most=1.5,
+        measure=lambda rows: max(100 * row["differs_bf16"] for row in rows),
+        unit="%",
+    ),
+)
