@@ -20,6 +20,8 @@ from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
+NOT_PAGED = ("dropout_p", "precise_delta")  # of the scalar options
+
 
 class Pages(NamedTuple):
     """What a call reads through its page table."""
@@ -69,6 +71,7 @@ class Explanation(NamedTuple):
     flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
     min_bytes: int  # each input read once, each output written once
     scores_bytes: int  # what standard attention would allocate for S alone
+    residual_bytes: int = 0  # what precise_delta keeps for the backward, beside out
     hardware: Hardware | None = None  # what the device can do, where it is known
     pages: Pages | None = None
     splits: Splits | None = None
@@ -113,9 +116,15 @@ class Explanation(NamedTuple):
             f"  min bytes   {human_bytes(self.min_bytes)}, "
             f"{self.flops / max(1, self.min_bytes):.0f} flops for each",
             f"  not stored  {human_bytes(self.scores_bytes)} of scores",
+            *self._residual_lines(),
             *(f"  {title:<11} {text}" for title, text in self._paged_lines()),
         ]
         return "\n".join(lines)
+
+    def _residual_lines(self) -> Iterator[str]:
+        if self.problem.precise_delta:
+            kept = human_bytes(self.residual_bytes)
+            yield f"  residual    {kept} of out, kept for the backward (precise_delta)"
 
     def _kernel_lines(self) -> Iterator[tuple[str, str]]:
         for part in self.parts or (self.plan.kernel,):
@@ -196,6 +205,7 @@ def _explanation(
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
+        residual_bytes=sum(p.residual_bytes for p in parts),
         hardware=hardware,
     )
 
@@ -242,7 +252,7 @@ def _explain_paged(
 
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     given = {n: options.pop(n) for n in ("alibi_slopes", "sinks", "tree_mask") if n in options}
-    foreign = [name for name in options if name == "dropout_p" or name not in Options._fields]
+    foreign = [n for n in options if n in NOT_PAGED or n not in Options._fields]
     if foreign:
         raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
     scalars, x = _scalars(options, causal=True), x._replace(q=paged.lowered(x.q, x.k), **given)

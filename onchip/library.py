@@ -18,7 +18,15 @@ from torch.autograd.function import once_differentiable
 
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
-from onchip.kernels.protocol import Grads, Result, Stats, empty_result
+from onchip.kernels.protocol import (
+    Grads,
+    Result,
+    Stats,
+    accumulator_dtype,
+    empty_result,
+    split,
+    with_residual,
+)
 from onchip.kernels.tapes import replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
@@ -58,6 +66,8 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
     """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
+    if wants_grad and question.problem.precise_delta:
+        question = _unrounded(question, x)
     if is_eager(x.q):
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
@@ -70,8 +80,14 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
             "torch.func transforms of the gradient are not supported: use torch.autograd"
         )
     else:
-        out, lse, stats = _Attention.apply(*_distinct(args), *mask)
+        out, lse, stats = _Attention.apply(problem.precise_delta, *_distinct(args), *mask)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
+
+
+def _unrounded(question: Question, x: Tensors) -> Question:
+    """The same with an out that is left to be split."""
+    problem = question.problem
+    return posed(x, problem._replace(out_dtype=accumulator_dtype(problem.dtype)))
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,9 +122,11 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, question, x, kernel, *_):
-        out, lse, stats = run(question, x, kernel)
+        (out, lse, stats), residual = run(question, x, kernel), None
+        if question.problem.precise_delta:
+            out, residual = split(out, question.problem.dtype)
         ctx.call = question, x.mask, kernel
-        ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse)
+        ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
         if stats is None:
             return out, lse
@@ -119,10 +137,11 @@ class _EagerAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         question, mask, kernel = ctx.call
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (3 + len(_DIFFERENTIABLE))
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
         x = Tensors(*tensors, mask=mask)
         grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
@@ -132,11 +151,13 @@ class _Attention(torch.autograd.Function):
     """The same through the op, for those who watch: they see tensors and scalars only."""
 
     @staticmethod
-    def forward(ctx, *args):
-        mask = list(args[_END:])
+    def forward(ctx, precise_delta, *args):
+        mask, residual = list(args[_END:]), None
         out, lse, stats = _forward_op(mask)(*args[:_END], mask)
+        if precise_delta:
+            out, residual = split(out, args[0].dtype)
         ctx.scalars = args[_NUM_TENSORS:_END]
-        ctx.save_for_backward(*args[:_NUM_TENSORS], *args[_END:], out, lse)
+        ctx.save_for_backward(*args[:_NUM_TENSORS], *mask, out, lse, residual)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats)
         return out, lse, stats
@@ -145,16 +166,21 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         saved = ctx.saved_tensors
-        tensors, mask, (out, lse) = saved[:_NUM_TENSORS], saved[_NUM_TENSORS:-2], saved[-2:]
+        tensors, mask, (out, lse, residual) = (
+            saved[:_NUM_TENSORS],
+            saved[_NUM_TENSORS:-3],
+            saved[-3:],
+        )
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
-            return tuple(grads)
+            return None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
+        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
         found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
-        return tuple(grads)
+        return None, *grads
 
 
 def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:

@@ -49,6 +49,7 @@ def attention(
     return_stats: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precise_delta: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
@@ -65,6 +66,8 @@ def attention(
     heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch, heads).
     softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's generator
     unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    precise_delta: the backward starts from the unrounded out, of which it keeps what rounding to 16
+    bits took away: as many bytes again as out has.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
     options = Options(
@@ -76,6 +79,7 @@ def attention(
         return_stats,
         deterministic,
         out_dtype,
+        precise_delta,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
@@ -103,6 +107,7 @@ def varlen_attention(
     return_stats: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precise_delta: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
@@ -121,6 +126,7 @@ def varlen_attention(
         return_stats,
         deterministic,
         out_dtype,
+        precise_delta,
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

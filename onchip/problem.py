@@ -85,6 +85,7 @@ class Problem(NamedTuple):
     has_places: bool = False
     first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
     wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
+    precise_delta: bool = False  # what rounding takes from out is kept for the backward
 
     @property
     def group_size(self) -> int:
@@ -145,7 +146,14 @@ class Problem(NamedTuple):
         read = (
             seen * self.head_dim + keys * (self.head_dim + self.head_dim_v)
         ) * self.dtype.itemsize
-        return read + queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
+        written = queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
+        return read + written + self.residual_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Of what precise_delta keeps beside out."""
+        elements = self.batch * self.seqlen_q * self.num_heads * self.head_dim_v
+        return elements * self.out_dtype.itemsize if self.precise_delta else 0
 
 
 class DeviceInfo(NamedTuple):
@@ -230,6 +238,7 @@ class Options(NamedTuple):
     return_stats: bool = False
     deterministic: bool = False
     out_dtype: torch.dtype | None = None
+    precise_delta: bool = False
 
 
 class Question(NamedTuple):
@@ -330,7 +339,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         batch, (seqlen_q, seqlen_k) = check_packing(x, max_seqlens), max_seqlens
     else:
         batch, seqlen_q, seqlen_k = *rows_q, rows_k[1]
-    scale = options.softmax_scale
+    scale, out_dtype = options.softmax_scale, options.out_dtype or q.dtype
     problem = Problem(
         batch,
         seqlen_q,
@@ -340,7 +349,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         head_dim,
         v.shape[-1],
         q.dtype,
-        options.out_dtype or q.dtype,
+        out_dtype,
         head_dim**-0.5 if scale is None else float(scale),
         bool(options.causal),
         tuple(options.window_size),
@@ -354,6 +363,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         bool(options.return_stats),
         bool(options.deterministic),
         has_places=x.places_q is not None,
+        precise_delta=bool(options.precise_delta) and out_dtype.itemsize == 2,  # or is not rounded
     )
     check_extras(problem, x)
     return problem

@@ -180,7 +180,7 @@ class _Options:
 
 
 # Options of a kernel that do not change the exact answer
-CARRIED = ("return_lse", "return_stats", "deterministic", "out_dtype", "kernel")
+CARRIED = ("return_lse", "return_stats", "deterministic", "out_dtype", "precise_delta", "kernel")
 CARRIED += ("max_seqlen_q", "max_seqlen_k")
 
 

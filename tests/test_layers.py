@@ -27,6 +27,7 @@ LAW = {
     "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
+    "quant": {"state", "masks", "problem"},
     "kvcache": {"problem"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},

@@ -3,13 +3,16 @@
 import pytest
 import torch
 import torch._dynamo.testing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
 from onchip import library, masks
+from onchip.bench import delta_accuracy
 from onchip.ops import Extras, pose
 from onchip.problem import Options
 
+FP32 = torch.float32
 OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
@@ -285,3 +288,110 @@ def test_a_tensor_that_is_two_arguments_compiles():
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     (found,), (expected,) = (torch.autograd.grad(f(x, cu), x) for f in (compiled, loss))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def packed(q, k, v, **options):
+    cu = torch.tensor([0, 77, 78, q.shape[1]], dtype=torch.int32)
+    out = onchip.varlen_attention(q[0], k[0], v[0], cu, cu, 300, 300, **options)
+    return (out[0][None], out[1][None]) if isinstance(out, tuple) else out[None]
+
+
+PRECISE = {
+    "plain": (onchip.attention, {}),
+    "causal": (onchip.attention, {"causal": True}),
+    "packed": (packed, {"causal": True}),
+    "mask": (onchip.attention, {"mask": masks.causal() & masks.window(99, 0)}),
+    "options": (onchip.attention, {"softcap": 9.0, "dropout_p": 0.1, "dropout_seed": 3}),
+    "sinks": (onchip.attention, {"sinks": torch.zeros(2), "window_size": (50, 9)}),
+    "bias": (onchip.attention, {"bias": torch.zeros(1, 2, 1, 199)}),
+}
+
+
+def ties(dtype=torch.bfloat16):
+    *x, dout = delta_accuracy.winning_ties((1, 199, 2, 32)).to(dtype)
+    return [t.requires_grad_() for t in x], dout
+
+
+@pytest.mark.parametrize("kernel", [None, "tiled", "reference"])
+@pytest.mark.parametrize("name", PRECISE)
+def test_precise_delta_is_the_gradient_of_the_unrounded_out(name, kernel):
+    """Also through lse, and whatever enters delta beside out."""
+    attend, options = PRECISE[name]
+    x, dout = ties()
+    extra = [options[n].clone().requires_grad_() for n in ("sinks", "bias") if n in options]
+    given = options | dict(zip([n for n in ("sinks", "bias") if n in options], extra, strict=True))
+
+    def gradients(**how):
+        out, lse = attend(*x, **given, **how, kernel=kernel, return_lse=True)
+        return torch.autograd.grad((out, lse), [*x, *extra], (dout.to(out.dtype), 0.01 * lse))
+
+    plain, precise, wide = gradients(), gradients(precise_delta=True), gradients(out_dtype=FP32)
+    for i, exact in enumerate(wide):
+        lost, left = ((g[i] - exact).float().norm() for g in (plain, precise))
+        assert i == 2 or left <= 0.05 * lost  # dv needs no delta
+    assert (precise[0] - wide[0]).norm() < 1e-3 * wide[0].norm()
+
+
+@pytest.mark.parametrize("name", ["causal", "mask", "sinks"])
+def test_precise_delta_compiles(name):
+    torch._dynamo.reset()
+    options = dict(PRECISE[name][1])
+    if "mask" in options:
+        options["mask"] = options["mask"].build(1, 2, 199, 199)
+    fn = lambda *x: onchip.attention(*x, precise_delta=True, **options)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    x, dout = ties()
+    outs = fn(*x), compiled(*x)
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+    grads = [torch.autograd.grad(out, x, dout) for out in outs]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+
+
+def test_precise_delta_of_fake_tensors():
+    with FakeTensorMode():
+        x = [torch.empty(2, 19, 2, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        out, lse = onchip.attention(*x, precise_delta=True, return_lse=True)
+        dq, _, _ = torch.autograd.grad(out, x, torch.empty_like(out))
+    assert out.dtype == dq.dtype == torch.bfloat16 and lse.dtype == FP32
+    assert out.shape == dq.shape == (2, 19, 2, 16)
+
+
+def saved_bytes(attend):
+    """(out, bytes of the distinct tensors that autograd keeps)."""
+    kept = {}
+
+    def pack(t):
+        kept[t.data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = attend()
+    return out, sum(kept.values())
+
+
+def test_precise_delta_keeps_one_more_out():
+    x, _ = ties()
+    out, plain = saved_bytes(lambda: onchip.attention(*x))
+    _, precise = saved_bytes(lambda: onchip.attention(*x, precise_delta=True))
+    assert precise - plain == out.numel() * 2
+
+
+def test_precise_delta_without_a_gradient_is_the_plain_call():
+    x, _ = ties()
+    with torch.no_grad():
+        plain, precise = onchip.attention(*x), onchip.attention(*x, precise_delta=True)
+    torch.testing.assert_close(precise, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "dtype, how", [(torch.float32, {}), (torch.bfloat16, {"out_dtype": torch.float32})]
+)
+def test_precise_delta_keeps_nothing_of_what_is_not_rounded(dtype, how):
+    x, dout = ties(dtype)
+    calls = [lambda p=p: onchip.attention(*x, precise_delta=p, **how) for p in (False, True)]
+    (plain, kept), (precise, also_kept) = map(saved_bytes, calls)
+    assert kept == also_kept
+    grads = [torch.autograd.grad(out, x, dout.to(out.dtype)) for out in (plain, precise)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(b, a, rtol=0, atol=0)

@@ -62,6 +62,19 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     return delta if dlse is None else delta - dlse
 
 
+def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(out in dtype, the residual that this rounding leaves, in dtype, too). out is used up."""
+    rounded = out.to(dtype)
+    return rounded, out.sub_(rounded).to(dtype)
+
+
+def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
+    """What a backward takes for dlse, to find the delta of out + residual where it is given out:
+    delta is rowsum(out * dout) - dlse, and nothing else depends on either.
+    """
+    return -row_delta(residual, dout, dlse).contiguous()
+
+
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """dsinks (heads): a sink is a key with probability exp(sink - lse) and value zero, so its
     score's gradient is -p * delta.

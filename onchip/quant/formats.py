@@ -1,0 +1,77 @@
+"""Number formats of one byte and less, as grids: what survives of a tensor that is stored so."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """The numbers +-n * 2^(e - mantissa_bits) up to max, with e >= min_exponent and n < 2 *
+    2^mantissa_bits. Below 2^min_exponent they are evenly spaced (subnormal); integers are so
+    everywhere. `dtype` stores them: torch's own where it has one, else fp32.
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    mantissa_bits: int
+    min_exponent: int
+
+    @property
+    def steps(self) -> tuple[float, ...]:
+        """The distance between neighbours in each binade, from the lowest on."""
+        lowest, binade = self.min_exponent - self.mantissa_bits, 2.0**self.min_exponent
+        steps = []
+        while binade <= self.max or not steps:
+            steps.append(2.0 ** (lowest + len(steps)))
+            binade *= 2
+        return tuple(steps)
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
+INT8 = Format("int8", torch.int8, 127.0, 7, 7)  # -128 stays unused: -x must be there for every x
+FP4 = Format("fp4", torch.float32, 6.0, 1, 0)  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
+FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, INT8, FP4)}
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the precision that this room computes in: fp64 stays, all else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def cast(x: Tensor, fmt: Format, generator: torch.Generator | None = None) -> Tensor:
+    """x on the grid of fmt, as fp32. What lies outside, infinities too, becomes +-max (as
+    cvt.satfinite does on a GPU, where torch's casts give NaN or infinity); NaN stays NaN.
+
+    Rounds to nearest, ties to even. With a generator it rounds at random, up with the probability
+    that makes the mean exact: numbers on the grid stay. A CPU generator gives the same numbers on
+    every device.
+    """
+    x = wide(x).clamp(-fmt.max, fmt.max)
+    step = _step(x, fmt)
+    n = x / step  # exact: step is a power of two
+    n = n.round() if generator is None else _round_at_random(n, generator)
+    return (n * step).float()
+
+
+def store(x: Tensor, fmt: Format) -> Tensor:
+    """Numbers of `cast` in the dtype of fmt, exactly. Integers have no NaN: 0 takes its place."""
+    return (x if fmt.dtype.is_floating_point else x.nan_to_num(nan=0.0)).to(fmt.dtype)
+
+
+def _step(x: Tensor, fmt: Format) -> Tensor:
+    """The distance of x's neighbours on the grid. Out of a table: not every device's exp2 gives
+    exact powers.
+    """
+    steps = torch.tensor(fmt.steps, dtype=x.dtype, device=x.device)
+    exponent = torch.frexp(x).exponent.long() - 1  # NaN has any, and zero 0
+    return steps[(exponent - fmt.min_exponent).clamp(0, len(steps) - 1)]
+
+
+def _round_at_random(n: Tensor, generator: torch.Generator) -> Tensor:
+    floor = n.floor()
+    dice = torch.rand(n.shape, generator=generator, device=generator.device).to(n.device)
+    return floor + (dice < n - floor)

@@ -1,0 +1,263 @@
+"""Attention with narrow operands: recipes, and the executable reference that kernels are judged by.
+
+`attend` walks tiles as the Hopper kernel does, keys from last to first, so that p is cast relative
+to the same running maximum; products of the values of a recipe are added in fp32, or in the short
+accumulator of the tensor cores where the recipe says so.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.masks.visibility import Visibility
+from onchip.problem import (
+    Options,
+    Problem,
+    Tensors,
+    Window,
+    check_offsets_tensor,
+    check_tensor,
+    check_values,
+    describe,
+)
+from onchip.quant import formats
+from onchip.quant.accumulator import Accumulator, add_product
+from onchip.quant.formats import E4M3, Format, cast, wide
+from onchip.quant.rotation import rotate
+from onchip.quant.schemes import Quantised, Scheme, quantise
+from onchip.quant.smoothing import lse_shift, smooth_keys
+from onchip.state import State, finalize
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the operands of both products are narrowed.
+
+    q, k, v: their schemes; None leaves q and k as they come, and rounds v to pv_dtype.
+    p: the format of the weights, exp(score - running maximum) * p_scale; None: pv_dtype, unscaled.
+    rotate: q and k by a signed Hadamard matrix of `seed`.
+    smooth: keys without the mean of their sequence, and the lse corrected.
+    tile_m queries walk tiles of tile_n keys, from the last to the first if `backwards`.
+    accumulator: how products of two FP8 operands are added; None: in fp32.
+    """
+
+    name: str
+    q: Scheme | None
+    k: Scheme | None
+    v: Scheme | None = None
+    p: Format | None = None
+    p_scale: float = 256.0
+    pv_dtype: torch.dtype = torch.bfloat16
+    rotate: bool = False
+    smooth: bool = False
+    seed: int = 0
+    tile_m: int = 128
+    tile_n: int = 128
+    backwards: bool = True
+    accumulator: Accumulator | None = None
+
+
+class Operands(NamedTuple):
+    """q, k, v as a recipe has them, and the keys' mean if it was taken off. What is not quantised
+    is a plain tensor in fp32 (fp64 for fp64).
+    """
+
+    q: Quantised | Tensor
+    k: Quantised | Tensor
+    v: Quantised | Tensor
+    mean: Tensor | None
+
+
+_BLOCK = Scheme(E4M3, "block", 128)
+_TOKEN = Scheme(formats.INT8, "token")
+_TENSOR = Scheme(E4M3, "tensor")
+_HEAD = Scheme(E4M3, "head")
+
+# What precision="fp8" means: the FlashAttention-3 paper's block quantisation and rotation, and p
+# scaled so that weights down to 2^-17 of a row's largest survive the cast.
+FP8 = Recipe("fp8", _BLOCK, _BLOCK, _BLOCK, E4M3, rotate=True)
+# Integers have 7 bits for every score where e4m3 has 4: the first product is 6 times as exact.
+INT8 = Recipe("int8", _TOKEN, _TOKEN, _BLOCK, E4M3, rotate=True, smooth=True)
+INT8_PV16 = replace(INT8, name="int8_pv16", v=None, p=None)
+
+# Others, for comparison.
+FP8_TENSOR = Recipe("fp8_tensor", _TENSOR, _TENSOR, _TENSOR, E4M3, p_scale=1.0)
+FA3_FP8 = Recipe("fa3_fp8", _HEAD, _HEAD, _HEAD, E4M3, p_scale=256.0)
+SAGE1 = Recipe(
+    "sage1",
+    Scheme(formats.INT8, "block", 128),
+    Scheme(formats.INT8, "block", 64),
+    pv_dtype=torch.float16,
+    smooth=True,
+    backwards=False,
+)
+SAGE2 = Recipe(
+    "sage2",
+    _TOKEN,
+    _TOKEN,
+    Scheme(E4M3, "channel"),
+    E4M3,
+    p_scale=448.0,
+    smooth=True,
+    backwards=False,
+)
+RECIPES = {r.name: r for r in (FP8, INT8, INT8_PV16, FP8_TENSOR, FA3_FP8, SAGE1, SAGE2)}
+
+
+def prepare(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> Operands:
+    """What the kernel of a recipe reads: smoothed, then rotated, then quantised."""
+    q, k, v, mean = wide(q), wide(k), wide(v), None
+    if recipe.smooth:
+        k, mean = smooth_keys(k, cu_seqlens_k)
+    if recipe.rotate:
+        q, k = rotate(q, recipe.seed), rotate(k, recipe.seed)
+    v = v.to(recipe.pv_dtype).to(v.dtype) if recipe.v is None else v
+    return Operands(
+        q if recipe.q is None else quantise(q, recipe.q, cu_seqlens_q),
+        k if recipe.k is None else quantise(k, recipe.k, cu_seqlens_k),
+        v if recipe.v is None else quantise(v, recipe.v, cu_seqlens_k),
+        mean,
+    )
+
+
+def attend(
+    recipe: Recipe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention as the recipe computes it; layouts, options and alignment are those
+    of `onchip.attention`, packed with both cu_seqlens those of `onchip.varlen_attention`.
+
+    out is laid out like q, lse (batch, heads, seqlen_q) or packed (heads, total); both unrounded in
+    fp32 (fp64 for fp64). A row that sees no key gives out = 0, lse = -inf. No gradients.
+    """
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    problem = _describe(x, Options(causal, window_size, softmax_scale))
+    operands = prepare(recipe, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    out = wide(q).new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = out.new_full(out.shape[:-1], -inf).transpose(-1, -2).contiguous()
+    whole = [_batched(_plain(t).to(out.dtype)) for t in operands[:3]]
+    for rows, keys in _sequences(x):
+        parts = [t[:, at] for t, at in zip(whole, (rows, keys, keys), strict=True)]
+        results = _batched(out)[:, rows], (lse if lse.dim() == 3 else lse[None])[..., rows]
+        _attend_sequence(recipe, problem, parts, results)
+    if operands.mean is not None:
+        lse += lse_shift(q, operands.mean, problem.softmax_scale, cu_seqlens_q)
+    return out, lse
+
+
+def _describe(x: Tensors, options: Options) -> Problem:
+    """The problem, checked as that of any call; packed lengths are read from the tensors."""
+    if x.cu_seqlens_q is None and x.cu_seqlens_k is None:
+        return describe(x, options)
+    check_tensor("q", x.q)
+    check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
+    check_offsets_tensor("cu_seqlens_k", x.cu_seqlens_k, x.q)
+    longest = [max(cu.diff().tolist(), default=0) for cu in (x.cu_seqlens_q, x.cu_seqlens_k)]
+    problem = describe(x, options, (max(0, longest[0]), max(0, longest[1])))
+    check_values(problem, x)
+    return problem
+
+
+def _plain(x: Quantised | Tensor) -> Tensor:
+    return x.dequantise() if isinstance(x, Quantised) else x
+
+
+def _batched(x: Tensor) -> Tensor:
+    """Packed tokens as a batch of one."""
+    return x if x.dim() == 4 else x[None]
+
+
+def _sequences(x: Tensors) -> Iterator[tuple[slice, slice]]:
+    """Rows and keys of each packed sequence, or of a dense batch as a whole."""
+    if x.cu_seqlens_q is None:
+        yield slice(None), slice(None)
+        return
+    bounds = pairwise(x.cu_seqlens_q.tolist()), pairwise(x.cu_seqlens_k.tolist())
+    for rows, keys in zip(*bounds, strict=True):
+        yield slice(*rows), slice(*keys)
+
+
+def _attend_sequence(
+    recipe: Recipe, problem: Problem, parts: list[Tensor], results: tuple[Tensor, Tensor]
+) -> None:
+    """Fill out (b, seqlen_q, heads, dim) and lse (b, heads, seqlen_q) of what lies in parts."""
+    q, k, v = parts
+    sees = Visibility(q.shape[1], k.shape[1], problem.causal, problem.window_size)
+    q = q.unflatten(2, (k.shape[2], problem.group_size)).permute(0, 2, 3, 1, 4)
+    k, v = (t.transpose(1, 2).unsqueeze(2) for t in (k, v))  # (b, kv_heads, 1, seqlen_k, dim)
+    for q0 in range(0, sees.seqlen_q, recipe.tile_m):
+        q1 = min(q0 + recipe.tile_m, sees.seqlen_q)
+        q_tile = q[..., q0:q1, :] * problem.softmax_scale
+        out, lse = finalize(_fold_row_tile(recipe, sees, q_tile, k, v, q0))
+        results[0][:, q0:q1] = out.flatten(1, 2).transpose(1, 2)
+        results[1][..., q0:q1] = lse.flatten(1, 2)
+
+
+def _fold_row_tile(
+    recipe: Recipe, sees: Visibility, q: Tensor, k: Tensor, v: Tensor, q0: int
+) -> State:
+    """The state of one tile of queries, scaled by softmax_scale, over all keys that it sees."""
+    q1 = q0 + q.shape[-2]
+    m = q.new_full(q.shape[:-1], -inf)
+    l, acc = torch.zeros_like(m), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    for k0, k1 in _key_tiles(recipe, sees, q0, q1):
+        s = _scores(recipe, q, k[..., k0:k1, :])
+        seen = sees.tile(q0, q1, k0, k1, q.device)
+        s = s if seen is None else s.masked_fill(~seen, -inf)
+        m_new = torch.maximum(m, s.amax(-1))
+        pivot = m_new.masked_fill(m_new == -inf, 0.0)  # rows that have seen nothing yet
+        alpha = torch.exp(m - pivot)
+        p = torch.exp(s - pivot[..., None])
+        l = l * alpha + p.sum(-1)  # of p before the cast, as it is in registers
+        acc = _add_values(recipe, acc * alpha[..., None], p, v[..., k0:k1, :])
+        m = m_new
+    return State(m, l, acc if recipe.p is None else acc / recipe.p_scale)
+
+
+def _key_tiles(recipe: Recipe, sees: Visibility, q0: int, q1: int) -> Iterator[tuple[int, int]]:
+    """Tiles, counted from the first key, that hold a key which some query of [q0, q1) sees."""
+    step = recipe.tile_n
+    for lo, hi in sees.spans(q0, q1):
+        starts = range(lo // step * step, hi, step)
+        for k0 in reversed(starts) if recipe.backwards else starts:
+            yield k0, min(k0 + step, sees.seqlen_k)
+
+
+def _scores(recipe: Recipe, q: Tensor, k: Tensor) -> Tensor:
+    narrow = recipe.q is not None and recipe.k is not None
+    short = narrow and _is_fp8(recipe.q.format) and _is_fp8(recipe.k.format)
+    zero = q.new_zeros(*q.shape[:-1], k.shape[-2])
+    return add_product(zero, q, k.mT, recipe.accumulator if short else None)
+
+
+def _add_values(recipe: Recipe, acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
+    """acc + p v, p as it is fed to the second product: times p_scale if it is cast."""
+    if recipe.p is None:
+        return acc + p.to(recipe.pv_dtype).to(p.dtype) @ v
+    p = cast(p * recipe.p_scale, recipe.p).to(p.dtype)
+    short = recipe.v is not None and _is_fp8(recipe.v.format) and _is_fp8(recipe.p)
+    return add_product(acc, p, v, recipe.accumulator if short else None)
+
+
+def _is_fp8(fmt: Format) -> bool:
+    return fmt.dtype.is_floating_point and fmt.dtype.itemsize == 1

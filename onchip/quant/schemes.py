@@ -1,0 +1,133 @@
+"""Who shares a scale: tensors as values of a narrow format times fp32 scales."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.quant.formats import Format, cast, store, wide
+
+PER = ("tensor", "head", "channel", "block", "token")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One scale per: "tensor"; "head" of a sequence; "channel" of a head of a sequence; "block" of
+    `block` tokens of a head, counted from the start of its sequence; "token" of a head.
+    """
+
+    format: Format
+    per: str
+    block: int = 128
+
+    def __post_init__(self):
+        if self.per not in PER:
+            raise ValueError(f"per={self.per!r} must be one of {PER}")
+        if self.block < 1:
+            raise ValueError(f"block={self.block} must be a positive number of tokens")
+
+
+class Quantised(NamedTuple):
+    """x ~ values * token_scales(). values are like x, in the dtype of the format (fp4: fp32).
+
+    scales, fp32: per tensor (); head (batch, heads); channel (batch, heads, head_dim); block
+    (batch, blocks, heads); token (batch, seqlen, heads). Packed: batch is the number of sequences;
+    block (blocks, heads) and token (total, heads) hold those of one sequence after another, each
+    sequence beginning a block of its own.
+    """
+
+    values: Tensor
+    scales: Tensor
+    scheme: Scheme
+    cu_seqlens: Tensor | None = None
+
+    def token_scales(self) -> Tensor:
+        """The scale of each element, fp32, broadcastable to values: (..., seqlen, heads, 1|dim)."""
+        if self.scheme.per == "tensor":
+            return self.scales.expand([1] * self.values.dim())
+        ids, count = _groups(self.values, self.scheme, self.cu_seqlens)
+        heads, dim = self.values.shape[-2:]
+        scales = self.scales.reshape(count, heads, dim if self.scheme.per == "channel" else 1)
+        return scales[ids].unflatten(0, self.values.shape[:-2])
+
+    def dequantise(self) -> Tensor:
+        """values * scales in fp32."""
+        return self.values.float() * self.token_scales()
+
+
+def quantise(
+    x: Tensor,
+    scheme: Scheme,
+    cu_seqlens: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Quantised:
+    """x (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens, on
+    the grid of the scheme's format: the largest |x| that shares a scale becomes the format's max.
+
+    A scale over NaN or infinity makes all that share it NaN. With a generator values are rounded at
+    random: see `cast`.
+    """
+    _check_layout(x, cu_seqlens)
+    amax = _amax(wide(x).abs(), scheme, cu_seqlens)
+    scales = (amax / scheme.format.max).float()
+    scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # nothing there: nothing to divide
+    out = Quantised(x, scales, scheme, cu_seqlens)
+    values = cast(wide(x) / out.token_scales(), scheme.format, generator)
+    return out._replace(values=store(values, scheme.format))
+
+
+def sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(sequence, position) of each token of x: int64, (tokens,), batch entries one after another.
+    Entries of a dense batch are sequences.
+    """
+    tokens, bounds = _bounds(x, cu_seqlens)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(bounds) - 1, device=x.device), bounds.diff(), output_size=tokens
+    )
+    return sequence, torch.arange(tokens, device=x.device) - bounds[sequence]
+
+
+def _bounds(x: Tensor, cu_seqlens: Tensor | None) -> tuple[int, Tensor]:
+    """The number of tokens, and where each sequence begins and the last ends."""
+    if cu_seqlens is not None:
+        return x.shape[0], cu_seqlens.long()
+    batch, seqlen = x.shape[:2]
+    return batch * seqlen, torch.arange(batch + 1, device=x.device) * seqlen
+
+
+def _groups(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> tuple[Tensor, int]:
+    """Which scale each token has, and how many there are, for one head."""
+    tokens, bounds = _bounds(x, cu_seqlens)
+    if scheme.per == "token":
+        return torch.arange(tokens, device=x.device), tokens
+    sequence, position = sequences(x, cu_seqlens)
+    if scheme.per != "block":
+        return sequence, len(bounds) - 1
+    blocks = (bounds.diff() + scheme.block - 1) // scheme.block
+    ends = blocks.cumsum(0)
+    return (ends - blocks)[sequence] + position // scheme.block, int(blocks.sum())
+
+
+def _amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
+    """The largest of what shares a scale, in the shape of the scales; NaN where there is one."""
+    if scheme.per == "tensor":
+        return x.amax() if x.numel() else x.new_zeros(())
+    if scheme.per != "channel":
+        x = x.amax(-1, keepdim=True)
+    ids, count = _groups(x, scheme, cu_seqlens)
+    rows = x.reshape(-1, *x.shape[-2:])
+    amax = rows.new_zeros(count, *rows.shape[1:])
+    amax.scatter_reduce_(0, ids[:, None, None].expand_as(rows), rows, "amax")
+    amax = amax if scheme.per == "channel" else amax[..., 0]
+    if cu_seqlens is None and scheme.per in ("block", "token"):
+        return amax.unflatten(0, (x.shape[0], -1 if x.shape[0] * count else 0))
+    return amax
+
+
+def _check_layout(x: Tensor, cu_seqlens: Tensor | None) -> None:
+    rank, layout = (4, "(batch, seqlen, heads, head_dim)")
+    if cu_seqlens is not None:
+        rank, layout = (3, "(total, heads, head_dim) beside cu_seqlens")
+    if x.dim() != rank:
+        raise ValueError(f"x must have rank {rank}, {layout}, got shape {tuple(x.shape)}")

@@ -1,0 +1,43 @@
+"""Keys without their mean: what all keys of a sequence share changes no softmax, only its lse.
+
+q.(k - mean) = q.k - q.mean: every score of a row is less by the same, so the weights are those of
+before, and the lse is short of softmax_scale * q.mean. What is left to quantise has no channel that
+is large for every key.
+"""
+
+import torch
+from torch import Tensor
+
+from onchip.quant.formats import wide
+from onchip.quant.schemes import sequences
+
+
+def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(k - mean, mean) in fp32 (fp64 for fp64). k is (batch, seqlen, heads, head_dim), or packed
+    (total, heads, head_dim) with cu_seqlens; mean (batch, heads, head_dim) is that of each sequence
+    and head, 0 for a sequence without keys.
+    """
+    k = wide(k)
+    sequence, _ = sequences(k, cu_seqlens)
+    count = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    rows = k.reshape(-1, *k.shape[-2:])
+    lengths = torch.bincount(sequence, minlength=count).clamp(min=1)
+    # In fp64: a sum over a million keys of one sign would lose what is to be taken off.
+    total = rows.new_zeros(count, *rows.shape[1:], dtype=torch.float64)
+    mean = total.index_add_(0, sequence, rows.double()) / lengths[:, None, None]
+    mean = mean.to(k.dtype)
+    return (rows - mean[sequence]).reshape(k.shape), mean
+
+
+def lse_shift(
+    q: Tensor, mean: Tensor, softmax_scale: float, cu_seqlens_q: Tensor | None = None
+) -> Tensor:
+    """softmax_scale * q.mean, what the lse over k - mean is short of: (batch, heads, seqlen_q),
+    packed (heads, total). Heads of a group share their keys' mean.
+    """
+    q = wide(q)
+    sequence, _ = sequences(q, cu_seqlens_q)
+    mean = mean.repeat_interleave(q.shape[-2] // mean.shape[-2], -2)
+    rows = q.reshape(-1, *q.shape[-2:])
+    shift = (rows * mean.to(q.dtype)[sequence]).sum(-1) * softmax_scale
+    return shift.reshape(q.shape[:-1]).transpose(-1, -2).contiguous()
