@@ -1,8 +1,10 @@
 """`onchip bench accuracy`: how far every kernel is from fp64, by type and by what it is given.
 
 Rows "forward", "sink" and "long": errors of out (and of lse), one row for each kernel, type and
-family of inputs. "backward": errors of dq, dk and dv. "precision" and "sums": what a ring of ranks
-adds up, as `onchip bench ring` measures it. "exp2": polynomials in place of the exponential unit.
+family of inputs. "accumulator": the same of FP8 products that are added in fewer bits. "backward":
+errors of dq, dk and dv; "delta": the same where the roundings of out add up. "precision" and
+"sums": what a ring of ranks adds up, as `onchip bench ring` measures it. "exp2": polynomials in
+place of the exponential unit.
 
 `value` is the RMSE against fp64 of the very tensors that the kernel got. Columns beyond the
 schema's: `family`; `kind` (onchip, peer, emulated, floor); `tensor`; those of
@@ -13,13 +15,13 @@ On a machine with a GPU the kernels of that are added.
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
 
-from onchip.bench import exponentials, ring_ranks
+from onchip.bench import delta_accuracy, exponentials, ring_ranks
 from onchip.bench.accuracy_cases import (
     FAMILIES,
     GAPS,
@@ -32,15 +34,30 @@ from onchip.bench.accuracy_cases import (
     long_row,
     sink,
 )
-from onchip.bench.accuracy_kernels import Kernel, Unserved, kernels
-from onchip.bench.harness import Bar, Case, Row, Session
+from onchip.bench.accuracy_kernels import (
+    CAST,
+    LABELS,
+    SLOW,
+    Kernel,
+    Unserved,
+    cast_kernels,
+    emulated,
+    kernels,
+    narrow_kernels,
+)
+from onchip.bench.harness import SHORT, Bar, Case, Row, Session
+from onchip.quant import recipes
+from onchip.quant.accumulator import Accumulator
 from onchip.testing import Oracle, max_error, oracle, rmse
 
-PARTS = ("forward", "sink", "long", "backward", "ring", "exp2")
-FORWARD, QUICK = Shape(4, 2048, 2048, 128), Shape(2, 256, 256, 64)
+PARTS = ("forward", "sink", "long", "accumulator", "backward", "delta", "ring", "exp2")
+PUBLISHED, FORWARD = Shape(4, 2048, 2048, 128), Shape(4, 512, 2048, 128)
 SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)
+ACCUMULATED, QUICK = Shape(1, 128, 2048, 128), Shape(2, 192, 256, 64)
+QUICK_BACKWARD, QUICK_ACCUMULATED = Shape(2, 64, 64, 32), Shape(1, 32, 128, 64)
 WIDE, HALF = (torch.float32, torch.float16, torch.bfloat16), torch.bfloat16
 LONG_VALUES = (1.0, 0.1)
+BITS, PROMOTED = 14, (32, 64, 128, None)
 RANKS, SUMMED = (2, 8, 64), (8, 64)
 YARDSTICKS = ("unfused", "rounding model")
 Step = tuple[str, Callable[[], Row | list[Row]]]
@@ -79,9 +96,9 @@ class Question:
     def drawn_exact(self) -> Tensor:
         return _drawn_exact(self.family, self.shape)
 
-    def case(self, way: str = "forward", dtype: torch.dtype | None = None) -> Case:
+    def case(self, kernel: Kernel, way: str = "forward") -> Case:
         heads, _, keys, head_dim = self.shape
-        dtype = dtype or self.dtype
+        dtype = kernel.dtype or self.dtype
         return Case(self.bench, "none", dtype, head_dim, keys, num_heads=heads, way=way)
 
     def row(self, kernel: Kernel) -> Row:
@@ -91,8 +108,9 @@ class Question:
         more = {
             "drawn_rmse": rmse(out, self.drawn_exact),
             "lse_error": None if lse is None else max_error(lse, self.exact.lse),
+            "queries": self.shape.seqlen_q,
         }
-        return _row(self.case(), kernel, found) | {"family": self.family.name, **more}
+        return _row(self.case(kernel), kernel, found) | {"family": self.family.name, **more}
 
 
 @cache
@@ -119,15 +137,22 @@ def served(ask: Callable[[Kernel], Row], candidates: Iterable[Kernel]) -> list[R
 
 
 def forward_steps(quick: bool) -> Iterator[Step]:
-    shape = QUICK if quick else FORWARD
-    for family in FAMILIES.values():
+    """The published figures' shape where they are, fewer queries of it elsewhere."""
+    for name, family in FAMILIES.items():
+        shape = PUBLISHED if name == "outliers" else FORWARD
         for dtype in WIDE:
-            question = Question("forward", family, shape, dtype)
-            yield f"{family.name}, {dtype}", partial(forward_rows, question)
+            question = Question("forward", family, QUICK if quick else shape, dtype)
+            yield f"{name}, {_name(dtype)}", partial(forward_rows, question)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return SHORT[str(dtype).removeprefix("torch.")]
 
 
 def forward_rows(question: Question) -> list[Row]:
-    return served(question.row, kernels(question.dtype))
+    """8-bit kernels are given bf16."""
+    narrow = narrow_kernels() if question.dtype == HALF else ()
+    return served(question.row, (*kernels(question.dtype), *narrow))
 
 
 def sink_steps(quick: bool) -> Iterator[Step]:
@@ -138,7 +163,9 @@ def sink_steps(quick: bool) -> Iterator[Step]:
 def sink_rows(gap: int, shape: Shape) -> list[Row]:
     family = Family(f"sink, gap {gap}", partial(sink, gap=gap))
     question = Question("sink", family, shape, HALF)
-    return [row | {"gap": gap} for row in served(question.row, kernels(HALF))]
+    wide = (kernel for kernel in kernels(HALF) if kernel.name not in SLOW)
+    rows = served(question.row, (*wide, *narrow_kernels(), *cast_kernels()))
+    return [row | {"gap": gap} for row in rows]
 
 
 def long_steps(quick: bool) -> Iterator[Step]:
@@ -160,12 +187,26 @@ def long_rows(value: float, tokens: int) -> list[Row]:
     return served(ask, (kernel for kernel in kernels(HALF) if kernel.lean))
 
 
+def accumulator_steps(quick: bool) -> Iterator[Step]:
+    shape = QUICK_ACCUMULATED if quick else ACCUMULATED
+    question = Question("accumulator", FAMILIES["N(0,1)"], shape, HALF)
+    yield "short accumulators", lambda: served(question.row, short_sums())
+
+
+def short_sums() -> Iterator[Kernel]:
+    """onchip's FP8 with the tensor cores' sums in fp32, or short and promoted now and then."""
+    yield emulated("fp32", recipes.FP8)
+    for promote in PROMOTED:
+        name = f"{BITS} bits, {f'to fp32 every {promote}' if promote else 'never promoted'}"
+        yield emulated(name, replace(recipes.FP8, accumulator=Accumulator(BITS, promote)))
+
+
 def backward_steps(quick: bool) -> Iterator[Step]:
-    shape = QUICK if quick else BACKWARD
-    for name in ("N(0,1)", "outliers", "ties"):
+    shape = QUICK_BACKWARD if quick else BACKWARD
+    for name in ("N(0,1)", "outliers"):
         for dtype in WIDE:
             question = Question("backward", FAMILIES[name], shape, dtype)
-            yield f"gradients, {name}, {dtype}", partial(backward_rows, question)
+            yield f"gradients, {name}, {_name(dtype)}", partial(backward_rows, question)
 
 
 def backward_rows(question: Question) -> list[Row]:
@@ -185,13 +226,18 @@ def exact_gradients(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def gradient_rows(question: Question, kernel: Kernel, exact: dict[str, Tensor]) -> list[Row]:
-    case = question.case("backward")
+    case = question.case(kernel, "backward")
     rows = []
     for name, got in kernel.gradients(question.inputs).items():
         found = errors(got, exact[name], question.dtype)
         more = {"tensor": name, "family": question.family.name}
         rows.append(_row(case, kernel, found) | more)
     return rows
+
+
+def delta_steps(quick: bool) -> Iterator[Step]:
+    for family in list(delta_accuracy.FAMILIES)[: 1 if quick else None]:
+        yield f"delta, {family}", partial(delta_accuracy.family_rows, family, HALF)
 
 
 def ring_steps(quick: bool) -> Iterator[Step]:
@@ -221,7 +267,9 @@ STEPS: dict[str, Callable[[bool], Iterator[Step]]] = {
     "forward": forward_steps,
     "sink": sink_steps,
     "long": long_steps,
+    "accumulator": accumulator_steps,
     "backward": backward_steps,
+    "delta": delta_steps,
     "ring": ring_steps,
     "exp2": exp2_steps,
 }
@@ -238,23 +286,31 @@ def over(peer: str) -> Callable[[list[Row]], float]:
     return lambda rows: max(row["value"] / row["peers"][peer] for row in rows)
 
 
+def largest(column: str, factor: float = 1.0) -> Callable[[list[Row]], float]:
+    return lambda rows: max(factor * row[column] for row in rows)
+
+
 def _half(row: Row) -> bool:
-    """Ours, in 16 bits, on the inputs that the accuracy rule is stated for."""
-    ours = select("forward", kind="onchip")(row) and row["dtype"] in ("bfloat16", "float16")
-    return ours and row["family"] in ("N(0,1)", "outliers")
+    ours = row["bench"] == "forward" and row.get("kind") == "onchip"
+    return ours and row["dtype"] in ("bfloat16", "float16")
 
 
-BARS = (
+def _ruled(row: Row) -> bool:
+    """In 16 bits, on the inputs that the accuracy rule is stated for."""
+    return _half(row) and row["family"] in ("N(0,1)", "outliers")
+
+
+WIDE_BARS = (
     Bar(
         "16-bit kernels of onchip: RMSE over unfused attention's",
-        lambda row: select("forward", kind="onchip")(row) and row["dtype"] != "float32",
+        _half,
         at_most=1.0,
         measure=over("unfused"),
         unit="x",
     ),
     Bar(
         "the same over the rounding model's, N(0,1) and outliers",
-        _half,
+        _ruled,
         at_most=1.05,
         measure=over("rounding model"),
         unit="x",
@@ -263,34 +319,98 @@ BARS = (
         "a million keys, V = 1: largest error of onchip's",
         select("long", kind="onchip", family="V = 1.0"),
         at_most=0.0,
-        measure=lambda rows: max(row["max_error"] for row in rows),
+        measure=largest("max_error"),
+        unit="",
     ),
     Bar(
-        "a million keys, V = 0.1 (bf16): ulps of onchip's",
+        "a million keys, V = 0.1 (bf16): error of onchip's",
         select("long", kind="onchip", family="V = 0.1"),
         at_most=1.0,
-        measure=lambda rows: max(row["ulp_99"] for row in rows),
+        measure=largest("ulp_99"),
         unit="ulp",
     ),
     Bar(
         "RMSE of the ring in bf16, against one call",
         select("precision"),
         at_most=ring_ranks.ROUNDED,
-        measure=lambda rows: max(row["value"] / row["peers"]["one call"] for row in rows),
+        measure=over("one call"),
         unit="x",
     ),
     Bar(
-        "2^0 by every polynomial",
+        "2^0 by every polynomial, off by",
         select("exp2"),
         at_most=0.0,
         measure=lambda rows: max(abs(row["at_zero"] - 1) for row in rows),
-        unit="off",
+        unit="",
     ),
     Bar(
-        "onchip's cubic: results that differ after rounding to bf16",
+        "onchip's cubic: results that differ in bf16",
         select("exp2", kernel="onchip's cubic (Hopper)"),
         at_most=1.5,
-        measure=lambda rows: max(100 * row["differs_bf16"] for row in rows),
+        measure=largest("differs_bf16", 100.0),
         unit="%",
     ),
+    Bar(
+        "precise_delta: dq of ties, relative error",
+        select("delta", family="ties", precise_delta=True),
+        at_most=4e-3,
+    ),
+    Bar(
+        "precise_delta: mean error of delta, biased ties",
+        select("delta", family="biased ties", precise_delta=True),
+        at_most=1e-5,
+        measure=lambda rows: max(abs(row["drift"]) for row in rows),
+        unit="of |delta|",
+    ),
 )
+
+
+def published(recipe: str, rmse: float) -> Bar:
+    """RMSE on outliers, inputs as drawn: as the published figures are stated."""
+    chosen = select("forward", family="outliers", kernel=LABELS[recipe])
+    name = f"{LABELS[recipe]}: RMSE on outliers"
+    return Bar(name, chosen, at_most=rmse, measure=largest("drawn_rmse"))
+
+
+def unbiased(recipe: str, column: str, what: str) -> Bar:
+    """The error with biased channels over that without."""
+    families = ("N(0,1)", "channel bias")
+    ours = select("forward", kernel=LABELS[recipe])
+
+    def measure(rows: list[Row]) -> float:
+        plain, biased = ({r["family"]: r[column] for r in rows}[name] for name in families)
+        return biased / plain
+
+    chosen = lambda row: ours(row) and row["family"] in families
+    name = f"{LABELS[recipe]}: {what} with channel bias over without"
+    return Bar(name, chosen, at_most=1.1, measure=measure, unit="x")
+
+
+def _against_fa3(rows: list[Row]) -> float:
+    """Ours over FlashAttention-3's: measured where that runs, else emulated."""
+    found = {row["kernel"]: row["drawn_rmse"] for row in rows}
+    return found[LABELS["fp8"]] / found.get("FA3 FP8", found[LABELS["fa3_fp8"]])
+
+
+NARROW_BARS = (
+    published("fp8", 9.1e-3),
+    published("int8", 5.5e-3),
+    published("int8_pv16", 2e-3),
+    Bar(
+        "onchip fp8: RMSE on outliers over FA3's FP8",
+        select("forward", family="outliers", dtype="float8_e4m3fn"),
+        at_most=0.6,
+        measure=_against_fa3,
+        unit="x",
+    ),
+    Bar(
+        "a sink 0 to 12 above: relative RMSE of casting P",
+        select("sink", kernel=CAST),
+        at_most=3.0,
+        measure=largest("relative", 100.0),
+        unit="%",
+    ),
+    *(unbiased(name, "value", "RMSE") for name in ("fp8", "int8", "int8_pv16")),
+    *(unbiased(name, "lse_error", "error of lse") for name in ("fp8", "int8")),
+)
+BARS = (*WIDE_BARS, *NARROW_BARS)

@@ -109,7 +109,6 @@ class Errors(NamedTuple):
     max_error: float
     ulp_median: float
     ulp_99: float
-    bias: float  # mean signed error over the RMSE
 
 
 def errors(got: Tensor, exact: Tensor, dtype: torch.dtype) -> Errors:
@@ -123,7 +122,6 @@ def errors(got: Tensor, exact: Tensor, dtype: torch.dtype) -> Errors:
         max_error(got, exact),
         _quantile(steps, 0.5),
         _quantile(steps, 0.99),
-        float((got - exact).mean()) / error if error else 0.0,
     )
 
 

@@ -1,9 +1,12 @@
 """Who computes attention in `onchip bench accuracy`: each kernel of onchip's that serves the case,
-unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3.
+unfused attention, the rounding model, torch's SDPA by backend, FlashAttention-3; in 8 bits the
+recipes of onchip/quant, ours and others', emulated.
 """
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,15 +16,27 @@ from torch import Tensor
 import onchip
 from onchip.bench import peers
 from onchip.bench.accuracy_cases import Inputs
-from onchip.bench.harness import SHORT
 from onchip.dispatch import KERNELS
 from onchip.problem import UnsupportedError
+from onchip.quant import formats, recipes
+from onchip.quant.recipes import RECIPES, Recipe
+from onchip.quant.schemes import Scheme, quantise
 from onchip.testing import rounding_model, unfused
 
 GPU_ALONE = ("hopper", "triton")  # the others' rows are those of the CPU
-LEAN = "N x N"  # the kernels that keep every score at once: not for very long rows
-MATERIALISE = ("reference", "paper_v0")
+MATERIALISE = ("reference", "paper_v0")  # queries x keys numbers
+SLOW = ("paper_v1", "paper_v2", "paper_v4")  # loops in Python that count every byte
 FP8 = torch.float8_e4m3fn
+LABELS = {  # of recipes
+    "fp8": "onchip fp8",
+    "int8": "onchip int8",
+    "int8_pv16": "onchip int8, P and V bf16",
+    "fp8_tensor": "FP8 per tensor",
+    "fa3_fp8": "FA3 FP8, emulated",
+    "sage1": "SageAttention 1",
+    "sage2": "SageAttention 2",
+}
+CAST = "P alone, x 256"
 Answer = Tensor | tuple[Tensor, Tensor | None]
 
 
@@ -31,7 +46,8 @@ class Unserved(Exception):
 
 class Kernel(NamedTuple):
     """attend(q, k, v) -> out or (out, lse). kind: onchip, peer, emulated, or floor (what must be
-    rounded). lean: it never holds queries x keys numbers.
+    rounded). lean: it never holds queries x keys numbers. dtype: of the products' operands, if not
+    that of the inputs.
     """
 
     name: str
@@ -39,6 +55,7 @@ class Kernel(NamedTuple):
     attend: Callable[..., Answer]
     device: str = "cpu"
     lean: bool = True
+    dtype: torch.dtype | None = None
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None) on the CPU; Unserved if the kernel refuses."""
@@ -98,7 +115,9 @@ def _ours() -> Iterator[Kernel]:
 def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
     """What a CUDA device adds."""
     for name in GPU_ALONE:
-        yield Kernel(name, "onchip", partial(onchip.attention, kernel=name, return_lse=True), "cuda")
+        yield Kernel(
+            name, "onchip", partial(onchip.attention, kernel=name, return_lse=True), "cuda"
+        )
     yield Kernel("unfused, GPU", "peer", unfused, "cuda", lean=False)
     for name in peers.BACKENDS:
         attend = peers.backend(name)
@@ -111,28 +130,42 @@ def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
         yield Kernel("FA3", "peer", fa3, "cuda")
 
 
-def fa3_fp8() -> Kernel | None:
+def narrow_kernels() -> Iterator[Kernel]:
+    """Attention with 8-bit operands: recipes by their reference, and what a GPU adds."""
+    for name, recipe in RECIPES.items():
+        yield emulated(LABELS[name], recipe)
+    if torch.cuda.is_available():
+        with suppress(ImportError):
+            yield Kernel("FA3 FP8", "peer", fa3_fp8(peers.fa3_function()), "cuda", dtype=FP8)
+
+
+def emulated(name: str, recipe: Recipe) -> Kernel:
+    """A recipe's executable reference; out is rounded to the type of q, as a kernel stores it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = recipes.attend(recipe, q, k, v)
+        return out.to(q.dtype), lse
+
+    integers = recipe.q is not None and recipe.q.format == formats.INT8
+    return Kernel(name, "emulated", attend, dtype=torch.int8 if integers else FP8)
+
+
+def cast_kernels() -> Iterator[Kernel]:
+    """Nothing but the weights in e4m3: scaled or not, keys from last to first or first to last."""
+    alone = Recipe("p", None, None, p=formats.E4M3, pv_dtype=torch.float32)
+    yield emulated(CAST, alone)
+    yield emulated("P alone, x 1", replace(alone, p_scale=1.0))
+    yield emulated("P alone, x 1, first key first", replace(alone, p_scale=1.0, backwards=False))
+
+
+def fa3_fp8(function: Callable) -> Callable[..., Tensor]:
     """FlashAttention-3 in FP8 as it is released: scales by (batch, head), nothing rotated."""
-    try:
-        function = peers.fa3_function()
-    except ImportError:
-        return None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (q, q_descale), (k, k_descale), (v, v_descale) = map(_per_head, (q, k, v))
-        scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        out = function(q, k, v, **scales)
+        named = zip(("q_descale", "k_descale", "v_descale"), (q, k, v), strict=True)
+        cast = {name: quantise(x, Scheme(formats.E4M3, "head")) for name, x in named}
+        scales = {name: x.scales for name, x in cast.items()}
+        out = function(*(x.values for x in cast.values()), **scales)
         return out[0] if isinstance(out, tuple) else out
 
-    return Kernel("FA3 FP8", "peer", attend, "cuda")
-
-
-def _per_head(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 values, fp32 scales (batch, heads)): x ~ values * scales."""
-    largest = torch.finfo(FP8).max
-    scales = x.abs().amax((1, 3)).float().clamp(min=1e-12) / largest
-    return (x / scales[:, None, :, None]).clamp(-largest, largest).to(FP8), scales
-
-
-def short(dtype: torch.dtype) -> str:
-    return SHORT[str(dtype).removeprefix("torch.")]
+    return attend
