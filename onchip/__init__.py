@@ -28,7 +28,8 @@ __all__ = [
     "varlen_attention",
 ]
 
-_LAZY = ("adapters", "engine", "iomodel", "kvcache", "masks", "models", "parallel", "testing")
+_LAZY = ("adapters", "engine", "iomodel", "kvcache", "masks", "models", "parallel", "quant")
+_LAZY += ("testing",)
 _ENGINE = ("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams")
 
 

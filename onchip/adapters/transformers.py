@@ -10,7 +10,7 @@ or of a sequence of a few tokens, are a bias.
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,15 +34,17 @@ _FEW_KEYS = 8  # or a model that computes with its mask might take two bounds fo
 _CELLS_AT_ONCE = 1 << 24  # of a rule that is not known
 
 
-def register(name: str = NAME) -> None:
+def register(name: str = NAME, *, precise_delta: bool = False) -> None:
     """From now on models take attn_implementation=name. Nothing that is loaded already changes;
-    call `model.set_attn_implementation(name)`.
+    call `model.set_attn_implementation(name)`. precise_delta: as of `onchip.attention`, for all
+    that trains under this name.
     """
     if "flash" in name or "/" in name or "|" in name:
         raise ValueError(
             f"name={name!r} means something else to transformers: take one without 'flash', / and |"
         )
-    interface.register(name, attend, mask)
+    serve = partial(attend, precise_delta=True) if precise_delta else attend
+    interface.register(name, serve, mask)
 
 
 class _Frame(NamedTuple):
@@ -354,6 +356,7 @@ def attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    precise_delta: bool = False,
     **said: Any,
 ) -> tuple[Tensor, None]:
     """Attention for transformers: query (batch, num_heads, seqlen_q, head_dim), key and value
@@ -368,7 +371,8 @@ def attend(
         is_causal = getattr(module, "is_causal", True)
     packing = _Packing.taken_from(said)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    call = _Call(q, k, v, position_bias, options_of(said) | {"dropout_p": dropout})
+    options = options_of(said) | {"dropout_p": dropout, "precise_delta": precise_delta}
+    call = _Call(q, k, v, position_bias, options)
     if packing is not None:
         return packing.attend(call, attention_mask, is_causal), None
     if attention_mask is None:

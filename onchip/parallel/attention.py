@@ -47,6 +47,7 @@ def context_parallel_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
+    precise_delta: bool = False,
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() of one sequence over all ranks of a group, of which each holds its layout's part
@@ -75,14 +76,25 @@ def context_parallel_attention(
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = Options(
-        causal, window_size, softmax_scale, softcap, dropout_p, False, deterministic, out_dtype
+        causal,
+        window_size,
+        softmax_scale,
+        softcap,
+        dropout_p,
+        deterministic=deterministic,
+        out_dtype=out_dtype,
+        precise_delta=precise_delta,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
     whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
     rule = rule_of(whole, x, options, mask)
     _agree(ranks, strategy, whole, rule, options, x)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
-    call = Call(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed)
+    keeps = _keeps_residual(options, x)
+    call = Call(
+        *(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed),
+        precise_delta=keeps,
+    )
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
     chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))
@@ -187,6 +199,14 @@ def _agree(
             **options._asdict(),
         }
     )
+
+
+def _keeps_residual(options: Options, x: Tensors) -> bool:
+    """Whether precise_delta has anything to keep, and a backward to keep it for."""
+    rounds = (options.out_dtype or x.q.dtype).itemsize == 2
+    leaves = (t for t in (x.q, x.k, x.v, x.sinks) if t is not None)
+    records = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+    return options.precise_delta and rounds and records
 
 
 def _shared_seed(comm: Comm | Nest, seed: int | Tensor | None, q: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.kernels.protocol import Grads, row_delta, sink_gradient, split, with_residual
 from onchip.parallel.comm import Comm
 from onchip.parallel.rounds import Call, Schedule
 from onchip.state import add_sink, finalize, resume
 
-Pair = tuple[Tensor, Tensor]  # (out, lse)
+Kept = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, residual)
 
 
 class Job(NamedTuple):
@@ -40,23 +40,30 @@ class Job(NamedTuple):
             call=self.call._replace(alibi_slopes=slopes, first_head=lo),
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Pair:
-        """(out, lse) of local queries. A sink enters after the keys of all ranks, once."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:
+        """(out, lse, residual of out, if it is kept) of local queries. A sink enters after the keys
+        of all ranks, once.
+        """
         out, lse = self.strategy.forward(self.comm, self.schedule, self.call, q, k, v)
         if sinks is not None:
             state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
             out, lse = finalize(state)
             out = out.transpose(1, 2)
-        return out.to(self.out_dtype).contiguous(), lse
+        residual = None
+        if self.call.precise_delta:
+            out, residual = split(out.contiguous(), self.out_dtype)
+        return out.to(self.out_dtype).contiguous(), lse, residual
 
     def differentiate(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, saved: tuple
     ) -> Grads:
-        """The gradients, unrounded; saved is (out, lse, dout, dlse or None)."""
-        found = self.strategy.backward(self.comm, self.schedule, self.call, q, k, v, saved)
+        """The gradients, unrounded; saved is (out, lse, dout, dlse or None, residual or None)."""
+        out, lse, dout, dlse, residual = saved
+        dlse = dlse if residual is None else with_residual(dlse, residual, dout)
+        given = self.comm, self.schedule, self.call
+        found = self.strategy.backward(*given, q, k, v, (out, lse, dout, dlse))
         if sinks is None:
             return Grads(*found)
-        out, lse, dout, dlse = saved
         return Grads(*found, dsinks=sink_gradient(sinks, lse, row_delta(out, dout, dlse)))
 
 
@@ -65,20 +72,20 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, job: Job, q, k, v, sinks):
-        out, lse = job.attend(q, k, v, sinks)
+        out, lse, residual = job.attend(q, k, v, sinks)
         ctx.job = job
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, residual)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, sinks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = ctx.job.differentiate(q, k, v, sinks, (out, lse, dout, dlse))
+        grads = ctx.job.differentiate(q, k, v, sinks, (out, lse, dout, dlse, residual))
         dq, dk, dv = (g.to(q.dtype) for g in grads[:3])
         dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
         return None, dq, dk, dv, dsinks

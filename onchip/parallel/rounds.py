@@ -249,6 +249,7 @@ class Call(NamedTuple):
     dropout_seed: Tensor | None = None
     first_head: int = 0
     wide_grads: bool = True  # needed where gradients of rounds are summed
+    precise_delta: bool = False  # what rounding takes from out is kept for the backward
 
 
 def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.parallel import ring
 from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
-from onchip.parallel.job import Job, Pair
+from onchip.parallel.job import Job, Kept
 from onchip.parallel.nest import Groups, Nest
 from onchip.parallel.rounds import Call, Rule, schedule
 from onchip.parallel.sharding import Layout
@@ -81,19 +81,19 @@ class Ulysses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan: Plan, q, k, v, sinks):
         k, v, q = plan.exchange.to_heads((k, v, q), plan.of_keys_and_queries)
-        out, lse = _attend(plan, q, k, v, sinks)
+        out, lse, residual = _attend(plan, q, k, v, sinks)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, residual)
         lse, out = plan.exchange.to_tokens((_columns(lse), out), (plan.heads, plan.heads))
         return out, _rows(lse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, (q, k, v, sinks, out, lse) = ctx.plan, ctx.saved_tensors
+        plan, (q, k, v, sinks, out, lse, residual) = ctx.plan, ctx.saved_tensors
         both = plan.heads, plan.heads
         dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
-        saved = out, lse, dout, _rows(dlse)
+        saved = out, lse, dout, _rows(dlse), residual
         grads = _differentiate(plan, (q, k, v, sinks), saved)
         found = plan.exchange.to_tokens((grads.dk, grads.dv, grads.dq), plan.of_keys_and_queries)
         dk, dv, dq = (t.to(q.dtype) for t in found)
@@ -101,21 +101,24 @@ class Ulysses(torch.autograd.Function):
         return None, dq, dk, dv, dsinks
 
 
-def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Pair:
-    """(out, lse) of my heads, maybe none, over the tokens of the group."""
+def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:
+    """Of my heads, maybe none, over the tokens of the group."""
     batch, seqlen, heads, _ = q.shape
     out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.job.out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=accumulator_dtype(q.dtype))
+    residual = torch.empty_like(out) if plan.job.call.precise_delta else None
     for job, own, keys, all_ in plan.parts():
         own_sinks = None if sinks is None else sinks[all_]
         found = job.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
-        out[:, :, own], lse[:, own] = found
-    return out, lse
+        out[:, :, own], lse[:, own] = found[:2]
+        if residual is not None:
+            residual[:, :, own] = found[2]
+    return out, lse, residual
 
 
 def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
     """Of my heads over the tokens of the group; dsinks (heads) is zero for the heads of others."""
-    (q, k, v, sinks), (out, lse, dout, dlse) = tensors, saved
+    (q, k, v, sinks), (out, lse, dout, dlse, residual) = tensors, saved
     wide = accumulator_dtype(q.dtype)
     of_keys = wide if plan.cuts_groups else k.dtype
     dq, dk, dv = (
@@ -127,7 +130,8 @@ def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
     for job, own, keys, all_ in plan.parts():
         own_sinks = None if sinks is None else sinks[all_]
         inputs = q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks
-        of_rows = out[:, :, own], lse[:, own], dout[:, :, own], dlse[:, own]
+        own_residual = None if residual is None else residual[:, :, own]
+        of_rows = out[:, :, own], lse[:, own], dout[:, :, own], dlse[:, own], own_residual
         grads = job.differentiate(*inputs, of_rows)
         dq[:, :, own], dk[:, :, keys], dv[:, :, keys] = grads[:3]
         if dsinks is not None:

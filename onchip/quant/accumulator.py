@@ -10,10 +10,12 @@ INSTRUCTION = 32  # products of 8 bits that one wgmma adds at once
 
 @dataclass(frozen=True)
 class Accumulator:
-    """Sums of FP8 products on Hopper: each instruction aligns its 32 products and the sum so far to
-    the largest of them, and drops what lies below `bits` bits (DeepSeek-V3, arXiv 2412.19437,
-    section 3.5.2: 14; SageAttention2, arXiv 2411.10958: 13 behind the leading one). `promote`
-    products later the sum is added to one in fp32; None: never, the sum lives there for good.
+    """How Hopper adds FP8 products: each instruction aligns 32 of them and the sum so far to the
+    largest, and cuts off, towards zero, what lies below `bits` bits. DeepSeek-V3 (arXiv 2412.19437,
+    section 3.5.2) found 14, SageAttention2 (arXiv 2411.10958) 13 behind the leading one.
+
+    `promote` products later, or where the product ends, the sum is added to one in fp32. None:
+    never, the sum stays where it is.
     """
 
     bits: int = 14
@@ -25,8 +27,8 @@ class Accumulator:
 
 
 def add_product(acc: Tensor, a: Tensor, b: Tensor, accumulator: Accumulator | None) -> Tensor:
-    """acc + a @ b for a (..., rows, n), b (..., n, columns); exact but for rounding without an
-    accumulator.
+    """acc + a @ b for a (..., rows, n) and b (..., n, columns), n products to each sum; without an
+    accumulator as torch adds them.
     """
     if accumulator is None:
         return acc + a @ b

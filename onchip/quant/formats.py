@@ -1,5 +1,6 @@
 """Number formats of one byte and less, as grids: what survives of a tensor that is stored so."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """The numbers +-n * 2^(e - mantissa_bits) up to max, with e >= min_exponent and n < 2 *
-    2^mantissa_bits. Below 2^min_exponent they are evenly spaced (subnormal); integers are so
-    everywhere. `dtype` stores them: torch's own where it has one, else fp32.
+    """The numbers +-n * 2^(e - mantissa_bits) up to max, with integers e >= min_exponent and n in
+    [0, 2 * 2^mantissa_bits). Below 2 * 2^min_exponent they are evenly spaced, integers altogether.
+    `dtype` stores them: torch's own where it has one, else fp32.
     """
 
     name: str
@@ -21,18 +22,14 @@ class Format:
 
     @property
     def steps(self) -> tuple[float, ...]:
-        """The distance between neighbours in each binade, from the lowest on."""
-        lowest, binade = self.min_exponent - self.mantissa_bits, 2.0**self.min_exponent
-        steps = []
-        while binade <= self.max or not steps:
-            steps.append(2.0 ** (lowest + len(steps)))
-            binade *= 2
-        return tuple(steps)
+        """The distance between neighbours in each binade, from 2^min_exponent on."""
+        top = math.frexp(self.max)[1]
+        return tuple(2.0 ** (e - self.mantissa_bits) for e in range(self.min_exponent, top))
 
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 3, -6)
 E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2, -14)
-INT8 = Format("int8", torch.int8, 127.0, 7, 7)  # -128 stays unused: -x must be there for every x
+INT8 = Format("int8", torch.int8, 127.0, 6, 6)  # -128 stays unused: -x must be there for every x
 FP4 = Format("fp4", torch.float32, 6.0, 1, 0)  # e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6
 FORMATS = {fmt.name: fmt for fmt in (E4M3, E5M2, INT8, FP4)}
 

@@ -68,9 +68,10 @@ def quantise(
     A scale over NaN or infinity makes all that share it NaN. With a generator values are rounded at
     random: see `cast`.
     """
-    _check_layout(x, cu_seqlens)
+    check_layout("x", x, cu_seqlens)
     amax = _amax(wide(x).abs(), scheme, cu_seqlens)
-    scales = (amax / scheme.format.max).float()
+    # By a tensor: on a GPU a number would be replaced by its reciprocal, and scales would differ.
+    scales = (amax / amax.new_tensor(scheme.format.max)).float()
     scales = scales.clamp(min=torch.finfo(torch.float32).tiny)  # nothing there: nothing to divide
     out = Quantised(x, scales, scheme, cu_seqlens)
     values = cast(wide(x) / out.token_scales(), scheme.format, generator)
@@ -125,9 +126,17 @@ def _amax(x: Tensor, scheme: Scheme, cu_seqlens: Tensor | None) -> Tensor:
     return amax
 
 
-def _check_layout(x: Tensor, cu_seqlens: Tensor | None) -> None:
-    rank, layout = (4, "(batch, seqlen, heads, head_dim)")
+def check_layout(name: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """Dense without cu_seqlens; with them packed, and all tokens of x belong to a sequence."""
+    rank, layout = 4, "(batch, seqlen, heads, head_dim)"
     if cu_seqlens is not None:
-        rank, layout = (3, "(total, heads, head_dim) beside cu_seqlens")
+        rank, layout = 3, "(total, heads, head_dim) beside cu_seqlens"
     if x.dim() != rank:
-        raise ValueError(f"x must have rank {rank}, {layout}, got shape {tuple(x.shape)}")
+        raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(x.shape)}")
+    if cu_seqlens is None:
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0 or offsets[-1] != len(x) or offsets != sorted(offsets):
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {len(x)} tokens of {name}, got {offsets}"
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.quant.formats import wide
-from onchip.quant.schemes import sequences
+from onchip.quant.schemes import check_layout, sequences
 
 
 def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -17,6 +17,7 @@ def smooth_keys(k: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Te
     (total, heads, head_dim) with cu_seqlens; mean (batch, heads, head_dim) is that of each sequence
     and head, 0 for a sequence without keys.
     """
+    check_layout("k", k, cu_seqlens)
     k = wide(k)
     sequence, _ = sequences(k, cu_seqlens)
     count = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -35,6 +36,7 @@ def lse_shift(
     """softmax_scale * q.mean, what the lse over k - mean is short of: (batch, heads, seqlen_q),
     packed (heads, total). Heads of a group share their keys' mean.
     """
+    check_layout("q", q, cu_seqlens_q)
     q = wide(q)
     sequence, _ = sequences(q, cu_seqlens_q)
     mean = mean.repeat_interleave(q.shape[-2] // mean.shape[-2], -2)

@@ -127,6 +127,28 @@ def test_gradients_are_those_of_eager(kind, side, words):
     equal_gradients(ours, eager)
 
 
+def test_precise_delta_keeps_the_residuals(words):
+    """Of every layer, under a name that was registered for it."""
+    adapter.register("precise", precise_delta=True)
+    one = families.model("llama").bfloat16().train()
+
+    def saved_bytes(name):
+        kept = {}
+
+        def pack(t):
+            kept[t.data_ptr()] = t
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            as_name(one, name)(words, use_cache=False)
+        return sum(t.numel() * t.element_size() for t in kept.values())
+
+    config = one.config
+    out = BATCH * TOKENS * config.num_attention_heads * config.head_dim
+    more = saved_bytes("precise") - saved_bytes("onchip")
+    assert more == config.num_hidden_layers * out * 2
+
+
 def test_gradients_of_sinks(words):
     """Without padding: eager lets the rows of padding teach the sinks."""
     eager, ours = both("gpt_oss", lambda one: gradients(one, words, torch.ones_like(words)))
