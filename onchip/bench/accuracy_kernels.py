@@ -24,19 +24,19 @@ from onchip.quant.schemes import Scheme, quantise
 from onchip.testing import rounding_model, unfused
 
 GPU_ALONE = ("hopper", "triton")  # the others' rows are those of the CPU
-MATERIALISE = ("reference", "paper_v0")  # queries x keys numbers
 SLOW = ("paper_v1", "paper_v2", "paper_v4")  # loops in Python that count every byte
 FP8 = torch.float8_e4m3fn
-LABELS = {  # of recipes
-    "fp8": "onchip fp8",
-    "int8": "onchip int8",
-    "int8_pv16": "onchip int8, P and V bf16",
-    "fp8_tensor": "FP8 per tensor",
-    "fa3_fp8": "FA3 FP8, emulated",
-    "sage1": "SageAttention 1",
-    "sage2": "SageAttention 2",
+OURS = ("fp8", "int8", "int8_pv16")  # what `precision` may be
+LABELS = {  # of recipes, emulated
+    "fp8": "onchip fp8 (emulated)",
+    "int8": "onchip int8 (emulated)",
+    "int8_pv16": "onchip int8_pv16 (emulated)",
+    "fp8_tensor": "FP8 per tensor (emulated)",
+    "fa3_fp8": "FA3 FP8 (emulated)",
+    "sage1": "SageAttention 1 (emulated)",
+    "sage2": "SageAttention 2 (emulated)",
 }
-CAST = "P alone, x 256"
+CAST, FA3_FP8 = "P alone, x 256", "FA3 FP8"
 Answer = Tensor | tuple[Tensor, Tensor | None]
 
 
@@ -46,15 +46,13 @@ class Unserved(Exception):
 
 class Kernel(NamedTuple):
     """attend(q, k, v) -> out or (out, lse). kind: onchip, peer, emulated, or floor (what must be
-    rounded). lean: it never holds queries x keys numbers. dtype: of the products' operands, if not
-    that of the inputs.
+    rounded). dtype: of the products' operands, if not that of the inputs.
     """
 
     name: str
     kind: str
     attend: Callable[..., Answer]
     device: str = "cpu"
-    lean: bool = True
     dtype: torch.dtype | None = None
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -96,11 +94,11 @@ class refusals:
 def kernels(dtype: torch.dtype) -> Iterator[Kernel]:
     """All that may serve a case in dtype here, onchip's first."""
     yield from _ours()
-    yield Kernel("unfused", "peer", unfused, lean=False)
+    yield Kernel("unfused", "peer", unfused)
     if dtype.itemsize == 2:
-        yield Kernel("rounding model", "floor", rounding_model, lean=False)
+        yield Kernel("rounding model", "floor", rounding_model)
     for name, backend in (("sdpa flash", "fa2"), ("sdpa math", "math")):
-        yield Kernel(name, "peer", peers.backend(backend), lean=backend != "math")
+        yield Kernel(name, "peer", peers.backend(backend))
     if torch.cuda.is_available():
         yield from gpu_kernels(dtype)
 
@@ -109,7 +107,7 @@ def _ours() -> Iterator[Kernel]:
     for name in KERNELS:
         if name not in GPU_ALONE:
             attend = partial(onchip.attention, kernel=name, return_lse=True)
-            yield Kernel(name, "onchip", attend, lean=name not in MATERIALISE)
+            yield Kernel(name, "onchip", attend)
 
 
 def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
@@ -118,10 +116,10 @@ def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
         yield Kernel(
             name, "onchip", partial(onchip.attention, kernel=name, return_lse=True), "cuda"
         )
-    yield Kernel("unfused, GPU", "peer", unfused, "cuda", lean=False)
+    yield Kernel("unfused, GPU", "peer", unfused, "cuda")
     for name in peers.BACKENDS:
         attend = peers.backend(name)
-        yield Kernel(f"sdpa {name}, GPU", "peer", attend, "cuda", lean=name != "math")
+        yield Kernel(f"sdpa {name}, GPU", "peer", attend, "cuda")
     try:
         fa3 = peers.fa3()
     except ImportError:
@@ -135,8 +133,18 @@ def narrow_kernels() -> Iterator[Kernel]:
     for name, recipe in RECIPES.items():
         yield emulated(LABELS[name], recipe)
     if torch.cuda.is_available():
+        yield from (in_8_bits(precision) for precision in OURS)
         with suppress(ImportError):
-            yield Kernel("FA3 FP8", "peer", fa3_fp8(peers.fa3_function()), "cuda", dtype=FP8)
+            yield Kernel(FA3_FP8, "peer", fa3_fp8(peers.fa3_function()), "cuda", dtype=FP8)
+
+
+def in_8_bits(precision: str) -> Kernel:
+    """The Hopper kernel of a recipe."""
+    options: dict[str, Any] = {"kernel": "hopper", "precision": precision, "return_lse": True}
+    dtype = FP8 if precision == "fp8" else torch.int8
+    return Kernel(
+        f"hopper {precision}", "onchip", partial(onchip.attention, **options), "cuda", dtype
+    )
 
 
 def emulated(name: str, recipe: Recipe) -> Kernel:

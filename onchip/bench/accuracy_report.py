@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from onchip.bench.accuracy import BARS, select
-from onchip.bench.accuracy_kernels import CAST
+from onchip.bench.accuracy_kernels import CAST, LABELS, OURS
 from onchip.bench.harness import SHORT, Row, judge
 from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
 from onchip.bench.ring_report import precision_sheet, sums_sheet
@@ -86,9 +86,12 @@ def long_sheet(rows: list[Row]) -> Sheet:
 
 
 def accumulator_sheet(rows: list[Row]) -> Sheet:
+    """Sums down, families across: relative RMSE in per cent."""
     chosen = _of(rows, "accumulator")
-    cells = lambda r: [r["kernel"], number(r["value"]), percent(r["relative"])]
-    return ["sums of products", "RMSE", "relative, %"], [cells(r) for r in chosen]
+    columns, body = _grid(
+        chosen, lambda r: (r["kernel"],), lambda r: r["family"], lambda r: percent(r["relative"])
+    )
+    return ["products are added in", *columns], body
 
 
 def backward_sheet(rows: list[Row]) -> Sheet:
@@ -111,14 +114,14 @@ def delta_sheet(rows: list[Row]) -> Sheet:
 
 
 def exp2_sheet(rows: list[Row]) -> Sheet:
-    shares = ("differs_bf16", "differs_fp16", "all_bf16", "all_fp16")
+    numbers, shares = ("value", "mean_relative"), ("differs_bf16", "differs_fp16")
     heads = ["2^x by", "largest", "mean", "bf16, %", "fp16, %", "all bf16, %", "all fp16, %"]
-    cells = lambda r: [r["kernel"], *(number(r[c]) for c in ("value", "mean_relative"))]
-    body = [[*cells(r), *(percent(r[c]) for c in shares)] for r in rows if r["bench"] == "exp2"]
-    return [*heads, "2^-inf"], [
-        [*line, number(r["at_minus_infinity"])]
-        for line, r in zip(body, _of(rows, "exp2"), strict=True)
-    ]
+    body = []
+    for r in _of(rows, "exp2"):
+        cells = [percent(r[c]) for c in (*shares, "all_bf16", "all_fp16")]
+        ends = number(r["at_minus_infinity"])
+        body.append([r["kernel"], *(number(r[c]) for c in numbers), *cells, ends])
+    return [*heads, "2^-inf"], body
 
 
 def bars_sheet(rows: list[Row]) -> Sheet:
@@ -134,7 +137,6 @@ def bars_sheet(rows: list[Row]) -> Sheet:
 SHEETS: Sheets = {
     "forward": forward_sheet,
     "outliers": family_sheet("outliers"),
-    "ties": family_sheet("ties"),
     "sink": sink_sheet,
     "long": long_sheet,
     "accumulator": accumulator_sheet,
@@ -150,7 +152,7 @@ TITLES = {
     "outliers": "N(0,1) + N(0,100) Bernoulli(0.001), in full",
     "sink": "Relative RMSE in per cent, one key so far above the others",
     "long": "A million keys of one value: largest error of out, bf16",
-    "accumulator": "onchip fp8 with the products added in fewer bits, N(0,1)",
+    "accumulator": "fp8 with its products added in fewer bits: relative RMSE in per cent",
     "backward": "Gradients: RMSE over the root mean square of the exact ones",
     "delta": "Gradients in bf16, without and with precise_delta: relative errors",
     "precision": "A ring in bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",
@@ -190,8 +192,8 @@ def _types(axes: Any, rows: list[Row]) -> None:
     for i, row in enumerate(reversed(chosen)):
         ours = row["kind"] == "onchip" or row["kernel"].startswith("onchip")
         look = {"color": COLOURS[TYPES.index(row["dtype"])], "markersize": 6}
-        axes.plot(row["value"], i, marker="o" if ours else "s", fillstyle="full" if ours else "none",
-                  linestyle="none", **look)  # fmt: skip
+        shape = {"marker": "o"} if ours else {"marker": "s", "fillstyle": "none"}
+        axes.plot(row["value"], i, linestyle="none", **shape, **look)
     axes.set_xscale("log")
     axes.set_yticks(range(len(names)), names, fontsize=7.5)
     axes.set_title("RMSE on outliers (filled: onchip's)", fontsize=10, loc="left")
@@ -199,8 +201,8 @@ def _types(axes: Any, rows: list[Row]) -> None:
 
 def _sinks(axes: Any, rows: list[Row]) -> None:
     """Relative RMSE over the gap."""
-    drawn = ("P alone, x 1, first key first", "P alone, x 1", CAST, "FA3 FP8, emulated")
-    drawn += ("onchip fp8", "onchip int8", "onchip int8, P and V bf16")
+    drawn = ("P alone, x 1, first key first", "P alone, x 1", CAST)
+    drawn += tuple(LABELS[name] for name in ("fa3_fp8", *OURS))
     colours = ("#d9691f", "#e0a878", "#238c43", "#9aa4af", "#c0392b", "#2f81f7", "#a855c7")
     for name, colour in zip(drawn, colours, strict=True):
         points = [(r["gap"], 100 * r["relative"]) for r in rows if select("sink", kernel=name)(r)]
