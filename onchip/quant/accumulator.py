@@ -1,5 +1,6 @@
 """The short accumulator of FP8 tensor cores, as a model of what it loses."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,23 +33,29 @@ def add_product(acc: Tensor, a: Tensor, b: Tensor, accumulator: Accumulator | No
     """
     if accumulator is None:
         return acc + a @ b
-    chunks = zip(a.split(INSTRUCTION, -1), b.split(INSTRUCTION, -2), strict=True)
     if accumulator.promote is None:
-        for left, right in chunks:
-            acc = _instruction(acc, left, right, accumulator.bits)
-        return acc
-    short, fill = torch.zeros_like(acc), 0
-    for left, right in chunks:
-        short, fill = _instruction(short, left, right, accumulator.bits), fill + INSTRUCTION
-        if fill == accumulator.promote:
-            acc, short, fill = acc + short, torch.zeros_like(acc), 0
-    return acc + short
+        return _short_sum(acc, a, b, accumulator.bits)
+    for left, right in _pieces(a, b, accumulator.promote):
+        acc = acc + _short_sum(torch.zeros_like(acc), left, right, accumulator.bits)
+    return acc
+
+
+def _pieces(a: Tensor, b: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(a.split(size, -1), b.split(size, -2), strict=True)
+
+
+def _short_sum(acc: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
+    for left, right in _pieces(a, b, INSTRUCTION):
+        acc = _instruction(acc, left, right, bits)
+    return acc
 
 
 def _instruction(acc: Tensor, a: Tensor, b: Tensor, bits: int) -> Tensor:
     """One wgmma: acc + a @ b, all addends cut off below `bits` bits of the largest."""
     products = a[..., :, :, None] * b[..., None, :, :]  # (..., rows, n, columns)
     largest = torch.maximum(products.abs().amax(-2), acc.abs())
-    quantum = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - bits)
+    # The power of two above it, by an exact division: not every device's exp2 gives exact powers.
+    power = torch.where(largest == 0, 1.0, largest / torch.frexp(largest).mantissa)
+    quantum = power * 2.0**-bits
     kept = (products / quantum[..., None, :]).trunc().sum(-2) + (acc / quantum).trunc()
     return kept * quantum
