@@ -173,11 +173,12 @@ def explain(
         if cu_seqlens_k is not None or max_seqlen_k is not None:
             raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
-        return _explain_paged(tables, max_seqlen_q, kernel, options)
+        return _explain_paged(tables, max_seqlen_q, kernel, {"return_lse": return_lse, **options})
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    (problem, _), x = pose(q, k, v, _scalars(options), Extras(**options), packing)
+    scalars = _scalars(options, return_lse=return_lse)
+    (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
     explanation = _explanation(problem, x, _dense_parts(problem, x), kernel, on)
     if x.mask is None:
         return explanation

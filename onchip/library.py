@@ -2,8 +2,8 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), twelve scalars (`_scalars`), then the tensors of the mask, or the one
-that it will be built from. The plan is made inside, so a compiled graph never specialises on it.
+(`Tensors` without its mask), thirteen scalars (`_scalars`), then the tensors of the mask, or the
+one that it will be built from. The plan is made inside: a compiled graph never specialises on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,11 +54,12 @@ _ARGUMENTS = (
     "Tensor? places_q, Tensor? places_k, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
-    "ScalarType out_dtype, bool return_stats, bool deterministic, str? kernel, Tensor[] mask"
+    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? kernel, "
+    "Tensor[] mask"
 )
 
 
-_END = _NUM_TENSORS + 12  # where the mask begins
+_END = _NUM_TENSORS + 13  # where the mask begins
 
 
 def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
@@ -219,6 +220,7 @@ def _scalars(problem: Problem, kernel: str | None) -> tuple:
         problem.out_dtype,
         problem.return_stats,
         problem.deterministic,
+        problem.return_lse,
         kernel,
     )
 
@@ -228,7 +230,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
         _NUM_TENSORS:_END
     ]
-    out_dtype, return_stats, deterministic, kernel = rest
+    out_dtype, return_stats, deterministic, return_lse, kernel = rest
     if args[_END]:
         x = x._replace(mask=_mask_object(args[_END], seqlen_q, seqlen_k))
     q, k, v, cu_seqlens_q = x[:4]
@@ -258,6 +260,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         page_size=0 if x.page_table is None else k.shape[1],
         has_tree_mask=x.tree_mask is not None,
         has_places=x.places_q is not None,
+        return_lse=return_lse,
     )
     return problem, x, kernel
 

@@ -80,6 +80,7 @@ def attention(
         deterministic,
         out_dtype,
         precise_delta,
+        return_lse,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
@@ -127,6 +128,7 @@ def varlen_attention(
         deterministic,
         out_dtype,
         precise_delta,
+        return_lse,
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -179,6 +181,7 @@ def paged_attention(
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         out_dtype=out_dtype,
+        return_lse=return_lse,
     )
     x = Tensors(
         paged.lowered(q, k_pages),
@@ -235,12 +238,11 @@ def cascade_attention(
         plan = cascade.plan(page_table, cache_seqlens, k_pages.shape[1], model, **queries)
     own = plan.own(page_table, cache_seqlens)
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
-    options |= {"sinks": sinks, "out_dtype": out_dtype, "kernel": kernel}
+    options |= {"sinks": sinks, "out_dtype": out_dtype, "return_lse": return_lse, "kernel": kernel}
     ours = kernel in (None, "triton") and device_info(q.device).has_triton
     merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
     pages = (k_pages, v_pages)
-    out, lse = cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
-    return (out, lse) if return_lse else out
+    return cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
 
 
 def offload_attention(

@@ -59,6 +59,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
         deterministic=bool(options.deterministic),
         page_size=page_size,
         has_tree_mask=x.tree_mask is not None,
+        return_lse=bool(options.return_lse),
     )
     check_extras(problem, x)
     _check_tree(problem, x)

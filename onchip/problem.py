@@ -86,6 +86,7 @@ class Problem(NamedTuple):
     first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
     wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
+    return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
 
     @property
     def group_size(self) -> int:
@@ -239,6 +240,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     out_dtype: torch.dtype | None = None
     precise_delta: bool = False
+    return_lse: bool = False
 
 
 class Question(NamedTuple):
@@ -364,6 +366,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         bool(options.deterministic),
         has_places=x.places_q is not None,
         precise_delta=bool(options.precise_delta) and out_dtype.itemsize == 2,  # or is not rounded
+        return_lse=bool(options.return_lse),
     )
     check_extras(problem, x)
     return problem

@@ -315,7 +315,9 @@ def ties(dtype=torch.bfloat16):
 @pytest.mark.parametrize("kernel", [None, "tiled", "reference"])
 @pytest.mark.parametrize("name", PRECISE)
 def test_precise_delta_is_the_gradient_of_the_unrounded_out(name, kernel):
-    """Also through lse, and whatever enters delta beside out."""
+    """Also through lse, and whatever enters delta beside out: of what is lost without it, a tenth
+    at most is left, for gradients are rounded, too.
+    """
     attend, options = PRECISE[name]
     x, dout = ties()
     extra = [options[n].clone().requires_grad_() for n in ("sinks", "bias") if n in options]
@@ -328,7 +330,7 @@ def test_precise_delta_is_the_gradient_of_the_unrounded_out(name, kernel):
     plain, precise, wide = gradients(), gradients(precise_delta=True), gradients(out_dtype=FP32)
     for i, exact in enumerate(wide):
         lost, left = ((g[i] - exact).float().norm() for g in (plain, precise))
-        assert i == 2 or left <= 0.05 * lost  # dv needs no delta
+        assert i == 2 or left <= 0.1 * lost  # dv needs no delta
     assert (precise[0] - wide[0]).norm() < 1e-3 * wide[0].norm()
 
 

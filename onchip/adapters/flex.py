@@ -49,11 +49,13 @@ def flex_attention(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     wants_max = return_aux is not None and return_aux.max_scores
     options = {"mask": block_mask, "softmax_scale": scale, "return_stats": wants_max}
-    answer = ops.attention(q, k, v, **options, return_lse=True)
-    out, lse, *stats = cast(tuple[Any, ...], answer)
+    wants_lse = return_lse if return_aux is None else return_aux.lse
+    answer = ops.attention(q, k, v, **options, return_lse=wants_lse)
+    out, *rest = cast(tuple[Any, ...], answer if isinstance(answer, tuple) else (answer,))
     out = out.transpose(1, 2)
+    lse = rest.pop(0) if wants_lse else None
     if return_aux is not None:
-        return out, _aux(lse if return_aux.lse else None, stats[0].max_logit if stats else None)
+        return out, _aux(lse, rest[0].max_logit if rest else None)
     return (out, lse) if return_lse else out
 
 

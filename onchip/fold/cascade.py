@@ -10,7 +10,7 @@ stays valid while sequences grow behind their shared pages.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -242,10 +242,11 @@ def run(
     *,
     merge: Callable[[Pair, list[Part], torch.dtype], Pair] | None = None,
     out_dtype: torch.dtype | None = None,
+    return_lse: bool = True,
     **options: object,
-) -> Pair:
-    """(out, lse) of paged attention over the tables that `plan.own` was given, in one call of
-    attend per level and one for what is not shared.
+) -> Pair | Tensor:
+    """(out, lse), or out alone, of paged attention over the tables that `plan.own` was given, in
+    one call of attend per level and one for what is not shared.
 
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
@@ -255,15 +256,18 @@ def run(
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
     if not plan.levels:
-        return _attend_own(plan, attend, q, pages, own, {**options, "out_dtype": out_dtype})
+        asked = {**options, "out_dtype": out_dtype, "return_lse": return_lse}
+        return _attend_own(plan, attend, q, pages, own, asked)
     for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # partials are not rounded
+    for_all["return_lse"] = True
     out, lse = _attend_own(plan, attend, q, pages, own, {**for_all, **for_own})
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     parts = [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
-    if q.dim() == 3:
-        return out, lse
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    if q.dim() == 4:
+        out = out.unflatten(0, q.shape[:2])
+        lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
+    return (out, lse) if return_lse else out
 
 
 FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic"}
@@ -301,14 +305,14 @@ def _packed(plan: Plan, q: Tensor, pages: Pair) -> Tensor:
 
 def _attend_own(
     plan: Plan, attend: Callable[..., Pair], q: Tensor, pages: Pair, own: Pair, options: dict
-) -> Pair:
+) -> Any:
     packing: dict[str, object] = {}
     if q.dim() == 3:
         packing = {
             "cu_seqlens_q": plan.cu_seqlens_q,
             "max_seqlen_q": max(plan.lengths_q, default=0),
         }
-    return attend(q, *pages, *own, **packing, **options, return_lse=True)
+    return attend(q, *pages, *own, **packing, **options)
 
 
 def _attend_level(
@@ -324,7 +328,7 @@ def _attend_level(
         q = q.repeat(level.segments, 1, 1)
         packing = {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": level.max_seqlen_q}
     tables = level.page_table, level.seqlens
-    out, lse = attend(q, *pages, *tables, causal=False, return_lse=True, **packing, **options)
+    out, lse = attend(q, *pages, *tables, causal=False, **packing, **options)
     if not packing:
         return Part(out, lse, level.place)
     stacked = (level.segments, -1)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import onchip
+from onchip import masks
 from onchip.kernels import aten
 from onchip.masks.visibility import Visibility
-from onchip.testing import assert_accurate, make_qkv, oracle
+from onchip.testing import assert_accurate, make_packed, make_pages, make_qkv, oracle
 
 RAW = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 RAW_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -120,6 +121,62 @@ class TestRoundedPartials:
     def test_sinks_are_folded_before_the_rounding(self):
         q, k, v = make_qkv(1, 128, 128, num_heads=8, dtype=torch.bfloat16)
         assert_accurate(attend, q, k, v, sinks=torch.randn(8), grad=True)
+
+
+class TestSixteenBitLse:
+    SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+
+    @staticmethod
+    def share(lse, exact):
+        """Of what the rule allows: 1e-5 * max(1, max |lse|)."""
+        seen = exact.isfinite()
+        assert torch.equal(lse.isfinite(), seen)
+        return float((lse - exact)[seen].abs().max() / (1e-5 * max(1.0, exact[seen].abs().max())))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_trap(self, dtype):
+        """Exponentials of 16-bit inputs come sixteen at a time, and 5e-5 off."""
+        q, k, v = make_qkv(1, 111, 16, num_heads=4, dtype=dtype)
+        _, lse = RAW(*heads_first(q, k, v))
+        assert self.share(lse, oracle(q, k, v).lse) > 1
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        "options", [{}, {"causal": True}, {"window_size": (3, 0)}, {"mask": masks.window(2, 1)}]
+    )
+    def test_met(self, dtype, options):
+        q, k, v = make_qkv(2, 111, dtype=dtype, **self.SIZES)
+        out, lse = attend(q, k, v, return_lse=True, **options)
+        assert out.dtype == dtype
+        assert self.share(lse, oracle(q, k, v, **options).lse) < 0.3
+
+    def test_met_by_packed_calls(self):
+        packed = make_packed([7, 111, 0, 1], dtype=torch.bfloat16, **self.SIZES)
+        _, lse = onchip.varlen_attention(*packed[:3], return_lse=True, **packed.options)
+        lengths = {n: packed.options[n] for n in ("cu_seqlens_q", "cu_seqlens_k")}
+        assert self.share(lse, oracle(*packed[:3], **lengths).lse) < 0.3
+
+    @pytest.mark.parametrize("seqlen_q", [1, 50])
+    def test_met_by_paged_calls(self, seqlen_q):
+        q, k, v = make_qkv(2, seqlen_q, 99, dtype=torch.bfloat16, **self.SIZES)
+        lengths = torch.tensor([0, 99, 198], dtype=torch.int32)
+        pages = make_pages(k.flatten(0, 1), v.flatten(0, 1), lengths, page_size=16)
+        _, lse = onchip.paged_attention(q, *pages, return_lse=True)
+        assert self.share(lse, oracle(q, k, v, causal=True).lse) < 0.3
+
+    def test_met_by_compiled_calls(self):
+        q, k, v = make_qkv(1, 111, dtype=torch.bfloat16, **self.SIZES)
+        fn = lambda q, k, v: onchip.attention(q, k, v, return_lse=True)
+        _, lse = torch.compile(fn, backend="aot_eager", fullgraph=True)(q, k, v)
+        assert self.share(lse, oracle(q, k, v).lse) < 0.3
+
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_nothing_changes_for_who_asks_no_lse(self, grad):
+        """Not even where autograd keeps one: the result is the fast kernel's, bit by bit."""
+        q, k, v = (t.requires_grad_(grad) for t in make_qkv(1, 111, dtype=torch.bfloat16))
+        with torch.no_grad():
+            raw = RAW(*heads_first(q, k, v))[0].transpose(1, 2)
+        assert torch.equal(attend(q, k, v), raw)
 
 
 class TestSixteenBitGradients:

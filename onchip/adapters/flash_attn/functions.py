@@ -240,7 +240,7 @@ def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
     check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
     check_table(block_table, len(cu_seqlens_k) - 1)
-    out, lse = ops.paged_attention(
+    answer = ops.paged_attention(
         contiguous(q),
         k,
         v,
@@ -249,9 +249,12 @@ def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked)
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=number(max_seqlen_q),
         **asked.scores,
-        return_lse=True,
+        return_lse=asked.return_attn_probs,
     )
-    return (out, flash_lse(lse), _no_probs(out)) if asked.return_attn_probs else out
+    if not asked.return_attn_probs:
+        return answer
+    out, lse = answer
+    return out, flash_lse(lse), _no_probs(out)
 
 
 def _no_probs(out: Tensor) -> Tensor:

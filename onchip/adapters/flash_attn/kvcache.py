@@ -60,8 +60,10 @@ def flash_attn_with_kvcache(
                 q, new = _turned(q, new, seqlens, tables, rotary_interleaved, asked)
             _append(cache, new, seqlens)
             seqlens = seqlens + new.k.shape[1]
-        out, lse = _attend(q, cache, seqlens, asked)
-    return (out, flash_lse(lse)) if return_softmax_lse else out
+        if not return_softmax_lse:
+            return cast(Tensor, _attend(q, cache, seqlens, asked))
+        out, lse = _attend(q, cache, seqlens, asked, return_lse=True)
+    return out, flash_lse(lse)
 
 
 class NewTokens(NamedTuple):
@@ -153,10 +155,12 @@ def _append(cache: Cache, new: NewTokens, seqlens: Tensor) -> None:
     cache.v_pages[place] = new.v[exist]
 
 
-def _attend(q: Tensor, cache: Cache, seqlens: Tensor, asked: Asked) -> tuple[Tensor, ...]:
+def _attend(
+    q: Tensor, cache: Cache, seqlens: Tensor, asked: Asked, return_lse: bool = False
+) -> Tensor | tuple[Tensor, ...]:
     if cache.leftpad is not None:
         seqlens = _behind_padding(seqlens, cache.leftpad)
-    answer = ops.paged_attention(
+    return ops.paged_attention(
         q,
         cache.k_pages,
         cache.v_pages,
@@ -164,9 +168,8 @@ def _attend(q: Tensor, cache: Cache, seqlens: Tensor, asked: Asked) -> tuple[Ten
         seqlens,
         **asked.scores,
         deterministic=asked.deterministic,
-        return_lse=True,
+        return_lse=return_lse,
     )
-    return cast(tuple[Tensor, ...], answer)
 
 
 def _behind_padding(seqlens: Tensor, leftpad: Tensor) -> Tensor:
