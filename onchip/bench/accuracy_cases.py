@@ -61,11 +61,21 @@ def channel_bias(shape: Shape) -> Inputs:
 
 
 def sink(shape: Shape, gap: float) -> Inputs:
-    """The first key scores `gap` above the others' mean, and its value is small."""
-    inputs = drawn(shape)
-    inputs.k[:, 0] = gap / math.sqrt(shape.head_dim)
+    """The first key scores about `gap` above the others' mean, and its value is small."""
+    inputs = _looking_for(drawn(shape), gap, 1)
     inputs.v[:, 0] *= 0.05
-    return inputs._replace(q=inputs.q + 1.0)
+    return inputs
+
+
+def _looking_for(inputs: Inputs, gap: float, keys: int) -> Inputs:
+    """All queries lean in one direction per head, in which the first keys lie. It is random: one
+    along the diagonal would round in all channels alike, which no model's keys do.
+    """
+    heads, head_dim = inputs.q.shape[2:]
+    direction = torch.randn(heads, head_dim, generator=torch.Generator().manual_seed(3))
+    unit = direction / direction.norm(dim=-1, keepdim=True)
+    inputs.k[:, :keys] = gap * unit
+    return inputs._replace(q=inputs.q + math.sqrt(head_dim) * unit)
 
 
 def one_sign(shape: Shape) -> Inputs:
@@ -76,9 +86,7 @@ def one_sign(shape: Shape) -> Inputs:
 
 def ties(shape: Shape) -> Inputs:
     """Keys that tie at the maximum of most rows, where p is exactly 1; values of one sign."""
-    inputs = one_sign(shape)
-    inputs.k[:, :TIES] = TIED / math.sqrt(shape.head_dim)
-    return inputs._replace(q=inputs.q + 1.0)
+    return _looking_for(one_sign(shape), TIED, TIES)
 
 
 FAMILIES = {
@@ -96,13 +104,10 @@ FAMILIES = {
 ONE_SIGN = Family("V of one sign", one_sign)
 
 
-def long_row(value: float, tokens: int = LONG_TOKENS) -> tuple[Inputs, Tensor]:
-    """(inputs, exact out): few queries over very many keys whose values are all the same, so that
-    every weighted mean is that value.
-    """
+def long_row(value: float, tokens: int = LONG_TOKENS) -> Inputs:
+    """Few queries over very many keys, whose values are all the same: so is every weighted mean."""
     q, k, _ = make_qkv(1, LONG_QUERIES, tokens, num_heads=1, head_dim=LONG_DIM)
-    v = torch.full_like(k, value)
-    return Inputs(q, k, v), torch.full_like(q, value)
+    return Inputs(q, k, torch.full_like(k, value))
 
 
 class Errors(NamedTuple):

@@ -27,16 +27,17 @@ GPU_ALONE = ("hopper", "triton")  # the others' rows are those of the CPU
 SLOW = ("paper_v1", "paper_v2", "paper_v4")  # loops in Python that count every byte
 FP8 = torch.float8_e4m3fn
 OURS = ("fp8", "int8", "int8_pv16")  # what `precision` may be
-LABELS = {  # of recipes, emulated
-    "fp8": "onchip fp8 (emulated)",
-    "int8": "onchip int8 (emulated)",
-    "int8_pv16": "onchip int8_pv16 (emulated)",
-    "fp8_tensor": "FP8 per tensor (emulated)",
-    "fa3_fp8": "FA3 FP8 (emulated)",
-    "sage1": "SageAttention 1 (emulated)",
-    "sage2": "SageAttention 2 (emulated)",
+LABELS = {  # of recipes
+    "fp8": "onchip fp8",
+    "fp8_smooth": "onchip fp8_smooth",
+    "int8": "onchip int8",
+    "int8_pv16": "onchip int8_pv16",
+    "fp8_tensor": "FP8 per tensor",
+    "fa3_fp8": "FA3 FP8",
+    "sage1": "SageAttention 1",
+    "sage2": "SageAttention 2",
 }
-CAST, FA3_FP8 = "P alone, x 256", "FA3 FP8"
+CAST, FA3_FP8 = "P alone, x 256", "FA3 FP8, GPU"
 Answer = Tensor | tuple[Tensor, Tensor | None]
 
 
@@ -45,8 +46,9 @@ class Unserved(Exception):
 
 
 class Kernel(NamedTuple):
-    """attend(q, k, v) -> out or (out, lse). kind: onchip, peer, emulated, or floor (what must be
-    rounded). dtype: of the products' operands, if not that of the inputs.
+    """attend(q, k, v) -> out or (out, lse); lse(q, k, v) -> (out, lse) where that is another call,
+    computed otherwise. kind: onchip, peer, emulated, or floor (what must be rounded). dtype: of the
+    products' operands, if not that of the inputs.
     """
 
     name: str
@@ -54,12 +56,15 @@ class Kernel(NamedTuple):
     attend: Callable[..., Answer]
     device: str = "cpu"
     dtype: torch.dtype | None = None
+    lse: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         """(out, lse or None) on the CPU; Unserved if the kernel refuses."""
+        qkv = inputs.to(self.device)[:3]
         with refusals(), torch.no_grad():
-            answer = self.attend(*inputs.to(self.device)[:3])
-        out, lse = answer if isinstance(answer, tuple) else (answer, None)
+            answer = self.attend(*qkv)
+            out, lse = answer if isinstance(answer, tuple) else (answer, None)
+            lse = self.lse(*qkv)[1] if self.lse else lse
         return out.cpu(), None if lse is None else lse.cpu()
 
     def gradients(self, inputs: Inputs) -> dict[str, Tensor]:
@@ -104,10 +109,16 @@ def kernels(dtype: torch.dtype) -> Iterator[Kernel]:
 
 
 def _ours() -> Iterator[Kernel]:
+    """A call that returns lse may be computed otherwise, so that out is that of one which does not;
+    the papers have one way only.
+    """
     for name in KERNELS:
-        if name not in GPU_ALONE:
-            attend = partial(onchip.attention, kernel=name, return_lse=True)
-            yield Kernel(name, "onchip", attend)
+        attend = partial(onchip.attention, kernel=name)
+        with_lse = partial(attend, return_lse=True)
+        if name in SLOW:
+            yield Kernel(name, "onchip", with_lse)
+        elif name not in GPU_ALONE:
+            yield Kernel(name, "onchip", attend, lse=with_lse)
 
 
 def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
@@ -125,13 +136,13 @@ def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
     except ImportError:
         return
     if dtype.itemsize == 2:
-        yield Kernel("FA3", "peer", fa3, "cuda")
+        yield Kernel("FA3, GPU", "peer", fa3, "cuda")
 
 
 def narrow_kernels() -> Iterator[Kernel]:
     """Attention with 8-bit operands: recipes by their reference, and what a GPU adds."""
-    for name, recipe in RECIPES.items():
-        yield emulated(LABELS[name], recipe)
+    for name, label in LABELS.items():
+        yield emulated(label, RECIPES[name])
     if torch.cuda.is_available():
         yield from (in_8_bits(precision) for precision in OURS)
         with suppress(ImportError):

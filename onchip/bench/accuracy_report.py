@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from onchip.bench import delta_accuracy
 from onchip.bench.accuracy import BARS, select
 from onchip.bench.accuracy_kernels import CAST, LABELS, OURS
 from onchip.bench.harness import SHORT, Row, judge
 from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
 from onchip.bench.ring_report import precision_sheet, sums_sheet
 
+FAMILIES = list(delta_accuracy.FAMILIES)
 TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
 COLOURS = ("#238c43", "#d9691f", "#2f81f7", "#a855c7", "#c0392b")
 number = lambda x: "" if x is None else "0" if x == 0 else f"{x:.1e}"
@@ -35,20 +37,28 @@ def _of(rows: list[Row], bench: str, **columns: object) -> list[Row]:
 
 
 def _who(row: Row) -> tuple[str, str]:
-    return SHORT[row["dtype"]], row["kernel"]
+    """A star: the arithmetic was emulated."""
+    return SHORT[row["dtype"]], row["kernel"] + (" *" if row["kind"] == "emulated" else "")
+
+
+def _merged(body: list[list[str]], at: int = 1) -> list[list[str]]:
+    """Lines that differ in the kernel alone, in column `at`, as one line that names them all; a
+    first cell that repeats the one above is left blank.
+    """
+    named: dict[tuple, list[str]] = {}
+    for line in body:
+        named.setdefault((*line[:at], *line[at + 1 :]), []).append(line[at])
+    merged = [[*key[:at], ", ".join(names), *key[at:]] for key, names in named.items()]
+    above = [None, *(line[0] for line in merged[:-1])] if at else [None] * len(merged)
+    pairs = zip(above, merged, strict=True)
+    return [["" if x == line[0] else line[0], *line[1:]] for x, line in pairs]
 
 
 def forward_sheet(rows: list[Row]) -> Sheet:
     """Types and kernels down, families across: RMSE."""
     chosen = _of(rows, "forward")
     columns, body = _grid(chosen, _who, lambda r: r["family"], lambda r: number(r["value"]))
-    return ["type", "kernel", *columns], _sparse(body)
-
-
-def _sparse(body: list[list[str]]) -> list[list[str]]:
-    """A first cell that repeats the one above is left blank."""
-    above = [None, *(line[0] for line in body)]
-    return [["" if x == line[0] else line[0], *line[1:]] for x, line in zip(above, body)]  # noqa: B905
+    return ["type", "kernel", *columns], _merged(body)
 
 
 def family_sheet(family: str) -> Callable[[list[Row]], Sheet]:
@@ -61,7 +71,7 @@ def family_sheet(family: str) -> Callable[[list[Row]], Sheet]:
             [*_who(r), *(number(r[c]) for c in columns), *(f"{r[c]:.3g}" for c in ULPS)]
             for r in _of(rows, "forward", family=family)
         ]
-        return heads, _sparse(body)
+        return heads, _merged(body)
 
     return sheet
 
@@ -73,16 +83,14 @@ def sink_sheet(rows: list[Row]) -> Sheet:
     """Kernels down, gaps across: relative RMSE in per cent."""
     chosen = _of(rows, "sink")
     columns, body = _grid(chosen, _who, lambda r: str(r["gap"]), lambda r: percent(r["relative"]))
-    return ["type", "kernel", *columns], _sparse(body)
+    return ["type", "kernel", *columns], _merged(body)
 
 
 def long_sheet(rows: list[Row]) -> Sheet:
     """Kernels down: the largest error by value."""
-    chosen = _of(rows, "long")
-    columns, body = _grid(
-        chosen, lambda r: (r["kernel"],), lambda r: r["family"], lambda r: number(r["max_error"])
-    )
-    return ["kernel", *columns], body
+    column, cell = lambda r: r["family"], lambda r: number(r["max_error"])
+    columns, body = _grid(_of(rows, "long"), lambda r: (r["kernel"],), column, cell)
+    return ["kernel", *columns], _merged(body, at=0)
 
 
 def accumulator_sheet(rows: list[Row]) -> Sheet:
@@ -99,18 +107,18 @@ def backward_sheet(rows: list[Row]) -> Sheet:
     chosen = _of(rows, "backward")
     column = lambda r: f"{r['tensor']}, {r['family']}"
     columns, body = _grid(chosen, _who, column, lambda r: number(r["relative"]))
-    return ["type", "kernel", *columns], _sparse(body)
+    return ["type", "kernel", *columns], _merged(body)
 
 
 def delta_sheet(rows: list[Row]) -> Sheet:
-    """Families and kernels down: relative errors and the drift of delta, without and with."""
-    pairs: dict[tuple[str, str], dict[bool, Row]] = {}
-    for r in _of(rows, "delta"):
-        pairs.setdefault((r["family"], r["kernel"]), {})[r["precise_delta"]] = r
+    """Families, kernels and precise_delta down: relative errors, and the mean error of delta."""
+    said = {False: "", True: "yes"}
     columns = ("value", "dk", "dv", "drift")
-    both = lambda pair, c: f"{number(pair[False][c])} → {number(pair[True][c])}"
-    body = [[*at, *(both(pair, c) for c in columns)] for at, pair in pairs.items()]
-    return ["family", "kernel", "dq", "dk", "dv", "mean error of delta"], _sparse(body)
+    chosen = sorted(_of(rows, "delta"), key=lambda r: FAMILIES.index(r["family"]))
+    line = lambda r: [r["family"], r["kernel"], said[r["precise_delta"]]]
+    body = [[*line(r), *(number(r[c]) for c in columns)] for r in chosen]
+    heads = ["family", "kernel", "precise_delta", "dq", "dk", "dv", "mean error of delta"]
+    return heads, _merged(body)
 
 
 def exp2_sheet(rows: list[Row]) -> Sheet:
@@ -161,8 +169,17 @@ TITLES = {
 }
 
 
+SAID = (
+    "RMSE: root mean square of the error against fp64. as drawn: the inputs' own rounding counts."
+    " ulp: error in steps of the output's type at the exact value, median and 99 % of all elements;"
+    " rounding alone has 0.25 and 0.5. *: emulated, the arithmetic of the recipe in fp32; out is"
+    " bf16. rounding model: fp64 in which only P and out are rounded."
+)
+
+
 def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> None:
     print_sheets(console, rows, SHEETS, TITLES)
+    console.print(SAID, markup=False, highlight=False, soft_wrap=True)
     if picture:
         plot(rows, picture)
 
@@ -188,15 +205,15 @@ def plot(rows: list[Row], path: Path) -> None:
 def _types(axes: Any, rows: list[Row]) -> None:
     """A dot for every kernel: RMSE on outliers, by type."""
     chosen = [r for r in _of(rows, "forward", family="outliers") if "paper" not in r["kernel"]]
-    names = [f"{SHORT[r['dtype']]}  {r['kernel']}" for r in chosen][::-1]
     for i, row in enumerate(reversed(chosen)):
         ours = row["kind"] == "onchip" or row["kernel"].startswith("onchip")
         look = {"color": COLOURS[TYPES.index(row["dtype"])], "markersize": 6}
         shape = {"marker": "o"} if ours else {"marker": "s", "fillstyle": "none"}
         axes.plot(row["value"], i, linestyle="none", **shape, **look)
+    names = ["  ".join(_who(r)) for r in reversed(chosen)]
     axes.set_xscale("log")
     axes.set_yticks(range(len(names)), names, fontsize=7.5)
-    axes.set_title("RMSE on outliers (filled: onchip's)", fontsize=10, loc="left")
+    axes.set_title("RMSE on outliers (filled: onchip's; *: emulated)", fontsize=10, loc="left")
 
 
 def _sinks(axes: Any, rows: list[Row]) -> None:
@@ -214,25 +231,24 @@ def _sinks(axes: Any, rows: list[Row]) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("score of one key above the others")
     axes.set_ylabel("relative RMSE, %")
-    axes.set_title("An attention sink", fontsize=10, loc="left")
+    axes.set_title("An attention sink, emulated", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=7.5)
 
 
 def _families(axes: Any, rows: list[Row]) -> None:
-    """8-bit recipes: RMSE by family, over that of unfused bf16."""
-    narrow = [r for r in _of(rows, "forward") if r["dtype"] in TYPES[3:]]
-    names = list(dict.fromkeys(r["kernel"] for r in narrow))
-    families = list(dict.fromkeys(r["family"] for r in narrow))
-    for shift, (family, colour) in enumerate(zip(families, COLOURS, strict=False)):
-        heights = {
-            r["kernel"]: r["value"] / r["peers"]["unfused"] for r in narrow if r["family"] == family
-        }
-        places = [i + 0.16 * (shift - 2) for i in range(len(names))]
-        axes.bar(places, [heights.get(n, 0) for n in names], width=0.15, color=colour, label=family)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(names)), [n.replace(" ", "\n") for n in names], fontsize=7)
-    axes.set_title("8 bits: RMSE over that of unfused bf16", fontsize=10, loc="left")
-    axes.legend(frameon=False, fontsize=7.5, ncols=2)
+    """8 bits: a line for every kernel, a mark for every family."""
+    narrow = [r for r in _of(rows, "forward") if r["dtype"] in TYPES[3:]][::-1]
+    names = list(dict.fromkeys("  ".join(_who(r)) for r in narrow))
+    families = list(dict.fromkeys(r["family"] for r in narrow))[::-1]
+    for family, colour, mark in zip(families, COLOURS, "osD^v", strict=True):
+        found = [(r["value"], "  ".join(_who(r))) for r in narrow if r["family"] == family]
+        x, y = zip(*((value, names.index(name)) for value, name in found), strict=True)
+        axes.plot(x, y, linestyle="none", marker=mark, color=colour, label=family, alpha=0.85)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(names)), names, fontsize=7.5)
+    axes.set_xlabel("RMSE")
+    axes.set_title("8 bits, by family of inputs", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=7.5)
 
 
 def _powers(axes: Any, rows: list[Row]) -> None:
@@ -244,10 +260,12 @@ def _powers(axes: Any, rows: list[Row]) -> None:
         ("differs_bf16", "differ in bf16", COLOURS[2]),
         ("value", "largest relative error", COLOURS[0]),
     ):
-        axes.plot(degrees, [100 * found[d][column] for d in degrees], marker="o", color=colour,
-                  markersize=5, label=label)  # fmt: skip
+        points = [(int(d), 100 * found[d][column]) for d in degrees if found[d][column]]
+        look = {"marker": "o", "markersize": 5, "color": colour}
+        axes.plot(*zip(*points, strict=True), **look, label=label)
+    axes.set_xticks([int(d) for d in degrees])
     axes.set_yscale("log")
     axes.set_xlabel("degree of the polynomial")
-    axes.set_ylabel("%")
+    axes.set_ylabel("% (0 is not drawn)")
     axes.set_title("2^x by multiply-adds", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=7.5)

@@ -20,6 +20,7 @@ DEGREES = (2, 3, 4, 5)
 LEAST = -126.0  # smaller powers would leave the exponent of fp32
 # The cubic of onchip/kernels/hopper/softmax.py, lowest power first, as the bits of fp32
 HOPPER = (0x3F800000, 0x3F31F32D, 0x3E691BC2, 0x3D9DD559)
+EXCHANGES = 10  # four are enough up to degree 5
 FP32_STRIDE, STEP_LOG2, EVEN_TO = 4093, -14, -16
 
 
@@ -31,13 +32,12 @@ def minimax(degree: int) -> tuple[float, ...]:
     f = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     powers = f[:, None] ** torch.arange(1, degree + 1) / f.exp2()[:, None]
     signs = (-1.0) ** torch.arange(degree + 1, dtype=torch.float64)
-    nodes = torch.linspace(0, 20_000, degree + 2).long()[1:]
-    for _ in range(10):
+    nodes, c = torch.linspace(0, 20_000, degree + 2).long()[1:], torch.zeros(degree)
+    for _ in range(EXCHANGES):
         equations = torch.cat([powers[nodes], signs[:, None]], 1)
-        solved = torch.linalg.solve(equations, 1 - 1 / f[nodes].exp2())
-        error = powers @ solved[:-1] + 1 / f.exp2() - 1
-        nodes = _extremes(error)
-    return 1.0, *solved[:-1].tolist()
+        c = torch.linalg.solve(equations, 1 - 1 / f[nodes].exp2())[:-1]
+        nodes = _extremes(powers @ c + 1 / f.exp2() - 1)
+    return 1.0, *c.tolist()
 
 
 def _extremes(error: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def variants() -> dict[str, Exp2]:
         "FA4's cubic": POLYNOMIALS[3],
         "onchip's cubic (Hopper)": hopper_coefficients(),
     }
-    ways = {name: partial(by_polynomial, coefficients=c) for name, c in named.items()}
-    return ways | {"torch.exp2": torch.exp2}
+    ways: dict[str, Exp2] = {"torch.exp2": torch.exp2}
+    return {name: partial(by_polynomial, coefficients=c) for name, c in named.items()} | ways
 
 
 class Measured(NamedTuple):
