@@ -18,15 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
-from onchip.kernels.protocol import (
-    Grads,
-    Result,
-    Stats,
-    accumulator_dtype,
-    empty_result,
-    split,
-    with_residual,
-)
+from onchip.kernels import protocol
+from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
@@ -89,6 +82,22 @@ def _unrounded(question: Question, x: Tensors) -> Question:
     """The same with an out that is left to be split."""
     problem = question.problem
     return posed(x, problem._replace(out_dtype=accumulator_dtype(problem.dtype)))
+
+
+def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """protocol.split, in one launch on a GPU. out is contiguous."""
+    return _residuals(out).split(out, dtype)
+
+
+def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
+    """protocol.with_residual, likewise."""
+    return _residuals(dout).with_residual(dlse, residual, dout)
+
+
+def _residuals(t: Tensor) -> ModuleType:
+    """What compilers see are operations of torch, which they fuse themselves."""
+    fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
+    return kernel_module("triton") if fused else protocol
 
 
 def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:

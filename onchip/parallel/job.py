@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from onchip.kernels.protocol import Grads, row_delta, sink_gradient, split, with_residual
+from onchip.kernels.protocol import Grads, row_delta, sink_gradient
+from onchip.library import split, with_residual
 from onchip.parallel.comm import Comm
 from onchip.parallel.rounds import Call, Schedule
 from onchip.state import add_sink, finalize, resume

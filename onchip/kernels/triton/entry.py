@@ -48,6 +48,22 @@ def backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
+def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """protocol.split of a contiguous out in fp32, which is left as it is."""
+    from onchip.kernels.triton.residual import split
+
+    with on_device(out):
+        return split(out, dtype)
+
+
+def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
+    """protocol.with_residual."""
+    from onchip.kernels.triton.residual import with_residual
+
+    with on_device(dout):
+        return with_residual(dlse, residual, dout)
+
+
 def merge(
     own: tuple[Tensor, Tensor],
     parts: Sequence[tuple[Tensor, Tensor, Tensor | None]],

@@ -315,6 +315,20 @@ def test_states_of_rounds_are_read_sixteen_bytes_at_a_time(launches, arch):
         assert not re.search(r"\b(STL|LDL)\b", _sass(compiled.asm["cubin"])), kwargs
 
 
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_residuals_move_sixteen_bytes_at_a_time(launches, arch):
+    from onchip.kernels.triton import residual
+
+    _, low = residual.split(torch.zeros(1, 33, 4, 128), BF16)
+    residual.with_residual(torch.zeros(1, 4, 33), low, low)
+    assert [kernel.fn.__name__ for kernel, _, _ in launches] == ["split_kernel", "share_kernel"]
+    for kernel, args, kwargs in launches:
+        compiled = _compile(kernel, args, kwargs, arch)
+        ptx, sass = compiled.asm["ptx"], _sass(compiled.asm["cubin"])
+        assert "ld.global.v4.b32" in ptx and not re.search(r"\b(STL|LDL)\b", sass)
+        assert kernel is residual.share_kernel or "st.global.v4.b32" in ptx
+
+
 @pytest.mark.parametrize(("head_dim", "few"), [(20, False), (64, True)])
 def test_random_lengths_make_at_most_two_variants(monkeypatch, launches, head_dim, few):
     """head_dim 20: strides are aligned or not; few queries: split or not."""

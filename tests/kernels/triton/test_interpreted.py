@@ -104,6 +104,7 @@ DENSE = [
     ((50, 70), GQA, BF16, {"alibi": "heads"}),
     ((50, 70), GQA, FP32, {"alibi": "batch", "softcap": 3.0, "sinks": True}, 2),
     ((50, 70), GQA, BF16, {**DROPOUT, "causal": True, "out_dtype": FP32}),
+    ((63, 111), GQA, BF16, {"precise_delta": True, "causal": True, "sinks": True}),
     ((50, 40), GQA, FP32, {**DROPOUT, "bias": (0, 1, 1), "softcap": 5.0}),
     ((50, 40), MQA, FP32, {"bias": (0, 0, 0), "causal": True}, 2),
     ((50, 40), MQA, BF16, {"bias": (0, 1, 0), "window_size": (20, 5)}, 2),
@@ -132,6 +133,7 @@ PACKED = [
     ([5, 30, 1, 7], [0, 63, 50, 3], GROUPS, FP32, {"window_size": (16, 2), "sinks": True}),
     ([40, 17], [30, 60], GQA, FP32, {**DROPOUT, "alibi": "batch", "softcap": 5.0}),
     ([50], [70], GQA, BF16, {"return_stats": True, "out_dtype": FP32}),
+    ([33, 0, 17], [40, 5, 30], GQA, FP16, {"precise_delta": True, "sinks": True}),
 ]
 
 

@@ -1,0 +1,46 @@
+"""The launches of precise_delta against their definitions in torch, bit by bit; by Triton's
+interpreter on the CPU, and on a GPU where there is one.
+"""
+
+import pytest
+import torch
+
+from onchip.kernels import protocol
+from onchip.kernels.triton import entry
+from tests.interpreted import DEVICE, here, outside, run_inside
+
+pytest.importorskip("triton")
+
+SHAPES = [(1, 1, 1, 1), (2, 33, 3, 40), (63, 4, 64), (1, 17, 2, 256), (0, 2, 8), (2, 0, 2, 8)]
+
+
+@outside
+def test_in_a_process_that_interprets():
+    run_inside(__file__)
+
+
+@here
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_split(shape, dtype):
+    out = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    high, low = entry.split(out.clone(), dtype)
+    want = protocol.split(out.clone(), dtype)
+    assert torch.equal(high, want[0]) and torch.equal(low, want[1])
+    bits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
+    left = out.double() - high.double() - low.double()
+    assert (left.abs() <= out.double().abs() * 2.0 ** (-2 * bits) + 2.0**-25).all()
+
+
+@here
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lse_too", [False, True])
+def test_the_share_of_a_residual(shape, lse_too):
+    generator = torch.Generator().manual_seed(1)
+    residual, dout = torch.randn((2, *shape), generator=generator).to(DEVICE, torch.bfloat16)
+    rows = (*shape[:-3], shape[-2], shape[-3])
+    dlse = torch.randn(rows, generator=generator).to(DEVICE) if lse_too else None
+    got = entry.with_residual(dlse, residual, dout)
+    want = protocol.with_residual(dlse, residual.double(), dout.double())
+    assert got.is_contiguous() and got.shape == want.shape and got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * shape[-1] ** 0.5)
