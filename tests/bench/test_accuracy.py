@@ -6,8 +6,10 @@ import json
 import math
 import re
 import struct
+import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,6 +205,20 @@ class TestKernels:
         for name in ("aten_cpu", "tiled", "reference", "paper_v4", "unfused", "sdpa flash"):
             assert name in names
         assert "rounding model" not in [kernel.name for kernel in kernels(torch.float32)]
+
+    @pytest.mark.parametrize("package", ["fa3_fwd_interface", "flash_attn_interface"])
+    def test_a_gpu_adds_its_own(self, package, monkeypatch):
+        """Each with a name that the rows of the CPU do not have."""
+        before = [k.name for k in (*kernels(BF16), *narrow_kernels())]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=len))
+        found = [k for k in (*kernels(BF16), *narrow_kernels()) if k.device == "cuda"]
+        names = [k.name for k in found]
+        assert not set(names) & set(before)
+        for name in ("hopper", "triton", "hopper fp8", "hopper int8_pv16", "sdpa cudnn, GPU"):
+            assert name in names
+        assert "FA3, GPU" in names and "FA3 FP8, GPU" in names
+        assert "FA3, GPU" not in [k.name for k in kernels(torch.float32)]
 
     def test_every_recipe_is_there(self):
         assert set(LABELS) == set(RECIPES)
