@@ -9,10 +9,11 @@ whose runs this made training diverge).
 All keys end in the same number, so that the last column of dq is proportional to the row sums of
 dS. These are 0: what a kernel finds is minus the error of its delta.
 
-    python -m onchip.bench.delta_accuracy    # a table; with a GPU's kernels where there is one
+    python -m onchip.bench.delta_accuracy    # tables; with a GPU's kernels where there is one
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,12 @@ from torch import Tensor
 
 import onchip
 from onchip.bench.harness import Case, Row
+from onchip.bench.measure import alternate, peak_extra_bytes
 from onchip.testing import oracle, rounding_model
 
 TIES = 8
 SHAPE = (1, 512, 4, 64)
+TIMED = {"cpu": (1, 1024, 8, 64), "cuda": (4, 4096, 16, 128)}
 ON_CPU, ON_GPU = ("aten_cpu", "tiled"), ("hopper", "triton")
 Attend = Callable[..., Any]
 
@@ -158,6 +161,48 @@ def errors(got: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, floa
     return {name: relative_error(cut(name, a), cut(name, b)) for name, a, b in named}
 
 
+def cost_row(dtype: torch.dtype = torch.bfloat16) -> Row:
+    """Milliseconds of a forward and a backward with precise_delta, those of the plain call beside
+    them; what either keeps from the one to the other, and the most it holds meanwhile.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = normal(TIMED[device.type]).to(dtype).to(device.type)
+    calls = {"plain": onchip.attention, "precise": partial(onchip.attention, precise_delta=True)}
+    steps = {name: partial(gradients, attend, inputs) for name, attend in calls.items()}
+    ms = {name: 1e3 * x for name, x in alternate(steps, device, rounds=11).items()}
+    more = {"on": device.type}
+    for name, attend in calls.items():
+        more[f"{name}_kept_bytes"] = kept_bytes(attend, inputs)
+        more[f"{name}_peak_bytes"] = peak_extra_bytes(steps[name], device)[0]
+    batch, seqlen, heads, head_dim = inputs.q.shape
+    case = Case("delta cost", "none", dtype, head_dim, seqlen, batch, heads, backward=True)
+    plain, precise = ms["plain"], ms["precise"]
+    beside = {"peers": {"plain": plain}, "best_peer": "plain", "ratio": plain / precise}
+    return case.row("onchip", precise, "ms", **beside, **more)
+
+
+def kept_bytes(attend: Attend, inputs: Inputs) -> int:
+    """Of the tensors that autograd keeps of a forward, its inputs included."""
+    kept: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        kept[t.data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        attend(*(t.detach().requires_grad_() for t in inputs[:3]))
+    return sum(t.numel() * t.element_size() for t in kept.values())
+
+
+def cost_line(row: Row) -> str:
+    size = f"{row['batch']} x {row['seqlen']:,} tokens, {row['num_heads']} x {row['head_dim']}"
+    time = f"{row['value']:.3g} ms for {row['peers']['plain']:.3g} ms"
+    kept = "{:.3g} MB kept for {:.3g} MB".format(
+        *(row[f"{name}_kept_bytes"] / 1e6 for name in ("precise", "plain"))
+    )
+    return f"forward and backward, {size} on {row['on']}: {time}; {kept}"
+
+
 def table(rows: list[Row]) -> str:
     """As printed by the command of this module."""
     lines = [
@@ -172,3 +217,4 @@ def table(rows: list[Row]) -> str:
 
 if __name__ == "__main__":
     print(table(backward_rows()))
+    print(cost_line(cost_row()))

@@ -56,6 +56,13 @@ def test_the_table_has_a_line_for_every_row(rows):
     assert len(bench.table(list(rows.values())).splitlines()) == 1 + len(rows)
 
 
+def test_the_cost_is_one_more_out(monkeypatch):
+    monkeypatch.setattr(bench, "TIMED", {"cpu": (1, 63, 2, 16), "cuda": (1, 63, 2, 16)})
+    row = bench.cost_row()
+    assert row["precise_kept_bytes"] - row["plain_kept_bytes"] == 63 * 2 * 16 * 2
+    assert row["value"] > 0 and "MB kept for" in bench.cost_line(row)
+
+
 @each_kernel
 def test_gpu_kernels_take_the_residual(rows, kernel):
     model = lambda family, name: rows[family, "rounding model", True][name]
