@@ -48,6 +48,7 @@ from onchip.bench.accuracy_kernels import (
     kernels,
     narrow_kernels,
 )
+from onchip.bench.gpu import sentence
 from onchip.bench.harness import SHORT, Bar, Case, Row, Session
 from onchip.quant import recipes
 from onchip.quant.accumulator import Accumulator
@@ -74,7 +75,7 @@ def run(session: Session) -> None:
         session.where = {"device": torch.cuda.get_device_name(), "clocks": {}}
     start = time.perf_counter()
     asked = session.only or PARTS
-    steps = [step for part in PARTS if part in asked for step in STEPS[part](session.quick)]
+    steps = [step for part in PARTS if part in asked for step in STEPS[part](session)]
     session.run([*steps, ("seconds", lambda: elapsed_row(start))])
 
 
@@ -104,7 +105,7 @@ class Question:
         dtype = kernel.dtype or self.dtype
         return Case(self.bench, "none", dtype, head_dim, keys, num_heads=heads, way=way)
 
-    def row(self, kernel: Kernel) -> Row:
+    def rows(self, kernel: Kernel) -> list[Row]:
         """The errors of out; Unserved if the kernel refuses."""
         out, lse = kernel(self.inputs)
         found = errors(out, self.exact.out, self.dtype)
@@ -113,7 +114,7 @@ class Question:
             "lse_error": None if lse is None else max_error(lse, self.exact.lse),
             "queries": self.shape.seqlen_q,
         }
-        return _row(self.case(kernel), kernel, found) | {"family": self.family.name, **more}
+        return [_row(self.case(kernel), kernel, found) | {"family": self.family.name, **more}]
 
 
 @cache
@@ -127,75 +128,83 @@ def _row(case: Case, kernel: Kernel, found: Errors) -> Row:
     return case.row(kernel.name, found.rmse, "RMSE", **kind, **named)
 
 
-def served(ask: Callable[[Kernel], Row], candidates: Iterable[Kernel]) -> list[Row]:
-    """A row for every kernel that serves, with the yardsticks' values beside it."""
+def served(
+    session: Session, ask: Callable[[Kernel], list[Row]], candidates: Iterable[Kernel]
+) -> list[Row]:
+    """Rows of every kernel that serves, with the yardsticks' values beside them. One that fails is
+    refused, and costs no other its row.
+    """
     rows = []
     for kernel in candidates:
         try:
-            rows.append(ask(kernel))
+            rows += ask(kernel)
         except Unserved:
             continue
-    peers = {row["kernel"]: row["value"] for row in rows if row["kernel"] in YARDSTICKS}
-    return [row | {"peers": peers} for row in rows]
+        except Exception as error:
+            session.refused.append(f"{kernel.name}: {sentence(error)}")
+    known = {(r["kernel"], r["tensor"]): r["value"] for r in rows}
+    named = lambda tensor: {n: known[n, tensor] for n in YARDSTICKS if (n, tensor) in known}
+    return [row | {"peers": named(row["tensor"])} for row in rows]
 
 
-def forward_steps(quick: bool) -> Iterator[Step]:
+def forward_steps(session: Session) -> Iterator[Step]:
     """The published figures' shape where they are, fewer queries of it elsewhere."""
     for name, family in FAMILIES.items():
         shape = PUBLISHED if name == "outliers" else FORWARD
         for dtype in WIDE:
-            question = Question("forward", family, QUICK if quick else shape, dtype)
-            yield f"{name}, {_name(dtype)}", partial(forward_rows, question)
+            question = Question("forward", family, QUICK if session.quick else shape, dtype)
+            yield f"{name}, {_name(dtype)}", partial(forward_rows, session, question)
 
 
 def _name(dtype: torch.dtype) -> str:
     return SHORT[str(dtype).removeprefix("torch.")]
 
 
-def forward_rows(question: Question) -> list[Row]:
+def forward_rows(session: Session, question: Question) -> list[Row]:
     """8-bit kernels are given bf16."""
     narrow = narrow_kernels() if question.dtype == HALF else ()
-    return served(question.row, (*kernels(question.dtype), *narrow))
+    return served(session, question.rows, (*kernels(question.dtype), *narrow))
 
 
-def sink_steps(quick: bool) -> Iterator[Step]:
-    for gap in GAPS[::3] if quick else GAPS:
-        yield f"a sink, {gap} above the others", partial(sink_rows, gap, QUICK if quick else SINK)
+def sink_steps(session: Session) -> Iterator[Step]:
+    for gap in GAPS[::3] if session.quick else GAPS:
+        yield f"a sink, {gap} above the others", partial(sink_rows, session, gap)
 
 
-def sink_rows(gap: int, shape: Shape) -> list[Row]:
+def sink_rows(session: Session, gap: int) -> list[Row]:
     family = Family(f"sink, gap {gap}", partial(sink, gap=gap))
-    question = Question("sink", family, shape, HALF)
+    question = Question("sink", family, QUICK if session.quick else SINK, HALF)
     wide = (kernel for kernel in kernels(HALF) if kernel.name not in SLOW)
-    rows = served(question.row, (*wide, *narrow_kernels(), *cast_kernels()))
+    rows = served(session, question.rows, (*wide, *narrow_kernels(), *cast_kernels()))
     return [row | {"gap": gap} for row in rows]
 
 
-def long_steps(quick: bool) -> Iterator[Step]:
-    tokens = LONG_TOKENS >> 8 if quick else LONG_TOKENS
+def long_steps(session: Session) -> Iterator[Step]:
+    tokens = LONG_TOKENS >> 8 if session.quick else LONG_TOKENS
     for value in LONG_VALUES:
-        yield f"{tokens:,} keys, V = {value}", partial(long_rows, value, tokens)
+        yield f"{tokens:,} keys, V = {value}", partial(long_rows, session, value, tokens)
 
 
-def long_rows(value: float, tokens: int) -> list[Row]:
+def long_rows(session: Session, value: float, tokens: int) -> list[Row]:
     """All values are the same number of the type, and so is every weighted mean of them."""
     inputs = long_row(value, tokens).to(HALF)
     _, queries, heads, head_dim = inputs.q.shape
     exact = torch.full_like(inputs.q, value)
     case = Case("long", "none", HALF, head_dim, tokens, num_heads=heads)
 
-    def ask(kernel: Kernel) -> Row:
+    def ask(kernel: Kernel) -> list[Row]:
         found = errors(kernel(inputs)[0], exact, HALF)
-        return _row(case, kernel, found) | {"family": f"V = {value}", "queries": queries}
+        return [_row(case, kernel, found) | {"family": f"V = {value}", "queries": queries}]
 
-    return served(ask, (kernel for kernel in kernels(HALF) if kernel.name not in SLOW))
+    return served(session, ask, (kernel for kernel in kernels(HALF) if kernel.name not in SLOW))
 
 
-def accumulator_steps(quick: bool) -> Iterator[Step]:
-    shape = QUICK_ACCUMULATED if quick else ACCUMULATED
+def accumulator_steps(session: Session) -> Iterator[Step]:
+    shape = QUICK_ACCUMULATED if session.quick else ACCUMULATED
     for family in (FAMILIES["N(0,1)"], ONE_SIGN):
         question = Question("accumulator", family, shape, HALF)
-        yield f"short sums, {family.name}", partial(served, question.row, list(short_sums()))
+        ask = partial(served, session, question.rows, list(short_sums()))
+        yield f"short sums, {family.name}", ask
 
 
 def short_sums() -> Iterator[Kernel]:
@@ -206,23 +215,18 @@ def short_sums() -> Iterator[Kernel]:
         yield emulated(name, replace(recipes.FP8, accumulator=Accumulator(BITS, promote)))
 
 
-def backward_steps(quick: bool) -> Iterator[Step]:
-    shape = QUICK_BACKWARD if quick else BACKWARD
+def backward_steps(session: Session) -> Iterator[Step]:
+    shape = QUICK_BACKWARD if session.quick else BACKWARD
     for name in ("N(0,1)", "outliers"):
         for dtype in WIDE:
             question = Question("backward", FAMILIES[name], shape, dtype)
-            yield f"gradients, {name}, {_name(dtype)}", partial(backward_rows, question)
+            yield f"gradients, {name}, {_name(dtype)}", partial(backward_rows, session, question)
 
 
-def backward_rows(question: Question) -> list[Row]:
+def backward_rows(session: Session, question: Question) -> list[Row]:
     exact = exact_gradients(question.inputs)
-    rows = []
-    for kernel in kernels(question.dtype):
-        try:
-            rows += gradient_rows(question, kernel, exact)
-        except Unserved:
-            continue
-    return rows
+    ask = lambda kernel: gradient_rows(question, kernel, exact)
+    return served(session, ask, kernels(question.dtype))
 
 
 def exact_gradients(inputs: Inputs) -> dict[str, Tensor]:
@@ -240,21 +244,21 @@ def gradient_rows(question: Question, kernel: Kernel, exact: dict[str, Tensor]) 
     return rows
 
 
-def delta_steps(quick: bool) -> Iterator[Step]:
-    for family in list(delta_accuracy.FAMILIES)[: 1 if quick else None]:
+def delta_steps(session: Session) -> Iterator[Step]:
+    for family in list(delta_accuracy.FAMILIES)[: 1 if session.quick else None]:
         yield f"delta, {family}", partial(delta_accuracy.family_rows, family, HALF)
 
 
-def ring_steps(quick: bool) -> Iterator[Step]:
-    for size in () if quick else RANKS:
+def ring_steps(session: Session) -> Iterator[Step]:
+    for size in () if session.quick else RANKS:
         yield f"a ring of {size} ranks", partial(ring_ranks.precision_row, size, False)
-    for size in SUMMED[:1] if quick else SUMMED:
+    for size in SUMMED[:1] if session.quick else SUMMED:
         yield f"dk, a sum over {size} ranks", partial(ring_ranks.sums_row, size)
 
 
-def exp2_steps(quick: bool) -> Iterator[Step]:
+def exp2_steps(session: Session) -> Iterator[Step]:
     for name, exp2 in exponentials.variants().items():
-        yield f"2^x, {name}", partial(exp2_row, name, exp2, quick)
+        yield f"2^x, {name}", partial(exp2_row, name, exp2, session.quick)
 
 
 def exp2_row(name: str, exp2: exponentials.Exp2, quick: bool) -> Row:
@@ -268,7 +272,7 @@ def elapsed_row(start: float) -> Row:
     return Case("elapsed", "none", None, 0, 0).row("accuracy", time.perf_counter() - start, "s")
 
 
-STEPS: dict[str, Callable[[bool], Iterator[Step]]] = {
+STEPS: dict[str, Callable[[Session], Iterator[Step]]] = {
     "forward": forward_steps,
     "sink": sink_steps,
     "long": long_steps,
@@ -404,6 +408,13 @@ def _against_fa3(rows: list[Row]) -> float:
     return ours / found.get(FA3_FP8, found[LABELS["fa3_fp8"]])
 
 
+def with_sink(what: str, *kernels: str) -> Bar:
+    """Relative RMSE with a key up to 12 above the others."""
+    chosen = lambda row: row["bench"] == "sink" and row["kernel"] in kernels
+    measure = largest("relative", 100.0)
+    return Bar(f"{what}: relative RMSE with a sink", chosen, None, 3.0, measure, "%")
+
+
 NARROW_BARS = (
     published("fp8", 9.1e-3),
     published("int8", 5.5e-3),
@@ -415,13 +426,8 @@ NARROW_BARS = (
         measure=_against_fa3,
         unit="x",
     ),
-    Bar(
-        "a sink 0 to 12 above: relative RMSE of casting P",
-        select("sink", kernel=CAST),
-        at_most=3.0,
-        measure=largest("relative", 100.0),
-        unit="%",
-    ),
+    with_sink("P in e4m3, all else exact", CAST),
+    *(with_sink(name, LABELS[name], f"hopper {name}") for name in OURS),
     *(unbiased(name, "value", "RMSE") for name in (*OURS, "fp8_smooth")),
     *(unbiased(name, "lse_error", "error of lse") for name in (*OURS, "fp8_smooth")),
 )

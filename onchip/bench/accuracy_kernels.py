@@ -170,11 +170,16 @@ def emulated(name: str, recipe: Recipe) -> Kernel:
 
 
 def cast_kernels() -> Iterator[Kernel]:
-    """Nothing but the weights in e4m3: scaled or not, keys from last to first or first to last."""
-    alone = Recipe("p", None, None, p=formats.E4M3, pv_dtype=torch.float32)
-    yield emulated(CAST, alone)
-    yield emulated("P alone, x 1", replace(alone, p_scale=1.0))
-    yield emulated("P alone, x 1, first key first", replace(alone, p_scale=1.0, backwards=False))
+    """One operand in e4m3 and nothing else: P scaled or not, keys from last to first or first to
+    last; V; q and k.
+    """
+    fp8, nothing = recipes.FP8, Recipe("nothing", None, None, pv_dtype=torch.float32)
+    weights = replace(nothing, p=fp8.p, p_scale=fp8.p_scale)
+    yield emulated(CAST, weights)
+    yield emulated("P alone, x 1", replace(weights, p_scale=1.0))
+    yield emulated("P alone, x 1, first key first", replace(weights, p_scale=1.0, backwards=False))
+    yield emulated("V alone", replace(nothing, v=fp8.v))
+    yield emulated("Q and K alone", replace(nothing, q=fp8.q, k=fp8.k, rotate=fp8.rotate))
 
 
 def fa3_fp8(function: Callable) -> Callable[..., Tensor]:

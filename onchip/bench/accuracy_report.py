@@ -49,9 +49,8 @@ def _merged(body: list[list[str]], at: int = 1) -> list[list[str]]:
     for line in body:
         named.setdefault((*line[:at], *line[at + 1 :]), []).append(line[at])
     merged = [[*key[:at], ", ".join(names), *key[at:]] for key, names in named.items()]
-    above = [None, *(line[0] for line in merged[:-1])] if at else [None] * len(merged)
-    pairs = zip(above, merged, strict=True)
-    return [["" if x == line[0] else line[0], *line[1:]] for x, line in pairs]
+    repeats = lambda i: at > 0 and i > 0 and merged[i][0] == merged[i - 1][0]
+    return [["" if repeats(i) else line[0], *line[1:]] for i, line in enumerate(merged)]
 
 
 def forward_sheet(rows: list[Row]) -> Sheet:

@@ -230,14 +230,17 @@ class TestKernels:
 
         with pytest.raises(Unserved, match="no"):
             Kernel("none", "peer", refuse)(drawn(SMALL))
-        rows = accuracy.served(lambda kernel: kernel(drawn(SMALL)), [Kernel("n", "peer", refuse)])
-        assert rows == []
+        session, ask = Session(), lambda kernel: [kernel(drawn(SMALL))]
+        assert accuracy.served(session, ask, [Kernel("none", "peer", refuse)]) == []
+        assert session.refused == []
 
-    def test_other_errors_are_not_swallowed(self):
-        with pytest.raises(RuntimeError, match="mat1"):
-            Kernel("broken", "peer", lambda q, k, v: torch.randn(2, 3) @ torch.randn(2, 3))(
-                drawn(SMALL)
-            )
+    def test_a_failure_is_told_and_costs_no_other_kernel_its_row(self):
+        broken = Kernel("broken", "peer", lambda q, k, v: torch.randn(2, 3) @ torch.randn(2, 3))
+        question = accuracy.Question("forward", FAMILIES["N(0,1)"], SMALL, BF16)
+        session, unfused = Session(), Kernel("unfused", "peer", ot.unfused)
+        rows = accuracy.served(session, question.rows, [broken, unfused])
+        assert [row["kernel"] for row in rows] == ["unfused"]
+        assert len(session.refused) == 1 and session.refused[0].startswith("broken: RuntimeError")
 
     def test_gradients_are_those_of_the_oracle(self):
         inputs = drawn(Shape(1, 15, 15, 8)).to(torch.float64)
@@ -291,6 +294,8 @@ class TestRows:
         body = [["a", "x", "1"], ["a", "y", "1"], ["a", "z", "2"], ["b", "x", "1"]]
         merged = accuracy_report._merged(body)
         assert merged == [["a", "x, y", "1"], ["", "z", "2"], ["b", "x", "1"]]
+        assert accuracy_report._merged([["x", "1"], ["y", "1"]], at=0) == [["x, y", "1"]]
+        assert accuracy_report._merged([]) == []
 
     def test_the_picture(self, quick, tmp_path):
         accuracy_report.plot(quick.rows, tmp_path / "accuracy.svg")
@@ -305,6 +310,8 @@ class TestRows:
 class TestBars:
     """What was promised is judged, and by what the rows say."""
 
+    SINK = "P in e4m3, all else exact: relative RMSE with a sink"
+
     def bar(self, name):
         return next(bar for bar in accuracy.BARS if bar.name == name)
 
@@ -314,10 +321,11 @@ class TestBars:
         assert asked["int8: RMSE on outliers"] == 5.5e-3
         assert asked["int8_pv16: RMSE on outliers"] == 2e-3
         assert asked["fp8: RMSE on outliers over FA3's FP8"] == 0.6
-        assert asked["a sink 0 to 12 above: relative RMSE of casting P"] == 3.0
         assert asked["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
         assert asked["precise_delta: dq of ties, relative error"] == 4e-3
+        assert asked[self.SINK] == 3.0
         for recipe in ("fp8", "int8", "int8_pv16"):
+            assert asked[f"{recipe}: relative RMSE with a sink"] == 3.0
             for what in ("RMSE", "error of lse"):
                 assert asked[f"{recipe}: {what} with channel bias over without"] == 1.1
 
@@ -341,7 +349,7 @@ class TestBars:
         assert verdict.measured == 1.2 and not verdict.ok
 
     def test_a_row_that_misses_is_missed(self, quick):
-        bar = self.bar("a sink 0 to 12 above: relative RMSE of casting P")
+        bar = self.bar(self.SINK)
         assert judge(quick.rows, [bar])[0].ok
         rows = [r | {"relative": 0.031} if r["bench"] == "sink" else r for r in quick.rows]
         assert not judge(rows, [bar])[0].ok
@@ -350,8 +358,10 @@ class TestBars:
 class TestCommitted:
     """The results file that docs/numerics.md shows."""
 
-    # precision="fp8" does not smooth keys; fp8_smooth does.
+    # e4m3 itself is further off than 3 %; precision="fp8" does not smooth keys, fp8_smooth does.
     MISSED = (
+        "fp8: relative RMSE with a sink",
+        "int8: relative RMSE with a sink",
         "fp8: RMSE with channel bias over without",
         "fp8: error of lse with channel bias over without",
     )
