@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import onchip
+from onchip.eightbit import FORMATS as KV_DTYPES
 from onchip.problem import find_device
 
 DTYPES = {
@@ -78,6 +79,13 @@ def _add_bench(commands) -> None:
     p.add_argument("--flex", action="store_true", help="GPU: FlexAttention too; compiles for long")
     p.add_argument("--seconds", type=_positive, default=0, help="serving http: of arrivals")
     p.add_argument("--simulate", action="store_true", help="ring: on machines that are not here")
+    p.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        nargs="+",
+        default=(),
+        help="paged: these caches against one of 16 bits; serving: with such a cache",
+    )
     p.set_defaults(run=_bench)
 
 
@@ -140,6 +148,7 @@ def _add_generate(commands) -> None:
     p.add_argument(
         "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float32, ..."
     )
+    p.add_argument("--kv-dtype", choices=KV_DTYPES, help="cache of 8 bits (default: as --dtype)")
     p.add_argument("--device", help="default: a GPU if there is one")
     p.add_argument("--max-model-len", type=_positive, metavar="N", help="default: the model's own")
     p.set_defaults(run=_generate)
@@ -170,6 +179,7 @@ def _add_serve(commands) -> None:
     p.add_argument("--api-key", metavar="KEY", help="seen by all who list processes: better a file")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     p.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
+    p.add_argument("--kv-dtype", choices=KV_DTYPES, help="cache of 8 bits (default: as --dtype)")
     p.add_argument("--seed", type=int, default=0, help="of requests that bring none (default 0)")
     p.add_argument("--max-model-len", type=_positive, help="prompt and answer, in tokens")
     p.add_argument("--max-num-seqs", type=_positive, default=256, help="that run at a time")
@@ -252,6 +262,9 @@ def _check_bench(args: argparse.Namespace, parts: Sequence[str]) -> None:
     if args.simulate and args.name not in bench.SIMULATED:
         known = ", ".join(bench.SIMULATED)
         raise ValueError(f"{args.name} has no other machines; --simulate is for: {known}")
+    if args.kv_dtype and args.name not in bench.CACHES:
+        known = ", ".join(bench.CACHES)
+        raise ValueError(f"{args.name} has no cache to choose; --kv-dtype is for: {known}")
     drawn = (*plots.BENCHES, *bench.REPORTS)
     if args.plot and args.name not in drawn:
         raise ValueError(f"{args.name} draws nothing; --plot is for: {', '.join(drawn)}")
@@ -287,6 +300,7 @@ def _session(args: argparse.Namespace, console):
         flex=args.flex,
         seconds=args.seconds,
         simulate=args.simulate,
+        kv_dtypes=args.kv_dtype,
     )
     return session
 
@@ -378,6 +392,7 @@ def _generate(args: argparse.Namespace) -> int:
     if note := models.about(args.model):
         print(note, file=sys.stderr)
     options = {"dtype": args.dtype, "max_model_len": args.max_model_len, "seed": None}
+    options["kv_dtype"] = args.kv_dtype
     with LLM(args.model, device=args.device, max_num_seqs=1, swap_space=0, **options) as llm:
         prompt = args.prompt
         if args.chat:

@@ -17,6 +17,7 @@ from onchip.fold import cascade
 from onchip.iomodel.hardware import TABLE, Hardware, find, of_device
 from onchip.iomodel.roofline import Roofline, backward_ratio, bound, is_modelled, predict
 from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
+from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
@@ -252,7 +253,8 @@ def _explain_paged(
 
 
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
-    given = {n: options.pop(n) for n in ("alibi_slopes", "sinks", "tree_mask") if n in options}
+    extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
+    given = {n: options.pop(n) for n in extras if n in options}
     foreign = [n for n in options if n in NOT_PAGED or n not in Options._fields]
     if foreign:
         raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
@@ -306,7 +308,8 @@ def _pages(
 
 def _token_bytes(problem: Problem) -> int:
     dims = problem.head_dim + problem.head_dim_v
-    return problem.num_kv_heads * dims * problem.dtype.itemsize
+    dtype = problem.dtype if problem.page_dtype is None else accumulator_dtype(problem.dtype)
+    return problem.num_kv_heads * dims * dtype.itemsize
 
 
 def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:

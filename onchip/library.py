@@ -44,7 +44,7 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
     "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
     "Tensor? page_table, Tensor? cache_seqlens, Tensor? tree_mask, "
-    "Tensor? places_q, Tensor? places_k, "
+    "Tensor? places_q, Tensor? places_k, Tensor? k_scales, Tensor? v_scales, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
     "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? kernel, "
@@ -270,6 +270,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         has_tree_mask=x.tree_mask is not None,
         has_places=x.places_q is not None,
         return_lse=return_lse,
+        page_dtype=None if x.k_scales is None else k.dtype,
     )
     return problem, x, kernel
 

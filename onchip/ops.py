@@ -143,6 +143,8 @@ def paged_attention(
     page_table: Tensor,
     cache_seqlens: Tensor,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
     causal: bool = True,
@@ -163,7 +165,9 @@ def paged_attention(
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
-    (batch, max_pages); cache_seqlens: int32 (batch,). Sequence b reads its first cache_seqlens[b]
+    (batch, max_pages); cache_seqlens: int32 (batch,). k_scales, v_scales: for pages of int8 or
+    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its values times its
+    scale; q stays as it is. Sequence b reads its first cache_seqlens[b]
     slots, through page_table[b]; the queries are the last positions of that cache (causal by
     default). Pages that a window has left behind are not read: their entries may be anything.
 
@@ -193,6 +197,8 @@ def paged_attention(
         page_table=page_table,
         cache_seqlens=cache_seqlens,
         tree_mask=tree_mask,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
     question = ask(paged.describe, x, options, max_seqlen_q)
     return _answer(library.attend(question, x, kernel), return_lse)
@@ -205,6 +211,8 @@ def cascade_attention(
     page_table: Tensor,
     cache_seqlens: Tensor,
     *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     plan: cascade.Plan | None = None,
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
@@ -239,6 +247,7 @@ def cascade_attention(
     own = plan.own(page_table, cache_seqlens)
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"sinks": sinks, "out_dtype": out_dtype, "return_lse": return_lse, "kernel": kernel}
+    options |= {"k_scales": k_scales, "v_scales": v_scales}
     ours = kernel in (None, "triton") and device_info(q.device).has_triton
     merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
     pages = (k_pages, v_pages)

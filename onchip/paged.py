@@ -8,8 +8,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip import masks
-from onchip.kernels.protocol import Result, Stats, empty_result
+from onchip import eightbit, masks
+from onchip.kernels.protocol import Result, Stats, accumulator_dtype, empty_result
 from onchip.problem import (
     Options,
     Problem,
@@ -21,6 +21,8 @@ from onchip.problem import (
     check_max_seqlen,
     check_offsets_tensor,
     check_options,
+    check_places_and_shapes,
+    check_query_dtype,
     check_tensor,
     is_autocast,
     values_are_checked,
@@ -35,7 +37,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     """
     batch, seqlen_q = _check_queries(x, max_seqlen_q)
     _check_pages(x, batch)
-    check_agreement(*x[:3])
+    _check_dtypes(x)
     check_options(options, x.q)
     scale, page_size = options.softmax_scale, x.k.shape[1]
     problem = Problem(
@@ -60,6 +62,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
         page_size=page_size,
         has_tree_mask=x.tree_mask is not None,
         return_lse=bool(options.return_lse),
+        page_dtype=None if x.k_scales is None else x.k.dtype,
     )
     check_extras(problem, x)
     _check_tree(problem, x)
@@ -69,12 +72,16 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
 
 def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     """q as torch.autocast hands it to a paged call: in the dtype of the pages. To cast the pages
-    instead would copy the whole pool, call after call. fp64 is left alone.
+    instead would copy the whole pool, call after call. Over pages of 8 bits, in autocast's own
+    dtype. fp64 is left alone.
     """
     if not (isinstance(q, Tensor) and isinstance(k_pages, Tensor)):
         return q
     exact = torch.float64 in (q.dtype, k_pages.dtype)
-    return q if exact or not is_autocast(q) else q.to(k_pages.dtype)
+    if exact or not is_autocast(q):
+        return q
+    eight = k_pages.dtype in eightbit.LARGEST
+    return q.to(torch.get_autocast_dtype(q.device.type) if eight else k_pages.dtype)
 
 
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
@@ -109,6 +116,38 @@ def _check_pages(x: Tensors, batch: int) -> None:
             raise ValueError(f"{name} must be int32 of rank {rank} with batch {batch}, got {got}")
         if t.device != x.q.device:
             raise ValueError(f"{name} is on {t.device}, q is on {x.q.device}")
+
+
+def _check_dtypes(x: Tensors) -> None:
+    """Pages in the dtype of q, or of 8 bits with scales."""
+    scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
+    eight = [t.dtype in eightbit.LARGEST for t in (x.k, x.v)]
+    if not any(eight) and all(t is None for t in scales.values()):
+        return check_agreement(*x[:3])
+    if not all(eight) or x.k.dtype != x.v.dtype:
+        formats = " or ".join(map(str, eightbit.LARGEST))
+        raise ValueError(
+            f"k_scales and v_scales belong to pages that are both {formats}, got k_pages"
+            f" {x.k.dtype} and v_pages {x.v.dtype}"
+        )
+    check_query_dtype(x.q)
+    check_places_and_shapes(*x[:3])
+    for name, t in scales.items():
+        _check_scales(name, t, x.k)
+
+
+def _check_scales(name: str, scales: object, pages: Tensor) -> None:
+    shape = tuple(pages.shape[:3])
+    if not isinstance(scales, Tensor):
+        got = type(scales).__name__
+        raise ValueError(f"pages of {pages.dtype} need {name}, float32 {shape}, got {got}")
+    if scales.dtype != torch.float32 or tuple(scales.shape) != shape:
+        raise ValueError(
+            f"{name} must be float32 (num_pages, page_size, num_kv_heads) = {shape}, got"
+            f" {scales.dtype} {tuple(scales.shape)}"
+        )
+    if scales.device != pages.device:
+        raise ValueError(f"{name} is on {scales.device}, its pages are on {pages.device}")
 
 
 def _check_tree(problem: Problem, x: Tensors) -> None:
@@ -242,12 +281,17 @@ class _Gathered(NamedTuple):
 
 def through_gather(forward: Forward, problem: Problem, x: Tensors) -> Result:
     """What the forward of a kernel that reads no pages makes of a paged problem: the keys are
-    gathered into packed sequences first. Waits for the device to know the lengths.
+    gathered into packed sequences first, those of 8 bits with fp32 queries: their values times
+    their scales fit no 16 bits. Waits for the device to know the lengths.
     """
+    if problem.page_dtype is not None:
+        problem = problem._replace(dtype=accumulator_dtype(problem.dtype))
+        x = x._replace(q=x.q.to(problem.dtype))
     seen = _gather(problem, x)
     longest = max(_tables(x)[1].tolist(), default=0)
-    flat = problem._replace(page_size=0, seqlen_k=longest, packed=True)
+    flat = problem._replace(page_size=0, seqlen_k=longest, packed=True, page_dtype=None)
     y = x._replace(**seen._asdict(), page_table=None, cache_seqlens=None)
+    y = y._replace(k_scales=None, v_scales=None)
     plain = x.tree_mask is None or not problem.batch
     result = forward(flat, y) if plain else _by_sequence(forward, flat, y)
     return result if problem.packed else _unpacked(result, x.q)
@@ -261,7 +305,8 @@ def _gather(problem: Problem, x: Tensors) -> _Gathered:
     slots = table[:, position // page_size] * page_size + position % page_size
     exists = position < seqlens[:, None]
     gone = (position < _first_visible(problem, x)[:, None])[exists]
-    k, v = (_rows_of(pages, slots[exists], gone) for pages in (x.k, x.v))
+    pages = (x.k, x.k_scales), (x.v, x.v_scales)
+    k, v = (_rows_of(*part, slots[exists], gone, problem.dtype) for part in pages)
     cu_k = torch.cat([seqlens.new_zeros(1), seqlens]).cumsum(0, dtype=torch.int32)
     if problem.packed:
         return _Gathered(x.q, k, v, x.cu_seqlens_q, cu_k)
@@ -269,8 +314,12 @@ def _gather(problem: Problem, x: Tensors) -> _Gathered:
     return _Gathered(x.q.flatten(0, 1), k, v, steps * problem.seqlen_q, cu_k)
 
 
-def _rows_of(pages: Tensor, slots: Tensor, gone: Tensor) -> Tensor:
+def _rows_of(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, gone: Tensor, dtype: torch.dtype
+) -> Tensor:
     rows = pages.flatten(0, 1)[slots]
+    if scales is not None:
+        rows = eightbit.dequantise(rows, scales.flatten(0, 1)[slots], dtype)
     return rows.masked_fill_(gone[:, None, None], 0.0)
 
 

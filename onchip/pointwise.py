@@ -63,7 +63,7 @@ def place(
     num_heads: int,
     turn: tuple[Tensor, Tensor] | None,
     norms: Norms | None,
-    pages: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, ...],
     slot_mapping: Tensor,
 ) -> Tensor:
     """Only where `fused(qkv)`: q (tokens, num_heads, head_dim), normed and turned; k and v of the
@@ -71,8 +71,9 @@ def place(
 
     qkv: (tokens, (num_heads + 2 num_kv_heads) head_dim), a row of which holds q, then k, then v.
     turn: (cos, sin), fp32 (tokens, 1, half), or None where nothing turns. pages: k_pages, v_pages
-    (num_pages, page_size, num_kv_heads, head_dim); slot_mapping: int32 (tokens,), a slot outside
-    the pages, like -1, writes nothing.
+    (num_pages, page_size, num_kv_heads, head_dim), and if these are of 8 bits their scales, fp32
+    (num_pages, page_size, num_kv_heads); slot_mapping: int32 (tokens,), a slot outside the pages,
+    like -1, writes nothing.
     """
     _check_place(qkv, num_heads, pages, slot_mapping)
     kernel = import_module(_KERNEL)
@@ -81,9 +82,9 @@ def place(
 
 
 def _check_place(
-    qkv: Tensor, num_heads: int, pages: tuple[Tensor, Tensor], slot_mapping: Tensor
+    qkv: Tensor, num_heads: int, pages: tuple[Tensor, ...], slot_mapping: Tensor
 ) -> None:
-    k_pages, v_pages = pages
+    k_pages, v_pages, *scales = pages
     num_kv_heads, head_dim = k_pages.shape[2:]
     width = (num_heads + 2 * num_kv_heads) * head_dim
     if qkv.shape != (slot_mapping.shape[0], width) or k_pages.shape != v_pages.shape:
@@ -91,7 +92,7 @@ def _check_place(
             f"qkv {tuple(qkv.shape)} has no place in pages {tuple(k_pages.shape)} and"
             f" {tuple(v_pages.shape)} with {num_heads=} and {slot_mapping.shape[0]} slots"
         )
-    if k_pages.dtype != qkv.dtype or v_pages.dtype != qkv.dtype:
+    if not scales and (k_pages.dtype != qkv.dtype or v_pages.dtype != qkv.dtype):
         raise ValueError(f"qkv is {qkv.dtype}, pages are {k_pages.dtype} and {v_pages.dtype}")
 
 

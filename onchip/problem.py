@@ -33,6 +33,9 @@ class Tensors(NamedTuple):
     where each query stands in its sequence and how many sequences it is after the first of the
     batch entry, and places_k, int32 (seqlen_k,), where each key stands. ALiBi and dropout go by
     them; causal and window go by the indices of the call, as ever.
+
+    k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
+    key is its values times its scale.
     """
 
     q: Tensor
@@ -49,6 +52,8 @@ class Tensors(NamedTuple):
     tree_mask: Tensor | None = None
     places_q: Tensor | None = None
     places_k: Tensor | None = None
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
     mask: BlockMask | Later | None = None
 
 
@@ -87,6 +92,7 @@ class Problem(NamedTuple):
     wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
+    page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
 
     @property
     def group_size(self) -> int:
@@ -137,6 +143,14 @@ class Problem(NamedTuple):
         return 2 * (self.head_dim + self.head_dim_v)
 
     @property
+    def key_bytes(self) -> int:
+        """A key and its value, of one head, with the scales of 8-bit pages."""
+        dims = self.head_dim + self.head_dim_v
+        if self.page_dtype is None:
+            return dims * self.dtype.itemsize
+        return dims * self.page_dtype.itemsize + 2 * torch.float32.itemsize
+
+    @property
     def min_bytes(self) -> int:
         """Each input that causal and window leave read once, each output written once: no exact
         algorithm moves less. (A block mask, which may leave less, is not counted.)
@@ -144,9 +158,7 @@ class Problem(NamedTuple):
         queries = self.batch * self.seqlen_q * self.num_heads
         seen = self.batch * self.seen_queries * self.num_heads
         keys = self.batch * self.seen_keys * self.num_kv_heads
-        read = (
-            seen * self.head_dim + keys * (self.head_dim + self.head_dim_v)
-        ) * self.dtype.itemsize
+        read = seen * self.head_dim * self.dtype.itemsize + keys * self.key_bytes
         written = queries * (self.head_dim_v * self.out_dtype.itemsize + 4)
         return read + written + self.residual_bytes
 
@@ -197,9 +209,9 @@ def is_aligned(x: Tensors) -> bool:
     """
     if x.page_table is not None and not all(_slots_apart(pages) for pages in x[1:3]):
         return False
-    bits, itemsize = 0, x.q.element_size()
+    bits = 0
     for t in x[:3]:
-        bits |= t.data_ptr()
+        bits, itemsize = bits | t.data_ptr(), t.element_size()
         for stride in t.stride()[:-1]:
             bits |= stride * itemsize
     return bits % 16 == 0
@@ -401,6 +413,11 @@ def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Dtypes, devices, heads and head dims: what q, k and v share in every layout."""
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         _refuse_dtypes(q, k, v)
+    check_places_and_shapes(q, k, v)
+
+
+def check_places_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """The same without dtypes, which pages of 8 bits have of their own."""
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must share a device, got {q.device}, {k.device}, {v.device}")
     if q.dtype == torch.float64 and q.device.type not in ("cpu", "meta"):
@@ -410,10 +427,19 @@ def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dtype not in DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-            raise ValueError(f"{name}.dtype={t.dtype} is not one of {names}")
+        _check_dtype(name, t)
     raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def check_query_dtype(q: Tensor) -> None:
+    """For calls whose keys have a dtype of their own."""
+    _check_dtype("q", q)
+
+
+def _check_dtype(name: str, t: Tensor) -> None:
+    if t.dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise ValueError(f"{name}.dtype={t.dtype} is not one of {names}")
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -15,20 +15,21 @@ PACKAGE = Path(onchip.__file__).parent
 # split, because kernels may import their shared leaves but never one another.
 LAW = {
     "state": set(),
+    "eightbit": set(),
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
-    "kernels": {"state", "masks", "problem", "kernels.leaf"},
+    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit"},
     "fold": {"state", "masks", "problem"},
     "dispatch": {"problem", "masks"},
-    "paged": {"problem", "masks", "kernels.leaf"},
+    "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
     "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
     "quant": {"state", "masks", "problem"},
-    "kvcache": {"problem"},
+    "kvcache": {"problem", "eightbit"},
     "pointwise": {"problem"},
     "models": {"problem", "ops", "kvcache", "pointwise"},
     "parallel": {

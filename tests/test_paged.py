@@ -9,8 +9,11 @@ from torch.overrides import TorchFunctionMode
 
 import onchip
 from onchip import library, paged
+from onchip.eightbit import dequantise
+from onchip.fold import cascade
 from onchip.problem import Options, Tensors
 from onchip.testing import assert_accurate, make_packed, make_pages
+from tests.eightbit import FORMS, eight, on_grid
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -144,6 +147,133 @@ def test_a_tree_over_packed_queries_uses_its_corner():
         torch.testing.assert_close(out[None, rows], expected[0])
         torch.testing.assert_close(lse[None, :, rows], expected[1])
         torch.testing.assert_close(stats.max_logit[None, :, rows], expected[2].max_logit)
+
+
+@pytest.mark.parametrize("kernel", [None, "aten_cpu", "tiled", "reference", "paper_v2"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_pages_of_8_bits_keep_the_rule_of_the_queries(kernel, form, dtype):
+    """Mixed batches, by every way that the CPU has."""
+    seqlens_q, lengths = [12, 1, 1, 0, 1, 7, 1], [40, 17, 9, 3, 130, 60, 1]
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "dtype": dtype}
+    packed = make_packed(seqlens_q, lengths, **sizes)
+    packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
+    *pages, table, seqlens = make_pages(packed.k, packed.v, packed.cu_seqlens_k, 8)
+    pages, scales = eight(*pages, form)
+    options = {"causal": True, "return_lse": True, "window_size": (60, None)}
+    if kernel in (None, "tiled", "reference"):
+        options |= {"softcap": 9.0, "alibi_slopes": torch.rand(7, HEADS)}
+    if kernel != "paper_v2":
+        options["sinks"] = torch.randn(HEADS)
+    queries = {"cu_seqlens_q": packed.cu_seqlens_q, "max_seqlen_q": 12}
+    call = queries | scales | options | {"kernel": kernel}
+    got = onchip.paged_attention(packed.q, *pages, table, seqlens, **call)
+    assert_accurate(got, *packed[:3], **packed.options, **options)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seqlen_q", [1, 3, 9])
+def test_pages_of_8_bits_mean_values_times_scales(form, seqlen_q):
+    """Any scales, of any strides, with NaN where nobody reads."""
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33, 16, 300], 16)
+    (k, v), scales = eight(k_pages, v_pages, form)
+    scales = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in scales.items()}
+    q = torch.randn(4, seqlen_q, HEADS, DIM)
+    got = onchip.paged_attention(q, k, v, table, seqlens, **scales, return_lse=True)
+    wide = (dequantise(t, s, torch.float64) for t, s in zip((k, v), scales.values(), strict=True))
+    want = onchip.paged_attention(q.double(), *wide, table, seqlens, return_lse=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tree_of_drafts_over_pages_of_8_bits():
+    k_pages, v_pages, table, seqlens, _ = cache([5, 40, 17], 8)
+    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    wide = (dequantise(t, s, torch.float32) for t, s in zip((k, v), scales.values(), strict=True))
+    q, tree = torch.randn(3, 5, HEADS, DIM), torch.rand(3, 5, 5) < 0.5
+    call = {"tree_mask": tree, "return_lse": True, "return_stats": True}
+    got = onchip.paged_attention(q, k, v, table, seqlens, **scales, **call)
+    want = onchip.paged_attention(q, *wide, table, seqlens, **call)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_cascade_over_pages_of_8_bits_is_the_plain_call():
+    k_pages, v_pages, table, seqlens, _ = cache([48, 61, 50], 4)
+    table[1:, :8] = table[0, :8]
+    (k, v), scales = eight(k_pages, v_pages, torch.float8_e4m3fn)
+    model = cascade.traffic(torch.empty(3, HEADS, DIM), k, v)
+    assert model.page_bytes == 4 * KV_HEADS * 2 * (DIM + 4)
+    model = model._replace(level_bytes=0, query_bytes=0, partial_bytes=0)
+    plan = cascade.plan(table, seqlens, 4, model, seqlen_q=1)
+    assert plan.levels
+    q = torch.randn(3, 1, HEADS, DIM)
+    got = onchip.cascade_attention(q, k, v, table, seqlens, plan=plan, **scales, return_lse=True)
+    want = onchip.paged_attention(q, k, v, table, seqlens, **scales, return_lse=True)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_over_pages_of_8_bits_is_its_own_dtype(dtype):
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    q = torch.randn(2, 1, HEADS, DIM)
+    expected = onchip.paged_attention(q.to(dtype), k, v, table, seqlens, **scales)
+    with torch.autocast("cpu", dtype):
+        got = onchip.paged_attention(q, k, v, table, seqlens, **scales)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pages_of_8_bits_compile_without_a_graph_break(form):
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    (k, v), scales = eight(k_pages, v_pages, form)
+    q = torch.randn(2, 3, HEADS, DIM)
+    fn = lambda *args: onchip.paged_attention(*args, **scales, softcap=5.0, return_lse=True)
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    args = (q, k, v, table, seqlens)
+    torch.testing.assert_close(compiled(*args), fn(*args), rtol=0, atol=0)
+
+
+REFUSALS = {
+    "no scales": ({"k_scales": None}, r"pages of torch.int8 need k_scales, float32 \(\d+, 8, 2\)"),
+    "no scales of v": ({"v_scales": None}, "need v_scales"),
+    "scales of 16 bits": (
+        {"k_scales": lambda t: t.half()},
+        r"k_scales must be float32 \(num_pages, page_size, num_kv_heads\) = .* got torch.float16",
+    ),
+    "scales per page": ({"v_scales": lambda t: t[:, 0]}, "v_scales must be float32"),
+    "one of 16 bits": ({"v": lambda t: t.half()}, "pages that are both torch.float8_e4m3fn or"),
+    "scales for 16 bits": (
+        {"k": lambda t: t.half(), "v": lambda t: t.half()},
+        "got k_pages torch.float16 and v_pages torch.float16",
+    ),
+    "queries of 8 bits": ({"q": lambda t: t.to(torch.int8)}, "q.dtype=torch.int8 is not one of"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSALS.values(), ids=REFUSALS)
+def test_pages_of_8_bits_are_refused_in_a_sentence(change, message):
+    k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
+    (k, v), scales = eight(k_pages, v_pages, torch.int8)
+    call = {"q": torch.randn(2, 1, HEADS, DIM), "k": k, "v": v} | scales
+    for name, how in change.items():
+        call[name] = how if how is None else how(call[name])
+    q, k, v, k_scales, v_scales = call.values()
+    with pytest.raises(ValueError, match=message):
+        onchip.paged_attention(q, k, v, table, seqlens, k_scales=k_scales, v_scales=v_scales)
+
+
+def test_bytes_of_pages_of_8_bits():
+    """132 for a key of 128 where 16 bits take 256."""
+    x = Tensors(torch.empty(1, 1, 8, 128, dtype=torch.bfloat16), *torch.empty(2, 1, 16, 2, 128))
+    x = x._replace(page_table=torch.zeros(1, 1, dtype=torch.int32))
+    x = x._replace(cache_seqlens=torch.zeros(1, dtype=torch.int32))
+    wide = x._replace(k=x.k.bfloat16(), v=x.v.bfloat16())
+    scales = {"k_scales": torch.empty(1, 16, 2), "v_scales": torch.empty(1, 16, 2)}
+    narrow = x._replace(k=x.k.to(torch.int8), v=x.v.to(torch.int8), **scales)
+    describe = lambda x: paged.describe(x, Options(causal=True))
+    assert describe(wide).key_bytes == 2 * 256 and describe(narrow).key_bytes == 2 * 132
+    assert describe(wide).min_bytes - describe(narrow).min_bytes == 16 * 2 * 2 * (256 - 132)
 
 
 def test_a_window_does_not_read_the_pages_it_has_left_behind():

@@ -31,6 +31,7 @@ BENCHES = {
 }
 REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train", "accuracy")
 SIMULATED = ("ring",)
+CACHES = ("paged", "serving")  # of 8 bits, if asked to
 
 
 def load(name: str) -> ModuleType:

@@ -5,7 +5,9 @@ the dense kernels of SDPA on the same numbers. "page size" rows are ours against
 256 slots; "decode MHA" has as many key heads as query heads; "decode skewed" is one long sequence
 among short ones. "cascade" rows read a prefix once for all sequences that share it, against one
 call that reads it for each. A value is the keys and values of a call over its time, of a cascade
-its time; `page_size` is a column. tiers.py has the rows about prefixes, swapping and offloading.
+its time; `page_size` is a column. "decode fp8" and "decode int8" (--kv-dtype) are ours over pages
+of 8 bits against ours over bf16 pages of the same numbers, which 8 bits hold: tokens a second, one
+of each sequence a call. tiers.py has the rows about prefixes, swapping and offloading.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,7 @@ import onchip
 from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
+from onchip.eightbit import FORMATS, held, quantise
 from onchip.fold import cascade
 from onchip.testing import oracle, rmse
 
@@ -35,6 +38,7 @@ PREFIXES = ((64, 8192, 256), (64, 32768, 256), (8, 2048, 64))
 TIERS = {"prefix": tiers.prefix, "swap": tiers.swap, "offload": tiers.stream}
 PARTS = ("decode", "pages", "cascade", *TIERS)  # of --only
 AT_LEAST, SMALL_PAGES, MHA_TBS = 0.98, 0.90, 3.5
+EIGHT_BITS, EIGHT_BITS_AT = 1.7, CELLS[-1]
 CASCADE, COPIED, BESIDE, DEVICE_GB = 5.0, 0.8, 1.25, 2.0
 
 
@@ -60,7 +64,22 @@ def _most_device_gb(rows: list[Row]) -> float:
     return max(row["device_gb"] for row in rows)
 
 
+def _eight_bits(kv_dtype: str) -> Callable[[Row], bool]:
+    bench = _is(f"decode {kv_dtype}")
+    return lambda row: bench(row) and (row["batch"], row["seqlen"]) == EIGHT_BITS_AT
+
+
 BARS = (
+    *(
+        Bar(
+            f"{name} cache over bf16, 128 x 8k",
+            _eight_bits(name),
+            EIGHT_BITS,
+            measure=worst_cell(EIGHT_BITS),
+            optional=True,
+        )
+        for name in FORMATS
+    ),
     Bar("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
     Bar("dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)),
     Bar("page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)),
@@ -87,6 +106,11 @@ class Cache:
     @property
     def scale(self) -> Scale:
         return Scale("TB/s", lambda ms: self.num_bytes / ms / 1e9)
+
+    @property
+    def tokens(self) -> Scale:
+        """One of each sequence, of one layer."""
+        return Scale("tokens/s", lambda ms: len(self.lengths) / ms * 1e3)
 
     def case(self, bench: str) -> Case:
         keys, batch = max(self.lengths), len(self.lengths)
@@ -138,7 +162,9 @@ def run(session: Session) -> None:
 
 
 def steps(session: Session) -> Iterator[gpu.Step]:
-    """--only chooses among the parts, --seqlens among the cells of decoding by their keys."""
+    """--only chooses among the parts, --seqlens among the cells of decoding by their keys;
+    --kv-dtype asks about caches of 8 bits instead of those of 16.
+    """
     makers = {"decode": _decode_steps, "pages": _page_steps, "cascade": _cascade_steps}
     makers |= {name: partial(_tier_steps, name) for name in TIERS}
     for name in PARTS:
@@ -149,8 +175,12 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 def _decode_steps(session: Session) -> Iterator[gpu.Step]:
     for batch, keys in CELLS[2:3] if session.quick else CELLS:
         if keys in (session.seqlens or (keys,)):
-            yield f"decode, {batch} x {keys:,} keys", partial(decode, session, batch, keys)
-    if not session.quick:
+            if not session.kv_dtypes:
+                yield f"decode, {batch} x {keys:,} keys", partial(decode, session, batch, keys)
+            for name in session.kv_dtypes:
+                title = f"decode, {batch} x {keys:,} keys, {name} cache"
+                yield title, partial(eight_bits, session, batch, keys, name)
+    if not session.quick and not session.kv_dtypes:
         yield "decode, as many key heads as query heads", partial(mha, session)
         yield "decode, one long sequence", partial(skewed, session)
 
@@ -183,6 +213,46 @@ def decode(session: Session, batch: int, keys: int) -> list[Row]:
     rows = gpu.contest(session, cache.case("decode"), claims, cache.scale, required=("cudnn",))
     sizes = {"decode": PAGE_SIZE, "decode dense": None}
     return [_columns(row, cache, sizes[row["bench"]]) for row in rows]
+
+
+def eight_bits(session: Session, batch: int, keys: int, kv_dtype: str) -> list[Row]:
+    """Ours over 8-bit pages against ours over bf16 pages that hold the same numbers."""
+    cache, form = Cache((keys,) * batch), FORMATS[kv_dtype]
+    drawn = cache.draw_sets(session.device)
+    sets = [(q, held(k, form), held(v, form)) for q, k, v in drawn]
+    wide = our_paged("bf16 cache", cache, sets, PAGE_SIZE)
+    narrow = our_eight_bits("onchip", wide, form, cache)
+    bench = f"decode {kv_dtype}"
+    claim = Claim(bench, kernel_of(narrow), narrow, [wide])
+    rows = gpu.contest(session, cache.case(bench), [claim], cache.tokens)
+    return [_columns(row, cache, PAGE_SIZE) | {"kv_dtype": kv_dtype} for row in rows]
+
+
+def our_eight_bits(name: str, wide: Contender, form: torch.dtype, cache: Cache) -> Contender:
+    """paged_attention over the pages of another quantised, under the same judge; every set is (q,
+    (pages, scales), page table).
+    """
+    lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=wide.sets[0][0].device)
+    sets = [(q, quantised(pages, form), table) for q, pages, table in wide.sets]
+    attend = lambda q, pages, table: onchip.paged_attention(
+        q, *pages[0], table, lengths, **scales_of(pages[1])
+    )
+    return Contender(name, attend, sets, wide.judge, ours=True)
+
+
+def scales_of(scales: Tensor) -> dict[str, Tensor]:
+    return dict(zip(("k_scales", "v_scales"), scales, strict=True))
+
+
+def quantised(pages: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
+    """8-bit pages and their scales as a cache keeps them, page by page: fp32 copies are large."""
+    values = torch.empty(pages.shape, dtype=form, device=pages.device)
+    scales = torch.empty(pages.shape[:-1], device=pages.device).transpose(2, 3).contiguous()
+    scales = scales.transpose(2, 3)
+    for kind in (0, 1):
+        for some in torch.arange(pages.shape[1], device=pages.device).split(4096):
+            values[kind, some], scales[kind, some] = quantise(pages[kind, some], form)
+    return values, scales
 
 
 def page_sizes(session: Session, page_size: int) -> list[Row]:
@@ -297,8 +367,9 @@ def our_paged(name: str, cache: Cache, sets: Sequence[Inputs], page_size: int) -
 def kernel_of(paged: Contender) -> str:
     """Which kernel serves it: any lengths that fit its tables will do to ask."""
     q, pages, table = paged.sets[0]
+    pages, given = (pages, {}) if isinstance(pages, Tensor) else (pages[0], scales_of(pages[1]))
     seqlens = torch.full_like(table[:, 0], table.shape[1] * pages.shape[2])
-    asked = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens)
+    asked = onchip.explain(q, *pages, page_table=table, cache_seqlens=seqlens, **given)
     return asked.plan.kernel
 
 

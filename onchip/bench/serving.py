@@ -127,8 +127,13 @@ class Setting:
         return roofline
 
     @property
+    def kv_dtype(self) -> str | None:
+        """Of the cache, None for that of the model."""
+        return self.session.kv_dtypes[0] if self.session.kv_dtypes else None
+
+    @property
     def page_bytes(self) -> int:
-        return self.model.cache_spec().page_bytes
+        return self.model.cache_spec(kv_dtype=self.kv_dtype).page_bytes
 
     @property
     def capped_pages(self) -> int:
@@ -148,7 +153,8 @@ class Setting:
             return self.row("throughput", "onchip", llm, [self.workload]) | {"ready_s": ready_s}
 
     def llm(self, **options: Any) -> LLM:
-        return LLM(self.model, max_model_len=self.max_model_len, **options)
+        own = {"max_model_len": self.max_model_len, "kv_dtype": self.kv_dtype}
+        return LLM(self.model, **own, **options)
 
     def row(self, bench: str, kernel: str, llm: LLM, groups: Sequence[Workload]) -> Row:
         """The groups served one after another, when what has to be compiled is."""
@@ -218,6 +224,10 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 
 
 def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:
+    if len(session.kv_dtypes) > 1:
+        raise ValueError("serving has one cache at a time: --kv-dtype fp8, or --kv-dtype int8")
+    if session.kv_dtypes:
+        name += f", {session.kv_dtypes[0]} cache"
     if not session.quick:
         return Setting(name, fields, Workload.uniform(), session.device, 4096, session)
     workload = Workload.uniform(24, 8, 64, vocab=TINY["vocab_size"])

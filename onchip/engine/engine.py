@@ -51,8 +51,9 @@ class Pace:
 class Engine:
     """Serves a model. tokenizer: None if prompts are token ids and texts are not wanted.
 
-    num_pages: of the device, page 0 among them is never used; host_pages: room for requests that
-    are preempted, 0: they are always computed again. eos_token_ids: None for the tokenizer's and
+    num_pages: of the device, page 0 among them is never used; kv_dtype: "fp8" or "int8" for pages
+    of 8 bits, None for the model's own dtype; host_pages: room for requests that are preempted, 0:
+    they are always computed again. eos_token_ids: None for the tokenizer's and
     the model's own. seed: of requests that bring none; None: another each time.
     """
 
@@ -64,6 +65,7 @@ class Engine:
         limits: Limits,
         num_pages: int,
         page_size: int = 16,
+        kv_dtype: str | None = None,
         host_pages: int = 0,
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
@@ -72,7 +74,7 @@ class Engine:
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self.eos_token_ids = _ends_of(model, tokenizer, eos_token_ids)
-        spec = model.cache_spec(page_size)
+        spec = model.cache_spec(page_size, kv_dtype)
         self.cache = KVCache(
             spec,
             num_pages,
@@ -88,7 +90,7 @@ class Engine:
         self._landed_at = 0.0
         self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
         self._names = count()
-        self._meter = Meter(self.cache.pool)
+        self._meter = Meter(self.cache.pool, spec.page_bytes)
         self._failed: str | None = None
         self._torn = False
         self._lost: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told

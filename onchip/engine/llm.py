@@ -33,7 +33,8 @@ class LLM:
     `models.builtin`), or a model of `onchip.models`; families that those do not have run through
     transformers, slower. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
-    host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. seed: of
+    host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. kv_dtype:
+    "fp8" (e4m3) or "int8" for pages of 8 bits, of which twice as many fit; None for dtype. seed: of
     the draws of requests that bring none. enforce_eager: replay no CUDA graphs. num_pages: of the
     cache; None for what fits.
 
@@ -53,6 +54,7 @@ class LLM:
         block_size: int = 16,
         swap_space: float = 4,
         dtype: str | torch.dtype = "auto",
+        kv_dtype: str | None = None,
         seed: int | None = 0,
         enable_prefix_caching: bool = True,
         max_num_seqs: int = 256,
@@ -68,18 +70,19 @@ class LLM:
             raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
         graphs = ranks.alone and not enforce_eager
+        spec = loaded.cache_spec(block_size, kv_dtype)
         if num_pages is None:
-            share = gpu_memory_utilization
+            share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
             num_pages = ranks.agree(
-                memory.device_pages(loaded, limits, block_size, share, graphs=graphs)
+                memory.device_pages(loaded, limits, paging, share, graphs=graphs)
             )
-        spec = loaded.cache_spec(block_size)
         self.engine = Engine(
             loaded,
             _tokenizer(model, tokenizer),
             limits=limits,
             num_pages=num_pages,
             page_size=block_size,
+            kv_dtype=kv_dtype,
             host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.alone else 0,
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),

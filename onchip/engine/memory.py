@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,17 +27,24 @@ _EVERYTHING = SamplingParams(
 )
 
 
+class Paging(NamedTuple):
+    """What is asked of pages: see `Engine`."""
+
+    page_size: int = 16
+    kv_dtype: str | None = None
+
+
 def device_pages(
-    model: Model, limits: Limits, page_size: int, utilization: float, *, graphs: bool = True
+    model: Model, limits: Limits, paging: Paging, utilization: float, *, graphs: bool = True
 ) -> int:
     """Pages for a cache: what a GPU has left of `utilization` of its memory, or a quarter of what
     the host has free; never more than max_num_seqs sequences of max_model_len can hold. graphs:
     whether steps will be recorded.
     """
-    spec = model.cache_spec(page_size)
-    most = 1 + limits.max_num_seqs * -(-limits.max_model_len // page_size)
+    spec = model.cache_spec(*paging)
+    most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        room = _room_on_gpu(model, limits, page_size, utilization, graphs)
+        room = _room_on_gpu(model, limits, paging, utilization, graphs)
     else:
         room = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     pages = min(most, spec.pages_in(max(0, room)))
@@ -56,28 +64,28 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
 
 
 def _room_on_gpu(
-    model: Model, limits: Limits, page_size: int, utilization: float, graphs: bool
+    model: Model, limits: Limits, paging: Paging, utilization: float, graphs: bool
 ) -> int:
     if not 0 < utilization <= 1:
         raise ValueError(f"gpu_memory_utilization={utilization} must lie above 0, and at most at 1")
-    fixed = _step_bytes(model, limits, page_size) + _staging_bytes(model, page_size)
+    fixed = _step_bytes(model, limits, paging) + _staging_bytes(model, paging)
     if graphs:
-        fixed += _graph_bytes(model, limits, page_size)
+        fixed += _graph_bytes(model, limits, paging)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     return int(total * utilization) - (total - free) - fixed
 
 
-def _step_bytes(model: Model, limits: Limits, page_size: int) -> int:
+def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     """What the largest step needs beside weights and pages, measured with all that torch takes for
     it: as many prompts as may run, together as long as a step, one of which is asked about itself,
     and draws that use every part of the sampler.
     """
     device, count = model.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
-    pages = 2 + count * -(-(length + 2) // page_size)
+    pages = 2 + count * -(-(length + 2) // paging.page_size)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    options = {"page_size": page_size, "prefix_caching": False, "pace": Pace(graphs=False)}
+    options = {**paging._asdict(), "prefix_caching": False, "pace": Pace(graphs=False)}
     torch.cuda.empty_cache()
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_reserved(device)
@@ -90,14 +98,14 @@ def _step_bytes(model: Model, limits: Limits, page_size: int) -> int:
         return torch.cuda.max_memory_reserved(device) - held
 
 
-def _graph_bytes(model: Model, limits: Limits, page_size: int) -> int:
+def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     """The graphs, and the page table that they share."""
-    width = -(-limits.max_model_len // page_size)
-    pages = 1 + min(width, -(-_TRIAL_TOKENS // page_size))
-    with Engine(model, None, limits=limits, num_pages=pages, page_size=page_size) as engine:
+    width = -(-limits.max_model_len // paging.page_size)
+    pages = 1 + min(width, -(-_TRIAL_TOKENS // paging.page_size))
+    with Engine(model, None, limits=limits, num_pages=pages, **paging._asdict()) as engine:
         return engine.graph_bytes() + 4 * limits.max_num_seqs * width
 
 
-def _staging_bytes(model: Model, page_size: int) -> int:
+def _staging_bytes(model: Model, paging: Paging) -> int:
     """Where pages are packed on their way to the host and back: see kvcache/host.py."""
-    return 2 * max(CHUNK_BYTES, model.cache_spec(page_size).page_bytes)
+    return 2 * max(CHUNK_BYTES, model.cache_spec(*paging).page_bytes)

@@ -13,17 +13,18 @@ _REFRESH_S = 0.2  # how old what is said about single requests may be
 
 @dataclass(frozen=True)
 class Stats:
-    """An engine at the end of a step. pages_free: those that can be had, pages_cached of them hold
-    a prefix; pages_shared: those that sharing saves. request_pages: of those that run. These two
-    take a walk over all requests, and are up to 0.2 s old while there is work. tokens_*: since the
-    start; prefilled are those from which nothing was drawn, each time they are computed.
-    waited_s: in all steps, for the device. last_step_s: how long it took; last_step_at: when it
-    ended, time.monotonic().
+    """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: those that
+    can be had, pages_cached of them hold a prefix; pages_shared: those that sharing saves.
+    request_pages: of those that run. These two take a walk over all requests, and are up to 0.2 s
+    old while there is work. tokens_*: since the start; prefilled are those from which nothing was
+    drawn, each time they are computed. waited_s: in all steps, for the device. last_step_s: how
+    long it took; last_step_at: when it ended, time.monotonic().
     """
 
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
+    page_bytes: int = 0
     pages_free: int = 0
     pages_cached: int = 0
     pages_shared: int = 0
@@ -42,9 +43,10 @@ class Stats:
 class Meter:
     """Makes `latest`, which others read at any time: it is replaced, never changed."""
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool, page_bytes: int):
         self._refreshed_at = 0.0
-        self.latest = Stats(pages_total=pool.capacity, pages_free=pool.num_free)
+        free = pool.num_free
+        self.latest = Stats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
 
     def count(self, step: Step, waited_s: float) -> None:
         """A step has been computed, and was waited for so long."""

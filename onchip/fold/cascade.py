@@ -79,10 +79,11 @@ def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
     num_heads, head_dim = q.shape[-2:]
     page_size, num_kv_heads = k_pages.shape[1:3]
     head_dim_v, item = v_pages.shape[-1], k_pages.element_size()
+    scales = 8 if item == 1 else 0  # of a key and its value
     partial = 2 * num_heads * 4 * (head_dim_v + 1)  # fp32 out and lse, written and read back
     query = num_heads * head_dim * q.element_size()
     return Traffic(
-        page_bytes=page_size * num_kv_heads * (head_dim + head_dim_v) * item,
+        page_bytes=page_size * num_kv_heads * ((head_dim + head_dim_v) * item + scales),
         query_bytes=3 * query + partial,  # gathered (read, written), read again
         partial_bytes=partial,
         level_bytes=LEVEL_BYTES.get(q.device.type, LEVEL_BYTES["cuda"]),
@@ -95,18 +96,18 @@ def _occupancy(q: Tensor, k_pages: Tensor) -> Occupancy:
     page_size, num_kv_heads = k_pages.shape[1:3]
     group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
     return Occupancy(
-        1 if _splits_keys(q) else NUM_PROGRAMS,
+        1 if _splits_keys(q, k_pages) else NUM_PROGRAMS,
         num_kv_heads,
         max(1, TILE_ROWS // group_size),
         -(-SEGMENT_KEYS // max(1, page_size)),
     )
 
 
-def _splits_keys(q: Tensor) -> bool:
+def _splits_keys(q: Tensor, k_pages: Tensor) -> bool:
     """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
     device = device_info(q.device)
     elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
-    return elsewhere or q.element_size() != 2
+    return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
 
 
 class Group(NamedTuple):
@@ -270,7 +271,7 @@ def run(
     return (out, lse) if return_lse else out
 
 
-FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic"}
+FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}
 FOR_OWN = {"causal", "sinks", "tree_mask"}
 REFUSED = {
     "window_size": "a window hides a different part of the prefix from every query",

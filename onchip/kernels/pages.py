@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from onchip.eightbit import dequantise
 from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
 from onchip.problem import DeviceInfo, Problem, Tensors
 from onchip.state import State, add_sink, finalize, lift, merge
@@ -111,7 +112,7 @@ def _fold(problem: Problem, x: Tensors, group: Group) -> State:
     states = []
     for start in range(0, max(1, group.longest), tile_n):
         keys = group.first + torch.arange(start, min(start + tile_n, group.longest))
-        k, v = (t.to(wide) for t in _gathered(x, _slots(x, group, keys)))
+        k, v = _gathered(x, _slots(x, group, keys), wide)
         s = _scores(problem, x, group, keys, q @ k.transpose(-1, -2))
         states.append(lift(s.view(n, *rows, keys.shape[1]), v))
     m, l, acc = reduce(merge, states)
@@ -127,14 +128,20 @@ def _slots(x: Tensors, group: Group, keys: Tensor) -> Tensor:
     return pages.long() * page_size + keys % page_size
 
 
-def _gathered(x: Tensors, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v of the slots (n, tile_n): (n, num_kv_heads, tile_n, dim)."""
+def _gathered(x: Tensors, slots: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """k and v of the slots (n, tile_n) in a wider dtype: (n, num_kv_heads, tile_n, dim)."""
     page_size, num_kv_heads = x.k.shape[1:3]
-    if not (x.k.is_contiguous() and x.v.is_contiguous()):  # a row for each head would be a copy
-        at = slots // page_size, slots % page_size
-        return x.k[at].transpose(1, 2), x.v[at].transpose(1, 2)
-    rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
-    return _selected(x.k, rows), _selected(x.v, rows)
+    at = slots // page_size, slots % page_size
+    if x.k.is_contiguous() and x.v.is_contiguous():
+        rows = slots[:, None] * num_kv_heads + torch.arange(num_kv_heads)[:, None]
+        k, v = _selected(x.k, rows), _selected(x.v, rows)
+    else:  # a row for each head would be a copy
+        k, v = x.k[at].transpose(1, 2), x.v[at].transpose(1, 2)
+    if x.k_scales is None or x.v_scales is None:
+        return k.to(wide), v.to(wide)
+    scales = (t[at].transpose(1, 2) for t in (x.k_scales, x.v_scales))
+    k, v = (dequantise(t, scale, wide) for t, scale in zip((k, v), scales, strict=True))
+    return k, v
 
 
 def _selected(pages: Tensor, rows: Tensor) -> Tensor:

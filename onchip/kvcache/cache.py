@@ -107,6 +107,10 @@ class KVCache:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
         return self.pages.layer(layer)
 
+    def scales(self, layer: int) -> dict[str, Tensor]:
+        """k_scales and v_scales of one layer, which go with its pages; none unless quantised."""
+        return self.pages.scales(layer)
+
     def open(self, tokens: abc.Sequence[int] = (), *, salt: str = "") -> Sequence | NoRoom:
         """A sequence that starts with what is cached of the prompt `tokens` under this salt; append
         the rest, prompt[sequence.length:], at least one token. Nothing cached: an empty one.

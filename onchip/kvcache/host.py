@@ -200,12 +200,12 @@ class HostTier:
 
 
 class _Chunks:
-    """Host memory in chunks. A chunk of n pages is their keys, then their values, in one piece, so
-    that it travels in one copy: k (n, num_layers, row), v (n, num_layers, row).
+    """Host memory in chunks. A chunk of n pages is their keys, then their values, then scales if
+    they have any, in one piece, so that it travels in one copy: k (n, num_layers, row), and so on.
     """
 
     def __init__(self, pages: Pages, chunk_pages: int, num_chunks: int):
-        rows = _wide([pages.k.flatten(2), pages.v.flatten(2)])
+        rows = _wide([t.flatten(2) for t in pages.tensors])
         self.rows = [t.transpose(0, 1) for t in rows]  # (num_pages, num_layers, row)
         self._page_shapes = [t.shape[1:] for t in self.rows]
         self._chunk_pages = chunk_pages
@@ -238,9 +238,11 @@ class _Chunks:
 
 
 def _wide(tensors: list[Tensor]) -> list[Tensor]:
-    """The same bytes as 64-bit words where rows allow it: a quarter of the elements to index."""
+    """The same bytes as 64-bit words where rows allow it: a quarter of the elements to index, or
+    fewer.
+    """
     fits = all(t.shape[-1] * t.itemsize % 8 == 0 for t in tensors)
-    return [t.view(torch.int64) for t in tensors] if fits else tensors
+    return [t.view(torch.int64 if fits else torch.uint8) for t in tensors]
 
 
 class _Done:

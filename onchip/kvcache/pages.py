@@ -1,14 +1,17 @@
-"""The tensors of the cache: keys and values of every layer, in pages."""
+"""The tensors of the cache: keys and values of every layer, in pages, and their scales if the pages
+are of 8 bits.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from onchip.eightbit import LARGEST, SCALE_BYTES, format_of, quantise
 from onchip.kvcache.pool import Copy, Pool
 from onchip.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 
@@ -18,7 +21,9 @@ MAX_PAGE_SIZE = 256
 @dataclass(frozen=True)
 class Spec:
     """What one page holds: page_size tokens of num_layers layers, num_kv_heads heads each, keys of
-    head_dim and values of head_dim_v (the same if not given).
+    head_dim and values of head_dim_v (the same if not given). dtype: of the keys and values that
+    are written; kv_dtype: what pages hold them in, torch.int8 or torch.float8_e4m3fn with a scale
+    for each token and head, None for dtype itself.
     """
 
     num_layers: int
@@ -28,6 +33,7 @@ class Spec:
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
@@ -45,6 +51,13 @@ class Spec:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if self.kv_dtype is not None and self.kv_dtype not in LARGEST:
+            formats = ", ".join(map(str, LARGEST))
+            raise ValueError(f"kv_dtype {self.kv_dtype} is not one of {formats}, None")
+
+    def stored_as(self, name: str | None) -> "Spec":
+        """The same with pages of this kv_dtype: "fp8", "int8", or None for dtype."""
+        return replace(self, kv_dtype=format_of(name))
 
     @property
     def k_page(self) -> tuple[int, int, int, int]:
@@ -61,8 +74,18 @@ class Spec:
         return math.prod(self.k_page) + math.prod(self.v_page)
 
     @property
+    def scales_page(self) -> tuple[int, int, int]:
+        """The scales of the keys (or values) of one page: (num_layers, num_kv_heads, page_size).
+        Those of a head lie side by side, because who reads one reads them all.
+        """
+        return (self.num_layers, self.num_kv_heads, self.page_size)
+
+    @property
     def page_bytes(self) -> int:
-        return self.page_elements * self.dtype.itemsize
+        if self.kv_dtype is None:
+            return self.page_elements * self.dtype.itemsize
+        scales = 2 * math.prod(self.scales_page)
+        return self.page_elements * self.kv_dtype.itemsize + scales * SCALE_BYTES
 
     def pages_in(self, num_bytes: int) -> int:
         """How many pages fit into num_bytes: the num_pages of a cache of that size."""
@@ -71,6 +94,7 @@ class Spec:
 
 class Pages:
     """k: (num_layers, num_pages, page_size, num_kv_heads, head_dim); v: the same, head_dim_v.
+    k_scales, v_scales: (num_layers, num_pages, num_kv_heads, page_size), None unless quantised.
 
     The memory is not cleared, when it is allocated or when a page is freed: slots past a sequence's
     length and pages of nobody hold anything, NaN included, and no reader looks at them.
@@ -84,12 +108,26 @@ class Pages:
             )
         self.spec = spec
         self.pool = pool
-        self.k, self.v = (
-            torch.empty(
-                (shape[0], pool.num_pages, *shape[1:]), dtype=spec.dtype, device=spec.device
+        stored = spec.kv_dtype or spec.dtype
+        self.k, self.v = (self._empty(shape, stored) for shape in (spec.k_page, spec.v_page))
+        self.k_scales = self.v_scales = None
+        if spec.kv_dtype is not None:
+            self.k_scales, self.v_scales = (
+                self._empty(spec.scales_page, torch.float32) for _ in range(2)
             )
-            for shape in (spec.k_page, spec.v_page)
-        )
+
+    def _empty(self, page: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """(num_layers, num_pages, ...), not cleared."""
+        shape = page[0], self.pool.num_pages, *page[1:]
+        return torch.empty(shape, dtype=dtype, device=self.spec.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a page has, each (num_layers, num_pages, ...): what is copied or moved together.
+        Numbers of e4m3 come as bytes, which torch can index.
+        """
+        found = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in found]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""
@@ -97,15 +135,28 @@ class Pages:
             raise ValueError(f"{layer=} must lie in [0, num_layers={self.spec.num_layers})")
         return self.k[layer], self.v[layer]
 
+    def scales(self, layer: int) -> dict[str, Tensor]:
+        """k_scales and v_scales of one layer, as paged_attention takes them; none where pages are
+        not quantised.
+        """
+        if self.k_scales is None or self.v_scales is None:
+            return {}
+        self.layer(layer)
+        return {
+            "k_scales": self.k_scales[layer].transpose(1, 2),
+            "v_scales": self.v_scales[layer].transpose(1, 2),
+        }
+
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
         """k: (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) go to the
         slots of slot_mapping, int32 (tokens,); slot page * page_size + offset, -1 writes nothing.
+        Pages of 8 bits get them quantised.
         """
-        k_pages, v_pages = self.layer(layer)
+        pages = *self.layer(layer), *self.scales(layer).values()
         self._check_write(k, v, slot_mapping)
         if slot_mapping.device.type == "cpu" or checks.enabled:
             self._check_slots(slot_mapping)
-        _scatter(k, v, k_pages, v_pages, slot_mapping)
+        _scatter(k, v, pages, slot_mapping)
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Page copies of all layers at once. No page is the target of two, or of one and the source
@@ -114,7 +165,7 @@ class Pages:
         if not copies:
             return
         pairs = to_device(torch.tensor(copies), self.k.device)
-        for pages in (self.k, self.v):
+        for pages in self.tensors:
             if kernel := _kernel(pages.device):
                 kernel.copy_pages(pages, pairs)
             else:
@@ -146,14 +197,20 @@ class Pages:
                 raise ValueError(f"slot_mapping points to page {page}, which {refs} tables hold")
 
 
-def _scatter(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
-    if kernel := _kernel(k_pages.device):
+def _scatter(k: Tensor, v: Tensor, pages: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
+    """pages: k_pages, v_pages, and their scales if there are any."""
+    if kernel := _kernel(k.device):
         k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (k, v))
-        kernel.write(k, v, k_pages, v_pages, slot_mapping)
+        kernel.write(k, v, *pages[:2], slot_mapping, *pages[2:])
         return
     slots = slot_mapping.long().clamp(min=0)  # -1 goes to the null page, which nobody reads
-    k_pages.flatten(0, 1).index_copy_(0, slots, k)
-    v_pages.flatten(0, 1).index_copy_(0, slots, v)
+    if len(pages) == 2:
+        for new, target in zip((k, v), pages, strict=True):
+            target.flatten(0, 1).index_copy_(0, slots, new)
+        return
+    at = slots // pages[0].shape[1], slots % pages[0].shape[1]
+    for new, target, scales in zip((k, v), pages[:2], pages[2:], strict=True):
+        target[at], scales[at] = quantise(new, target.dtype)
 
 
 def _kernel(device: torch.device) -> ModuleType | None:

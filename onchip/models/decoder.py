@@ -54,6 +54,7 @@ class Paged(NamedTuple):
         """Attention over what is in the pages, the keys and values of the new tokens included."""
         batch, cache = self
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
+        options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
             # a token of each sequence: kernels need not look for them
             return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
@@ -154,7 +155,8 @@ class Attention(nn.Module):
         """
         turn = None if self.turned is None else turned[self.turned]
         norms = None if self.q_norm is None else self._norms()
-        pages, slots = paged.cache.layer(self.index), paged.batch.slot_mapping
+        cache, slots = paged.cache, paged.batch.slot_mapping
+        pages = *cache.layer(self.index), *cache.scales(self.index).values()
         return place(qkv, self.heads[0], turn, norms, pages, slots)
 
     def _norms(self) -> Norms:
@@ -252,11 +254,14 @@ class Decoder(nn.Module):
         """Parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
 
-    def cache_spec(self, page_size: int = 16) -> Spec:
-        """Pages for the keys and values of this model, in its dtype and on its device."""
+    def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
+        """Pages for the keys and values of this model on its device, in its dtype or, with kv_dtype
+        "fp8" or "int8", in 8 bits.
+        """
         c, w = self.config, self.embed
         sizes = c.num_layers, c.num_kv_heads, c.head_dim
-        return Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+        spec = Spec(*sizes, page_size=page_size, dtype=w.dtype, device=w.device)
+        return spec.stored_as(kv_dtype)
 
     @torch.no_grad()
     def forward(

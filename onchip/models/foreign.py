@@ -93,11 +93,12 @@ class Foreign:
         self.dtype, self.width = layout.logits_dtype, layout.vocab_size
         self.layer_weights = sum(w.numel() for w in model.parameters()) // config.num_layers
 
-    def cache_spec(self, page_size: int = 16) -> Spec:
+    def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
         """Pages for the keys and values of every attention of this model."""
         _, num_kv_heads, head_dim, head_dim_v, dtype = self._layout.heads
         sizes = self.config.num_layers, num_kv_heads, head_dim, head_dim_v
-        return Spec(*sizes, page_size=page_size, dtype=dtype, device=self.device)
+        spec = Spec(*sizes, page_size=page_size, dtype=dtype, device=self.device)
+        return spec.stored_as(kv_dtype)
 
     @torch.no_grad()
     def __call__(

@@ -8,6 +8,7 @@ import onchip.testing as ot
 from onchip import dispatch, paged
 from onchip.kernels import pages
 from onchip.problem import DeviceInfo, Options, Tensors
+from tests.eightbit import FORMS, eight, on_grid
 
 LENGTHS = [63, 1, 799, 16, 0, 111, 17, 2, 64, 300, 0, 33]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -59,6 +60,24 @@ def test_every_option_over_odd_lengths(dtype, seqlen_q, options):
 def test_heads_dims_and_page_sizes(dtype, heads, page_size):
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim_v": 24}
     check(*case(page_size=page_size, dtype=dtype, **sizes))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seqlen_q, dtype", [(1, torch.bfloat16), (3, torch.float64)])
+def test_pages_of_8_bits_keep_the_rule_of_the_queries(seqlen_q, dtype, form, options):
+    """Keys and values that 8 bits hold: what is left is the kernel's own error."""
+    packed, _ = case(seqlen_q=seqlen_q, dtype=dtype)
+    packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
+    *laid, table, seqlens = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, 16)
+    laid, scales = eight(*laid, form)
+    q = packed.q.unflatten(0, (-1, seqlen_q))
+    options = {"causal": True} | options
+    out, lse = onchip.paged_attention(
+        q, *laid, table, seqlens, **scales, **options, return_lse=True, kernel="pages_cpu"
+    )
+    got = out.flatten(0, 1), lse.movedim(0, 1).flatten(1)
+    ot.assert_accurate(got, packed.q, packed.k, packed.v, **options, **packed.options)
 
 
 @pytest.mark.parametrize("distribution", ["normal", "outlier", "sink", "biased"])

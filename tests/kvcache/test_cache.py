@@ -4,17 +4,19 @@ import pytest
 import torch
 
 import onchip
+from onchip.eightbit import dequantise, quantise
 from onchip.kvcache import KVCache, NoRoom, Shape, Spec
 from onchip.kvcache import batch as batches
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
+KV_DTYPES = [None, "fp8", "int8"]
 
 
-def make(num_pages=40, page_size=4, **options):
-    spec = Spec(LAYERS, KV_HEADS, DIM, DIM_V, page_size, torch.float64)
+def make(num_pages=40, page_size=4, kv_dtype=None, **options):
+    spec = Spec(LAYERS, KV_HEADS, DIM, DIM_V, page_size, torch.float64).stored_as(kv_dtype)
     cache = KVCache(spec, num_pages, **options)
-    cache.pages.k.fill_(float("nan"))  # a slot that nobody wrote must not be read
-    cache.pages.v.fill_(float("nan"))
+    for t in cache.pages.tensors:  # a slot that nobody wrote must not be read
+        t.copy_(torch.full(t.shape, float("nan")) if t.is_floating_point() else torch.tensor(127))
     return cache
 
 
@@ -47,6 +49,7 @@ class Toy:
                 batch.cache_seqlens,
                 cu_seqlens_q=batch.cu_seqlens_q,
                 max_seqlen_q=batch.max_seqlen_q,
+                **self.cache.scales(layer),
             )
             outs.append(out)
         for sequence in sequences:
@@ -58,9 +61,15 @@ class Toy:
         outs = []
         for layer in range(LAYERS):
             q, k, v = self.project(layer, tokens, 0)
+            k, v = self.stored(k), self.stored(v)
             out = onchip.attention(q[None, -count:], k[None], v[None], causal=True)
             outs.append(out[0])
         return torch.stack(outs)
+
+    def stored(self, x):
+        """x as the cache keeps it."""
+        form = self.cache.spec.kv_dtype
+        return x if form is None else dequantise(*quantise(x, form), x.dtype)
 
     def check(self, sequences):
         counts = [s.length - s.computed for s in sequences]
@@ -79,8 +88,9 @@ def tokens(count, seed=0):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_prefill_forks_decode_and_rollback_equal_dense_attention(page_size):
-    cache = make(200, page_size)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_prefill_forks_decode_and_rollback_equal_dense_attention(page_size, kv_dtype):
+    cache = make(200, page_size, kv_dtype)
     toy = Toy(cache)
     a, b = start(cache, tokens(13)), start(cache, tokens(7, seed=1))
     toy.check([a, b])
@@ -100,11 +110,12 @@ def test_prefill_forks_decode_and_rollback_equal_dense_attention(page_size):
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 15])
-def test_a_hit_is_attended_to(length):
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_hit_is_attended_to(length, kv_dtype):
     """MinivLLM #98: a hit was accepted, then prefill ignored the cached keys. nano-vllm #144: a
     prompt of whole pages.
     """
-    cache = make()
+    cache = make(kv_dtype=kv_dtype)
     toy = Toy(cache)
     first = start(cache, tokens(length))
     toy.check([first])
@@ -117,8 +128,9 @@ def test_a_hit_is_attended_to(length):
     cache.check()
 
 
-def test_a_copied_start_of_a_page_belongs_to_the_copier():
-    cache = make()
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_copied_start_of_a_page_belongs_to_the_copier(kv_dtype):
+    cache = make(kv_dtype=kv_dtype)
     toy = Toy(cache)
     first = start(cache, tokens(10))
     toy.check([first])
@@ -299,6 +311,29 @@ def test_a_transposed_key_is_written_as_it_reads():
     cache.write(0, k, v, cache.view([sequence]).slot_mapping)
     slots = cache.view([sequence]).slot_mapping.long()
     assert torch.equal(cache.layer(0)[0].flatten(0, 1)[slots], k)
+
+
+def test_bytes_of_pages():
+    """A key of 128 and its scale are 132 bytes where 16 bits take 256."""
+    spec = Spec(3, 2, 128, page_size=16, dtype=torch.bfloat16)
+    assert spec.page_bytes == 3 * 16 * 2 * 2 * 256
+    for name in KV_DTYPES[1:]:
+        small = spec.stored_as(name)
+        assert small.page_bytes == 3 * 16 * 2 * 2 * 132 and small.stored_as(None) == spec
+        assert small.pages_in(10**9) == 10**9 // small.page_bytes > 1.93 * spec.pages_in(10**9)
+        held = KVCache(small, 7).pages
+        assert sum(t.nbytes for t in held.tensors) == 7 * small.page_bytes
+    with pytest.raises(ValueError, match="kv_dtype torch.float16 is not one of"):
+        Spec(3, 2, 128, kv_dtype=torch.float16)
+
+
+def test_a_cache_of_8_bits_takes_the_dtype_of_the_model():
+    cache = make(kv_dtype="int8")
+    slots = cache.view([start(cache, tokens(2))]).slot_mapping
+    small = torch.zeros(2, KV_HEADS, DIM, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"k must be \(2, 2, 8\) torch.float64"):
+        cache.write(0, small, small[..., :DIM_V], slots)
+    assert not make().scales(0)
 
 
 def test_slots_of_minus_one_write_nothing():

@@ -35,21 +35,27 @@ def write(cache, sequence):
 
 
 def read(cache, sequence):
-    pages = cache.view([sequence]).page_table[0].long()
-    return [t[:, pages].flatten(1, 2)[:, : sequence.length] for t in (cache.pages.k, cache.pages.v)]
+    """Keys, values and scales of its tokens, as bytes."""
+    pages, held = cache.view([sequence]).page_table[0].long(), cache.pages
+    tensors = [held.k, held.v]
+    if held.k_scales is not None:
+        tensors += [t.transpose(2, 3)[..., None] for t in (held.k_scales, held.v_scales)]
+    rows = [t[:, pages].flatten(1, 2)[:, : sequence.length] for t in tensors]
+    return [t.contiguous().view(torch.uint8) for t in rows]
 
 
 def spoil(cache):
     """Somebody else takes every free page and writes to it."""
     free = [p for p in range(1, cache.pool.num_pages) if not cache.pool.refs(p)]
-    cache.pages.k[:, free] = float("nan")
-    cache.pages.v[:, free] = float("nan")
+    for t in cache.pages.tensors:
+        t[:, free] = torch.full(t[:, free].shape, 77.0).to(t.dtype)
 
 
 @pytest.mark.parametrize("page_size, dim, dtype", [(1, 1, torch.bfloat16), (4, 3, torch.float32)])
-def test_what_left_comes_back(page_size, dim, dtype):
+@pytest.mark.parametrize("kv_dtype", [None, "fp8", "int8"])
+def test_what_left_comes_back(page_size, dim, dtype, kv_dtype):
     """Rows of 2 bytes and of 8 n bytes take different paths."""
-    cache, tier = make(spec=Spec(2, 1, dim, 1, page_size, dtype))
+    cache, tier = make(spec=Spec(2, 1, dim, 1, page_size, dtype).stored_as(kv_dtype))
     sequence = start(cache, list(range(10)))
     cache.prefix.clear()
     before = [t.clone() for t in read(cache, sequence)]

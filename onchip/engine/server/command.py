@@ -55,6 +55,7 @@ def _model(args: argparse.Namespace) -> LLM:
         num_pages=args.pages or (BUILTIN_PAGES if tiny else None),
         swap_space=args.swap_gib,
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         seed=args.seed,
         device=args.device,
         max_num_seqs=args.max_num_seqs,

@@ -14,6 +14,7 @@ _GAUGES = {
     "requests_running": ("Requests that have pages", lambda s: s.running),
     "requests_waiting": ("Requests in line", lambda s: s.waiting),
     "pages": ("Pages of the cache", lambda s: s.pages_total),
+    "page_bytes": ("Bytes of a page, with the scales of an 8-bit one", lambda s: s.page_bytes),
     "pages_used": ("Pages that running requests hold", lambda s: s.pages_total - s.pages_free),
     "pages_cached": ("Free pages that still hold a prefix", lambda s: s.pages_cached),
     "pages_saved": ("Pages that sharing saves", lambda s: s.pages_shared),

@@ -74,6 +74,7 @@ def _defers_pages(problem: Problem) -> str | None:
 
 def _missing(problem: Problem) -> str | None:
     options = {
+        "8-bit pages": problem.page_dtype is not None,
         "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,

@@ -23,7 +23,22 @@ from onchip.kernels.configs import (
 )
 from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats, empty_result
-from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed, padded
+from onchip.kernels.triton.eight import (
+    Scales,
+    fold_words,
+    load_halves,
+    load_scales,
+    products,
+    whole,
+)
+from onchip.kernels.triton.launch import (
+    LENGTHS,
+    Call,
+    launch_options,
+    packed,
+    padded,
+    scale_strides,
+)
 from onchip.kernels.triton.merge import merge_kernel
 from onchip.kernels.triton.splits import RECORD, Cut, Lengths, unit_of
 from onchip.kernels.triton.tile import (
@@ -201,15 +216,16 @@ def store_record(parts, unit, token, r0, num_rows):
 )  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_ptr, cu_k_ptr, slopes_ptr, table_ptr, cache_ptr, tree_ptr, sinks_ptr,
-    out_ptr, lse_ptr, stats_ptr, parts_ptr, part_lses_ptr, records_ptr,
+    k_scales_ptr, v_scales_ptr, out_ptr, lse_ptr, stats_ptr, parts_ptr, part_lses_ptr, records_ptr,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
     stride_vh, stride_slopes, stride_table, stride_tree, stride_stats,
+    stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
     num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, batch, num_pages,
     units, least, fixed, num_units, part_rows,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, LINEAR: tl.constexpr,
     ALIGN: tl.constexpr, PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr,
     SAME_STRIDES: tl.constexpr, BATCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    PDL: tl.constexpr,
+    E4M3: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one Unit for one group of heads, or where its sequence is cut, its part of
     them: row r of the tile is query r // group_size of head r % group_size.
@@ -252,7 +268,20 @@ def decode_kernel(
     k_ptr = matrix(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
     v_ptr = matrix(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
-    q = load_rows_at(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
+    EIGHT: tl.constexpr = (
+        k_scales_ptr is not None
+    )  # k_ptr and v_ptr are of words then: see eight.py
+    WIDTH: tl.constexpr = PAD_DIM_V // 2 if EIGHT else PAD_DIM_V
+    state = empty_state(TILE_M, WIDTH)
+    k_scales, v_scales = Scales(None, None, None), Scales(None, None, None)
+    if EIGHT:
+        q = load_halves(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
+        acc_odd = state.acc
+        head = tl.cast(kv, tl.int64)
+        k_scales = Scales(k_scales_ptr + head * stride_ksh, stride_ksp, stride_kss)
+        v_scales = Scales(v_scales_ptr + head * stride_vsh, stride_vsp, stride_vss)
+    else:
+        q = load_rows_at(q_ptr, at_q, rows.exist, HEAD_DIM, PAD_DIM)
     begin, end = unit.begin, unit.end
     start, stop = at.seqlen_k * 0, at.seqlen_k + 0  # the keys that any row of the tile sees
     if left is not None:
@@ -262,7 +291,6 @@ def decode_kernel(
         last = tl.minimum((r0 + TILE_M - 1) // group_size + 1, at.seqlen_q) - 1
         stop = tl.minimum(stop, tl.maximum(last + at.seqlen_k - at.seqlen_q + right + 1, 0))
         end = tl.minimum(end, tl.cdiv(stop, TILE_N))
-    state = empty_state(TILE_M, PAD_DIM_V)
     MASKED: tl.constexpr = left is not None or right is not None or tree_ptr is not None
     for n in range(begin * TILE_N, end * TILE_N, TILE_N):
         j = n + keys
@@ -276,9 +304,17 @@ def decode_kernel(
             at_v = offsets_of(
                 page, n, keys, stride_vb * ALIGN, stride_vs * ALIGN, PAGE_SIZE, TILE_N
             )
-        k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
-        v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
-        s = dot(q, tl.trans(k), None)
+        if EIGHT:
+            slot = slot_of(n, keys, PAGE_SIZE, TILE_N)
+            k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM // 2, PAD_DIM // 2)
+            v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V // 2, PAD_DIM_V // 2)
+            k_scale = load_scales(k_scales, page, slot, inside)
+            v_scale = load_scales(v_scales, page, slot, inside)
+            s = products(q, k, k_scale, E4M3, PTX)
+        else:
+            k = load_rows_at(k_ptr, at_k, inside, HEAD_DIM, PAD_DIM)
+            v = load_rows_at(v_ptr, at_v, inside, HEAD_DIM_V, PAD_DIM_V)
+            s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, i[:, None], j[None, :], LINEAR)
         seen = inside[None, :]
         if MASKED:
@@ -286,7 +322,15 @@ def decode_kernel(
         if tree_ptr is not None:
             seen = seen & tree_visible(tree, at, i[:, None], j[None, :])
         s = tl.where(seen, s, float("-inf"))
-        state = fold_tile(state, s, v, None, scale, MASKED, stats_ptr is not None)
+        if EIGHT:
+            state, acc_odd = fold_words(
+                state, acc_odd, s, v, v_scale, scale, q.even.dtype, MASKED, stats_ptr is not None,
+                E4M3, PTX,
+            )  # fmt: skip
+        else:
+            state = fold_tile(state, s, v, None, scale, MASKED, stats_ptr is not None)
+    if EIGHT:
+        state = whole(state, acc_odd)
 
     if parts_ptr is not None and unit.count > 1:
         parts = Parts(parts_ptr, part_lses_ptr, records_ptr, part_rows)
@@ -339,12 +383,15 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     sinks, options = packed(x.sinks), _options(config, call)
     table, tree = _table(x), _tree(x)
     _decode_kernel[(launch.num_units * problem.num_kv_heads,)](
-        *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, out, lse, stats, *scratch,
+        *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, x.k_scales, x.v_scales,
+        out, lse, stats, *scratch,
         *call.strides[:10], 0 if table is None else table.stride(0), problem.seqlen_q, lse.numel(),
+        *scale_strides(x.k_scales), *scale_strides(x.v_scales),
         *call.scalars[:5], None if problem.seqlen_q == 1 else call.scalars[5], *call.scalars[6:8],
         problem.batch, x.k.shape[0], *launch.cut, launch.num_units, launch.part_rows,
         *call.dims, PAGE_SIZE=problem.page_size, SAME_STRIDES=_same_strides(call),
-        BATCH=_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n, **options,
+        BATCH=_bucket(problem), TILE_M=config.tile_m, TILE_N=config.tile_n,
+        **_format(problem, call), **options,
     )  # fmt: skip
     if launch.num_records:
         config = call.config("merge")
@@ -366,7 +413,12 @@ def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
         return call.config("chunk")
     full = problem.batch * problem.num_kv_heads >= 2 * processors
     kernel = ("paged_full" if full else "paged") if problem.page_size else "decode"
-    return call.config(kernel)._replace(tile_m=padded(rows))
+    config, tile_m = call.config(kernel), padded(rows)
+    if problem.page_dtype is None:
+        return config._replace(tile_m=tile_m)
+    if tile_m > 16:  # has accumulators that do not fit into fewer registers
+        config = config._replace(max_registers=0)
+    return config._replace(tile_m=min(tile_m, call.config("chunk").tile_m))
 
 
 def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors: int) -> Launch:
@@ -439,6 +491,13 @@ def _same_strides(call: Call) -> bool:
 def _table(x: Tensors) -> Tensor | None:
     table = x.page_table
     return table if table is None or table.stride(1) == 1 else table.contiguous()
+
+
+def _format(problem: Problem, call: Call) -> dict[str, bool]:
+    """Of 8-bit pages: PTX has e4m3 since compute capability 8.9, and what int8 takes for ever."""
+    e4m3, capability = problem.page_dtype == torch.float8_e4m3fn, call.use.capability
+    ptx = problem.page_dtype is not None and capability is not None
+    return {"E4M3": e4m3, "PTX": ptx and (not e4m3 or capability >= (8, 9))}
 
 
 def _tree(x: Tensors) -> Tensor | None:

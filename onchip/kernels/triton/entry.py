@@ -27,6 +27,9 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
     if problem.dtype == torch.float64:
         return "float64 is served on the CPU by tiled"
+    if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
+        dims = f"{problem.head_dim} and {problem.head_dim_v}"
+        return f"reads 8-bit pages by words of two elements, not head_dim {dims}"
     if not device.has_triton:
         return "triton is not installed"
     return None

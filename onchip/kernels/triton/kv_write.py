@@ -1,5 +1,5 @@
-"""New keys and values into their slots, and copies of whole pages, in Triton. Slots and page ids
-outside the pool touch nothing: -1 is how a caller says so.
+"""New keys and values into their slots, quantised if these are of 8 bits, and copies of whole
+pages, in Triton. Slots and page ids outside the pool touch nothing: -1 is how a caller says so.
 """
 
 import triton
@@ -8,14 +8,15 @@ from torch import Tensor
 
 from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
 from onchip.kernels.handles import Handle, on_device
-from onchip.kernels.triton.launch import launch_options, packed
+from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.launch import launch_options, packed, scale_strides
 
 
 @triton.jit(do_not_specialize=("num_slots",))
 def write_kernel(
-    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, slots_ptr,
+    k_ptr, v_ptr, k_pages_ptr, v_pages_ptr, k_scales_ptr, v_scales_ptr, slots_ptr,
     stride_ks, stride_kh, stride_vs, stride_vh, stride_kp, stride_kps, stride_kph, stride_vp,
-    stride_vps, stride_vph,
+    stride_vps, stride_vph, stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
     num_slots, page_size, num_kv_heads,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAD_HEADS: tl.constexpr,
     PAD_DIM: tl.constexpr, PAD_DIM_V: tl.constexpr,
@@ -28,25 +29,34 @@ def write_kernel(
     page, place = slot // page_size, slot % page_size
     k_pages_ptr += page * stride_kp + place * stride_kps
     v_pages_ptr += page * stride_vp + place * stride_vps
+    if k_scales_ptr is not None:
+        k_scales_ptr += page * stride_ksp + place * stride_kss
+        v_scales_ptr += page * stride_vsp + place * stride_vss
     _copy_token(
-        k_ptr + token * stride_ks, k_pages_ptr, stride_kh, stride_kph, num_kv_heads, HEAD_DIM,
-        PAD_HEADS, PAD_DIM,
+        k_ptr + token * stride_ks, k_pages_ptr, k_scales_ptr, stride_kh, stride_kph, stride_ksh,
+        num_kv_heads, HEAD_DIM, PAD_HEADS, PAD_DIM,
     )  # fmt: skip
     _copy_token(
-        v_ptr + token * stride_vs, v_pages_ptr, stride_vh, stride_vph, num_kv_heads, HEAD_DIM_V,
-        PAD_HEADS, PAD_DIM_V,
+        v_ptr + token * stride_vs, v_pages_ptr, v_scales_ptr, stride_vh, stride_vph, stride_vsh,
+        num_kv_heads, HEAD_DIM_V, PAD_HEADS, PAD_DIM_V,
     )  # fmt: skip
 
 
 @triton.jit
 def _copy_token(
-    source, target, stride_source, stride_target, num_heads, DIM: tl.constexpr,
-    PAD_HEADS: tl.constexpr, PAD: tl.constexpr,
+    source, target, scales, stride_source, stride_target, stride_scales, num_heads,
+    DIM: tl.constexpr, PAD_HEADS: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    heads, dims = tl.arange(0, PAD_HEADS)[:, None], tl.arange(0, PAD)[None, :]
+    head, dims = tl.arange(0, PAD_HEADS), tl.arange(0, PAD)[None, :]
+    heads = head.to(tl.int64)[:, None]
     inside = (heads < num_heads) & (dims < DIM)
-    x = tl.load(source + heads.to(tl.int64) * stride_source + dims, mask=inside)
-    tl.store(target + heads.to(tl.int64) * stride_target + dims, x, mask=inside)
+    x = tl.load(source + heads * stride_source + dims, mask=inside, other=0.0)
+    if scales is not None:
+        x = x.to(tl.float32)
+        scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), target.dtype.element_ty)
+        tl.store(scales + head.to(tl.int64) * stride_scales, scale, mask=head < num_heads)
+        x = quantised(x, scale, target.dtype.element_ty)
+    tl.store(target + heads * stride_target + dims, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=("num_pages", "num_pairs"))
@@ -73,11 +83,20 @@ _write_kernel = Handle(write_kernel)
 _copy_kernel = Handle(copy_kernel)
 
 
-def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
+def write(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_mapping: Tensor,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
     """k (tokens, num_kv_heads, head_dim) and v (tokens, num_kv_heads, head_dim_v) into the slots of
     slot_mapping, int (tokens,): slot = page * page_size + place in the page; one outside the pages,
     like -1, writes nothing. Two tokens must not share a slot. Any strides, last dimension
-    contiguous.
+    contiguous. Pages of 8 bits come with scales, (num_pages, page_size, num_kv_heads), and get what
+    onchip.eightbit.quantise makes of k and v.
     """
     if not k.numel():
         return
@@ -86,8 +105,9 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
     pad = triton.next_power_of_2
     with on_device(k):
         _write_kernel[(k.shape[0],)](
-            k, v, k_pages, v_pages, packed(slot_mapping),
+            k, v, k_pages, v_pages, k_scales, v_scales, packed(slot_mapping),
             *k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3],
+            *scale_strides(k_scales), *scale_strides(v_scales),
             num_pages * page_size, page_size, num_kv_heads,
             head_dim, head_dim_v, pad(num_kv_heads), pad(head_dim), pad(head_dim_v),
             **launch_options(TRITON_STREAMED),
@@ -97,20 +117,19 @@ def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: 
 def copy_pages(pages: Tensor, pairs: Tensor) -> None:
     """Page pairs[i, 0] to page pairs[i, 1], for all i at once, in every layer.
 
-    pages: ([num_layers,] num_pages, page_size, num_kv_heads, dim), each page contiguous; pairs: int
-    (n, 2). A pair outside the pages copies nothing. No page may be a target of two pairs, nor of
-    one and the source of another.
+    pages: (num_layers, num_pages, ...), each page of a layer contiguous; pairs: int (n, 2). A pair
+    outside the pages copies nothing. No page may be a target of two pairs, nor of one and the
+    source of another.
     """
-    layers = pages if pages.dim() == 5 else pages[None]
-    if not pairs.numel() or not layers.numel():
+    if not pairs.numel() or not pages.numel():
         return
-    elements = layers[0, 0].numel()
-    if not layers[0, 0].is_contiguous():
+    elements = pages[0, 0].numel()
+    if not pages[0, 0].is_contiguous():
         raise ValueError(f"pages must be contiguous one by one, got strides {pages.stride()}")
     num_tiles = triton.cdiv(elements, COPY_ELEMENTS)
     with on_device(pages):
-        _copy_kernel[(num_tiles * pairs.shape[0] * layers.shape[0],)](
-            layers, packed(pairs), *layers.stride()[:2],
-            layers.shape[1], pairs.shape[0], num_tiles, elements,
+        _copy_kernel[(num_tiles * pairs.shape[0] * pages.shape[0],)](
+            pages, packed(pairs), *pages.stride()[:2],
+            pages.shape[1], pairs.shape[0], num_tiles, elements,
             TILE=COPY_ELEMENTS, **launch_options(TRITON_STREAMED),
         )  # fmt: skip

@@ -4,6 +4,7 @@ every call.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.kernels.configs import TritonConfig, TritonUse, triton_config
@@ -40,6 +41,8 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, x: Tensors) -> "Call":
         q, k, v = _narrow(x.q), _narrow(x.k), _narrow(x.v)
+        if problem.page_dtype is not None:
+            k, v = _words(k), _words(v)
         cu_q, cu_k, slopes = (packed(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes))
         bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
         align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)))
@@ -75,8 +78,19 @@ def packed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
+def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """(page, slot, head) of the scales of 8-bit pages."""
+    return (0, 0, 0) if scales is None else scales.stride()
+
+
 def _narrow(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
+
+
+def _words(t: Tensor) -> Tensor:
+    """8-bit elements by twos."""
+    even = not any(s % 2 for s in t.stride()[:-1]) and not t.storage_offset() % 2
+    return (t if even else t.contiguous()).view(torch.int16)
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
@@ -147,13 +161,17 @@ def _dims(problem: Problem, align: int) -> tuple[int, int, bool, int, int, int]:
     straight = not (problem.softcap or problem.has_alibi or problem.has_bias)
     linear = straight and problem.softmax_scale > 1e-30
     d, d_v = problem.head_dim, problem.head_dim_v
-    return d, d_v, linear, align, padded(d), padded(d_v)
+    if problem.page_dtype is None:
+        return d, d_v, linear, align, padded(d), padded(d_v)
+    return d, d_v, linear, align, 2 * padded(-(-d // 2)), 2 * padded(-(-d_v // 2))
 
 
 def _use(problem: Problem, dims: tuple, capability: tuple[int, int] | None) -> TritonUse:
     _, _, linear, _, pad_dim, pad_dim_v = dims
     modified = not linear or problem.dropout_p > 0 or problem.return_stats
     itemsize = problem.dtype.itemsize
+    if problem.page_dtype is not None and itemsize == 2:
+        itemsize = problem.page_dtype.itemsize
     return TritonUse(max(pad_dim, pad_dim_v), itemsize, capability, problem.has_mask, modified)
 
 

@@ -1,8 +1,9 @@
 """What lies between the matrix products of a decoder layer, in Triton: residual sum and RMSNorm;
 norm, rotation and page write of a fused q, k and v; activation of a gate times its partner.
 
-Computed in fp32. A number is rounded where a tensor is: the residual sum, the normed q and k. Each
-kernel may be launched while its predecessor ends, for which it then waits.
+Computed in fp32. A number is rounded where a tensor is: the residual sum, the normed q and k, also
+those that 8-bit pages get quantised. Each kernel may be launched while its predecessor ends, for
+which it then waits.
 """
 
 import torch
@@ -13,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
 from onchip.kernels.handles import Handle, on_device
-from onchip.kernels.triton.launch import launch_options
+from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.launch import launch_options, scale_strides
 from onchip.kernels.triton.tile import rounded
 from onchip.problem import device_info
 
@@ -47,8 +49,9 @@ def norm_kernel(
 @triton.jit(do_not_specialize=("num_slots",))
 def place_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, q_ptr, k_pages_ptr,
-    v_pages_ptr,
+    v_pages_ptr, k_scales_ptr, v_scales_ptr,
     stride_qkv, stride_kp, stride_kps, stride_kph, stride_vp, stride_vps, stride_vph,
+    stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
     eps, offset, num_slots, page_size, num_heads, num_kv_heads,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
     TILE_H: tl.constexpr, PDL: tl.constexpr,
@@ -69,7 +72,7 @@ def place_kernel(
     if tile < tiles_q:
         h = tile * TILE_H
         _turn(
-            qkv_ptr + h * HEAD_DIM, q_ptr + (token * num_heads + h) * HEAD_DIM, HEAD_DIM,
+            qkv_ptr + h * HEAD_DIM, q_ptr + (token * num_heads + h) * HEAD_DIM, HEAD_DIM, None, 0,
             num_heads - h, cos_ptr, sin_ptr, q_weight_ptr, eps, offset,
             HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
         )  # fmt: skip
@@ -79,30 +82,38 @@ def place_kernel(
             page, place = slot // page_size, slot % page_size
             if tile < tiles_q + tiles_kv:
                 h = (tile - tiles_q) * TILE_H
+                if k_scales_ptr is not None:
+                    k_scales_ptr += page * stride_ksp + place * stride_kss + h * stride_ksh
                 _turn(
                     qkv_ptr + (num_heads + h) * HEAD_DIM,
                     k_pages_ptr + page * stride_kp + place * stride_kps + h * stride_kph,
-                    stride_kph, num_kv_heads - h, cos_ptr, sin_ptr, k_weight_ptr, eps, offset,
+                    stride_kph, k_scales_ptr, stride_ksh, num_kv_heads - h, cos_ptr, sin_ptr,
+                    k_weight_ptr, eps, offset,
                     HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
                 )  # fmt: skip
             else:
                 h = (tile - tiles_q - tiles_kv) * TILE_H
+                if v_scales_ptr is not None:
+                    v_scales_ptr += page * stride_vsp + place * stride_vss + h * stride_vsh
                 _turn(
                     qkv_ptr + (num_heads + num_kv_heads + h) * HEAD_DIM,
                     v_pages_ptr + page * stride_vp + place * stride_vps + h * stride_vph,
-                    stride_vph, num_kv_heads - h, None, None, None, eps, offset,
+                    stride_vph, v_scales_ptr, stride_vsh, num_kv_heads - h, None, None,
+                    None, eps, offset,
                     HEAD_DIM, HALF, PAD_HALF, PAD_REST, TILE_H,
                 )  # fmt: skip
 
 
 @triton.jit
 def _turn(
-    source, target, stride, num_heads, cos_ptr, sin_ptr, weight_ptr, eps, offset,
+    source, target, stride, scales, stride_scales, num_heads, cos_ptr, sin_ptr, weight_ptr, eps,
+    offset,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PAD_HALF: tl.constexpr, PAD_REST: tl.constexpr,
     TILE_H: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token, HEAD_DIM apart, to places `stride` apart: normed if there is a weight,
-    elements i and i + HALF turned if there is a cosine, those from 2 HALF on not.
+    elements i and i + HALF turned if there is a cosine, those from 2 HALF on not; quantised if
+    there are scales.
     """
     DTYPE: tl.constexpr = source.dtype.element_ty
     heads, dims, rests = tl.arange(0, TILE_H), tl.arange(0, PAD_HALF), tl.arange(0, PAD_REST)
@@ -125,6 +136,15 @@ def _turn(
         sin = tl.load(sin_ptr + dims, mask=dims < HALF, other=0.0)[None, :]
         x, y = a.to(tl.float32), b.to(tl.float32)
         a, b = rounded(x * cos - y * sin, DTYPE), rounded(y * cos + x * sin, DTYPE)
+    if scales is not None:
+        x, y, z = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+        largest = tl.maximum(largest, tl.max(tl.abs(z), 1))
+        nothing = tl.sum(x * 0.0 + y * 0.0, 1) + tl.sum(z * 0.0, 1)
+        FORM: tl.constexpr = target.dtype.element_ty
+        scale = scale_of(largest, nothing, FORM)
+        tl.store(scales + heads.to(tl.int64) * stride_scales, scale, mask=heads < num_heads)
+        a, b, c = quantised(x, scale, FORM), quantised(y, scale, FORM), quantised(z, scale, FORM)
     target += rows.to(tl.int64) * stride
     tl.store(target + cols, a, mask=turned)
     tl.store(target + HALF + cols, b, mask=turned)
@@ -199,19 +219,20 @@ def place(
     turn: Turn | None,
     weights: tuple[Tensor, Tensor] | None,
     eps_offset: tuple[float, float],
-    pages: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, ...],
     slot_mapping: Tensor,
 ) -> Tensor:
     """q (tokens, num_heads, head_dim) of qkv (tokens, (num_heads + 2 num_kv_heads) head_dim),
-    normed and turned; k, treated alike, and v go to the slots of their tokens in (k_pages,
-    v_pages).
+    normed and turned; k, treated alike, and v go to the slots of their tokens in (k_pages, v_pages)
+    or, quantised, in (k_pages, v_pages, k_scales, v_scales).
 
     turn: (cos, sin), fp32 (tokens, ..., half); elements i and i + half of a head form a pair, those
     from 2 half on stay. weights: of the norms of q and k, with eps and what is added to a weight.
     slot_mapping: int (tokens,); a slot outside the pages, like -1, writes nothing. Two tokens must
     not share a slot.
     """
-    k_pages, v_pages = pages
+    k_pages, v_pages, *scales = pages
+    k_scales, v_scales = scales or (None, None)
     num_pages, page_size, num_kv_heads, head_dim = k_pages.shape
     q = torch.empty((qkv.shape[0], num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     cos, sin = (None, None) if turn is None else (t.contiguous() for t in turn)
@@ -222,7 +243,9 @@ def place(
         with on_device(qkv):
             _place_kernel[(qkv.shape[0] * tiles,)](
                 qkv, cos, sin, *(weights or (None, None)), slot_mapping.contiguous(), q, k_pages,
-                v_pages, qkv.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
+                v_pages, k_scales, v_scales,
+                qkv.stride(0), *k_pages.stride()[:3], *v_pages.stride()[:3],
+                *scale_strides(k_scales), *scale_strides(v_scales),
                 *map(float, eps_offset), num_pages * page_size, page_size, num_heads, num_kv_heads,
                 head_dim, half, pad(max(half, 1)), pad(max(head_dim - 2 * half, 1)), tile,
                 **_options(TRITON_PLACE, qkv),

@@ -226,6 +226,12 @@ def rounded(x, dtype: tl.constexpr):
     if INTERPRETED and dtype == tl.bfloat16:  # where it would cut the low bits off
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + (bits >> 16 & 1) & -0x10000).to(tl.float32, bitcast=True)
+    if INTERPRETED and dtype == tl.float8e4nv:  # where it would lose a carry into the exponent
+        bits = x.to(tl.int32, bitcast=True)
+        normal = (bits + 0x7FFFF + (bits >> 20 & 1) & -0x100000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < 2.0**-6, (x + 24576.0) - 24576.0, normal)  # steps of 2^-9 below
+    if dtype == tl.int8:
+        x = (x + 12582912.0) - 12582912.0  # 3 * 2^22: no fraction is left beside it
     return x.to(dtype)
 
 
@@ -504,6 +510,19 @@ def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.const
     """The state after one more tile of keys: s (TILE_M, TILE_N), -inf where masked, times `unit` is
     the score; v (TILE_N, dim). Only with EMPTY_ROWS may a row have seen no key yet.
     """
+    state, p, alpha = weigh(state, s, unit, EMPTY_ROWS, STATS)
+    m, l, acc, w = state
+    if keep is not None:
+        p = tl.where(keep, p, 0.0)
+    acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None])
+    return State(m, l, acc, w)
+
+
+@triton.jit
+def weigh(state, s, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.constexpr):
+    """What fold_tile does before it meets v: the state but for acc, p, and the factor alpha that
+    acc is to be multiplied with.
+    """
     m, l, acc, w = state
     m_new = tl.maximum(m, tl.max(s, 1) * unit)
     pivot = m_new
@@ -516,10 +535,7 @@ def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.const
         below = tl.where(p > 0, p * (s * unit - pivot[:, None]), 0.0)
         w = (w + l * shift) * alpha + tl.sum(below, 1)
     l = l * alpha + tl.sum(p, 1)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
-    acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None])
-    return State(m_new, l, acc, w)
+    return State(m_new, l, acc, w), p, alpha
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from onchip import masks, paged
 from onchip.iomodel import footprint
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import DeviceInfo, Options, Tensors, describe
+from tests.eightbit import eight
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -35,6 +36,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int8: "*i8",
+    torch.int16: "*i16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -50,7 +53,7 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     monkeypatch.setattr(launch, "device_info", lambda _: DeviceInfo("cuda", "", capability))
     options = dict(options)
     lengths = options.pop("lengths", lengths or (160, 200))
-    page_size = options.pop("page_size", 0)
+    page_size, form = options.pop("page_size", 0), options.pop("form", None)
     q, k, v = ot.make_qkv(1, *lengths, dtype=dtype, **sizes)
     extras, scalars, max_seqlens = _extras(options, q, k)
     if max_seqlens:
@@ -58,6 +61,9 @@ def _call(monkeypatch, arch, dtype, sizes, options, lengths=None, backward=True)
     x = Tensors(q, k, v, **extras)
     if page_size:
         x = _in_pages(x, page_size)
+        if form is not None:
+            (k, v), scales = eight(x.k, x.v, form)
+            x = x._replace(k=k, v=v, **scales)
         problem = paged.describe(x, Options(**scalars))
     else:
         problem = describe(x, Options(**scalars), max_seqlens)
@@ -150,6 +156,7 @@ def _hot_loop(sass: str) -> list[str]:
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 D64, D128, D256 = ({"head_dim": d, "num_heads": 2} for d in (64, 128, 256))
 GQA = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128}
 MANY = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
@@ -184,6 +191,12 @@ SLOW = [
     (80, BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
     (80, FP16, D256, {"page_size": 256, "lengths": (300, 4000), "causal": True, "softcap": 5.0}),
     ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000)}),
+    (90, BF16, MANY, {"page_size": 16, "lengths": (1, 1000), "form": E4M3}),
+    (90, BF16, GQA, {"page_size": 16, "lengths": (300, 4000), "causal": True, "form": INT8}),
+    (90, BF16, D64, {"page_size": 1, "lengths": (5, 4000), "window_size": (999, 0), "form": INT8}),
+    (90, FP16, D256, {"page_size": 64, "lengths": (300, 4000), "form": E4M3}),
+    (80, BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "form": E4M3}),
+    ("gfx942", BF16, GQA, {"page_size": 16, "lengths": (1, 4000), "form": INT8}),
 ]
 PLAIN = ({"causal": True}, SLOW[2][3])  # whose footprint the tile tables say
 VARIANTS = [pytest.param(*case, id=f"{case[0]}-{i}") for i, case in enumerate(QUICK)]

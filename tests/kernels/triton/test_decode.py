@@ -10,9 +10,11 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip.dispatch import kernel_module
+from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
+from tests.eightbit import FORMS, eight, on_grid
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
 pytest.importorskip("triton")
@@ -54,11 +56,18 @@ def tensors(options: dict, batch: int, num_heads: int) -> dict:
     return options
 
 
-def judge(seqlens_q, seqlens_k, page_size, sizes, dtype, options) -> None:
-    """The accuracy rule for a packed call over pages."""
+def judge(seqlens_q, seqlens_k, page_size, sizes, dtype, options, form=None) -> None:
+    """The accuracy rule for a packed call over pages, of 8 bits if there is a form: keys and values
+    are then such that these hold them.
+    """
     packed = ot.make_packed(seqlens_q, seqlens_k, dtype=dtype, device=DEVICE, **sizes)
-    pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
     call = {"cu_seqlens_q": packed.cu_seqlens_q, "max_seqlen_q": max(seqlens_q)}
+    if form is not None:
+        packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
+    pages = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, page_size)
+    if form is not None:
+        (k_pages, v_pages), scales = eight(*pages[:2], form)
+        pages, call = pages._replace(k_pages=k_pages, v_pages=v_pages), call | scales
 
     def attention(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
         return onchip.paged_attention(
@@ -95,6 +104,18 @@ def test_decode_verify_and_chunks_in_one_call(case, deterministic):
     judge(*sizes, {**options, "deterministic": deterministic})
 
 
+EIGHT = [(case, FORMS[i % 2]) for i, case in enumerate(MIXED)]
+QUICK = [EIGHT[i] for i in (0, 4, 5, 7, 8, 10, 12)]  # interpreted, a case takes seconds
+EIGHT = [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in EIGHT]
+
+
+@here
+@pytest.mark.parametrize(("case", "form"), EIGHT)
+def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
+    *sizes, options = case
+    judge(*sizes, options, form)
+
+
 GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
 PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
 
@@ -103,6 +124,48 @@ PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shif
 @pytest.mark.parametrize(("group_size", "page_size"), PAIRS)
 def test_groups_and_page_sizes(group_size, page_size):
     judge([1, 2], [150 * LONG, 37], page_size, heads(group_size, 2), BF16, {})
+
+
+@here
+@pytest.mark.parametrize(("group_size", "page_size"), PAIRS)
+def test_groups_and_page_sizes_of_8_bits(group_size, page_size):
+    form = FORMS[(group_size + page_size) % 2]
+    judge([1, 2], [90 * LONG, 37], page_size, heads(group_size), FP16, {"sinks": True}, form)
+
+
+@here
+@pytest.mark.parametrize("form", FORMS)
+def test_scales_far_from_one_another_and_queries_far_from_one(form):
+    """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6 in bf16: nothing falls below what
+    fp16 holds.
+    """
+    q, k, v = (torch.randn(1, n, 2, 32, device=DEVICE) for n in (2, 90, 90))
+    size = torch.exp2(torch.randint(-20, 21, (1, 90, 2, 1), device=DEVICE).float())
+    q *= torch.tensor([1e-3, 1e6], device=DEVICE)[:, None, None]
+    q, k, v = q.to(BF16), k * size / size.max(), v * size
+    cu = torch.tensor([0, 90], dtype=torch.int32)
+    *pages, table, seqlens = ot.make_pages(k[0], v[0], cu, 16)
+    (k8, v8), scales = eight(*pages, form)
+    call = {"return_lse": True, "softmax_scale": 1e-4, "out_dtype": FP32}
+    out, lse = onchip.paged_attention(q, k8, v8, table, seqlens, **scales, kernel="triton", **call)
+    wide = (dequantise(t, s, torch.float64) for t, s in zip((k8, v8), scales.values(), strict=True))
+    call["out_dtype"] = torch.float64
+    tables = table.cpu(), seqlens.cpu()
+    wide = [t.cpu() for t in wide]
+    want, want_lse = onchip.paged_attention(q.double().cpu(), *wide, *tables, **call)
+    torch.testing.assert_close(lse.double().cpu(), want_lse, rtol=1e-5, atol=1e-4)
+    close = 2e-3 * float(want.abs().max())
+    torch.testing.assert_close(out.double().cpu(), want, rtol=2e-3, atol=close)
+
+
+@here
+def test_an_odd_head_dim_of_8_bits_is_left_to_others():
+    _, packed, pages = paged(2, 1, [20, 5], 4, heads(2) | {"head_dim": 15})
+    (k, v), scales = eight(*pages[:2], FORMS[0])
+    q = packed.q[:, None]
+    with pytest.raises(onchip.UnsupportedError, match="by words of two elements, not head_dim 15"):
+        onchip.paged_attention(q, k, v, *pages[2:], **scales, kernel="triton")
+    assert onchip.paged_attention(q, k, v, *pages[2:], **scales).isfinite().all()
 
 
 def paged(batch, seqlen_q, lengths, page_size, sizes, dtype=BF16):

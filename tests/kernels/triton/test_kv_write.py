@@ -5,6 +5,8 @@ interpreter on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
+from onchip.eightbit import quantise
+from tests.eightbit import FORMS
 from tests.interpreted import DEVICE, here, outside, run_inside
 
 pytest.importorskip("triton")
@@ -47,6 +49,45 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
 
 
 @here
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
+def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
+    """The same numbers, over rows of all magnitudes; scales of any strides."""
+    from onchip.kernels.triton import kv_write
+
+    heads, page_size, dim, dim_v = sizes
+    pages = [torch.zeros(5, page_size, heads, d, dtype=form, device=DEVICE) for d in (dim, dim_v)]
+    scales = [randn(5, heads, page_size).transpose(1, 2), randn(5, page_size, heads)]
+    magnitude = torch.tensor([1.0, 1e-30, 1e4, 0.0], device=DEVICE)[:, None, None]
+    k, v = ((randn(4, heads, d) * magnitude).to(dtype) for d in (dim, dim_v))
+    slots = torch.randperm(5 * page_size)[:4].int()
+    slots[1] = -1
+    expected = []
+    for x, p, s in zip((k, v), pages, scales, strict=True):
+        values, rows = quantise(x, form)
+        expected.append(expected_write(p.float(), values.float(), slots))
+        expected.append(expected_write(s, rows, slots))
+    kv_write.write(k, v, *pages, slots.to(DEVICE), *scales)
+    got = [pages[0].float(), scales[0], pages[1].float(), scales[1]]
+    assert all(map(torch.equal, got, expected))
+
+
+@here
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
+    from onchip.kernels.triton import kv_write
+
+    pages, scales = torch.zeros(1, 4, 2, 16, dtype=form, device=DEVICE), randn(1, 4, 2)
+    new = randn(2, 2, 16)
+    new[1, 0, 3] = poison
+    slots = torch.tensor([2, 3], dtype=torch.int32, device=DEVICE)
+    kv_write.write(new, new, pages, pages.clone(), slots, scales, scales.clone())
+    assert scales.isnan().nonzero().tolist() == [[0, 3, 0]]
+
+
+@here
 def test_slots_outside_the_pool_write_nothing():
     from onchip.kernels.triton import kv_write
 
@@ -70,14 +111,13 @@ def test_no_token_is_no_write():
 
 @here
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(7, 16, 3, 72), (2, 7, 1, 1, 5), (3, 7, 4, 2, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 7, 16, 3, 72), (2, 7, 1, 1, 5), (3, 7, 4, 2)], ids=str)
 def test_pages_are_copied_in_every_layer(dtype, shape):
     from onchip.kernels.triton import kv_write
 
     pages = randn(*shape, dtype=dtype)
     expected = pages.clone()
-    layers = expected if expected.dim() == 5 else expected[None]
-    layers[:, 5], layers[:, 0] = layers[:, 2].clone(), layers[:, 6].clone()
+    expected[:, 5], expected[:, 0] = pages[:, 2], pages[:, 6]
     pairs = torch.tensor([[2, 5], [6, 0], [-1, 3], [1, 7], [2**31 - 1, 4]], dtype=torch.int32)
     kv_write.copy_pages(pages, pairs.to(DEVICE))
     assert torch.equal(pages, expected)
@@ -87,6 +127,6 @@ def test_pages_are_copied_in_every_layer(dtype, shape):
 def test_pages_that_are_not_contiguous_are_refused():
     from onchip.kernels.triton import kv_write
 
-    pages = randn(4, 2, 8, 16).transpose(1, 2)
+    pages = randn(1, 4, 2, 8, 16).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous one by one"):
         kv_write.copy_pages(pages, torch.zeros(1, 2, dtype=torch.int32, device=DEVICE))

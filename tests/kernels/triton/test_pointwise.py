@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from onchip import pointwise
+from onchip.eightbit import quantise
 from onchip.kvcache import KVCache
 from onchip.models import ModelConfig, decoder, positions_of, random_model
 from onchip.models.rotary import Rotary, rotate, turns
+from tests.eightbit import FORMS
 
 pytest.importorskip("triton")
 
@@ -179,6 +181,30 @@ def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset
         close = 1e-5 if dtype == FP32 else 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(ours, theirs, rtol=close, atol=close * 4)
         assert dtype == FP32 or (ours != theirs).float().mean() < 0.02
+
+
+@here
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, form):
+    num_heads, num_kv_heads, _, _, page_size = sizes
+    qkv, turn, weights, pool, slots = step(sizes, dtype)
+    rest = num_heads, turn, weights, (1e-6, 1.0)
+    q = kernels.place(qkv, *rest, (pool[0, :9], pool[1, :9]), slots)
+    values = torch.zeros(pool.shape, dtype=form, device=DEVICE)
+    scales = randn(2, 12, num_kv_heads, page_size).transpose(2, 3)
+    before = scales.clone()
+    eight = values[0, :9], values[1, :9], scales[0, :9], scales[1, :9]
+    assert torch.equal(kernels.place(qkv, *rest, eight, slots), q)
+    written = torch.zeros(12 * page_size, dtype=torch.bool)
+    written[slots[(slots >= 0) & (slots < 9 * page_size)].long().cpu()] = True
+    written = written.view(12, page_size).to(DEVICE)
+    want, want_scales = quantise(pool[:, written], form)
+    assert torch.equal(values[:, written].float(), want.float())
+    assert torch.equal(scales[:, written], want_scales)
+    assert torch.equal(scales[:, ~written], before[:, ~written])
+    assert not values.float()[:, ~written].any()
 
 
 @here
