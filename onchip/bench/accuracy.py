@@ -1,10 +1,10 @@
 """`onchip bench accuracy`: how far every kernel is from fp64, by type and by what it is given.
 
 Rows "forward", "sink" and "long": errors of out (and of lse), one row for each kernel, type and
-family of inputs. "accumulator": the same of FP8 products that are added in fewer bits. "backward":
-errors of dq, dk and dv; "delta": the same where the roundings of out add up. "precision" and
-"sums": what a ring of ranks adds up, as `onchip bench ring` measures it. "exp2": polynomials in
-place of the exponential unit.
+family of inputs. "accumulator": the same of FP8 products that are added in fewer bits. "cache":
+what a model says over a key/value cache of 8 bits. "backward": errors of dq, dk and dv; "delta":
+the same where the roundings of out add up. "precision" and "sums": what a ring of ranks adds up, as
+`onchip bench ring` measures it. "exp2": polynomials in place of the exponential unit.
 
 `value` is the RMSE against fp64 of the very tensors that the kernel got. Columns beyond the
 schema's: `family`; `kind` (onchip, peer, emulated, floor); `on` (cpu, cuda); `tensor`; those of
@@ -21,7 +21,7 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from onchip.bench import delta_accuracy, exponentials, ring_ranks
+from onchip.bench import cache_accuracy, delta_accuracy, exponentials, ring_ranks
 from onchip.bench.accuracy_cases import (
     FAMILIES,
     GAPS,
@@ -54,7 +54,7 @@ from onchip.quant import recipes
 from onchip.quant.accumulator import Accumulator
 from onchip.testing import Oracle, max_error, oracle, rmse
 
-PARTS = ("forward", "sink", "long", "accumulator", "backward", "delta", "ring", "exp2")
+PARTS = ("forward", "sink", "long", "accumulator", "cache", "backward", "delta", "ring", "exp2")
 PUBLISHED, FORWARD = Shape(4, 2048, 2048, 128), Shape(4, 512, 2048, 128)
 SINK, BACKWARD = Shape(2, 256, 2048, 128), Shape(2, 1024, 1024, 64)
 ACCUMULATED, QUICK = Shape(1, 64, 4096, 128), Shape(2, 192, 256, 64)
@@ -62,6 +62,8 @@ QUICK_BACKWARD, QUICK_ACCUMULATED = Shape(2, 64, 64, 32), Shape(1, 32, 128, 64)
 WIDE, HALF = (torch.float32, torch.float16, torch.bfloat16), torch.bfloat16
 LONG_VALUES = (1.0, 0.1)
 BITS, PROMOTED = 14, (32, 128, None)
+# RMSE of logits, whose own RMS is 5, and per cent of perplexity: what 8-bit caches may change
+CACHED = {"fp8": (0.2, 1.0), "int8": (0.05, 0.2)}
 RANKS, SUMMED = (2, 8, 64), (8, 64)
 YARDSTICKS = ("unfused", "rounding model")
 Step = tuple[str, Callable[[], Row | list[Row]]]
@@ -215,6 +217,11 @@ def short_sums() -> Iterator[Kernel]:
         yield emulated(name, replace(recipes.FP8, accumulator=Accumulator(BITS, promote)))
 
 
+def cache_steps(session: Session) -> Iterator[Step]:
+    size = {"chapters": 1, "length": 200} if session.quick else {}
+    yield "a cache of 8 bits", partial(cache_accuracy.rows, **size)
+
+
 def backward_steps(session: Session) -> Iterator[Step]:
     shape = QUICK_BACKWARD if session.quick else BACKWARD
     for name in ("N(0,1)", "outliers"):
@@ -277,6 +284,7 @@ STEPS: dict[str, Callable[[Session], Iterator[Step]]] = {
     "sink": sink_steps,
     "long": long_steps,
     "accumulator": accumulator_steps,
+    "cache": cache_steps,
     "backward": backward_steps,
     "delta": delta_steps,
     "ring": ring_steps,
@@ -408,6 +416,16 @@ def _against_fa3(rows: list[Row]) -> float:
     return ours / found.get(FA3_FP8, found[LABELS["fa3_fp8"]])
 
 
+def cached(kv_dtype: str, error: float, change: float) -> tuple[Bar, Bar]:
+    """The built-in model over such a cache, against itself over fp32 pages."""
+    chosen = select("cache", kv_dtype=kv_dtype)
+    moved = lambda rows: max(100 * abs(row["perplexity_change"]) for row in rows)
+    return (
+        Bar(f"{kv_dtype} cache: RMSE of logits", chosen, None, error, largest("error"), "RMSE"),
+        Bar(f"{kv_dtype} cache: perplexity changes by", chosen, None, change, moved, "%"),
+    )
+
+
 def with_sink(what: str, *kernels: str) -> Bar:
     """Relative RMSE with a key up to 12 above the others."""
     chosen = lambda row: row["bench"] == "sink" and row["kernel"] in kernels
@@ -428,6 +446,7 @@ NARROW_BARS = (
     ),
     with_sink("P in e4m3, all else exact", CAST),
     *(with_sink(name, LABELS[name], f"hopper {name}") for name in OURS),
+    *(bar for name, bounds in CACHED.items() for bar in cached(name, *bounds)),
     *(unbiased(name, "value", "RMSE") for name in (*OURS, "fp8_smooth")),
     *(unbiased(name, "lse_error", "error of lse") for name in (*OURS, "fp8_smooth")),
 )

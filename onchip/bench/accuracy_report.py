@@ -120,6 +120,19 @@ def delta_sheet(rows: list[Row]) -> Sheet:
     return heads, _merged(body)
 
 
+def cache_sheet(rows: list[Row]) -> Sheet:
+    """What the built-in model says over pages of each type."""
+    heads = ["cache", "bytes a token", "perplexity", "change, %", "RMSE of logits", "largest"]
+    body = []
+    for r in rows:
+        if r["bench"] == "cache":
+            change, other = 100 * r["perplexity_change"], percent(r["other_top"])
+            logits = (number(r[c]) for c in ("error", "largest_logit_error", "divergence"))
+            said = [r["kernel"], f"{r['token_bytes']:,}", f"{r['value']:.4f}", f"{change:+.4f}"]
+            body.append([*said, *logits, other])
+    return [*heads, "divergence, nats", "another likeliest byte, %"], body
+
+
 def exp2_sheet(rows: list[Row]) -> Sheet:
     numbers, shares = ("value", "mean_relative"), ("differs_bf16", "differs_fp16")
     heads = ["2^x by", "largest", "mean", "bf16, %", "fp16, %", "all bf16, %", "all fp16, %"]
@@ -147,6 +160,7 @@ SHEETS: Sheets = {
     "sink": sink_sheet,
     "long": long_sheet,
     "accumulator": accumulator_sheet,
+    "cache": cache_sheet,
     "backward": backward_sheet,
     "delta": delta_sheet,
     "precision": precision_sheet,
@@ -160,6 +174,7 @@ TITLES = {
     "sink": "Relative RMSE in per cent, one key so far above the others",
     "long": "A million keys of one value: largest error of out, bf16",
     "accumulator": "fp8 with its products added in fewer bits: relative RMSE in per cent",
+    "cache": "The built-in model over pages of each type, against fp32 pages",
     "backward": "Gradients: RMSE over the root mean square of the exact ones",
     "delta": "Gradients in bf16, without and with precise_delta: relative errors",
     "precision": "A ring in bf16, 4,096 tokens, 2 heads of 64: RMSE against fp64",

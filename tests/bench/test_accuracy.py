@@ -266,8 +266,8 @@ class TestKernels:
 class TestRows:
     def test_a_quick_run_has_every_part(self, quick):
         benches = {row["bench"] for row in quick.rows}
-        parts = {"forward", "sink", "long", "accumulator", "backward", "delta", "sums", "exp2"}
-        assert benches == parts | {"elapsed"}
+        parts = {"forward", "sink", "long", "accumulator", "cache", "backward", "delta", "exp2"}
+        assert benches == parts | {"sums", "elapsed"}
         assert not quick.refused
         types = {row["dtype"] for row in quick.rows if row["bench"] == "forward"}
         assert types == set(accuracy_report.TYPES)
@@ -324,6 +324,7 @@ class TestBars:
         assert asked["RMSE of the ring in bf16, against one call"] == ring_ranks.ROUNDED
         assert asked["precise_delta: dq of ties, relative error"] == 4e-3
         assert asked[self.SINK] == 3.0
+        assert "fp8 cache: perplexity changes by" in asked
         for recipe in ("fp8", "int8", "int8_pv16"):
             assert asked[f"{recipe}: relative RMSE with a sink"] == 3.0
             for what in ("RMSE", "error of lse"):
