@@ -30,7 +30,6 @@ VARIED: dict[str, dict[str, tuple]] = {
         "pingpong": (False, True),
         "rescale": ("always", "moved", "stale"),
         "under": (False, True),
-        "ahead": (False, True),
         "poly": (0, 8),
         "dynamic": (False, True),
     },

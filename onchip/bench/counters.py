@@ -1,14 +1,15 @@
-"""HBM traffic by the GPU's own counters: NVIDIA's profiler around one call of another process.
+"""HBM traffic by the GPU's own counters: NVIDIA's profiler around some calls of another process.
 
-ncu --metrics dram__bytes_read.sum,dram__bytes_write.sum ... python -m onchip.bench.counters ...
+ncu --metrics dram__bytes_read.sum,dram__bytes_write.sum ... python -m onchip.bench.counters CALLS
 """
 
-import argparse
 import csv
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import onchip
 
 METRICS = {"dram__bytes_read.sum": "read_bytes", "dram__bytes_write.sum": "write_bytes"}
 UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+MARK = "spin_kernel"  # what torch.cuda._sleep launches: a new call begins
 
 
 class Call(NamedTuple):
@@ -26,10 +28,6 @@ class Call(NamedTuple):
     head_dim: int
     causal: bool = False
     backward: bool = False
-
-    def arguments(self) -> list[str]:
-        sizes = [f"--{n.replace('_', '-')}={getattr(self, n)}" for n in self._fields[:4]]
-        return sizes + [f"--{n}" for n in self._fields[4:] if getattr(self, n)]
 
 
 class Counted(NamedTuple):
@@ -44,11 +42,12 @@ class Counted(NamedTuple):
         return self.read_bytes + self.write_bytes
 
 
-def count(call: Call) -> list[Counted]:
-    """Every kernel of one call, after another that compiled them; ValueError without a profiler.
+@cache
+def count(calls: tuple[Call, ...]) -> list[list[Counted]]:
+    """Every kernel of each call, after another that compiled them; ValueError without a profiler.
 
     Clocks stay as they are. Every kernel finds the caches as the one before left them: the call is
-    what it is inside a program.
+    what it is inside a program. One process for all calls: the profiler takes seconds to begin.
     """
     profiler = shutil.which("ncu")
     if profiler is None:
@@ -56,10 +55,24 @@ def count(call: Call) -> list[Counted]:
     command = [profiler, "--clock-control", "none", "--cache-control", "none", "--csv"]
     command += ["--profile-from-start", "off", "--print-units", "base"]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "onchip.bench.counters"]
-    done = subprocess.run(command + call.arguments(), capture_output=True, text=True)
+    done = subprocess.run([*command, json.dumps(calls)], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"ncu failed: {(done.stderr or done.stdout).strip()[-500:]}")
-    return parse(done.stdout.splitlines())
+    found = by_call(parse(done.stdout.splitlines()))
+    if len(found) != len(calls):
+        raise ValueError(f"ncu saw {len(found)} of {len(calls)} calls")
+    return found
+
+
+def by_call(kernels: Iterable[Counted]) -> list[list[Counted]]:
+    """The kernels after each mark."""
+    calls: list[list[Counted]] = []
+    for kernel in kernels:
+        if MARK in kernel.kernel:
+            calls.append([])
+        elif calls:
+            calls[-1].append(kernel)
+    return calls
 
 
 def parse(lines: Iterable[str]) -> list[Counted]:
@@ -78,16 +91,12 @@ def parse(lines: Iterable[str]) -> list[Counted]:
 
 
 def main(args: list[str]) -> None:
-    """One call, of which the profiler sees the second."""
-    p = argparse.ArgumentParser()
-    for name in Call._fields[:4]:
-        p.add_argument(f"--{name.replace('_', '-')}", type=int, required=True)
-    for name in Call._fields[4:]:
-        p.add_argument(f"--{name}", action="store_true")
-    run(Call(**vars(p.parse_args(args))), torch.device("cuda"))
+    for fields in json.loads(args[0]):
+        run(Call(*fields), torch.device("cuda"))
 
 
 def run(call: Call, device: torch.device) -> None:
+    """One call twice, of which the profiler sees the second."""
     shape = (call.batch, call.seqlen, call.num_heads, call.head_dim)
     make = lambda: torch.randn(shape, device=device, dtype=torch.bfloat16)
     q, k, v = (make().requires_grad_(call.backward) for _ in range(3))
@@ -109,6 +118,7 @@ class _profiled:
         if self.on:
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
+            torch.cuda._sleep(1)
 
     def __exit__(self, *exc: object) -> None:
         if self.on:

@@ -40,8 +40,9 @@ def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
             asked = claim._replace(measure=None) if slow else claim
             yield claim.what, lambda asked=asked: claim_row(asked)
     if "counters" in parts and torch.cuda.is_available():
-        for call in COUNTED:
-            yield f"counters, {call.seqlen}", lambda call=call: counter_row(call)
+        session.where["device"] = torch.cuda.get_device_name()
+        for i, call in enumerate(COUNTED):
+            yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
 
 
 def claim_row(claim: Claim) -> Row:
@@ -61,14 +62,15 @@ def claim_row(claim: Claim) -> Row:
     )
 
 
-def counter_row(call: counters.Call) -> Row:
-    """All of HBM's traffic during a call of ours; predicted: each tensor once, as the L2 holds what
-    is read again.
+def counter_row(which: int) -> Row:
+    """All of HBM's traffic during a call of COUNTED; predicted: each tensor once, as the L2 holds
+    what is read again.
     """
+    call = COUNTED[which]
     shape = {"batch": call.batch, "num_heads": call.num_heads, "head_dim": call.head_dim}
     asked = question(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
     try:
-        found = sum(kernel.hbm_bytes for kernel in counters.count(call))
+        found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
     except ValueError as error:
         raise Refused(str(error)) from error
     mask = "causal" if call.causal else "none"

@@ -258,7 +258,6 @@ class HopperConfig(NamedTuple):
     out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
     under: bool = False  # rescale under the next product of scores, not after this one's values
-    ahead: bool = False  # without a mask: the next queries' first scores before this output leaves
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
     dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240

@@ -67,10 +67,11 @@ def _same_room() -> Callable[[], AbstractContextManager[None]]:
             for device, dtype in casts.items():
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(torch.inference_mode(inference))
             # One autograd thread serves a whole device, and ranks that wait for one another inside
             # their backwards would share it: each computes its backward on its own thread.
+            # (After inference_mode, which turns multithreading on again.)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             yield
 

@@ -14,9 +14,9 @@ TABLE = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
 ==PROF== Disconnected from process 4711
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size",\
 "Grid Size","Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"
-"0","4711","python3.12","127.0.0.1","fill_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
+"0","4711","python3.12","127.0.0.1","spin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
 "Command line profiler metrics","dram__bytes_read.sum","byte","1,024"
-"0","4711","python3.12","127.0.0.1","fill_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
+"0","4711","python3.12","127.0.0.1","spin_kernel","1","7","(128, 1, 1)","(1, 1, 1)","0","9.0",\
 "Command line profiler metrics","dram__bytes_write.sum","byte","0"
 "1","4711","python3.12","127.0.0.1","forward_kernel","1","7","(384, 1, 1)","(132, 1, 1)","0",\
 "9.0","Command line profiler metrics","dram__bytes_read.sum","Mbyte","201.5"
@@ -30,7 +30,7 @@ TABLE = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
 def test_kernels_are_read_from_the_table():
     found = counters.parse(TABLE.splitlines())
     assert found == [
-        Counted("fill_kernel", 1024.0, 0.0),
+        Counted("spin_kernel", 1024.0, 0.0),
         Counted("forward_kernel", 201.5e6, 67108864.0),
     ]
     assert found[1].hbm_bytes == 201.5e6 + 67108864
@@ -46,18 +46,25 @@ def test_the_profiler_is_told_to_leave_clocks_and_caches_alone(monkeypatch):
     done = SimpleNamespace(returncode=0, stdout=TABLE, stderr="")
     monkeypatch.setattr(counters.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(subprocess, "run", lambda command, **_: told.append(command) or done)
-    found = counters.count(Call(2, 4096, 16, 128, causal=True))
+    (found,) = counters.count((Call(2, 4096, 16, 128, causal=True),))
     command = " ".join(told[0])
-    assert len(found) == 2 and command.startswith("/usr/bin/ncu --clock-control none")
+    assert len(found) == 1 and command.startswith("/usr/bin/ncu --clock-control none")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in command
-    call = "--batch=2 --seqlen=4096 --num-heads=16 --head-dim=128 --causal"
-    assert command.endswith(f"-m onchip.bench.counters {call}")
+    assert command.endswith("-m onchip.bench.counters [[2, 4096, 16, 128, true, false]]")
+    with pytest.raises(ValueError, match="ncu saw 1 of 2 calls"):
+        counters.count((Call(1, 64, 1, 64), Call(1, 64, 1, 64)))
+
+
+def test_marks_part_the_kernels_of_calls():
+    names = ["fill", "spin_kernel(long)", "prepare", "backward", "at::cuda::spin_kernel", "forward"]
+    found = counters.by_call(Counted(name) for name in names)
+    assert [[k.kernel for k in call] for call in found] == [["prepare", "backward"], ["forward"]]
 
 
 def test_without_a_profiler_the_reason_is_told(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="ncu"):
-        counters.count(Call(1, 64, 1, 64))
+        counters.count((Call(1, 64, 1, 64),))
 
 
 def test_what_fails_says_so(monkeypatch):
@@ -65,7 +72,7 @@ def test_what_fails_says_so(monkeypatch):
     monkeypatch.setattr(counters.shutil, "which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: failed)
     with pytest.raises(ValueError, match="no permission"):
-        counters.count(Call(1, 64, 1, 64))
+        counters.count((Call(1, 65, 1, 64),))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -84,5 +91,5 @@ def test_a_forward_moves_each_tensor_once():
 
     call = Call(4, 4096, 16, 128)
     problem = question(4096, batch=4, num_heads=16, head_dim=128, dtype=torch.bfloat16)
-    found = sum(kernel.hbm_bytes for kernel in counters.count(call))
+    found = sum(kernel.hbm_bytes for kernel in counters.count((call,))[0])
     assert found == pytest.approx(problem.min_bytes, rel=0.05)

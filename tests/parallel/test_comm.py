@@ -233,6 +233,11 @@ def surroundings(comm):
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), product.dtype
 
 
+def test_backwards_run_on_the_threads_of_their_ranks():
+    """One autograd thread serves a device: backwards that wait for one another would share it."""
+    assert run_ranks(2, lambda comm: torch._C._is_multithreading_enabled()) == [False, False]
+
+
 def test_ranks_compute_as_their_caller_would():
     with torch.autocast("cpu", torch.bfloat16):
         assert [r[2] for r in run_ranks(2, surroundings)] == [torch.bfloat16] * 2

@@ -67,6 +67,15 @@ class Pipes:
         self.ds = ds
         self.tickets = tickets
 
+    @gluon.jit
+    def close(self):
+        self.q.close()
+        self.dout.close()
+        self.k.close()
+        self.v.close()
+        self.ds.close()
+        self.tickets.close()
+
 
 @aggregate
 class Config:
@@ -560,3 +569,4 @@ def backward_kernel(
         (consume, (out, pipes, job, 1)),
         (produce, (q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job)),
     ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    pipes.close()

@@ -675,3 +675,4 @@ def decode_kernel(
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
         (produce, (k_desc, v_desc, boxes, pages, lengths, mine, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip
+    boxes.close()

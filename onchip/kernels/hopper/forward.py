@@ -395,16 +395,12 @@ def fold(pipes, job, work, q, s, i, C: gl.constexpr):
 
 
 @gluon.jit
-def attend(out, pipes, job, work, s, ahead, t, i, C: gl.constexpr):
-    """One consumer's 64 queries, which see keys: (the next work, s, ahead, i). s: the products of
-    their first key tile, if `ahead`: they were computed while the output before was stored.
-    """
+def attend(out, pipes, job, work, t, i, C: gl.constexpr):
+    """One consumer's 64 queries, which see keys: (the next work, i)."""
     cfg = job.cfg
     EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
     filling = t * cfg.CONSUMERS + C
-    place = work.place
-    if not (cfg.AHEAD and ahead):
-        s, i = first_scores(pipes, cfg, work, filling, i, C)
+    s, i = first_scores(pipes, cfg, work, filling, i, C)
     p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
     if EARLY:
         pipes.q.release(filling)
@@ -413,34 +409,12 @@ def attend(out, pipes, job, work, s, ahead, t, i, C: gl.constexpr):
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
     after = take_work(pipes, job, t + 1, C)
-    if cfg.AHEAD:
-        ahead = after.sees() & (after.keys.hi == after.mine.hi) & (work.mine.lo == work.keys.lo)
-    if cfg.AHEAD and ahead:
-        s = finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C)
-    else:
-        finish(out, job, place, acc_next, m, l, C)
-        i = skip(pipes, cfg, i, work.mine.lo - work.keys.lo, C)
-        s = gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S)
+    finish(out, job, work.place, acc_next, m, l, C)
+    i = skip(pipes, cfg, i, work.mine.lo - work.keys.lo, C)
     if not EARLY:
         store_wait(0)
         pipes.q.release(filling)
-    return after, s, ahead, i
-
-
-@gluon.jit
-def finish_under(out, pipes, job, place, acc_next, m, l, filling, i, C: gl.constexpr):
-    """finish, under the product of the next queries and filling i, which is returned."""
-    cfg = job.cfg
-    pipes.q.wait_full(filling + cfg.CONSUMERS)
-    s_next = start_first(pipes, cfg, pipes.q.slot(filling + cfg.CONSUMERS), i, C)
-    m_log2, l, inverse = close_rows(out, job, place, m, l)
-    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc_next,))
-    store_out(out, job, place, normalised(acc, inverse, cfg), C)
-    if place.row < place.seqlen_q:  # a branch, or ptxas would do this between the products
-        store_lse(out, job, place, m_log2, l)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(s_next,))
-    pipes.k.release(i)
-    return s
+    return after, i
 
 
 @gluon.jit
@@ -466,16 +440,12 @@ def consume(out, pipes, job, C: gl.constexpr):
     i = 0  # key tiles seen
     t = 0  # tiles of queries seen
     work = take_work(pipes, job, 0, C)
-    s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
-    ahead = i < 0  # it is not
     while work.exists:
         if work.sees():
-            work, s, ahead, i = attend(out, pipes, job, work, s, ahead, t, i, C)
+            work, i = attend(out, pipes, job, work, t, i, C)
         else:
             i = pass_by(out, pipes, job, work, t, i, C)
             work = take_work(pipes, job, t + 1, C)
-            s = gl.zeros([64, job.cfg.TILE_N], gl.float32, job.cfg.S)
-            ahead = i < 0
         t += 1
     store_wait(0)
 
@@ -501,12 +471,11 @@ def forward_kernel(
     MERGE: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
-    POLY: gl.constexpr, UNDER: gl.constexpr, AHEAD: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER,
-                 AHEAD and not HAS_MASK and not MERGE and (WIDE or not OUT_IN_Q))  # fmt: skip
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -539,3 +508,4 @@ def forward_kernel(
             (consume, (out, pipes, job, 2)),
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    pipes.close()

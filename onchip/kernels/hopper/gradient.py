@@ -63,6 +63,13 @@ class Pipes:
         self.rows = rows
         self.tickets = tickets
 
+    @gluon.jit
+    def close(self):
+        self.a0.close()
+        self.b0.close()
+        self.b1.close()
+        self.tickets.close()
+
 
 @aggregate
 class Config:
@@ -536,3 +543,6 @@ def gradient_kernel(
         (consume, (out_desc, pipes, job, 1)),
         (produce, (a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, job)),
     ], [4, 1], [CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
+    pipes.close()
+    if not VALUES:
+        a1.close()

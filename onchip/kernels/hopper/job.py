@@ -39,6 +39,14 @@ class Pipes:
         self.tickets = tickets
         self.baton = baton
 
+    @gluon.jit
+    def close(self):
+        self.q.close()
+        self.k.close()
+        self.v.close()
+        self.tickets.close()
+        self.baton.close()
+
 
 @aggregate
 class Config:
@@ -55,14 +63,13 @@ class Config:
     RESCALE: gl.constexpr
     POLY: gl.constexpr
     UNDER: gl.constexpr
-    AHEAD: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, AHEAD
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER
     ):  # fmt: skip
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -74,7 +81,6 @@ class Config:
         self.RESCALE = gl.constexpr(RESCALE)
         self.POLY = gl.constexpr(POLY)
         self.UNDER = gl.constexpr(UNDER)
-        self.AHEAD = gl.constexpr(AHEAD)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))

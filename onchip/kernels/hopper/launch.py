@@ -15,6 +15,7 @@ from onchip.kernels.configs import (
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
+    L2_FORWARD,
     Descriptor,
     counter,
     descriptor,
@@ -190,7 +191,6 @@ def _constants(config: HopperConfig) -> dict:
         "RESCALE": config.rescale,
         "POLY": config.poly,
         "UNDER": config.under,
-        "AHEAD": config.ahead,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,
@@ -201,4 +201,4 @@ def _constants(config: HopperConfig) -> dict:
 
 def _section(problem: Problem, planes: int, group: int) -> int:
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
-    return section_of(planes, per_head * group // problem.group_size)
+    return section_of(planes, per_head * group // problem.group_size, L2_FORWARD)

@@ -27,6 +27,7 @@ from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
+    L2_BACKWARD,
     Frame,
     descriptor,
     gradient_tiles,
@@ -300,4 +301,4 @@ def _constants(config: HopperBackwardConfig) -> dict:
 def _section(problem: Problem, heads: int, width: int) -> int:
     """q, dout and dq stream by."""
     per_row = problem.group_size * width * (2 * problem.dtype.itemsize + 4)
-    return section_of(heads, problem.seqlen_q * per_row)
+    return section_of(heads, problem.seqlen_q * per_row, L2_BACKWARD)

@@ -15,6 +15,7 @@ from onchip.kernels.configs import (
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
+    L2_BACKWARD,
     Frame,
     descriptor,
     gradient_tiles,
@@ -90,7 +91,7 @@ def _launch(problem: Problem, x: Tensors, side: _Side, rows: Tensor, counter: Te
         gradient_tiles(out, width),
         *frame.arguments,
         tiles_m,
-        section_of(heads, other * _bytes_per_row(problem, width, side.keys)),
+        section_of(heads, other * _bytes_per_row(problem, width, side.keys), L2_BACKWARD),
         num_tiles,
         problem.batch,
         scale,

@@ -44,6 +44,24 @@ def _as_matrices(smem, shape, layout, _semantic=None):
 _reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 
 
+@gluon.jit
+def _open(num: gl.constexpr, arrivals: gl.constexpr):
+    """`num` barriers that so many arrivals let pass. All that are opened must be closed when the
+    program ends: memory of a barrier that nobody names any more is given to tiles, and where
+    another process takes its turn on the GPU, the barrier's state is written over them.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
+    for x in gl.static_range(num):
+        mbarrier.init(barriers.index(x), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def _close(barriers, num: gl.constexpr):
+    for x in gl.static_range(num):
+        mbarrier.invalidate(barriers.index(x))
+
+
 @gluon.constexpr_function
 def _matrix(shape):
     """The shape of a tile as rows and columns, whatever boxes its rows come in."""
@@ -133,6 +151,11 @@ class Ring:
         _load(desc, coord, full, self.slots.index(i % self.num_stages))
         _load(other_desc, other_coord, full, other.slots.index(i % self.num_stages))
 
+    @gluon.jit
+    def close(self):
+        _close(self.full, self.num_stages)
+        _close(self.empty, self.num_stages)
+
 
 @gluon.constexpr_function
 def _slots(num_stages, box, parts):
@@ -144,12 +167,7 @@ def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl
     """A ring of tiles as desc loads them, in so many parts, released once by each consumer."""
     shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
     slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(num_stages):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=consumers)
-    return Ring(slots, full, empty, num_stages)
+    return Ring(slots, _open(num_stages, 1), _open(num_stages, consumers), num_stages)
 
 
 @aggregate
@@ -266,6 +284,12 @@ class Boxes:
         shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.v.shape[-1]]
         return _as_matrices(self.v, shape, self.LAYOUT).index(i % self.num_stages)
 
+    @gluon.jit
+    def close(self):
+        _close(self.full, self.num_stages)
+        _close(self.empty, self.num_stages)
+        mbarrier.invalidate(self.warm)
+
 
 @gluon.jit
 def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, warps: gl.constexpr):
@@ -275,13 +299,7 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
     shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
     k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(warm, count=1)
-    for s in gl.static_range(num_stages):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=1)
+    full, empty, warm = _open(num_stages, 1), _open(num_stages, 1), _open(1, 1).index(0)
     layout: gl.constexpr = _matrices(warps, ROWS, k_desc.block_shape[-1])
     return Boxes(k, v, full, empty, warm, num_stages, PARTS, warps, layout)
 
@@ -373,6 +391,10 @@ class Exchange:
         mbarrier.wait(self.ready, i & 1)
         return self.slots.index(i & 1)
 
+    @gluon.jit
+    def close(self):
+        mbarrier.invalidate(self.ready)
+
 
 @gluon.jit
 def make_exchange(
@@ -380,9 +402,7 @@ def make_exchange(
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     slots = gl.allocate_shared_memory(dtype, [2, rows, cols], layout)
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(ready, count=consumers)
-    return Exchange(slots, ready)
+    return Exchange(slots, _open(1, consumers).index(0))
 
 
 @aggregate
@@ -405,12 +425,14 @@ class Baton:
     def pass_on(self, me: gl.constexpr):
         mbarrier.arrive(self.turns.index((me + 1) % self.holders), count=1)
 
+    @gluon.jit
+    def close(self):
+        _close(self.turns, self.holders)
+
 
 @gluon.jit
 def make_baton(holders: gl.constexpr):
-    turns = gl.allocate_shared_memory(gl.int64, [holders, 1], mbarrier.MBarrierLayout())
-    for h in gl.static_range(holders):
-        mbarrier.init(turns.index(h), count=1)
+    turns = _open(holders, 1)
     mbarrier.arrive(turns.index(0), count=1)
     return Baton(turns, holders)
 
@@ -447,17 +469,16 @@ class Tickets:
         self.ring.release(i)
         return words
 
+    @gluon.jit
+    def close(self):
+        self.ring.close()
+
 
 @gluon.jit
 def make_tickets(consumers: gl.constexpr, words: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     slots = gl.allocate_shared_memory(gl.int32, [2 * words, 1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(2):
-        mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=consumers)
-    return Tickets(Ring(slots, full, empty, 2), words)
+    return Tickets(Ring(slots, _open(2, 1), _open(2, consumers), 2), words)
 
 
 @gluon.jit

@@ -200,6 +200,8 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
     code, loops = _instructions(_tool("-sass", cubin))
     allocated = _allocated(compiled.asm["ttgir"])
+    opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
+    assert opened == closed, "memory of a barrier that is never closed is given to tiles"
     return Machine(int(registers), compiled.metadata.shared, allocated, code, loops)
 
 

@@ -231,9 +231,9 @@ def test_a_pool_past_two_billion_elements():
     assert_accurate(got, q, k, k, causal=True)
 
 
-def test_chunks_go_to_hopper_and_decoding_to_triton():
+def test_chunks_and_single_tokens_go_to_hopper_and_what_lies_between_to_triton():
     sizes = heads(4, 8)
-    for seqlen_q, kernel in ((512, "hopper"), (1, "triton"), (8, "triton")):
+    for seqlen_q, kernel in ((512, "hopper"), (1, "hopper"), (8, "triton")):
         q, _, pages = paged(1, seqlen_q, [1000], sizes=sizes)
         x = onchip.explain(
             q, pages.k_pages, pages.v_pages,
