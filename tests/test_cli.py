@@ -135,6 +135,18 @@ def test_generate_works_offline_and_says_what_its_model_has_read(capfd):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_over_a_cache_of_8_bits(capfd):
+    options = ("--max-tokens", "12", "--temperature", "0", "--ignore-eos", "--device", "cpu")
+    texts = []
+    for kv_dtype in ((), ("--kv-dtype", "int8"), ("--kv-dtype", "fp8")):
+        assert run("generate", "And God said, Let there", *options, *kv_dtype) == 0
+        texts.append(capfd.readouterr().out)
+    assert all(text.startswith(" ") for text in texts)
+    assert run("generate", "x", "--kv-dtype", "fp4") == 2
+    assert run("bench", "cpu", "--kv-dtype", "fp8") == 2
+    assert "--kv-dtype is for: paged, serving" in capfd.readouterr().err
+
+
 def test_generate_says_what_a_broken_model_does(capfd, monkeypatch):
     sick = builtin.tiny()
     with torch.no_grad():

@@ -70,6 +70,15 @@ def _eight_bits(kv_dtype: str) -> Callable[[Row], bool]:
 
 
 BARS = (
+    Bar("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
+    Bar("dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)),
+    Bar("page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)),
+    Bar("MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"),
+    Bar("cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)),
+    Bar("swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)),
+    Bar("swap out beside computation", _named("swap beside"), at_most=BESIDE),
+    Bar("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
+    Bar("offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"),
     *(
         Bar(
             f"{name} cache over bf16, 128 x 8k",
@@ -80,15 +89,6 @@ BARS = (
         )
         for name in FORMATS
     ),
-    Bar("paged decode, worst cell", _is("decode"), AT_LEAST, measure=worst_cell(AT_LEAST)),
-    Bar("dense decode, worst cell", _is("decode dense"), AT_LEAST, measure=worst_cell(AT_LEAST)),
-    Bar("page size 1 over 256", _is("page size", 1), SMALL_PAGES, measure=worst_cell(SMALL_PAGES)),
-    Bar("MHA decode, pages of 8", _is("decode MHA"), MHA_TBS, measure=_least_value, unit="TB/s"),
-    Bar("cascade over one call, 64 x 8k", _first_prefix, CASCADE, measure=worst_cell(CASCADE)),
-    Bar("swap of a plain copy", _named("swap out", "swap in"), COPIED, measure=worst_cell(COPIED)),
-    Bar("swap out beside computation", _named("swap beside"), at_most=BESIDE),
-    Bar("offload of a plain copy", _named("offload"), COPIED, measure=worst_cell(COPIED)),
-    Bar("offload, most on the device", _named("offload"), None, DEVICE_GB, _most_device_gb, "GB"),
 )
 
 

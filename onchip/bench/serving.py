@@ -226,13 +226,13 @@ def steps(session: Session) -> Iterator[gpu.Step]:
 def setting(session: Session, name: str, fields: dict[str, Any]) -> Setting:
     if len(session.kv_dtypes) > 1:
         raise ValueError("serving has one cache at a time: --kv-dtype fp8, or --kv-dtype int8")
-    if session.kv_dtypes:
-        name += f", {session.kv_dtypes[0]} cache"
+    cache = f", {session.kv_dtypes[0]} cache" if session.kv_dtypes else ""
     if not session.quick:
-        return Setting(name, fields, Workload.uniform(), session.device, 4096, session)
+        return Setting(name + cache, fields, Workload.uniform(), session.device, 4096, session)
     workload = Workload.uniform(24, 8, 64, vocab=TINY["vocab_size"])
     small = TINY | {key: fields[key] for key in ("model_type", "tie_word_embeddings")}
-    return Setting(f"tiny {small['model_type']}", small, workload, session.device, 256, session)
+    name = f"tiny {small['model_type']}{cache}"
+    return Setting(name, small, workload, session.device, 256, session)
 
 
 def ready(setting: Setting) -> list[Row]:

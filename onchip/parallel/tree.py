@@ -85,6 +85,8 @@ def tree_paged_attention(
     group: object = None,
     *,
     places: Sequence[Place] | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
     causal: bool = True,
     window_size: Window = UNBOUNDED,
     alibi_slopes: Tensor | None = None,
@@ -97,7 +99,8 @@ def tree_paged_attention(
 
     q: (batch, seqlen_q, heads, head_dim). page_table and cache_seqlens are those of this rank: of
     sequence b it has cache_seqlens[b] keys, from places[b][0] on of places[b][1] positions. Where
-    places are given, the host reads cache_seqlens.
+    places are given, the host reads cache_seqlens. Pages of 8 bits come with k_scales and v_scales;
+    a rank may have such pages beside others that have not.
     """
     check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     _check(options, (q, k_pages, v_pages, sinks))
@@ -117,6 +120,8 @@ def tree_paged_attention(
             v_pages,
             page_table[at],
             seqlens,
+            k_scales=k_scales,
+            v_scales=v_scales,
             alibi_slopes=slopes,
             return_lse=True,
             out_dtype=part.out.dtype,

@@ -105,6 +105,18 @@ def test_batches_follow_one_another(tiny):
     assert first.counts[:9] == [count for _, count in tiny.workload.asked[:9]]
 
 
+def test_a_cache_of_8_bits_is_served_and_said():
+    session = Session(quick=True, device=CPU, kv_dtypes=["int8"])
+    tiny = serving.setting(session, "qwen3-0.6b", serving.QWEN3)
+    assert tiny.page_bytes * 64 == quick().page_bytes * (16 + 4)  # fp32 here
+    with tiny.llm(num_pages=200) as llm:
+        row = tiny.row("throughput", "onchip", llm, [tiny.workload])
+        assert row["kv_bytes"] == llm.stats().pages_total * llm.stats().page_bytes
+    assert row["mask"] == "tiny qwen3, int8 cache"
+    with pytest.raises(ValueError, match="one cache at a time"):
+        serving.setting(Session(kv_dtypes=["int8", "fp8"]), "qwen3-0.6b", serving.QWEN3)
+
+
 def test_a_request_that_fails_leaves_no_row():
     tiny = quick()
     with tiny.llm(num_pages=200) as llm:

@@ -98,6 +98,26 @@ def test_every_way_gives_the_same(tiny, expected, way, overlap):
         assert bool(stats.tokens_cached) == (way != "no_prefixes")
 
 
+EIGHT_BIT_WAYS = ("plain", "chunks_of_13", "few_pages", "few_pages_and_small_chunks")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_every_way_gives_the_same_over_pages_of_8_bits(tiny, expected, kv_dtype):
+    """Forks, beams, prefixes, copies and swaps take the scales along."""
+    rich = {"prefix_caching": False, "overlap": False, "budget": 500, "num_pages": 900}
+    with tiny.engine(**rich, kv_dtype=kv_dtype) as one:
+        tiny.ask(one)
+        own = tiny.told(tiny.drain(one)[0])
+    assert own != expected, "8 bits that change nothing are no 8 bits"
+    for way in EIGHT_BIT_WAYS:
+        with tiny.engine(**WAYS[way], kv_dtype=kv_dtype) as one:
+            if one.tier:
+                one.costs.link_bytes_per_s = 1e30
+            tiny.ask(one)
+            assert tiny.told(tiny.drain(one)[0]) == own, way
+            assert bool(one.stats().preempted_by_swap) == ("host_pages" in WAYS[way])
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
 @pytest.mark.parametrize("host_pages", [0, 300], ids=["recompute", "swap"])
 def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, overlap):

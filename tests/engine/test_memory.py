@@ -13,17 +13,29 @@ from onchip.kvcache.host import CHUNK_BYTES
 
 def test_no_more_than_all_sequences_can_fill(tiny):
     limits = Limits(100, 64, 3)
-    assert memory.device_pages(tiny.model(), limits, 16, 0.9) == 1 + 3 * 7
+    assert memory.device_pages(tiny.model(), limits, memory.Paging(16), 0.9) == 1 + 3 * 7
 
 
 def test_a_quarter_of_what_the_host_has_free(tiny, monkeypatch):
     page = tiny.model().cache_spec(16).page_bytes
     free = {"SC_AVPHYS_PAGES": 400, "SC_PAGE_SIZE": page}
     monkeypatch.setattr(memory.os, "sysconf", free.__getitem__)
-    assert memory.device_pages(tiny.model(), Limits(256, 256, 256), 16, 0.9) == 100
+    assert memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9) == 100
     free["SC_AVPHYS_PAGES"] = 7
     with pytest.raises(ValueError, match="there is no room for pages of 4,096 bytes on cpu"):
-        memory.device_pages(tiny.model(), Limits(256, 256, 256), 16, 0.9)
+        memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9)
+
+
+def test_more_pages_of_8_bits_fit(tiny, monkeypatch):
+    """A head of 8 and its scale are 12 bytes where fp32 takes 32."""
+    page = tiny.model().cache_spec(16).page_bytes
+    free = {"SC_AVPHYS_PAGES": 400, "SC_PAGE_SIZE": page}
+    monkeypatch.setattr(memory.os, "sysconf", free.__getitem__)
+    for kv_dtype in ("fp8", "int8"):
+        paging = memory.Paging(16, kv_dtype)
+        assert memory.device_pages(tiny.model(), Limits(256, 256, 256), paging, 0.9) == 266
+        with tiny.engine(kv_dtype=kv_dtype, page_size=16) as one:
+            assert one.stats().page_bytes * 32 == page * 12
 
 
 def test_the_host_holds_what_it_is_given_and_no_more_than_the_device(tiny):
@@ -58,7 +70,7 @@ def test_what_is_not_for_pages_is_counted(tiny, monkeypatch, graphs):
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    room = memory._room_on_gpu(tiny.model(), limits, 16, 0.9, graphs)
+    room = memory._room_on_gpu(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = 4 * 12 * -(-250 // 16)
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)

@@ -9,6 +9,7 @@ from onchip.parallel import tree
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.tree import tree_attention, tree_paged_attention
 from onchip.testing import compare, make_packed, make_pages, make_qkv
+from tests.eightbit import FORMS, eight, on_grid
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])
@@ -80,6 +81,24 @@ def test_pages_of_ranks_are_one(options, seqlen_q):
     for out, lse in run_ranks(3, decode):
         close(out, want, 1e-5)
         close(lse, want_lse, 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pages_of_8_bits_bring_their_scales(form):
+    """Those of one rank; another's are of fp32, and hold the same numbers."""
+    x = make_packed([1], [41], num_heads=4, num_kv_heads=2, head_dim=8)
+    q, k, v = x.q[None], on_grid(x.k, form), on_grid(x.v, form)
+    want = onchip.attention(q, k[None], v[None], causal=True)
+
+    def decode(comm):
+        mine = k[comm.rank :: 2], v[comm.rank :: 2]
+        cu = torch.tensor([0, len(mine[0])], dtype=torch.int32)
+        *pages, table, seqlens = make_pages(*mine, cu, 4)
+        pages, scales = eight(*pages, form) if comm.rank else (pages, {})
+        return tree_paged_attention(q, *pages, table, seqlens, comm, **scales)
+
+    for out in run_ranks(2, decode):
+        close(out, want, 1e-5)
 
 
 @pytest.mark.parametrize("seqlen_q, causal", [(1, True), (5, False)])
