@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from onchip.bench import delta_accuracy
-from onchip.bench.accuracy import BARS, select
+from onchip.bench.accuracy_bars import BARS, select
 from onchip.bench.accuracy_kernels import CAST, LABELS, OURS
 from onchip.bench.harness import SHORT, Row, judge
 from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
