@@ -197,7 +197,7 @@ def long_rows(session: Session, value: float, tokens: int) -> list[Row]:
     case = Case("long", "none", HALF, head_dim, tokens, num_heads=heads)
 
     def ask(kernel: Kernel) -> list[Row]:
-        found = errors(kernel(inputs)[0], exact, HALF)
+        found = errors(kernel._replace(lse=None)(inputs)[0], exact, HALF)
         return [_row(case, kernel, found) | {"family": f"V = {value}", "queries": queries}]
 
     return served(session, ask, (kernel for kernel in kernels(HALF) if kernel.name not in SLOW))

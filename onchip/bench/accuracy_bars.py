@@ -97,7 +97,7 @@ WIDE_BARS = (
         select("delta", family="biased ties", precise_delta=True),
         at_most=1e-5,
         measure=lambda rows: max(abs(row["drift"]) for row in rows),
-        unit="of |delta|",
+        unit="of delta",
     ),
 )
 

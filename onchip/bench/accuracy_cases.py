@@ -12,7 +12,7 @@ from onchip.testing import make_qkv, max_error, rmse
 
 TIES, TIED = 8, 8.0  # keys that share the row maximum, and how far they score above the others
 GAPS = (0, 2, 4, 6, 8, 10, 12)
-LONG_TOKENS, LONG_QUERIES, LONG_DIM = 1 << 20, 16, 64
+LONG_TOKENS, LONG_QUERIES, LONG_DIM = 1 << 20, 8, 64
 
 
 class Shape(NamedTuple):
