@@ -20,7 +20,7 @@ from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
-from onchip.kernels.tapes import replayed
+from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
@@ -34,6 +34,7 @@ from onchip.problem import (
     device_info,
     is_autocast,
     is_eager,
+    kept,
     laid_out,
 )
 
@@ -61,7 +62,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     """
     wants_grad = torch.is_grad_enabled() and _wants_grad(x)
     if wants_grad and question.problem.precise_delta:
-        question = _unrounded(question, x)
+        question = _unrounded(question)
     if is_eager(x.q):
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
@@ -78,10 +79,15 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _unrounded(question: Question, x: Tensors) -> Question:
-    """The same with an out that is left to be split."""
+def _unrounded(question: Question) -> Question:
+    """The same with an out that is left to be split, kept beside the question's tapes."""
+    known, key = question.known, ("unrounded",)
+    found = None if known is None else known.get(key)
+    if found is not None:
+        return found
     problem = question.problem
-    return posed(x, problem._replace(out_dtype=accumulator_dtype(problem.dtype)))
+    wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
+    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -175,18 +181,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        tensors, mask, (out, lse, residual) = (
-            saved[:_NUM_TENSORS],
-            saved[_NUM_TENSORS:-3],
-            saved[-3:],
-        )
+        *given, out, lse, residual = ctx.saved_tensors
+        tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
             return None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, list(mask))
+        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad

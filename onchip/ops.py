@@ -79,8 +79,8 @@ def attention(
         return_stats,
         deterministic,
         out_dtype,
-        precise_delta,
-        return_lse,
+        precise_delta=precise_delta,
+        return_lse=return_lse,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
@@ -127,8 +127,8 @@ def varlen_attention(
         return_stats,
         deterministic,
         out_dtype,
-        precise_delta,
-        return_lse,
+        precise_delta=precise_delta,
+        return_lse=return_lse,
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -22,7 +22,7 @@ from onchip import masks
 from onchip.engine.sampler import Edits, Rows, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
-from onchip.models import ModelConfig, positions_of, random_model
+from onchip.models import Decoder, ModelConfig, positions_of, random_model
 
 KERNELS = ("hopper", "triton")
 MODEL = {
@@ -133,7 +133,12 @@ def decoder(head_dim: int, length: int, device: str) -> None:
     """Norms, rotations, page writes and gates of a model, and draws with every option."""
     config = ModelConfig.from_hf(MODEL | {"head_dim": head_dim})
     model = random_model(config, device=device, dtype=torch.bfloat16)
-    held = KVCache(model.cache_spec(4), 400)
+    for kv_dtype in (None, "fp8", "int8"):
+        _decode(model, KVCache(model.cache_spec(4, kv_dtype), 400), length)
+
+
+def _decode(model: Decoder, held: KVCache, length: int) -> None:
+    device = model.device
     sequences = [held.open(), held.open()]
     held.append_all(sequences, [[3] * length, [5]])
     batch = held.view(sequences)
@@ -145,7 +150,7 @@ def decoder(head_dim: int, length: int, device: str) -> None:
     drawn = Rows(Edits(None, None), row(0, 1), *draws, *cuts)
     sample(logits[-2:], drawn)
     sample(logits[-2:].float(), replace(drawn, min_p=None, top_k=None, top_p=None))
-    finish(torch.device(device))
+    finish(device)
 
 
 def write(held: KVCache, sequences: list[Sequence]) -> None:

@@ -54,6 +54,7 @@ COMMON = {
     "layout": ("contiguous", "heads first", "poisoned"),
     "distribution": ("normal", "outlier", "sink", "biased"),
     "out_dtype": (False, True),
+    "precise_delta": (False, True),
 }
 EXTRA = {
     "softcap": (0.0, 5.0),
@@ -114,7 +115,7 @@ def _options(case: dict, batch: int) -> dict:
         options["sinks"] = torch.randn(num_heads, generator=generator).requires_grad_()
     if case["out_dtype"]:
         options["out_dtype"] = torch.promote_types(case["dtype"], torch.float32)
-    for name in ("softcap", "return_stats"):
+    for name in ("softcap", "return_stats", "precise_delta"):
         if case.get(name):
             options[name] = case[name]
     if case.get("alibi"):
@@ -295,7 +296,10 @@ def test_return_order_shapes_and_dtypes(kernel, dtype):
     assert out.shape == (2, 5, 4, 8) and out.dtype == dtype
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.promote_types(dtype, torch.float32)
     alone = onchip.attention(q, k, v, kernel=kernel)
-    assert torch.equal(alone, out)
+    if kernel == "aten_cpu" and dtype.itemsize == 2:  # with lse, P is not rounded
+        assert ot.max_error(alone, out) <= 2 * ot.ulp(dtype, out.abs().max())
+    else:
+        assert torch.equal(alone, out)
     if kernel != "aten_cpu":
         triple = onchip.attention(q, k, v, return_lse=True, return_stats=True, kernel=kernel)
         pair = onchip.attention(q, k, v, return_stats=True, kernel=kernel)

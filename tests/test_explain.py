@@ -37,6 +37,20 @@ def test_pages_bytes_and_flops_are_those_of_the_lengths():
     assert "first: aten_cpu reads no pages" in str(x) and "backward" not in str(x)
 
 
+def test_the_residual_that_precise_delta_keeps():
+    q = torch.zeros(2, 50, HEADS, DIM, dtype=torch.bfloat16)
+    plain, precise = (onchip.explain(q, q, q, precise_delta=p) for p in (False, True))
+    assert precise.residual_bytes == q.numel() * 2 and not plain.residual_bytes
+    assert precise.min_bytes == plain.min_bytes + precise.residual_bytes
+    assert "residual    51.2 kB of out" in str(precise) and "residual" not in str(plain)
+    cu = torch.tensor([0, 1, 50], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 49, "max_seqlen_k": 49}
+    found = onchip.explain(q[0], q[0], q[0], precise_delta=True, **packed)
+    assert found.residual_bytes == q[0].numel() * 2
+    with pytest.raises(TypeError, match="paged_attention.. has no option 'precise_delta'"):
+        onchip.explain(*call([100]), precise_delta=True)
+
+
 def test_packed_queries_are_those_of_their_offsets():
     q, *rest = call([100, 20], seqlen_q=10)
     cu = torch.tensor([0, 1, 20], dtype=torch.int32)

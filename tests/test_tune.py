@@ -127,6 +127,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
     assert names(9, 0) | names(8, 0) == tables - {
         "TRITON_CHUNK",
+        "TRITON_EIGHT",
         "HOPPER_FORWARD_PAGED",
         "HOPPER_DECODE_STAGES",
         "HOPPER_DECODE_STAGES_DENSE",

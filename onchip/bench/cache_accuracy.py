@@ -84,7 +84,7 @@ def read(model: Decoder, texts: Tensor, kv_dtype: str | None, page_size: int = 1
         batch = cache.view(sequences)
         hidden = model(chunk.flatten(), positions_of(batch), batch, cache)
         parts.append(model.logits(hidden).unflatten(0, (count, -1)))
-        cache.commit_all(sequences, [s.length for s in sequences])
+        cache.commit_all(sequences, [start + chunk.shape[1]] * count)
     return Read(torch.cat(parts, 1), texts[:, 1:])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 import onchip
 from onchip.bench.harness import Case, Row
 from onchip.bench.measure import alternate, peak_extra_bytes
+from onchip.kernels.protocol import split
 from onchip.testing import oracle, rounding_model
 
 TIES = 8
@@ -127,8 +128,17 @@ def _attend(kernel: str, precise: bool) -> Attend:
 
 
 def _model(dtype: torch.dtype, precise: bool) -> Attend:
-    out_dtype = torch.float32 if precise else dtype
-    return lambda q, k, v: rounding_model(q, k, v, dtype=dtype, out_dtype=out_dtype)[0]
+    if not precise:
+        return lambda q, k, v: rounding_model(q, k, v, dtype=dtype)[0]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = rounding_model(q, k, v, dtype=dtype, out_dtype=torch.float32)[0]
+        high, low = split(out.float(), dtype)
+        saved_out = high.double() + low.double()
+        return rounding_model(q, k, v, dtype=dtype, saved_out=saved_out)[0]
+
+    return attend
 
 
 def backward_rows(dtype: torch.dtype = torch.bfloat16) -> list[Row]:

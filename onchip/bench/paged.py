@@ -235,7 +235,7 @@ def our_eight_bits(name: str, wide: Contender, form: torch.dtype, cache: Cache) 
     lengths = torch.tensor(cache.lengths, dtype=torch.int32, device=wide.sets[0][0].device)
     sets = [(q, quantised(pages, form), table) for q, pages, table in wide.sets]
     attend = lambda q, pages, table: onchip.paged_attention(
-        q, *pages[0], table, lengths, **scales_of(pages[1])
+        q, pages[0][0], pages[0][1], table, lengths, **scales_of(pages[1])
     )
     return Contender(name, attend, sets, wide.judge, ours=True)
 

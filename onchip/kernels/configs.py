@@ -151,20 +151,13 @@ TRITON_DECODE = {
     (4, 64): _T(0, 32, 4, 2),
     (4, 128): _T(0, 16, 4, 2),
     (4, 256): _T(0, 16, 8, 2),
-    # 8-bit pages under 16-bit queries: as many bytes a tile, twice the keys, because with fewer the
-    # words of a row are loaded 4 bytes at a time. By ptxas reports (2026-11-15), not timed.
-    (1, 64): _T(0, 256, 4, 3),
-    (1, 128): _T(0, 128, 4, 3),
-    (1, 256): _T(0, 64, 8, 2),
 }
 # A page id is read before the keys: Triton gives the two loads half of the stages each, so that
 # five make three buffers. Five fill a GPU whose programs are few; of many programs more fit on a
 # processor with three (H200, 2026-11-15: 0.94 and 0.87 of cuDNN at 1 x 16k, 0.93 and 0.98 at
 # 128 x 8k). Page ids loaded a tile ahead by hand: 0.75 to 0.8 throughout.
 TRITON_PAGED_STAGES = 5
-# By (itemsize, padded head_dim). 128 of 168: four programs of four warps on a processor, not three;
-# 8-bit pages: 168 of 210, three, not two (by ptxas reports, not timed).
-TRITON_FULL_REGISTERS = {(2, 128): 128, (1, 128): 168}
+TRITON_FULL_REGISTERS = 128  # of 168: four programs of four warps on a processor, not three
 # Many queries over pages: rows of queries x heads of a group. By ptxas reports (2026-11-15, Triton
 # 3.6), not timed: no spills, and two programs on a processor (56, 112 and 96 kB). 128 keys a tile
 # spill at head_dim 128 with 4 warps. fp32 has the tiles of the plain forward.
@@ -175,12 +168,16 @@ TRITON_CHUNK = {
     (4, 64): _T(32, 32, 8, 2),
     (4, 128): _T(32, 16, 8, 2),
     (4, 256): _T(32, 16, 8, 2),
-    # 8-bit pages: a warpgroup product takes keys from shared memory, where the unpacked ones would
-    # have to go first; with 64 rows that spills 5 % of the loop, with 32 there are other products.
-    (1, 64): _T(32, 128, 4, 3),
-    (1, 128): _T(32, 128, 4, 3),
-    (1, 256): _T(32, 64, 8, 3),
 }
+# 8-bit pages under 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9), not timed.
+# decode: as many bytes a tile as above, so twice the keys; with fewer a row is loaded 4 bytes at a
+# time. chunk: a warpgroup product takes keys from shared memory, where the unpacked ones would have
+# to go first: with 64 rows that spills 5 % of the loop, with 32 there are other products.
+TRITON_EIGHT = _triton_rows(
+    decode=(_T(0, 256, 4, 3), _T(0, 128, 4, 3), _T(0, 64, 8, 2)),
+    chunk=(_T(32, 128, 4, 3), _T(32, 128, 4, 3), _T(32, 64, 8, 3)),
+)
+TRITON_EIGHT_REGISTERS = 168  # of 210 at head_dim 128: three programs on a processor, not two
 DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the plain forward
 # Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
 # decodes or verifies lies far above, what trains (as many keys as queries) below.
@@ -228,12 +225,15 @@ def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
 def _decode_row(
     kernel: str, key: tuple[int, int], capability: tuple[int, int] | None
 ) -> TritonConfig:
-    row = (TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE)[key]
+    table = TRITON_CHUNK if kernel == "chunk" else TRITON_DECODE
+    kind = "chunk" if kernel == "chunk" else "decode"
+    row = TRITON_EIGHT[kind, key[1]] if key[0] == 1 else table[key]
     roomy = capability is not None and capability[0] in (9, 10)
     if kernel == "paged" and roomy:
         return row._replace(num_stages=TRITON_PAGED_STAGES)
-    if kernel == "paged_full" and roomy:
-        return row._replace(max_registers=TRITON_FULL_REGISTERS.get(key, 0))
+    if kernel == "paged_full" and roomy and key[1] == 128 and key[0] < 4:
+        registers = TRITON_EIGHT_REGISTERS if key[0] == 1 else TRITON_FULL_REGISTERS
+        return row._replace(max_registers=registers)
     return row if roomy else row._replace(num_stages=min(row.num_stages, 3))
 
 

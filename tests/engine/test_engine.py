@@ -118,6 +118,20 @@ def test_every_way_gives_the_same_over_pages_of_8_bits(tiny, expected, kv_dtype)
             assert bool(one.stats().preempted_by_swap) == ("host_pages" in WAYS[way])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_gpu_replays_swaps_and_shares_pages_of_8_bits(tiny, kv_dtype):
+    """Recorded or not, in room or without it: the same texts."""
+    ways = [{"graphs": False}, {}, {"num_pages": 40, "host_pages": 200}]
+    texts = []
+    for way in ways:
+        with tiny.engine("cuda", **way, kv_dtype=kv_dtype) as one:
+            one.warm_up()
+            tiny.ask(one)
+            texts.append([[c[1:3] for c in output] for output in tiny.told(tiny.drain(one)[0])])
+    assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
 @pytest.mark.parametrize("host_pages", [0, 300], ids=["recompute", "swap"])
 def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, overlap):

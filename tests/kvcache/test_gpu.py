@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+from onchip.eightbit import quantise
 from onchip.kvcache import HostTier, KVCache, Shape, Spec
 from onchip.kvcache.host import Place
 
@@ -67,6 +68,35 @@ def test_bytes_written_are_bytes_read_through_forks_and_copies(page_size):
     assert again.hit_tokens == 36
     same([t[:, :36] for t in read(cache, again)], [t[:, :36] for t in wrote])
     cache.check()
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_pages_of_8_bits_are_written_copied_and_swapped_with_their_scales(kv_dtype):
+    """As on the CPU, number by number."""
+    spec = Spec(3, KV_HEADS, DIM, device="cuda").stored_as(kv_dtype)
+    cache = KVCache(spec, 64)
+    tier = HostTier(cache, 32)
+    parent = start(cache, 37)
+    (wrote,) = step(cache, [parent])
+    child = cache.fork(parent)
+    assert cache.append(child, [2]) is None
+    (new,) = step(cache, [child])
+    wrote = [torch.cat(x, 1) for x in zip(wrote, new, strict=True)]
+    family = tier.swap_out([parent, child])
+    tier.synchronize()
+    for t in cache.pages.tensors:
+        t.zero_()
+    assert tier.swap_in(family) is None
+    pages = torch.tensor(cache.resident(child).pages, device="cuda")
+    held = cache.pages
+    for stored, scales, x in zip(
+        (held.k, held.v), (held.k_scales, held.v_scales), wrote, strict=True
+    ):
+        want, want_scales = quantise(x, spec.kv_dtype)
+        got = stored[:, pages].flatten(1, 2)[:, : child.length]
+        assert torch.equal(got.float(), want.float())
+        got = scales[:, pages].transpose(2, 3).flatten(1, 2)[:, : child.length]
+        assert torch.equal(got, want_scales)
 
 
 def test_padding_writes_nothing():

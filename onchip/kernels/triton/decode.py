@@ -25,6 +25,7 @@ from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.kernels.triton.eight import (
     Scales,
+    as_words,
     fold_words,
     load_halves,
     load_scales,
@@ -33,6 +34,7 @@ from onchip.kernels.triton.eight import (
 )
 from onchip.kernels.triton.launch import (
     LENGTHS,
+    MIN_E4M3,
     Call,
     launch_options,
     packed,
@@ -263,14 +265,14 @@ def decode_kernel(
     score = Score(scale_log2, softcap, slope, None, None, None, Places(None, None, None))
     scale = scale_log2 if LINEAR else 1.0
 
+    EIGHT: tl.constexpr = k_scales_ptr is not None
+    if EIGHT:
+        k_ptr, v_ptr = as_words(k_ptr), as_words(v_ptr)
     entry_k = 0 if PAGE_SIZE > 0 else at.entry
     q_ptr = matrix(q_ptr, at.entry, at.start_q, 0, stride_qb, stride_qs, stride_qh, ALIGN)
     k_ptr = matrix(k_ptr, entry_k, at.start_k, kv, stride_kb, stride_ks, stride_kh, ALIGN)
     v_ptr = matrix(v_ptr, entry_k, at.start_k, kv, stride_vb, stride_vs, stride_vh, ALIGN)
     at_q = (i.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh) * ALIGN
-    EIGHT: tl.constexpr = (
-        k_scales_ptr is not None
-    )  # k_ptr and v_ptr are of words then: see eight.py
     WIDTH: tl.constexpr = PAD_DIM_V // 2 if EIGHT else PAD_DIM_V
     state = empty_state(TILE_M, WIDTH)
     k_scales, v_scales = Scales(None, None, None), Scales(None, None, None)
@@ -497,7 +499,7 @@ def _format(problem: Problem, call: Call) -> dict[str, bool]:
     """Of 8-bit pages: PTX has e4m3 since compute capability 8.9, and what int8 takes for ever."""
     e4m3, capability = problem.page_dtype == torch.float8_e4m3fn, call.use.capability
     ptx = problem.page_dtype is not None and capability is not None
-    return {"E4M3": e4m3, "PTX": ptx and (not e4m3 or capability >= (8, 9))}
+    return {"E4M3": e4m3, "PTX": ptx and (not e4m3 or capability >= MIN_E4M3)}
 
 
 def _tree(x: Tensors) -> Tensor | None:

@@ -53,6 +53,11 @@ class Halves(NamedTuple):
 
 
 @triton.jit
+def as_words(ptr):
+    return ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+
+
+@triton.jit
 def numbers(words, E4M3: tl.constexpr, PTX: tl.constexpr):
     """The even and the odd elements of int16 words, in fp16. E4M3: not int8. PTX: the device has
     the instructions of the texts above.

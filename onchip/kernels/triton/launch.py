@@ -22,6 +22,7 @@ LENGTHS = (
 LOG2E = 1.4426950408889634
 FAR = 1 << 30  # a window side beyond this sees everything, and i + FAR still fits 32 bits
 ALIGN = 8  # elements: 16 bytes of 16-bit numbers, the widest load
+MIN_E4M3 = (8, 9)  # the compute capability from which on there is such a type
 WIDE = 1 << 24  # from this row stride on, the offsets inside a tile could pass 2^31
 
 
@@ -42,10 +43,10 @@ class Call(NamedTuple):
     def of(cls, problem: Problem, x: Tensors) -> "Call":
         q, k, v = _narrow(x.q), _narrow(x.k), _narrow(x.v)
         if problem.page_dtype is not None:
-            k, v = _words(k), _words(v)
+            k, v = (_eight_bits(t, device_info(q.device).capability) for t in (k, v))
         cu_q, cu_k, slopes = (packed(t) for t in (x.cu_seqlens_q, x.cu_seqlens_k, x.alibi_slopes))
         bias = x.bias if x.bias is None or x.bias.stride(3) == 1 else x.bias.contiguous()
-        align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)))
+        align, strides = _aligned((*_strides(q), *_strides(k), *_strides(v)), k.element_size())
         rows, cols, row_strides, col_strides = _mask(x)
         dims = _dims(problem, align)
         return cls(
@@ -87,10 +88,13 @@ def _narrow(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
 
 
-def _words(t: Tensor) -> Tensor:
-    """8-bit elements by twos."""
+def _eight_bits(t: Tensor, capability: tuple[int, int] | None) -> Tensor:
+    """8-bit pages, a row of which is a row of 16-bit words: the kernel takes them for such. Only
+    where Triton has no e4m3 they are a view, which keeps a call from being replayed.
+    """
     even = not any(s % 2 for s in t.stride()[:-1]) and not t.storage_offset() % 2
-    return (t if even else t.contiguous()).view(torch.int16)
+    t = t if even else t.contiguous()
+    return t if capability is not None and capability >= MIN_E4M3 else t.view(torch.int8)
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
@@ -98,8 +102,10 @@ def _strides(t: Tensor) -> tuple[int, int, int]:
     return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])
 
 
-def _aligned(strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """(align, strides in units of align)."""
+def _aligned(strides: tuple[int, ...], itemsize: int) -> tuple[int, tuple[int, ...]]:
+    """(align, strides in units of align). Strides of 8-bit keys and values count words of two."""
+    if itemsize == 1:
+        strides = (*strides[:3], *(s // 2 for s in strides[3:]))
     if any(s % ALIGN for s in strides):
         return 1, strides
     return ALIGN, tuple(s // ALIGN for s in strides)

@@ -69,7 +69,7 @@ def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor
     config = TRITON_STREAMED
     if new.numel():
         _share_kernel[(triton.cdiv(new.numel(), config.tile_m),)](
-            residual, packed(dout), packed(dlse), new, num_heads, total_q, new.numel(),
+            packed(residual), packed(dout), packed(dlse), new, num_heads, total_q, new.numel(),
             HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=config.tile_m,
             **launch_options(config),
         )  # fmt: skip

@@ -44,3 +44,16 @@ def test_the_share_of_a_residual(shape, lse_too):
     want = protocol.with_residual(dlse, residual.double(), dout.double())
     assert got.is_contiguous() and got.shape == want.shape and got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * shape[-1] ** 0.5)
+
+
+@here
+def test_heads_of_a_larger_tensor():
+    """As ranks that deal heads bring them."""
+    all_heads = torch.randn(3, 2, 17, 6, 32, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    residual, dout = all_heads[:2, :, :, 2:5].bfloat16()
+    dlse = all_heads[2, :, :, 2:5, 0].transpose(1, 2)
+    residual, dout = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (residual, dout))
+    assert not (residual.is_contiguous() or dout.is_contiguous() or dlse.is_contiguous())
+    got = entry.with_residual(dlse, residual, dout)
+    want = protocol.with_residual(dlse, residual, dout)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
