@@ -146,7 +146,7 @@ def narrow_kernels() -> Iterator[Kernel]:
     if torch.cuda.is_available():
         yield from (in_8_bits(precision) for precision in OURS)
         with suppress(ImportError):
-            yield Kernel(FA3_FP8, "peer", fa3_fp8(peers.fa3_function()), "cuda", dtype=FP8)
+            yield Kernel(FA3_FP8, "peer", fa3_fp8(peers.fa3()), "cuda", dtype=FP8)
 
 
 def in_8_bits(precision: str) -> Kernel:

@@ -8,6 +8,7 @@ import re
 import struct
 import sys
 from fractions import Fraction
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -218,7 +219,8 @@ class TestKernels:
         """Each with a name that the rows of the CPU do not have."""
         before = [k.name for k in (*kernels(BF16), *narrow_kernels())]
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setitem(sys.modules, package, SimpleNamespace(flash_attn_func=len))
+        module = SimpleNamespace(flash_attn_func=len, __spec__=ModuleSpec(package, None))
+        monkeypatch.setitem(sys.modules, package, module)
         found = [k for k in (*kernels(BF16), *narrow_kernels()) if k.device == "cuda"]
         names = [k.name for k in found]
         assert not set(names) & set(before)
