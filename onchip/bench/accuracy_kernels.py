@@ -5,7 +5,7 @@ recipes of onchip/quant, ours and others', emulated.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,19 +80,18 @@ class Kernel(NamedTuple):
         return {f"d{name}": x.cpu() for name, x in zip("qkv", grads, strict=True)}
 
 
-class refusals:
+@contextmanager
+def refusals() -> Iterator[None]:
     """What a kernel says when it does not serve a case, as Unserved."""
-
-    def __enter__(self) -> None:
-        self._quiet = warnings.catch_warnings()
-        self._quiet.__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SDPA lists its reasons as warnings
-
-    def __exit__(self, kind: type | None, error: Any, trace: Any) -> None:
-        self._quiet.__exit__(kind, error, trace)
-        refused = isinstance(error, UnsupportedError)
-        unavailable = isinstance(error, RuntimeError) and "No available kernel" in str(error)
-        if refused or unavailable:
+        try:
+            yield
+        except UnsupportedError as error:
+            raise Unserved(str(error)) from error
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
             raise Unserved(str(error)) from error
 
 
@@ -124,19 +123,14 @@ def _ours() -> Iterator[Kernel]:
 def gpu_kernels(dtype: torch.dtype) -> Iterator[Kernel]:
     """What a CUDA device adds."""
     for name in GPU_ALONE:
-        yield Kernel(
-            name, "onchip", partial(onchip.attention, kernel=name, return_lse=True), "cuda"
-        )
+        attend = partial(onchip.attention, kernel=name, return_lse=True)
+        yield Kernel(name, "onchip", attend, "cuda")
     yield Kernel("unfused, GPU", "peer", unfused, "cuda")
     for name in peers.BACKENDS:
-        attend = peers.backend(name)
-        yield Kernel(f"sdpa {name}, GPU", "peer", attend, "cuda")
-    try:
-        fa3 = peers.fa3()
-    except ImportError:
-        return
+        yield Kernel(f"sdpa {name}, GPU", "peer", peers.backend(name), "cuda")
     if dtype.itemsize == 2:
-        yield Kernel("FA3, GPU", "peer", fa3, "cuda")
+        with suppress(ImportError):
+            yield Kernel("FA3, GPU", "peer", peers.fa3(), "cuda")
 
 
 def narrow_kernels() -> Iterator[Kernel]:
@@ -152,10 +146,8 @@ def narrow_kernels() -> Iterator[Kernel]:
 def in_8_bits(precision: str) -> Kernel:
     """The Hopper kernel of a recipe."""
     options: dict[str, Any] = {"kernel": "hopper", "precision": precision, "return_lse": True}
-    dtype = FP8 if precision == "fp8" else torch.int8
-    return Kernel(
-        f"hopper {precision}", "onchip", partial(onchip.attention, **options), "cuda", dtype
-    )
+    attend, dtype = partial(onchip.attention, **options), FP8 if precision == "fp8" else torch.int8
+    return Kernel(f"hopper {precision}", "onchip", attend, "cuda", dtype)
 
 
 def emulated(name: str, recipe: Recipe) -> Kernel:
