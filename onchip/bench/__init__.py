@@ -27,8 +27,9 @@ BENCHES = {
     "memory": "simulation: what a key/value cache wastes, by how it is allocated",
     "paper": "published figures about attention's bytes and times: predicted, measured, judged",
     "roofline": "predicted times of our Hopper kernels against the committed measurements",
+    "accuracy": "errors against fp64 by type, kernel and family of inputs; 8 bits emulated; exp2",
 }
-REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train")
+REPORTS = ("memory", "ring", "serving", "paper", "roofline", "train", "accuracy")
 SIMULATED = ("ring",)
 CACHES = ("paged", "serving")  # of 8 bits, if asked to
 

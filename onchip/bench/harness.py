@@ -24,6 +24,7 @@ from onchip.testing import assert_accurate, oracle, rmse
 
 SCHEMA = 1
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "none": ""}
+SHORT |= {"float8_e4m3fn": "fp8", "int8": "int8"}
 CHECKED_ROWS = 128
 ROUNDS, BUDGET_S = 7, 0.5
 Row = dict[str, Any]

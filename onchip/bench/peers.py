@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]  # of q, k, v
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
@@ -49,9 +50,12 @@ def backend(name: str, **options) -> Attend:
 
 
 def fa3(**options) -> Attend:
-    """FlashAttention-3's forward from the package fa3-fwd; ImportError where that is missing."""
-    function = import_module("fa3_fwd_interface").flash_attn_func
-    return lambda q, k, v: function(q, k, v, **options)
+    """FlashAttention-3's forward, from the package fa3-fwd or its own; ImportError where both are
+    missing. In FP8 it takes descales, too.
+    """
+    name = "flash_attn_interface" if find_spec("flash_attn_interface") else "fa3_fwd_interface"
+    function = import_module(name).flash_attn_func
+    return lambda q, k, v, **scales: function(q, k, v, **options, **scales)
 
 
 def flex(n: int, mask_mod: Callable | None, device: torch.device) -> Attend:
