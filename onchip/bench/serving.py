@@ -123,6 +123,8 @@ class Setting:
     def roofline(self) -> Roofline:
         bandwidth = copy_bytes_per_s(self.device)
         roofline = Roofline.of(self.model.config, self.dtype.itemsize, bandwidth)
+        token_bytes = self.model.cache_spec(1, self.kv_dtype).page_bytes
+        roofline = roofline._replace(token_bytes=token_bytes)
         self.session.say(roofline.formula(self.workload))
         return roofline
 

@@ -113,6 +113,7 @@ def test_a_cache_of_8_bits_is_served_and_said():
         row = tiny.row("throughput", "onchip", llm, [tiny.workload])
         assert row["kv_bytes"] == llm.stats().pages_total * llm.stats().page_bytes
     assert row["mask"] == "tiny qwen3, int8 cache"
+    assert tiny.roofline.token_bytes * 64 == quick().roofline.token_bytes * (16 + 4)
     with pytest.raises(ValueError, match="one cache at a time"):
         serving.setting(Session(kv_dtypes=["int8", "fp8"]), "qwen3-0.6b", serving.QWEN3)
 

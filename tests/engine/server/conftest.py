@@ -143,6 +143,7 @@ class FakeEngine:
             running=len(running),
             waiting=len(self.requests) - len(running),
             pages_total=1000,
+            page_bytes=4096,
             pages_free=1000 - sum(pages.values()),
             pages_cached=7,
             pages_shared=3,
