@@ -29,10 +29,10 @@ FP8 = torch.float8_e4m3fn
 OURS = ("fp8", "int8", "int8_pv16")  # what `precision` may be
 LABELS = {  # of recipes
     "fp8": "onchip fp8",
-    "fp8_smooth": "onchip fp8_smooth",
     "int8": "onchip int8",
     "int8_pv16": "onchip int8_pv16",
     "fp8_tensor": "FP8 per tensor",
+    "fa3_paper": "FA3's paper",
     "fa3_fp8": "FA3 FP8",
     "sage1": "SageAttention 1",
     "sage2": "SageAttention 2",
