@@ -55,6 +55,19 @@ def test_hopper_leaves_half_empty_tiles_to_triton(num_kv_heads, seqlen, fields, 
     assert plan(asked, H200).kernel == kernel
 
 
+@pytest.mark.parametrize("seqlen_q", [1, 512])
+@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_pages_of_8_bits_are_read_by_triton_and_refused_by_hopper(seqlen_q, page_dtype):
+    asked = problem(seqlen_q, 4096, page_size=16, page_dtype=page_dtype)
+    found = plan(asked, H200)
+    assert found.kernel == "triton" and found.reasons["hopper"] == "has no 8-bit pages"
+    with pytest.raises(onchip.UnsupportedError, match="'hopper' cannot serve this call"):
+        plan(asked, H200, "hopper")
+    assert plan(asked, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
+    odd = plan(asked._replace(head_dim=63), H200)
+    assert odd.kernel == "tiled" and "words of two" in odd.reasons["triton"]
+
+
 def test_a_kernel_that_is_named_does_not_defer():
     assert plan(problem(8, 4096), H200, "hopper").kernel == "hopper"
 

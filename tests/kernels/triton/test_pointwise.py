@@ -184,8 +184,7 @@ def test_heads_are_placed_and_written(kernels, monkeypatch, dtype, sizes, offset
 
 
 @here
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("form, dtype", [(FORMS[0], BF16), (FORMS[1], FP32)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_pages_of_8_bits_get_the_same_heads_quantised(kernels, dtype, sizes, form):
     num_heads, num_kv_heads, _, _, page_size = sizes
