@@ -1,6 +1,6 @@
 """What `onchip bench accuracy` prints, draws and puts into the documents."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from onchip.bench import delta_accuracy
 from onchip.bench.accuracy_bars import BARS, select
 from onchip.bench.accuracy_kernels import CAST, LABELS, OURS
 from onchip.bench.harness import SHORT, Row, judge
-from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
+from onchip.bench.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from onchip.bench.ring_report import precision_sheet, sums_sheet
 
 FAMILIES = list(delta_accuracy.FAMILIES)
@@ -16,18 +16,6 @@ TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8")
 COLOURS = ("#238c43", "#d9691f", "#2f81f7", "#a855c7", "#c0392b")
 number = lambda x: "" if x is None else "0" if x == 0 else f"{x:.1e}"
 percent = lambda x: f"{100 * x:.2g}"
-
-
-def _grid(
-    rows: Iterable[Row], line: Callable[[Row], tuple], column: Callable[[Row], str], cell
-) -> tuple[list[str], list[list[str]]]:
-    """(columns, lines of cells), both in the order in which rows came."""
-    lines: dict[tuple, dict[str, str]] = {}
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns[column(row)] = None
-        lines.setdefault(line(row), {})[column(row)] = cell(row)
-    return list(columns), [[*at, *(x.get(c, "") for c in columns)] for at, x in lines.items()]
 
 
 def _of(rows: list[Row], bench: str, **columns: object) -> list[Row]:
@@ -56,7 +44,7 @@ def _merged(body: list[list[str]], at: int = 1) -> list[list[str]]:
 def forward_sheet(rows: list[Row]) -> Sheet:
     """Types and kernels down, families across: RMSE."""
     chosen = _of(rows, "forward")
-    columns, body = _grid(chosen, _who, lambda r: r["family"], lambda r: number(r["value"]))
+    columns, body = grid(chosen, _who, lambda r: r["family"], lambda r: number(r["value"]))
     return ["type", "kernel", *columns], _merged(body)
 
 
@@ -81,21 +69,21 @@ ULPS = ("ulp_median", "ulp_99")
 def sink_sheet(rows: list[Row]) -> Sheet:
     """Kernels down, gaps across: relative RMSE in per cent."""
     chosen = _of(rows, "sink")
-    columns, body = _grid(chosen, _who, lambda r: str(r["gap"]), lambda r: percent(r["relative"]))
+    columns, body = grid(chosen, _who, lambda r: str(r["gap"]), lambda r: percent(r["relative"]))
     return ["type", "kernel", *columns], _merged(body)
 
 
 def long_sheet(rows: list[Row]) -> Sheet:
     """Kernels down: the largest error by value."""
     column, cell = lambda r: r["family"], lambda r: number(r["max_error"])
-    columns, body = _grid(_of(rows, "long"), lambda r: (r["kernel"],), column, cell)
+    columns, body = grid(_of(rows, "long"), lambda r: (r["kernel"],), column, cell)
     return ["kernel", *columns], _merged(body, at=0)
 
 
 def accumulator_sheet(rows: list[Row]) -> Sheet:
     """Sums down, families across: relative RMSE in per cent."""
     chosen = _of(rows, "accumulator")
-    columns, body = _grid(
+    columns, body = grid(
         chosen, lambda r: (r["kernel"],), lambda r: r["family"], lambda r: percent(r["relative"])
     )
     return ["products are added in", *columns], body
@@ -105,7 +93,7 @@ def backward_sheet(rows: list[Row]) -> Sheet:
     """Types and kernels down, families and gradients across: relative RMSE."""
     chosen = _of(rows, "backward")
     column = lambda r: f"{r['tensor']}, {r['family']}"
-    columns, body = _grid(chosen, _who, column, lambda r: number(r["relative"]))
+    columns, body = grid(chosen, _who, column, lambda r: number(r["relative"]))
     return ["type", "kernel", *columns], _merged(body)
 
 

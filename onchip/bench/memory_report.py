@@ -1,6 +1,6 @@
 """What `onchip bench memory` prints, draws and puts into the documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -267,6 +267,21 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
         say(sentence)
     if picture:
         plot(picture)
+
+
+def grid(
+    rows: Iterable[Row],
+    line: Callable[[Row], tuple[str, ...]],
+    column: Callable[[Row], str],
+    cell: Callable[[Row], str],
+) -> Sheet:
+    """(columns, lines of cells), both in the order in which rows came."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns[column(row)] = None
+        lines.setdefault(line(row), {})[column(row)] = cell(row)
+    return list(columns), [[*at, *(x.get(c, "") for c in columns)] for at, x in lines.items()]
 
 
 def print_sheets(console: Any, rows: list[Row], sheets: Sheets, titles: dict[str, str]) -> None:

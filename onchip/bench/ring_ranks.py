@@ -310,12 +310,15 @@ def _rounded(q: Tensor, k: Tensor, v: Tensor, size: int, causal: bool) -> Tensor
     outs = []
     for r, q_chunk in enumerate(chunks[0]):
         seen = range(r + 1 if causal else size)
-        attend = lambda s, q=q_chunk, r=r: onchip.attention(
-            q, chunks[1][s], chunks[2][s], causal=causal and s == r, return_lse=True
-        )
-        states = zip(*(attend(s) for s in seen), strict=True)
-        outs.append(onchip.merge_states(*map(list, states))[0].to(q.dtype))
+        parts = (_partial(q_chunk, chunks[1][s], chunks[2][s], causal and s == r) for s in seen)
+        outs.append(onchip.merge_states(*map(list, zip(*parts, strict=True)))[0].to(q.dtype))
     return torch.cat(outs, 1)
+
+
+def _partial(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) by two calls: asked for lse, a CPU's kernel computes out in fp32, too."""
+    out = cast(Tensor, onchip.attention(q, k, v, causal=causal))
+    return out, onchip.attention(q, k, v, causal=causal, return_lse=True)[1]
 
 
 def sums_row(size: int) -> Row:

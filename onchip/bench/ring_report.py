@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from onchip.bench.harness import Row
-from onchip.bench.memory_report import GREY, Sheet, Sheets, print_sheets
+from onchip.bench.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from onchip.parallel.machines import LINKS, Fabric
 from onchip.parallel.simulate import COMPUTE, MERGE, SEND_DKV, SEND_KV, Span, Step, Timeline
 
+Line = Callable[[Row], tuple[str, ...]]
+Cell = Callable[[Row], str]
 UNITS = (
     (365.25 * 86400, "years"),
     (86400, "days"),
@@ -55,17 +57,10 @@ def count_of(tokens: float) -> str:
     return f"{tokens / 1e6:g}M" if tokens >= 1e6 else f"{tokens / 1e3:g}k"
 
 
-def _grid(
-    rows: Iterable[Row], line: Callable[[Row], tuple], column: Callable[[Row], str], cell
-) -> tuple[list[str], list[list[str]]]:
-    """(columns, lines of cells), in the order in which rows came."""
-    lines: dict[tuple, dict[str, str]] = {}
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns[column(row)] = None
-        lines.setdefault(line(row), {})[column(row)] = cell(row)
-    body = [[*at, *(cells.get(c, "") for c in columns)] for at, cells in lines.items()]
-    return list(columns), sorted(body, key=lambda cells: _order(cells[0]))
+def _grid(rows: Iterable[Row], line: Line, column: Cell, cell: Cell) -> Sheet:
+    """(columns, lines of cells), lines by their first cell."""
+    columns, body = grid(rows, line, column, cell)
+    return columns, sorted(body, key=lambda cells: _order(cells[0]))
 
 
 def _order(cell: str) -> float:
