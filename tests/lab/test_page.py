@@ -101,6 +101,7 @@ class TestFrame:
         tab.click("#theme")
         dark = "rgb(18, 21, 24)"
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == dark
+        tab.wait_for_timeout(500)  # the browser keeps what a page stores a moment later
         tab.reload()
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == dark
 
