@@ -126,8 +126,8 @@ def _hop(where: memoryview, at: int, times: int) -> int:
 
 
 def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[Measured]:
-    """Half of a set is read, and written to the other half; negated, for plain copies are made by
-    copy engines, which reach no more than 60 % of an H200's memory.
+    """Half of a set is read, and written to the other half; negated, for plain copies
+    in a graph came to 2.7 TB/s on an H200, whose memory gives kernels 4.4.
     """
     from onchip.kernels.triton.chase import chase, lines
 

@@ -47,8 +47,8 @@ _reduce_add = getattr(tma, "async_atomic_add", None) or _reduce_through_builder
 @gluon.jit
 def _open(num: gl.constexpr, arrivals: gl.constexpr):
     """`num` barriers that so many arrivals let pass. All that are opened must be closed when the
-    program ends: memory of a barrier that nobody names any more is given to tiles, and where
-    another process takes its turn on the GPU, the barrier's state is written over them.
+    program ends: memory of a barrier that nobody names any more is given to tiles, which must
+    not be before it is invalidated (docs/notebook.md, a NaN that comes with company).
     """
     barriers = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
     for x in gl.static_range(num):
