@@ -7,7 +7,7 @@ others, and whatever is cut has to be merged. With n programs of s tiles on P pr
 
     call + ceil(n / P) * s * step + merge         step: one tile, as long as P of them come at once
 
-which is within a tenth of what decoding took on an H200 (tests/iomodel/test_splits.py).
+which is within a tenth of what decoding over pages took on an H200 (tests/iomodel/test_splits.py).
 """
 
 from collections.abc import Sequence
@@ -116,9 +116,9 @@ def predicted(tiles: Tiles, part: Part, units: int | None, least: int, on: Hardw
 @lru_cache(maxsize=4096)
 def choose(tiles: Tiles, part: Part, least: int, hardware: Hardware) -> int | None:
     """For how many units keys are cut, None for none at all: whatever is predicted to take least,
-    with one to SPLIT_MOST_WAVES programs for every processor.
+    with SPLIT_WAVES programs for every processor or more.
     """
-    waves = range(1, SPLIT_MOST_WAVES + 1)
+    waves = range(SPLIT_WAVES, SPLIT_MOST_WAVES + 1)
     units = [filling(n, tiles.num_kv_heads, hardware.processors) for n in waves]
     return min((None, *units), key=lambda n: predicted(tiles, part, n, least, hardware))
 
