@@ -260,7 +260,7 @@ def _explain_paged(
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
     elif found.plan.kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
-        found = found._replace(splits=_ranges(problem, x, lengths))
+        found = found._replace(splits=even_ranges(problem, x, lengths))
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, prefixes.costs(x.q, x.k, x.v))
     sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared)
@@ -368,7 +368,7 @@ def _times(
     return seconds(work, parts, hardware, merged), seconds(work, whole, hardware, False)
 
 
-def _ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
+def even_ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
     """What kernels/hopper/decode.py will do on the device with these lengths."""
     hardware, config = planned_for(x.q.device), TileConfig(HOPPER_DECODE_ROWS, 64)
     processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n

@@ -5,12 +5,13 @@ import torch
 
 import onchip
 from onchip.dispatch import kernel_module
-from onchip.explain import Explanation, Served, count_splits
+from onchip.explain import Explanation, Served, count_splits, even_ranges
 from onchip.fold import cascade
-from onchip.iomodel import roofline
+from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import H200, HOST
 from onchip.iomodel.prefixes import Occupancy, costs, moved
 from onchip.iomodel.roofline import human_time
+from onchip.problem import Tensors
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
@@ -205,6 +206,20 @@ def test_splits_of_known_lengths(cut, tiles, counts):
 
 def test_many_queries_are_not_cut_at_fixed_places():
     assert count_splits((1, 1, 16), [2, 1], [40, 40]) == [1, 3]
+
+
+def test_the_times_that_a_cut_was_chosen_by():
+    """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
+    q = torch.empty(2, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=q.dtype)
+    found = even_ranges(problem, Tensors(q, q, q), [(1, 4096), (1, 1024)])
+    assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
+    step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
+    assert found.seconds == pytest.approx(H200.call_s + 5 * step)
+    assert found.uncut_s == pytest.approx(H200.call_s + 64 * step)
+    x = onchip.explain(*call([4096, 1024]))._replace(splits=found)
+    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without a cut"
+    assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
 def test_bad_questions_are_refused_like_the_call():
