@@ -51,7 +51,7 @@ class Splits(NamedTuple):
     tile_n: int  # keys that a program takes at a time
     scratch_bytes: int  # states of splits, written and read back
     why: str
-    seconds: float  # predicted, as the device would have it that choices count with
+    seconds: float  # predicted
     uncut_s: float  # the same, if no sequence were cut
 
 
@@ -420,7 +420,7 @@ def _why(problem: Problem, cut: tuple, tile_n: int, processors: int, tiles: int)
     if problem.return_stats:
         return "statistics of rows cannot be merged"
     if units is None:
-        return "whole sequences fill the processors, or are not worth a merge"
+        return f"no cut of {problem.seqlen_k} keys is predicted to pay for its merge"
     if fixed is not None:
         return f"every {fixed * tile_n} keys, whatever else is in the batch (deterministic)"
     share = f"{tiles} tiles of {tile_n} keys for {units} programs a key head"
@@ -487,7 +487,7 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
     times = f"{human_time(sharing.plain_s)} as one call, {human_time(sharing.cascade_s)} with "
     if not sharing.plan.levels:
         yield "cascade", "no level of shared pages saves as much as it costs"
-        if sharing.cascade_s > sharing.plain_s:
+        if sharing.cascade_s != sharing.plain_s:
             yield "predicted", times + "the best level"
         return
     before, after = sharing.plain_bytes, sharing.cascade_bytes

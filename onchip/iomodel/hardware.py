@@ -173,8 +173,9 @@ H200 = Hardware(
     "NVIDIA H200",
     levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
     source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
-    # Decoding over pages, bench/results/h200-paged.json; tests compare. 64 sequences that share
-    # 8,192 or 32,768 keys in one call: 277 and 1,010 us, all but 32 and 54 us for keys read again.
+    # Both of bench/results/h200-paged.json; tests compare. Decoding over pages; and in one call of
+    # 64 sequences that share 8,192 or 32,768 keys: of its 277 and 1,010 us all but 32 and 54 us are
+    # for keys that are read again.
     stream_bytes_s=4.5e12,
     again_bytes_s=8.6e12,
     **_HOPPER,
@@ -197,13 +198,12 @@ B200 = Hardware(
     capability=(10, 0),
 )
 TABLE = (A100, H100, H200, B200)
-# A core or two of a server, as the CPU kernels see it (2026-11-15): 0.4 ms of a paged call over 16
-# keys, most of it Python; merges are among it.
+# Two cores of a server (2026-11-15): a paged call over 16 keys takes 0.4 ms, a merge included.
 HOST = Hardware(
     "CPU",
     processors=1,
     clock_hz=0.0,
-    levels=(Level("memory", 0, 5e9, None, "measured: keys of a paged call, two cores"),),
+    levels=(Level("memory", 0, 5e9, None, "measured: keys of a paged call"),),
     tensor_flops={},
     exps=0,
     lanes=0,
