@@ -79,12 +79,20 @@ class Out:
 
 
 @gluon.jit
-def masked(job, place, s, n, bits, MASKED: gl.constexpr):
+def bit_words(job, place, n, bits):
+    """What key tile n has of its bit tile; asked for before its scores are there."""
+    if job.blocks.ON:
+        return job.blocks.words(bits, place.row, n * job.cfg.TILE_N, job.cfg.TILE_N, job.cfg.S)
+    else:
+        return ()
+
+
+@gluon.jit
+def masked(job, place, s, n, bits, words, MASKED: gl.constexpr):
     """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile."""
     shape, blocks, cfg = job.shape, job.blocks, job.cfg
     col = n * cfg.TILE_N
     if blocks.ON:
-        words = blocks.words(bits, place.row, col, cfg.TILE_N, cfg.S)
         if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > place.seqlen_k):
             s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
             s = hide(s, words, cfg.S)
@@ -120,7 +128,7 @@ def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
     s = job.scale.bend(s)
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
-        s = masked(job, place, s, n, bits, True)
+        s = masked(job, place, s, n, bits, bit_words(job, place, n, bits), True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
@@ -146,8 +154,9 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
+    words = bit_words(job, place, n, bits)
     s = job.scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
-    s = masked(job, place, s, n, bits, MASKED)
+    s = masked(job, place, s, n, bits, words, MASKED)
     p_wide, m, shrink = softmax(s, m, job, MASKED | job.blocks.ON)
     if cfg.HOLD:
         p_wide = hold(p_wide, cfg.HOLD)
@@ -491,7 +500,8 @@ def forward_kernel(
                     tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
     pages = make_pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
                        PAGE_SIZE, TILE_N)  # fmt: skip
-    order = Order(tiles_m, section, num_tiles, HAS_RIGHT and not (PACKED and PAGE_SIZE))
+    LONGEST_FIRST: gl.constexpr = (HAS_RIGHT or HAS_MASK) and not (PACKED and PAGE_SIZE)
+    order = Order(tiles_m, section, num_tiles, LONGEST_FIRST)
     job = Job(shape, blocks, pages, order, Scale(scale_log2, inner, SOFTCAP), cfg, batch)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     if NUMBERED:
