@@ -259,6 +259,8 @@ class HopperConfig(NamedTuple):
     out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
     under: bool = False  # rescale under the next product of scores, not after this one's values
+    hold: int = 0  # exponentials of a thread before it waits for the product of the last values
+    numbered: bool = False  # keys are released by numbered barriers
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
     dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240
@@ -270,12 +272,17 @@ _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
 # Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-_D128 = HopperConfig(128, 2, 2, q_stages=2, rescale="moved", under=True, dynamic=True)
+# Exponentials under the values' product 1.01-1.03x from 4k on, numbered barriers 1.01x.
+_D128 = HopperConfig(
+    128, 2, 2, q_stages=2, rescale="moved", under=True, hold=16, numbered=True, dynamic=True
+)
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
 # By head_dim, bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
 HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
+# Numbered barriers: 1.03x in dense calls of head_dim 256; causal ones, with more code, spill.
+HOPPER_FORWARD_DENSE = {256: _D256._replace(numbered=True)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
 HOPPER_SHORT = 1024
@@ -319,7 +326,9 @@ def hopper_forward_config(
         return HOPPER_FORWARD_MASK[dim]
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]
-    short = HOPPER_FORWARD_SHORT.get(dim) if cut and seqlen_k <= HOPPER_SHORT else None
+    if not cut:
+        return HOPPER_FORWARD_DENSE.get(dim) or HOPPER_FORWARD[dim]
+    short = HOPPER_FORWARD_SHORT.get(dim) if seqlen_k <= HOPPER_SHORT else None
     return short or HOPPER_FORWARD[dim]
 
 

@@ -114,7 +114,6 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                 key = (n - AHEAD) * cfg.TILE_N
                 pages.look_up(i + AHEAD, place.batch, key, j + AHEAD < count)
                 pages.ids.wait()
-            pipes.k.wait_empty(i)
             if pages.SIZE:
                 load_pages(pipes.k, i, k_desc, job, place, n, pages.span_k)
             else:
@@ -123,7 +122,7 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                 load_queries(pipes, q_desc, job, place, t)
             if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
-            pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
+            pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
             if pages.SIZE:
                 load_pages(pipes.v, i, v_desc, job, place, n, pages.span_v)
             else:
