@@ -218,6 +218,9 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
+    if kernel == "few":  # at most 64 queries: four warps need no more rows
+        row = _triton_row("forward", dim, use)
+        return row._replace(tile_m=min(row.tile_m, 64)) if row.num_warps == 4 else row
     if kernel in ("decode", "paged", "paged_full", "chunk"):
         return _decode_row(kernel, (use.itemsize, dim), use.capability)
     return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]
@@ -283,9 +286,10 @@ _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
 HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
 # Numbered barriers: 1.03x in dense calls of head_dim 256; causal ones, with more code, spill.
 HOPPER_FORWARD_DENSE = {256: _D256._replace(numbered=True)}
-# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k.
+# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
+# waste what does not fill the last one; at 512 tokens both are as fast.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
-HOPPER_SHORT = 1024
+HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 # Tokens that do not fill half of a tile: triton is 1.16 to 1.9 times as fast (bench short, N = 64).
 HOPPER_FEW = 64
 # A program's rows must be those of one block of a mask: two consumers.
@@ -326,10 +330,10 @@ def hopper_forward_config(
         return HOPPER_FORWARD_MASK[dim]
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]
-    if not cut:
-        return HOPPER_FORWARD_DENSE.get(dim) or HOPPER_FORWARD[dim]
-    short = HOPPER_FORWARD_SHORT.get(dim) if seqlen_k <= HOPPER_SHORT else None
-    return short or HOPPER_FORWARD[dim]
+    is_short = seqlen_k <= (HOPPER_SHORT if cut else HOPPER_SHORT_DENSE)
+    short = HOPPER_FORWARD_SHORT.get(dim) if is_short else None
+    dense = None if cut else HOPPER_FORWARD_DENSE.get(dim)
+    return short or dense or HOPPER_FORWARD[dim]
 
 
 # Keys come page by page, each by a copy of its own: a tile must be whole pages (or lie in one), and

@@ -128,7 +128,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return decode.decode(problem, x, call)
     out, lse = empty_result(problem, x)
     stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
-    config = call.config("forward")
+    config = call.config("few" if problem.seqlen_q <= 64 else "forward")
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
