@@ -515,7 +515,7 @@ def forward_kernel(
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
     out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE)
-    loader = (q_desc, k_desc, v_desc, counter, pipes, job)
+    loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, job, 0)),
