@@ -360,6 +360,16 @@ def prefetch(cells):
     )
 
 
+@gluon.jit
+def prefetch_rows(at, exist, num):
+    """The same of `num` fp32 numbers from each pointer on, where they exist."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "=r,l,r,r", [at, exist.to(gl.int32), num * 4], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @aggregate
 class Lookups:
     """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
@@ -554,13 +564,3 @@ def reduce_tile(desc, coord, smem, value):
     smem.store(value)
     fence_async_shared()
     _reduce_add(desc, coord, smem)
-
-
-@gluon.jit
-def prefetch(at, exist, num):
-    """Ask for rows of `num` fp32 numbers from each of these pointers on, to be brought to the L2."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,r", [at, exist.to(gl.int32), num * 4], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

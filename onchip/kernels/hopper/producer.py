@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD, prefetch
+from onchip.kernels.hopper.pipe import AHEAD, prefetch_rows
 from onchip.kernels.hopper.schedule import next_ticket
 
 
@@ -49,7 +49,7 @@ def expect_totals(out, job, place):
         lanes = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
         rows = place.row + x // shape.GROUP * ROWS + lanes
         at = ((first + rows) * shape.num_heads + place.head + x % shape.GROUP) * out.dim
-        prefetch(out.ref + at, rows < place.seqlen_q, out.dim)
+        prefetch_rows(out.ref + at, rows < place.seqlen_q, out.dim)
 
 
 @aggregate
