@@ -68,13 +68,23 @@ class Lengths:
     @gluon.jit
     def keys(self, b, mask):
         """Keys of sequence b, or of a block of them, within the tables whatever they say."""
+        return self.clamped(self.ask(b, mask))
+
+    @gluon.jit
+    def ask(self, b, mask):
+        """What the tables say, which may be on its way for long: nothing is done with it here."""
         if self.PAGED:
             # Past the L1: it may hold what was there before the call before has ended.
-            at = self.cache_seqlens + b
-            seqlen = gl.load(at, mask=mask, other=0, cache_modifier=".cg")
-            return gl.minimum(gl.maximum(seqlen, 0), self.seqlen_k)
+            return gl.load(self.cache_seqlens + b, mask=mask, other=0, cache_modifier=".cg")
         else:
             return b * 0 + self.seqlen_k
+
+    @gluon.jit
+    def clamped(self, asked):
+        if self.PAGED:
+            return gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
+        else:
+            return asked
 
     @gluon.jit
     def all(self, BATCH: gl.constexpr):
@@ -193,7 +203,8 @@ def pass_empty(lengths, b, seqlen):
 @aggregate
 class Walk:
     """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
-    whose keys with `last`. The length of the sequence after it is asked for early.
+    whose keys with `last`. The length of the sequence after it is asked for early, and waited for
+    when its turn comes.
     """
 
     b: gl.tensor
@@ -214,7 +225,7 @@ class Walk:
     def next(self, lengths):
         following = Walk(self.b, self.n + 1, self.stop, self.last, self.upcoming)
         if self.n + 1 == self.stop:
-            b, seqlen = pass_empty(lengths, self.b + 1, self.upcoming)
+            b, seqlen = pass_empty(lengths, self.b + 1, lengths.clamped(self.upcoming))
             following = enter(lengths, b, 0, seqlen)
         return following
 
@@ -223,7 +234,7 @@ class Walk:
 def enter(lengths, b, tile, seqlen):
     """The walk at a tile of sequence b."""
     first, tiles = lengths.tiles(seqlen)
-    upcoming = lengths.keys(gl.minimum(b + 1, lengths.batch - 1), True)
+    upcoming = lengths.ask(gl.minimum(b + 1, lengths.batch - 1), True)
     return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0), upcoming)
 
 
