@@ -335,15 +335,15 @@ class Out:
     flags: gl.tensor
     nonce: gl.tensor
     num_heads: gl.tensor
-    group_size: gl.tensor
     dim: gl.tensor
+    GROUP: gl.constexpr  # heads of a kv head
     HAS_SINKS: gl.constexpr
     MOST: gl.constexpr  # ranges
 
     @gluon.constexpr_function
     def __init__(
-        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, group_size, dim,
-        HAS_SINKS, MOST,
+        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, dim, GROUP, HAS_SINKS,
+        MOST,
     ):  # fmt: skip
         self.out = out
         self.lse = lse
@@ -353,8 +353,8 @@ class Out:
         self.flags = flags
         self.nonce = nonce
         self.num_heads = num_heads
-        self.group_size = group_size
         self.dim = dim
+        self.GROUP = gl.constexpr(GROUP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.MOST = gl.constexpr(MOST)
 
@@ -363,9 +363,9 @@ class Out:
         """The result of the rows from r0 on: m, l of rows, acc (rows, dims) in `layout`."""
         r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-        inside = r < seqlen_q * self.group_size
-        head = kv_head * self.group_size + r % self.group_size
-        query = r // self.group_size
+        inside = r < seqlen_q * self.GROUP
+        head = kv_head * self.GROUP + r % self.GROUP
+        query = r // self.GROUP
         if self.HAS_SINKS:
             sink = gl.load(self.sinks + head, mask=inside, other=0.0).to(gl.float32) * LOG2E
             top = gl.maximum(m, sink)
@@ -415,7 +415,7 @@ class Out:
         S: gl.constexpr = gl.BlockedLayout([LOT, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
         L: gl.constexpr = gl.SliceLayout(0, S)
         ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, S))
-        rows = seqlen_q * self.group_size
+        rows = seqlen_q * self.GROUP
         k = gl.arange(0, LOT, gl.SliceLayout(1, gl.SliceLayout(2, S)))
         d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, S)))
         for r0 in range(0, rows, WARPS):
@@ -469,26 +469,26 @@ class Fragments:
 
 @aggregate
 class Queries:
-    """The rows of a kv head's group: row r is query r // group_size, head r % group_size."""
+    """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP."""
 
     ptr: gl.tensor
     stride_b: gl.tensor
     stride_s: gl.tensor
     stride_h: gl.tensor
     kv_head: gl.tensor
-    group_size: gl.tensor
     dim: gl.tensor
+    GROUP: gl.constexpr
     f: Fragments
 
     @gluon.constexpr_function
-    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, group_size, dim, f):
+    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, dim, GROUP, f):
         self.ptr = ptr
         self.stride_b = stride_b
         self.stride_s = stride_s
         self.stride_h = stride_h
         self.kv_head = kv_head
-        self.group_size = group_size
         self.dim = dim
+        self.GROUP = gl.constexpr(GROUP)
         self.f = f
 
     @gluon.jit
@@ -497,8 +497,8 @@ class Queries:
         f = self.f
         r = gl.arange(0, ROWS, f.line(f.A, 1))
         d = gl.arange(0, f.D, f.line(f.A, 2))
-        head = self.kv_head * self.group_size + r % self.group_size
-        query = r // self.group_size
+        head = self.kv_head * self.GROUP + r % self.GROUP
+        query = r // self.GROUP
         row = b.to(gl.int64) * self.stride_b + query * self.stride_s + head * self.stride_h
         inside = (r < rows)[None, :, None] & (d < self.dim)[None, None, :]
         everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
@@ -507,14 +507,14 @@ class Queries:
 
 
 @gluon.jit
-def hide(lengths, s, v, n, seqlen, group_size, f):
+def hide(lengths, s, v, n, seqlen, GROUP: gl.constexpr, f):
     """s of key tile n with -inf at keys that a row does not see, v with zeros at those that no row
     sees: what lies there need not be a number.
     """
     col = n * TILE_N
     j = gl.arange(0, WARPS, f.line(f.S, 0))[:, None, None] * KEYS
     j = col + j + gl.arange(0, KEYS, f.line(f.S, 2))[None, None, :]
-    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // group_size
+    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // GROUP
     i = i[None, :, None]
     keep = j < seqlen
     if lengths.HAS_RIGHT:
@@ -528,7 +528,7 @@ def hide(lengths, s, v, n, seqlen, group_size, f):
 
 
 @gluon.jit
-def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
+def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.constexpr, f):
     """Every warp folds its 16 keys of filling i, key tile n."""
     boxes.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
@@ -543,7 +543,7 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
     if lengths.HAS_LEFT:
         cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
     if cut:
-        s, v = hide(lengths, s, v, n, seqlen, group_size, f)
+        s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
@@ -585,10 +585,10 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     f = queries.f
     EARLY: gl.constexpr = f.D <= 128  # wider ones have no registers to wait in
     R: gl.constexpr = gl.SliceLayout(0, f.W)
-    num_kv_heads = out.num_heads // out.group_size
+    num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
     kv_head = queries.kv_head
-    rows = lengths.seqlen_q * out.group_size
+    rows = lengths.seqlen_q * out.GROUP
     b = mine.b
     tile = mine.tile
     count = mine.count
@@ -612,7 +612,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
             m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
-                                  out.group_size, f)  # fmt: skip
+                                  out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
         if count == 0:
@@ -639,8 +639,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
 
 _RUNTIME = [
     "stride_qb", "stride_qs", "stride_qh", "stride_table", "seqlen_q", "seqlen_k", "batch",
-    "num_pages", "num_heads", "group_size", "dim", "left", "right", "most", "least", "num_slots",
-    "nonce",
+    "num_pages", "num_heads", "dim", "left", "right", "most", "least", "num_slots", "nonce",
 ]  # fmt: skip
 
 
@@ -648,10 +647,10 @@ _RUNTIME = [
 def decode_kernel(
     q_ptr, k_desc, v_desc, page_table, cache_seqlens, sinks_ptr, out_ptr, lse_ptr, scratch_ptr,
     stride_qb, stride_qs, stride_qh, stride_table, seqlen_q, seqlen_k, batch, num_pages, num_heads,
-    group_size, dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
-    D: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr,
-    MOST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
+    D: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    BATCH: gl.constexpr, MOST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
                       HAS_LEFT, HAS_RIGHT)  # fmt: skip
@@ -663,11 +662,11 @@ def decode_kernel(
     spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
     exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
     part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
-    parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * group_size)
+    parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * GROUP)
     out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
-              num_heads, group_size, dim, HAS_SINKS, MOST)  # fmt: skip
+              num_heads, dim, GROUP, HAS_SINKS, MOST)  # fmt: skip
     boxes.warm_up(k_desc, v_desc, exchange)
-    num_kv_heads = num_heads // group_size
+    num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
     likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
@@ -680,7 +679,7 @@ def decode_kernel(
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
             mine = range_of(lengths, seqlens, number, most, least)
     scale = Scale(scale_log2, inner, SOFTCAP)
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, group_size, dim,
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, GROUP,
                       Fragments(D))  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
