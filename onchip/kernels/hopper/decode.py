@@ -32,6 +32,7 @@ ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
+EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
 
@@ -661,10 +662,15 @@ def decode_kernel(
     shape: gl.constexpr = [WARPS, ROWS, D]
     spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
     exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
-    part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
-    parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * GROUP)
-    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
-              num_heads, dim, GROUP, HAS_SINKS, MOST)  # fmt: skip
+    dim *= EIGHT  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
+    stride_qb *= EIGHT
+    stride_qs *= EIGHT
+    stride_qh *= EIGHT
+    flags = scratch_ptr + num_slots.to(gl.int64) * (seqlen_q * GROUP * (D // 2))
+    part_lses = (flags + num_slots).to(gl.pointer_type(gl.float32))
+    parts = scratch_ptr.to(gl.pointer_type(gl.float32))
+    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, flags, nonce, num_heads, dim, GROUP,
+              HAS_SINKS, MOST)  # fmt: skip
     boxes.warm_up(k_desc, v_desc, exchange)
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads

@@ -13,7 +13,7 @@ from onchip.kernels.configs import (
     hopper_width,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.decode import TILE_N, decode_kernel
+from onchip.kernels.hopper.decode import EIGHT, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
     num_sms,
@@ -55,14 +55,14 @@ def decode(problem: Problem, x: Tensors) -> Result:
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
-        *x.q.stride()[:3],
+        *(stride // EIGHT.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.batch,
         x.k.shape[0],
         problem.num_heads,
-        problem.head_dim,
+        problem.head_dim // EIGHT.value,
         left or 0,
         right or 0,
         most,
@@ -85,7 +85,9 @@ def decode(problem: Problem, x: Tensors) -> Result:
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
-    """For every slot a flag of 8 bytes, and for each of its rows in fp32 an lse and a state."""
+    """For every slot and each of its rows a state in fp32, then a flag of 8 bytes for every slot, then
+    an lse for every row.
+    """
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
 
