@@ -19,6 +19,8 @@ from onchip.kernels.hopper.pipe import (
     AHEAD,
     LANES,
     Lookups,
+    fetch,
+    fetched,
     make_boxes,
     make_lookups,
     meet,
@@ -443,13 +445,14 @@ class Out:
 @aggregate
 class Fragments:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread.
+    the states of all warps in every thread. C, without one, of copies.
     """
 
     D: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
     B: gl.constexpr
+    C: gl.constexpr
     W: gl.constexpr
 
     @gluon.constexpr_function
@@ -459,6 +462,7 @@ class Fragments:
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
         self.B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
+        self.C = gl.constexpr(gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
         self.W = gl.constexpr(gl.BlockedLayout([4, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]))
 
     @gluon.constexpr_function
@@ -470,7 +474,9 @@ class Fragments:
 
 @aggregate
 class Queries:
-    """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP."""
+    """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP. Those of the t-th
+    sequence lie in slot t % 2, zeros where there is no row.
+    """
 
     ptr: gl.tensor
     stride_b: gl.tensor
@@ -478,33 +484,43 @@ class Queries:
     stride_h: gl.tensor
     kv_head: gl.tensor
     dim: gl.tensor
+    slots: gl.shared_memory_descriptor
     GROUP: gl.constexpr
     f: Fragments
 
     @gluon.constexpr_function
-    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, dim, GROUP, f):
+    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, dim, slots, GROUP, f):
         self.ptr = ptr
         self.stride_b = stride_b
         self.stride_s = stride_s
         self.stride_h = stride_h
         self.kv_head = kv_head
         self.dim = dim
+        self.slots = slots
         self.GROUP = gl.constexpr(GROUP)
         self.f = f
 
     @gluon.jit
-    def load(self, b, rows):
-        """The first `rows` of sequence b, for every warp, and zeros."""
-        f = self.f
-        r = gl.arange(0, ROWS, f.line(f.A, 1))
-        d = gl.arange(0, f.D, f.line(f.A, 2))
+    def fetch(self, t, b, rows):
+        """Start to copy the first `rows` of sequence b. In registers they could not be waited for
+        later: what is carried from loop to loop in 16 bits is repacked at once.
+        """
+        C: gl.constexpr = self.f.C
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, C))
+        d = gl.arange(0, self.f.D, gl.SliceLayout(0, C))
         head = self.kv_head * self.GROUP + r % self.GROUP
         query = r // self.GROUP
         row = b.to(gl.int64) * self.stride_b + query * self.stride_s + head * self.stride_h
-        inside = (r < rows)[None, :, None] & (d < self.dim)[None, None, :]
-        everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
-        cells = self.ptr + row[None, :, None] + d[None, None, :] + everywhere
-        return gl.load(cells, mask=inside, other=0.0)
+        inside = (r < rows)[:, None] & (d < self.dim)[None, :]
+        fetch(self.slots.index(t % 2), self.ptr + row[:, None] + d[None, :], inside)
+
+    @gluon.jit
+    def take(self, t):
+        """What was fetched last, for every warp."""
+        fetched()
+        f = self.f
+        q = self.slots.index(t % 2).load(gl.SliceLayout(0, f.A))
+        return gl.broadcast(q[None, :, :], gl.zeros([WARPS, ROWS, f.D], q.dtype, f.A))[0]
 
 
 @gluon.jit
@@ -584,7 +600,6 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     while the keys of this one stream by.
     """
     f = queries.f
-    EARLY: gl.constexpr = f.D <= 128  # wider ones have no registers to wait in
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
@@ -595,8 +610,9 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     count = mine.count
     before = mine.before
     i = 0
+    t = 0
     seqlen = lengths.keys(b, True)
-    q = queries.load(b, rows)
+    queries.fetch(0, b, rows)
     if mine.has_empty & (number < mine.ranges):
         answer_empty(out, lengths, number, kv_head, mine.ranges, f)
     boxes.wait_warm()
@@ -605,9 +621,10 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         stop = gl.minimum(tile + count, tiles)
         following = gl.minimum(b + 1, lengths.batch - 1)
         upcoming = lengths.keys(following, True)
-        q_next = q
-        if EARLY and stop - tile < count:
-            q_next = queries.load(following, rows)
+        q = queries.take(t)
+        t += 1
+        if stop - tile < count:
+            queries.fetch(t, following, rows)
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -633,9 +650,9 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
                 out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
         b, seqlen = pass_empty(lengths, following, upcoming)
-        if (b != following) | (not EARLY):
-            q_next = queries.load(b, rows)
-        q = q_next
+        if b != following:
+            fetched()
+            queries.fetch(t, b, rows)
 
 
 _RUNTIME = [
@@ -671,6 +688,8 @@ def decode_kernel(
     parts = scratch_ptr.to(gl.pointer_type(gl.float32))
     out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, flags, nonce, num_heads, dim, GROUP,
               HAS_SINKS, MOST)  # fmt: skip
+    straight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    q_slots = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, D], straight)
     boxes.warm_up(k_desc, v_desc, exchange)
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
@@ -685,7 +704,7 @@ def decode_kernel(
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
             mine = range_of(lengths, seqlens, number, most, least)
     scale = Scale(scale_log2, inner, SOFTCAP)
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, GROUP,
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),

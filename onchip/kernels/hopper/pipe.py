@@ -317,6 +317,19 @@ def prefetch(cells):
     )
 
 
+@gluon.jit
+def fetch(smem, cells, mask):
+    """Start to copy what these pointers point to, zeros where the mask is not set."""
+    _fetch(smem, cells, mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetched():
+    """Until all that this warp group has fetched is there."""
+    async_copy.wait_group(0)
+
+
 @aggregate
 class Lookups:
     """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
