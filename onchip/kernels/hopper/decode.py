@@ -378,7 +378,7 @@ class Out:
             m = top
         place = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
         gl.store(self.lse + place, (m + gl.log2(l)) * LN2, mask=inside)
-        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]  # such a row has seen nothing
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # such a row has seen nothing
         row = (b.to(gl.int64) * seqlen_q + query) * self.num_heads + head
         cells = self.out + row[:, None] * self.dim + d[None, :]
         mask = inside[:, None] & (d < self.dim)[None, :]
@@ -391,7 +391,7 @@ class Out:
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         at = slot.to(gl.int64) * rows + r
         gl.store(self.part_lses + at, m + gl.log2(l), mask=r < rows)
-        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]
         cells = self.parts + at[:, None] * acc.shape[1] + d[None, :]
         gl.store(cells, acc, mask=(r < rows)[:, None])
 
@@ -570,16 +570,46 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
     return m_new, l, acc
 
 
+@aggregate
+class Exchange:
+    """Where the states of all warps meet."""
+
+    m: gl.shared_memory_descriptor
+    l: gl.shared_memory_descriptor
+    acc: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, m, l, acc):
+        self.m = m
+        self.l = l
+        self.acc = acc
+
+    @gluon.jit
+    def merged(self, m, l, acc, f):
+        """(m, l, acc) of all warps together, rows as a slice of f.W. Every thread reads what it
+        needs of all of them: sums over warps, one by one, would take a dozen barriers.
+        """
+        self.m.store(m)
+        self.l.store(l)
+        self.acc.store(acc)
+        states: gl.constexpr = gl.SliceLayout(2, f.W)
+        m = self.m.load(states)
+        top = gl.max(m, 0)
+        pivot = gl.where(top == float("-inf"), 0.0, top)
+        beta = gl.exp2(m - pivot[None, :])
+        l = gl.sum(self.l.load(states) * beta, 0)
+        acc = gl.sum(self.acc.load(f.W) * beta[:, :, None], 0)
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, f.W))
+        return gl.convert_layout(top, rows), gl.convert_layout(l, rows), acc
+
+
 @gluon.jit
-def merge_warps(exchange, m, l, acc, f):
-    """(m, l, acc) of all warps together, rows as a slice of f.W."""
-    top = gl.max(m, 0)
-    pivot = gl.where(top == float("-inf"), 0.0, top)
-    beta = gl.exp2(m - pivot[None, :])
-    exchange.store(acc * beta[:, :, None])
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, f.W))
-    l = gl.convert_layout(gl.sum(l * beta, 0), rows)
-    return gl.convert_layout(top, rows), l, gl.sum(exchange.load(f.W), 0)
+def make_exchange(D: gl.constexpr):
+    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    acc = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, D], spread)
+    m = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    return Exchange(m, gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain), acc)
 
 
 @gluon.jit
@@ -635,7 +665,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         count -= stop - tile
         if count == 0:
             gdc_launch_dependents()
-        m, l, acc = merge_warps(exchange, m, l, acc, f)
+        m, l, acc = exchange.merged(m, l, acc, f)
         start = before + switch(b, tiles)
         before = start + tiles
         if stop - tile == tiles:
@@ -676,9 +706,7 @@ def decode_kernel(
     pages = Pages(page_table, stride_table, num_pages, make_lookups(TILE_N // PART),
                   make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
-    shape: gl.constexpr = [WARPS, ROWS, D]
-    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
-    exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
+    exchange = make_exchange(D)
     dim *= EIGHT  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
     stride_qb *= EIGHT
     stride_qs *= EIGHT
@@ -690,7 +718,7 @@ def decode_kernel(
               HAS_SINKS, MOST)  # fmt: skip
     straight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     q_slots = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, D], straight)
-    boxes.warm_up(k_desc, v_desc, exchange)
+    boxes.warm_up(k_desc, v_desc, exchange.acc)
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads

@@ -85,8 +85,8 @@ def decode(problem: Problem, x: Tensors) -> Result:
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
-    """A state in fp32 for each row of every slot, then a flag of 8 bytes for every slot, then an lse
-    for each row.
+    """A state in fp32 for each row of every slot, a flag of 8 bytes for every slot, an lse for each
+    row.
     """
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
