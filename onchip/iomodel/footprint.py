@@ -88,8 +88,8 @@ def _threads(
 
 
 def hopper_decode(width: int, page_size: int = 0) -> Footprint:
-    """Few queries, of this sequence and the next: tiles of 64 keys in flight, and the states of four
-    warps that are merged.
+    """Few queries, of this sequence and of the next: tiles of 64 keys in flight, and the states of
+    four warps that are merged.
     """
     stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
     buffers = {"k": 2 * stages * 64 * width, "v": 2 * stages * 64 * width}

@@ -113,11 +113,44 @@ class Lengths:
 
 
 @aggregate
+class Cut:
+    """Units cut into `ranges` even ranges: range r begins at unit r * total // ranges. That product
+    may need 64 bits, so it is taken apart: total = each * ranges + rest.
+    """
+
+    ranges: gl.tensor
+    each: gl.tensor
+    rest: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, ranges, each, rest):
+        self.ranges = ranges
+        self.each = each
+        self.rest = rest
+
+    @gluon.jit
+    def start(self, r):
+        return r * self.each + r * self.rest // self.ranges
+
+    @gluon.jit
+    def stop(self, r):
+        """Ranges that there are not are empty."""
+        return self.start(gl.where(r < self.ranges, r + 1, r))
+
+    @gluon.jit
+    def holder(self, unit):
+        """The range that a unit lies in: what fp32 has rounded is at most one beside it."""
+        width = self.each.to(gl.float32) + self.rest.to(gl.float32) / self.ranges.to(gl.float32)
+        r = (unit.to(gl.float32) / width).to(gl.int32)
+        r = gl.where(self.start(r) > unit, r - 1, r)
+        return gl.where(self.start(r + 1) <= unit, r + 1, r)
+
+
+@aggregate
 class Range:
     """The tiles of one program: `count` of them from tile `tile` of sequence b on, which has seqlen
-    keys. It is one of `ranges` of `total` units; `before`: units of all sequences before b. A tile
-    is a unit, and to begin another sequence takes as long as SWITCH of them: those come before its
-    tiles.
+    keys. It is one of those of `cut`; `before`: units of all sequences before b. A tile is a unit,
+    and to begin another sequence takes as long as SWITCH of them: those come before its tiles.
     """
 
     b: gl.tensor
@@ -125,25 +158,18 @@ class Range:
     tile: gl.tensor
     count: gl.tensor
     before: gl.tensor
-    total: gl.tensor
-    ranges: gl.tensor
+    cut: Cut
     has_empty: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, seqlen, tile, count, before, total, ranges, has_empty):
+    def __init__(self, b, seqlen, tile, count, before, cut, has_empty):
         self.b = b
         self.seqlen = seqlen
         self.tile = tile
         self.count = count
         self.before = before
-        self.total = total
-        self.ranges = ranges
+        self.cut = cut
         self.has_empty = has_empty
-
-    @gluon.jit
-    def holder(self, unit):
-        """The range that a unit lies in: range r begins at unit r * total // ranges."""
-        return (((unit + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
 
 
 @gluon.jit
@@ -153,12 +179,10 @@ def switch(b, tiles):
 
 
 @gluon.jit
-def cut(number, total, most, least):
-    """(lo, hi, ranges): the units of range `number`, of at most `most`."""
+def cut(total, most, least):
+    """At most `most` ranges of `least` units at least."""
     ranges = gl.minimum(most, gl.maximum(total // least, 1))
-    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
-    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
-    return lo, gl.where(number < ranges, hi, lo), ranges
+    return Cut(ranges, total // ranges, total % ranges)
 
 
 @gluon.jit
@@ -170,7 +194,8 @@ def range_of(lengths, seqlens, number, most, least):
         lead = switch(e, tiles)
         stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-        lo, hi, ranges = cut(number, total, most, least)
+        parts = cut(total, most, least)
+        lo, hi = parts.start(number), parts.stop(number)
         starts = stops - tiles
         done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
         count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
@@ -183,7 +208,8 @@ def range_of(lengths, seqlens, number, most, least):
         _, tiles = lengths.tiles(lengths.seqlen_k)
         each = tiles + SWITCH
         total = each * lengths.batch - SWITCH
-        lo, hi, ranges = cut(number, total, most, least)
+        parts = cut(total, most, least)
+        lo, hi = parts.start(number), parts.stop(number)
         b = (lo + SWITCH) // each
         last = (hi + SWITCH) // each
         before = gl.maximum(b * each - SWITCH, 0)
@@ -191,7 +217,7 @@ def range_of(lengths, seqlens, number, most, least):
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
         seqlen = lengths.seqlen_k
         has_empty = seqlen == 0
-    return Range(b, seqlen, tile, count, before, total, ranges, has_empty)
+    return Range(b, seqlen, tile, count, before, parts, has_empty)
 
 
 @gluon.jit
@@ -643,8 +669,8 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     t = 0
     seqlen = lengths.keys(b, True)
     queries.fetch(0, b, rows)
-    if mine.has_empty & (number < mine.ranges):
-        answer_empty(out, lengths, number, kv_head, mine.ranges, f)
+    if mine.has_empty & (number < mine.cut.ranges):
+        answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
     boxes.wait_warm()
     while count > 0:
         first, tiles = lengths.tiles(seqlen)
@@ -673,8 +699,8 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         else:
             slot = (number + b) * num_kv_heads + kv_head
             out.leave(slot, rows, m, l, acc, R)
-            holder = mine.holder(start)
-            shared = mine.holder(before - 1) - holder + 1
+            holder = mine.cut.holder(start)
+            shared = mine.cut.holder(before - 1) - holder + 1
             origin = (holder + b) * num_kv_heads + kv_head
             if out.complete(slot, origin, num_kv_heads, shared):
                 out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
