@@ -186,6 +186,7 @@ def paged_attention(
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
         out_dtype=out_dtype,
         return_lse=return_lse,
+        beside=cascade.BESIDE[0],
     )
     x = Tensors(
         paged.lowered(q, k_pages),

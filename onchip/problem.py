@@ -57,6 +57,16 @@ class Tensors(NamedTuple):
     mask: BlockMask | Later | None = None
 
 
+class Beside(NamedTuple):
+    """One of two calls that run at once, each on some processors of a device: how many, and whether
+    it is the second, whose predecessor in the stream is the first. What the second reads was there
+    before the first began; it ends after the first.
+    """
+
+    programs: int
+    second: bool
+
+
 class Problem(NamedTuple):
     """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
     the longest of the batch; the seqlen_k of a paged call is what its page table has room for.
@@ -93,6 +103,7 @@ class Problem(NamedTuple):
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
+    beside: Beside | None = None
 
     @property
     def group_size(self) -> int:
@@ -253,6 +264,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     precise_delta: bool = False
     return_lse: bool = False
+    beside: Beside | None = None
 
 
 class Question(NamedTuple):

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import UnsupportedError, device_info
+from onchip.problem import Beside, UnsupportedError, device_info
 from onchip.state import merge_at_rest
 
+BESIDE: list = [None]  # racing only
+SPLIT: list = [None]  # racing only: (programs of the own part, programs of the level)
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
 
 
@@ -261,9 +263,15 @@ def run(
         return _attend_own(plan, attend, q, pages, own, asked)
     for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # partials are not rounded
     for_all["return_lse"] = True
+    split = SPLIT[0]
+    if split:
+        BESIDE[0] = Beside(split[0], False)
     out, lse = _attend_own(plan, attend, q, pages, own, {**for_all, **for_own})
+    if split:
+        BESIDE[0] = Beside(split[1], True)
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     parts = [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
+    BESIDE[0] = None
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
         out = out.unflatten(0, q.shape[:2])

@@ -724,7 +724,7 @@ def decode_kernel(
     dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
     D: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
-    BATCH: gl.constexpr, MOST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    BATCH: gl.constexpr, MOST: gl.constexpr, FIRST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
                       HAS_LEFT, HAS_RIGHT)  # fmt: skip
@@ -753,6 +753,8 @@ def decode_kernel(
     if PAGE_SIZE:
         pages.foresee(lengths, mine)
     gdc_wait()
+    if FIRST:
+        gdc_launch_dependents()
     if PAGE_SIZE:
         seqlens = lengths.all(BATCH)
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:

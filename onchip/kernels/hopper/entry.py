@@ -48,7 +48,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
     empty.
     """
-    if splits_keys(problem):
+    if splits_keys(problem) or problem.beside:
         return None
     if problem.page_size:
         return _defers_pages(problem)

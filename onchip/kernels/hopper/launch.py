@@ -55,7 +55,8 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
     cut = _cut(problem)
-    programs = min(cut.num_tiles, num_sms(x.q.device))
+    beside = problem.beside
+    programs = min(cut.num_tiles, num_sms(x.q.device) if beside is None else beside.programs)
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
@@ -88,7 +89,9 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         HAS_SINKS=x.sinks is not None,
         WIDE=out.dtype == torch.float32,
         MERGE=lse.dtype == torch.float64,
+        SECOND=beside is not None,
         **_constants(cut.config),
+        launch_pdl=beside is not None,
     )
 
 
