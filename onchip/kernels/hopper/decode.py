@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.hopper.pipe import (
     AHEAD,
     LANES,
+    LOOKUPS,
     Lookups,
     fetch,
     fetched,
@@ -305,14 +306,13 @@ class Pages:
         self.tiles.note(i, 0, at.n)
 
     @gluon.jit
-    def foresee(self, lengths, likely):
-        """Bring the first ids of a range near. Only that: the call before may still write them."""
-        x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        first, _ = lengths.tiles(likely.seqlen)
-        last = gl.maximum(likely.seqlen - 1, 0)
-        key = gl.minimum((first + likely.tile) * TILE_N + x * self.PART, last)
-        row = self.table + likely.b.to(gl.int64) * self.stride
-        prefetch(row + key // self.SIZE)
+    def first(self, lengths, mine):
+        """Where the ids of the first fillings of a range are, for every warp."""
+        part = gl.arange(0, self.PARTS * LOOKUPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        first, _ = lengths.tiles(mine.seqlen)
+        key = (first + mine.tile) * TILE_N + part * self.PART
+        key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
+        return self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
@@ -336,11 +336,13 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 
 @gluon.jit
 def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
-    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied."""
+    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
+    the first tiles are there already, as far as they are of one sequence.
+    """
     at = enter(lengths, mine.b, mine.tile, mine.seqlen)
     for i in range(-AHEAD, mine.count):
         wanted = i + AHEAD < mine.count
-        pages.look_up(i + AHEAD, at, wanted)
+        pages.look_up(i + AHEAD, at, wanted & ((i >= 0) | (at.b != mine.b)))
         if wanted:
             at = at.next(lengths)
         if i >= 0:
@@ -751,14 +753,17 @@ def decode_kernel(
     likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
     mine = range_of(lengths, likely, number, most, least)
     if PAGE_SIZE:
-        pages.foresee(lengths, mine)
+        prefetch(pages.first(lengths, mine))
     gdc_wait()
     if FIRST:
         gdc_launch_dependents()
     if PAGE_SIZE:
         seqlens = lengths.all(BATCH)
+        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
             mine = range_of(lengths, seqlens, number, most, least)
+            first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+        pages.ids.keep(first)
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip

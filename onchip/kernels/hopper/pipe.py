@@ -306,7 +306,7 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
 AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
-_LOOKUPS = gl.constexpr(8)
+LOOKUPS = gl.constexpr(8)  # fillings that a ring of them holds
 
 
 @gluon.jit
@@ -347,7 +347,7 @@ class Lookups:
     def fetch(self, i, cells, wanted):
         """Start to copy what these pointers point to, for filling i, if it is wanted."""
         if wanted:
-            _fetch(self.slots.index(i % _LOOKUPS), cells)
+            _fetch(self.slots.index(i % LOOKUPS), cells)
         async_copy.commit_group()
 
     @gluon.jit
@@ -358,19 +358,27 @@ class Lookups:
     @gluon.jit
     def number(self, i, x: gl.constexpr):
         """The x-th number of filling i."""
-        return gl.max(self.slots.index(i % _LOOKUPS).slice(x, 1).load(LANES), 0)
+        return gl.max(self.slots.index(i % LOOKUPS).slice(x, 1).load(LANES), 0)
+
+    @gluon.jit
+    def keep(self, numbers):
+        """Those of the first fillings, as many as there is room for. By any number of warps, before
+        there is a producer; its first `fetch` of each filling need not want them.
+        """
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        _as_matrices(self.slots, numbers.shape, plain).store(numbers)
 
     @gluon.jit
     def note(self, i, x: gl.constexpr, number):
         """Keep a number that is known already."""
-        cell = self.slots.index(i % _LOOKUPS).slice(x, 1)
+        cell = self.slots.index(i % LOOKUPS).slice(x, 1)
         cell.store(gl.full([1], number, gl.int32, LANES))
 
 
 @gluon.jit
 def make_lookups(numbers: gl.constexpr):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return Lookups(gl.allocate_shared_memory(gl.int32, [_LOOKUPS, numbers], plain))
+    return Lookups(gl.allocate_shared_memory(gl.int32, [LOOKUPS, numbers], plain))
 
 
 @aggregate
