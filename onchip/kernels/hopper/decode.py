@@ -34,6 +34,7 @@ WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
@@ -42,10 +43,11 @@ LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each w
 @aggregate
 class Lengths:
     """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
-    Windows count from the diagonal.
+    Windows count from the diagonal. `known`: what `all` has found.
     """
 
     cache_seqlens: gl.tensor
+    known: Lookups
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     batch: gl.tensor
@@ -57,9 +59,11 @@ class Lengths:
 
     @gluon.constexpr_function
     def __init__(
-        self, cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT, HAS_RIGHT
-    ):
+        self, cache_seqlens, known, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT,
+        HAS_RIGHT,
+    ):  # fmt: skip
         self.cache_seqlens = cache_seqlens
+        self.known = known
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.batch = batch
@@ -70,33 +74,28 @@ class Lengths:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
 
     @gluon.jit
-    def keys(self, b, mask):
-        """Keys of sequence b, or of a block of them, within the tables whatever they say."""
-        return self.clamped(self.ask(b, mask))
-
-    @gluon.jit
-    def ask(self, b, mask):
-        """What the tables say, which may be on its way for long: nothing is done with it here."""
+    def keys(self, b, layout: gl.constexpr):
+        """Keys of sequence b, within the tables whatever they say."""
         if self.PAGED:
-            # Past the L1: it may hold what was there before the call before has ended.
-            return gl.load(self.cache_seqlens + b, mask=mask, other=0, cache_modifier=".cg")
+            return self.known.number_in(b, 0, layout)
         else:
-            return b * 0 + self.seqlen_k
-
-    @gluon.jit
-    def clamped(self, asked):
-        if self.PAGED:
-            return gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
-        else:
-            return asked
+            return self.seqlen_k
 
     @gluon.jit
     def all(self, BATCH: gl.constexpr):
         """Of all sequences, BATCH is not below their number; -1 where there is none. Every warp has
-        them for itself.
+        them for itself, though each asks for a part of them only: one thread would wait for one
+        after another.
         """
-        e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
-        return gl.where(e < self.batch, self.keys(e, e < self.batch), -1)
+        each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
+        seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
+        if self.PAGED:
+            e = gl.arange(0, BATCH, THREADS)
+            # Past the L1: it may hold what was there before the call before has ended.
+            asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=".cg")
+            self.known.keep(gl.minimum(gl.maximum(asked, 0), self.seqlen_k))
+            seqlens = self.known.kept(BATCH, each)
+        return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
 
     @gluon.jit
     def start(self, seqlen):
@@ -222,40 +221,39 @@ def range_of(lengths, seqlens, number, most, least):
 
 
 @gluon.jit
-def pass_empty(lengths, b, seqlen):
-    """(b, seqlen) of the next sequence that has keys, from sequence b on."""
+def pass_empty(lengths, b, layout: gl.constexpr):
+    """(b, seqlen) of the next sequence that has keys, from sequence b on; of the last if none."""
+    b = gl.minimum(b, lengths.batch - 1)
+    seqlen = lengths.keys(b, layout)
     while (seqlen == 0) & (b < lengths.batch - 1):
         b += 1
-        seqlen = lengths.keys(b, True)
+        seqlen = lengths.keys(b, layout)
     return b, seqlen
 
 
 @aggregate
 class Walk:
     """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
-    whose keys with `last`. The length of the sequence after it is asked for early, and waited for
-    when its turn comes.
+    whose keys with `last`.
     """
 
     b: gl.tensor
     n: gl.tensor
     stop: gl.tensor
     last: gl.tensor
-    upcoming: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, n, stop, last, upcoming):
+    def __init__(self, b, n, stop, last):
         self.b = b
         self.n = n
         self.stop = stop
         self.last = last
-        self.upcoming = upcoming
 
     @gluon.jit
     def next(self, lengths):
-        following = Walk(self.b, self.n + 1, self.stop, self.last, self.upcoming)
+        following = Walk(self.b, self.n + 1, self.stop, self.last)
         if self.n + 1 == self.stop:
-            b, seqlen = pass_empty(lengths, self.b + 1, lengths.clamped(self.upcoming))
+            b, seqlen = pass_empty(lengths, self.b + 1, LANES)
             following = enter(lengths, b, 0, seqlen)
         return following
 
@@ -264,8 +262,7 @@ class Walk:
 def enter(lengths, b, tile, seqlen):
     """The walk at a tile of sequence b."""
     first, tiles = lengths.tiles(seqlen)
-    upcoming = lengths.ask(gl.minimum(b + 1, lengths.batch - 1), True)
-    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0), upcoming)
+    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0))
 
 
 @aggregate
@@ -308,7 +305,7 @@ class Pages:
     @gluon.jit
     def first(self, lengths, mine):
         """Where the ids of the first fillings of a range are, for every warp."""
-        part = gl.arange(0, self.PARTS * LOOKUPS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        part = gl.arange(0, self.PARTS * LOOKUPS, THREADS)
         first, _ = lengths.tiles(mine.seqlen)
         key = (first + mine.tile) * TILE_N + part * self.PART
         key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
@@ -648,7 +645,7 @@ def answer_empty(out, lengths, number, kv_head, ranges, f):
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
     acc = gl.zeros([ROWS, f.D], gl.float32, R)
     for b in range(number, lengths.batch, ranges):
-        if lengths.keys(b, True) == 0:
+        if lengths.keys(b, THREADS) == 0:
             out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
 
 
@@ -669,7 +666,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     before = mine.before
     i = 0
     t = 0
-    seqlen = lengths.keys(b, True)
+    seqlen = mine.seqlen
     queries.fetch(0, b, rows)
     if mine.has_empty & (number < mine.cut.ranges):
         answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
@@ -678,7 +675,6 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         first, tiles = lengths.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
         following = gl.minimum(b + 1, lengths.batch - 1)
-        upcoming = lengths.keys(following, True)
         q = queries.take(t)
         t += 1
         if stop - tile < count:
@@ -707,7 +703,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             if out.complete(slot, origin, num_kv_heads, shared):
                 out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
-        b, seqlen = pass_empty(lengths, following, upcoming)
+        b, seqlen = pass_empty(lengths, following, THREADS)
         if b != following:
             fetched()
             queries.fetch(t, b, rows)
@@ -728,8 +724,8 @@ def decode_kernel(
     HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
     BATCH: gl.constexpr, MOST: gl.constexpr, FIRST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
-                      HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    lengths = Lengths(cache_seqlens, make_lookups(1, BATCH), seqlen_q, seqlen_k, batch, left, right,
+                      PAGE_SIZE > 0, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     PART: gl.constexpr = k_desc.block_shape[2]
     pages = Pages(page_table, stride_table, num_pages, make_lookups(TILE_N // PART),
                   make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
@@ -758,8 +754,8 @@ def decode_kernel(
     if FIRST:
         gdc_launch_dependents()
     if PAGE_SIZE:
-        seqlens = lengths.all(BATCH)
         first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+        seqlens = lengths.all(BATCH)
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
             mine = range_of(lengths, seqlens, number, most, least)
             first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)

@@ -307,6 +307,7 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
 AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
 LOOKUPS = gl.constexpr(8)  # fillings that a ring of them holds
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -358,15 +359,24 @@ class Lookups:
     @gluon.jit
     def number(self, i, x: gl.constexpr):
         """The x-th number of filling i."""
-        return gl.max(self.slots.index(i % LOOKUPS).slice(x, 1).load(LANES), 0)
+        return self.number_in(i % LOOKUPS, x, LANES)
+
+    @gluon.jit
+    def number_in(self, slot, x: gl.constexpr, layout: gl.constexpr):
+        """The x-th number of a slot, for warps that have this layout."""
+        return gl.max(self.slots.index(slot).slice(x, 1).load(layout), 0)
 
     @gluon.jit
     def keep(self, numbers):
-        """Those of the first fillings, as many as there is room for. By any number of warps, before
-        there is a producer; its first `fetch` of each filling need not want them.
+        """The numbers of all slots. By any number of warps, before there is a producer; its first
+        `fetch` of each filling need not want them.
         """
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        _as_matrices(self.slots, numbers.shape, plain).store(numbers)
+        _as_matrices(self.slots, numbers.shape, _PLAIN).store(numbers)
+
+    @gluon.jit
+    def kept(self, count: gl.constexpr, layout: gl.constexpr):
+        """What `keep` has stored, all of it."""
+        return _as_matrices(self.slots, [count], _PLAIN).load(layout)
 
     @gluon.jit
     def note(self, i, x: gl.constexpr, number):
@@ -376,9 +386,8 @@ class Lookups:
 
 
 @gluon.jit
-def make_lookups(numbers: gl.constexpr):
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return Lookups(gl.allocate_shared_memory(gl.int32, [LOOKUPS, numbers], plain))
+def make_lookups(numbers: gl.constexpr, slots: gl.constexpr = LOOKUPS):
+    return Lookups(gl.allocate_shared_memory(gl.int32, [slots, numbers], _PLAIN))
 
 
 @aggregate
