@@ -540,9 +540,8 @@ class Queries:
         fetch(self.slots.index(t % 2), self.ptr + row[:, None] + d[None, :], inside)
 
     @gluon.jit
-    def take(self, t):
-        """What was fetched last, for every warp."""
-        fetched()
+    def read(self, t):
+        """Those of the t-th sequence, for every warp, once they are there."""
         f = self.f
         q = self.slots.index(t % 2).load(gl.SliceLayout(0, f.A))
         return gl.broadcast(q[None, :, :], gl.zeros([WARPS, ROWS, f.D], q.dtype, f.A))[0]
@@ -655,6 +654,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     while the keys of this one stream by.
     """
     f = queries.f
+    HELD: gl.constexpr = f.D <= 128  # wider queries leave no registers: read for every tile
     R: gl.constexpr = gl.SliceLayout(0, f.W)
     num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
@@ -666,7 +666,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     before = mine.before
     i = 0
     t = 0
-    seqlen = mine.seqlen
+    seqlen = lengths.keys(b, THREADS)
     queries.fetch(0, b, rows)
     if mine.has_empty & (number < mine.cut.ranges):
         answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
@@ -675,14 +675,16 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         first, tiles = lengths.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
         following = gl.minimum(b + 1, lengths.batch - 1)
-        q = queries.take(t)
-        t += 1
+        fetched()
+        q = queries.read(t)
         if stop - tile < count:
-            queries.fetch(t, following, rows)
+            queries.fetch(t + 1, following, rows)
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
+            if not HELD:
+                q = queries.read(t)
             m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
                                   out.GROUP, f)  # fmt: skip
             i += 1
@@ -703,6 +705,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             if out.complete(slot, origin, num_kv_heads, shared):
                 out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
+        t += 1
         b, seqlen = pass_empty(lengths, following, THREADS)
         if b != following:
             fetched()
