@@ -14,9 +14,18 @@ from torch import Tensor
 from onchip import paged
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
-from onchip.iomodel.hardware import TABLE, Hardware, find, of_device
-from onchip.iomodel.roofline import Roofline, backward_ratio, bound, is_modelled, predict
-from onchip.kernels.configs import HOPPER_DECODE_KEYS, TileConfig
+from onchip.iomodel import prefixes
+from onchip.iomodel.hardware import TABLE, Hardware, find, of_device, planned_for
+from onchip.iomodel.roofline import (
+    Roofline,
+    backward_ratio,
+    bound,
+    human_time,
+    is_modelled,
+    predict,
+)
+from onchip.iomodel.splits import Part, Tiles, even_splits, filling, seconds
+from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_ROWS, TileConfig
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
@@ -42,14 +51,20 @@ class Splits(NamedTuple):
     tile_n: int  # keys that a program takes at a time
     scratch_bytes: int  # states of splits, written and read back
     why: str
+    seconds: float  # predicted
+    uncut_s: float  # the same, if no sequence were cut
 
 
 class Sharing(NamedTuple):
-    """The same call as a cascade: bytes of keys, values and partial results."""
+    """The same call as a cascade: bytes of keys, values and partial results, and what time is
+    predicted for both.
+    """
 
     plan: cascade.Plan
     plain_bytes: int
     cascade_bytes: int
+    plain_s: float
+    cascade_s: float  # with the levels of the plan; if it has none, with the best there is
 
 
 class Served(NamedTuple):
@@ -139,7 +154,7 @@ class Explanation(NamedTuple):
         if self.pages is not None:
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
-            yield from _split_lines(self.splits)
+            yield from _split_lines(self.splits, self.hardware is not None)
         for title, found in (("time", self.roofline), ("backward", self.backward_roofline)):
             if found is not None:
                 yield title, str(found)
@@ -245,10 +260,10 @@ def _explain_paged(
     if found.plan.kernel == "triton":
         found = found._replace(splits=_splits(problem, x, lengths))
     elif found.plan.kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
-        found = found._replace(splits=_ranges(problem, x, lengths))
+        found = found._replace(splits=even_ranges(problem, x, lengths))
     if shared is None and pages.distinct < pages.read and _cascades(problem):
-        shared = _plan(problem, x, lengths)
-    sharing = None if shared is None else _sharing(shared, x, [n for _, n in lengths])
+        shared = _plan(problem, x, lengths, prefixes.costs(x.q, x.k, x.v))
+    sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared)
     return found._replace(pages=pages, sharing=sharing, parts=parts)
 
 
@@ -325,29 +340,39 @@ def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
 def _splits(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
     """What kernels/triton/splits.py will do on the device with these lengths."""
     decode, launch = (import_module(f"onchip.kernels.triton.{n}") for n in ("decode", "launch"))
-    processors = decode.num_processors(x.q.device)
-    config = decode.config_of(problem, launch.Call.of(problem, x), processors)
-    launched = decode.plan_launch(problem, x.q.shape[-3], config, processors)
+    hardware = decode.machine(x.q.device)
+    config = decode.config_of(problem, launch.Call.of(problem, x), hardware.processors)
+    launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
     cut = lambda f: [f(problem, *pair, config) for pair in lengths]
     tiles_q, tiles = cut(_tiles_q), cut(_tiles)
     counts = count_splits(launched.cut, tiles_q, tiles)
     units = [a * b for a, b in zip(tiles_q, counts, strict=True)]
     slots = sum(n for n, count in zip(units, counts, strict=True) if count > 1)
     row_bytes = 4 * (problem.head_dim_v + 1)  # out and lse in fp32
+    work, parts = Tiles.of(problem, *config[:2]), list(map(Part, tiles_q, tiles, counts))
     return Splits(
         tuple(counts),
         sum(units) * problem.num_kv_heads,
         config.tile_n,
         2 * slots * problem.num_kv_heads * launched.part_rows * row_bytes,
-        _why(problem, launched.cut, config.tile_n, processors, sum(tiles)),
+        _why(problem, launched.cut, config.tile_n, hardware.processors, sum(tiles)),
+        *_times(work, parts, hardware, merged=launched.num_records > 0),
     )
 
 
-def _ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
+def _times(
+    work: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool
+) -> tuple[float, float]:
+    """Seconds of the call as it is cut, and if nothing were."""
+    whole = [part._replace(splits=1) for part in parts]
+    return seconds(work, parts, hardware, merged), seconds(work, whole, hardware, False)
+
+
+def even_ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
     """What kernels/hopper/decode.py will do on the device with these lengths."""
-    processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
-    most, least = max(1, processors // problem.num_kv_heads), HOPPER_DECODE_KEYS // 64
-    config = TileConfig(0, 64)
+    hardware, config = planned_for(x.q.device), TileConfig(HOPPER_DECODE_ROWS, 64)
+    processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n
+    most = filling(1, problem.num_kv_heads, processors)
     tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
     total = sum(tiles)
     ranges = min(most, max(1, total // least))
@@ -357,8 +382,13 @@ def _ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) ->
     rows = problem.seqlen_q * problem.num_heads
     states = sum(n for n in counts if n > 1) * rows
     why = f"{total} tiles of 64 keys in {ranges} even ranges ({processors} processors)"
-    row_bytes = 4 * (problem.head_dim_v + 1)
-    return Splits(tuple(counts), ranges * problem.num_kv_heads, 64, 2 * states * row_bytes, why)
+    row_bytes, work = 4 * (problem.head_dim_v + 1), Tiles.of(problem, *config)
+    times = (
+        seconds(work, parts, hardware, merged=False)
+        for parts in ([Part(1, total, ranges)], [Part(1, n) for n in tiles])
+    )
+    programs = ranges * problem.num_kv_heads
+    return Splits(tuple(counts), programs, config.tile_n, 2 * states * row_bytes, why, *times)
 
 
 def _tiles_q(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:
@@ -382,12 +412,7 @@ def count_splits(
     work = sum(a * b for a, b in zip(tiles_q, tiles, strict=True))
     even = max(-(-work // units), least)
     most: Callable[[int, int], int] = lambda a, n: even if fixed is None else n if a > 1 else fixed
-    per = [_tiles_of_a_split(n, max(1, most(a, n))) for a, n in zip(tiles_q, tiles, strict=True)]
-    return [max(1, -(-n // each)) for n, each in zip(tiles, per, strict=True)]
-
-
-def _tiles_of_a_split(tiles: int, most: int) -> int:
-    return max(1, -(-tiles // max(1, -(-tiles // most))))
+    return [even_splits(n, max(1, most(a, n))) for a, n in zip(tiles_q, tiles, strict=True)]
 
 
 def _why(problem: Problem, cut: tuple, tile_n: int, processors: int, tiles: int) -> str:
@@ -395,17 +420,20 @@ def _why(problem: Problem, cut: tuple, tile_n: int, processors: int, tiles: int)
     if problem.return_stats:
         return "statistics of rows cannot be merged"
     if units is None:
-        return f"{problem.seqlen_k} keys at most are not worth a merge"
+        return f"no cut of {problem.seqlen_k} keys is predicted to pay for its merge"
     if fixed is not None:
         return f"every {fixed * tile_n} keys, whatever else is in the batch (deterministic)"
     share = f"{tiles} tiles of {tile_n} keys for {units} programs a key head"
     return f"{share} ({processors} processors), {least * tile_n} keys each at least"
 
 
-def _split_lines(splits: Splits) -> Iterator[tuple[str, str]]:
+def _split_lines(splits: Splits, is_known: bool) -> Iterator[tuple[str, str]]:
     low, high = min(splits.counts, default=1), max(splits.counts, default=1)
     each = f"{low}" if low == high else f"{low} to {high}"
     yield "splits", f"{each} of a sequence, {splits.programs} programs: {splits.why}"
+    if is_known:
+        times = f"{human_time(splits.seconds)}, {human_time(splits.uncut_s)} without a cut"
+        yield "predicted", times
     if splits.scratch_bytes:
         yield "merged", f"{human_bytes(splits.scratch_bytes)} of partial results, there and back"
 
@@ -416,33 +444,51 @@ def _cascades(problem: Problem) -> bool:
     return not (window or problem.has_alibi or problem.return_stats)
 
 
-def _plan(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> cascade.Plan | None:
+def _plan(
+    problem: Problem,
+    x: Tensors,
+    lengths: Sequence[tuple[int, int]],
+    model: prefixes.Costs,
+    max_levels: int = cascade.MAX_LEVELS,
+) -> cascade.Plan | None:
     """None where the queries are not all in the cache: such tables cannot be shared."""
     if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
         return None
-    model = cascade.traffic(x.q, x.k, x.v)
-    offsets = [0]
-    for seqlen_q, _ in lengths:
-        offsets.append(offsets[-1] + seqlen_q)
+    offsets = [0, *accumulate(n for n, _ in lengths)]
+    options = {"cu_seqlens_q": offsets, "max_levels": max_levels}
     tables = x.page_table.cpu(), [n for _, n in lengths]
-    return cascade.plan(*tables, problem.page_size, model, cu_seqlens_q=offsets)
+    return cascade.plan(*tables, problem.page_size, model, **options)
 
 
-def _sharing(shared: cascade.Plan, x: Tensors, lengths: Sequence[int]) -> Sharing:
-    model, size = cascade.traffic(x.q, x.k, x.v), shared.page_size
-    plain = sum(-(-n // size) for n in lengths)
-    own = plain - sum(shared.shared)
+def _sharing(
+    problem: Problem,
+    x: Tensors,
+    lengths: Sequence[tuple[int, int]],
+    pages: Pages,
+    shared: cascade.Plan,
+) -> Sharing:
+    moved, model = prefixes.moved(x.q, x.k, x.v), prefixes.costs(x.q, x.k, x.v)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
-    partials = sum(shared.lengths_q) * model.partial_bytes if shared.levels else 0
+    once = pages.read - sum(shared.shared) + runs
+    partials = sum(shared.lengths_q) * moved.partial if shared.levels else 0
     for level in shared.levels:
         queries = sum(shared.lengths_q[b] for g in level.groups for b in g.members)
-        partials += int(model.bytes_of_queries(queries, level.segments))
-    return Sharing(shared, plain * model.page_bytes, (own + runs) * model.page_bytes + partials)
+        partials += moved.of_queries(queries, level.segments)
+    saved = shared.saved
+    if not shared.levels:
+        forced = _plan(problem, x, lengths, model._replace(level=0.0), max_levels=1)
+        saved = forced.saved - model.level if forced and forced.levels else 0.0
+    plain_s = model.one_call(pages.read, pages.distinct)
+    in_bytes = pages.read * moved.page, once * moved.page + partials
+    return Sharing(shared, *in_bytes, plain_s, plain_s - saved)
 
 
 def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
+    times = f"{human_time(sharing.plain_s)} as one call, {human_time(sharing.cascade_s)} with "
     if not sharing.plan.levels:
         yield "cascade", "no level of shared pages saves as much as it costs"
+        if sharing.cascade_s != sharing.plain_s:
+            yield "predicted", times + "the best level"
         return
     before, after = sharing.plain_bytes, sharing.cascade_bytes
     less = f"{before / max(1, after):.1f}x less"
@@ -454,7 +500,8 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         read = f"{members} sequences in {groups} read {pages} pages"
         if level.segments > 1:
             read += f" in {level.segments} segments"
-        yield f"level {number}", f"{read}, saves {human_bytes(level.saved_bytes)}"
+        yield f"level {number}", f"{read}, saves {human_time(level.saved)}"
+    yield "predicted", times + ("a level" if len(sharing.plan.levels) == 1 else "levels")
 
 
 def human_bytes(num_bytes: int) -> str:

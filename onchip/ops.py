@@ -11,6 +11,7 @@ from torch import Tensor
 from onchip import library, masks, paged
 from onchip.dispatch import kernel_module
 from onchip.fold import cascade, offload
+from onchip.iomodel.prefixes import costs
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
@@ -225,7 +226,7 @@ def cascade_attention(
     kernel: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """paged_attention() in which pages that several sequences begin with are read once for all of
-    them, where a model of bytes says that this wins.
+    them, where a model of time (`onchip.iomodel.prefixes`) says that this wins.
 
     plan: what `onchip.fold.cascade.plan` made of the host's copy of the tables, moved to q's
     device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,
@@ -242,7 +243,7 @@ def cascade_attention(
             f" cu_seqlens_q, got shape {tuple(q.shape)}"
         )
     if plan is None:
-        model = cascade.traffic(q, k_pages, v_pages)
+        model = costs(q, k_pages, v_pages)
         queries = {"seqlen_q": q.shape[1]} if q.dim() == 4 else {"cu_seqlens_q": cu_seqlens_q}
         plan = cascade.plan(page_table, cache_seqlens, k_pages.shape[1], model, **queries)
     own = plan.own(page_table, cache_seqlens)

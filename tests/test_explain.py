@@ -5,10 +5,13 @@ import torch
 
 import onchip
 from onchip.dispatch import kernel_module
-from onchip.explain import Explanation, Served, count_splits
+from onchip.explain import Explanation, Served, count_splits, even_ranges
 from onchip.fold import cascade
-from onchip.iomodel import roofline
-from onchip.iomodel.hardware import H200
+from onchip.iomodel import question, roofline
+from onchip.iomodel.hardware import H200, HOST
+from onchip.iomodel.prefixes import Occupancy, costs, moved
+from onchip.iomodel.roofline import human_time
+from onchip.problem import Tensors
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
@@ -111,34 +114,43 @@ def test_sharing_is_planned_where_pages_repeat():
     page_bytes, own = PAGE * TOKEN_BYTES, 375 - 350
     assert (x.pages.read, x.pages.distinct) == (20 * 375, 350 + 20 * own)
     assert x.sharing.plain_bytes == 20 * 375 * page_bytes
-    model = cascade.traffic(*arguments[:3])
-    partials = 20 * (model.query_bytes + model.partial_bytes)
+    n, model = moved(*arguments[:3]), costs(*arguments[:3])
+    partials = 20 * (n.query + n.partial)
     assert x.sharing.cascade_bytes == (350 + 20 * own) * page_bytes + partials
-    saved = x.sharing.plain_bytes - x.sharing.cascade_bytes - model.level_bytes
-    assert x.sharing.plan.saved_bytes == saved
-    assert "20 sequences in 1 group read 350 pages" in str(x)
+    seconds = (x.sharing.plain_bytes - x.sharing.cascade_bytes) / HOST.memory_bytes_s  # no L2
+    assert x.sharing.plan.saved == pytest.approx(seconds - model.level)
+    assert x.sharing.plain_s == pytest.approx(model.call + 20 * 375 * model.page)
+    assert x.sharing.cascade_s == pytest.approx(x.sharing.plain_s - x.sharing.plan.saved)
+    assert "20 sequences in 1 group read 350 pages, saves" in str(x)
+    assert f"{human_time(x.sharing.cascade_s)} with a level" in str(x)
 
 
 def test_a_plan_of_the_caller_is_explained():
     arguments = call([100] * 3, shared=4)
-    free = cascade.traffic(*arguments[:3])._replace(level_bytes=0, query_bytes=0, partial_bytes=0)
+    free = costs(*arguments[:3])._replace(level=0, query=0, partial=0)
     plan = cascade.plan(*arguments[3:], PAGE, free)
     assert onchip.explain(*arguments, plan=plan).sharing.plan is plan
-    assert "no level of shared pages saves" in str(onchip.explain(*arguments))
+    refused = onchip.explain(*arguments)
+    assert "no level of shared pages saves" in str(refused) and "with the best level" in str(
+        refused
+    )
+    level = HOST.call_s - 2 * 4 * PAGE * TOKEN_BYTES / HOST.memory_bytes_s
+    assert refused.sharing.cascade_s - refused.sharing.plain_s == pytest.approx(level, rel=0.1)
     assert onchip.explain(*arguments, window_size=(20, None)).sharing is None
 
 
 def test_segments_of_a_level_are_told_and_counted():
     arguments = call([600] * 4, shared=32)
-    model = cascade.traffic(*arguments[:3])
-    cut = cascade.Occupancy(num_programs=8, num_kv_heads=KV_HEADS, tile_queries=4)
-    plan = cascade.plan(*arguments[3:], PAGE, model._replace(level_bytes=0, occupancy=cut))
+    model = costs(*arguments[:3])
+    cut = Occupancy(num_programs=8, num_kv_heads=KV_HEADS, tile_queries=4)
+    plan = cascade.plan(*arguments[3:], PAGE, model._replace(level=0, occupancy=cut))
     x = onchip.explain(*arguments, plan=plan)
     segments = 8 // KV_HEADS
     assert f"4 sequences in 1 group read 32 pages in {segments} segments" in str(x)
     pages = 32 + 4 * (38 - 32)
-    moved = model.query_bytes + (segments - 1) * model.segment_bytes + model.partial_bytes
-    assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + 4 * moved
+    n = moved(*arguments[:3])
+    queries = 4 * (n.query + (segments - 1) * n.segment + n.partial)
+    assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + queries
 
 
 def test_time_is_told_with_what_binds():
@@ -194,6 +206,20 @@ def test_splits_of_known_lengths(cut, tiles, counts):
 
 def test_many_queries_are_not_cut_at_fixed_places():
     assert count_splits((1, 1, 16), [2, 1], [40, 40]) == [1, 3]
+
+
+def test_the_times_that_a_cut_was_chosen_by():
+    """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
+    q = torch.empty(2, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=q.dtype)
+    found = even_ranges(problem, Tensors(q, q, q), [(1, 4096), (1, 1024)])
+    assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
+    step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
+    assert found.seconds == pytest.approx(H200.call_s + 5 * step)
+    assert found.uncut_s == pytest.approx(H200.call_s + 64 * step)
+    x = onchip.explain(*call([4096, 1024]))._replace(splits=found)
+    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without a cut"
+    assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
 def test_bad_questions_are_refused_like_the_call():

@@ -19,12 +19,15 @@ LAW = {
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
-    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit"},
-    "fold": {"state", "masks", "problem"},
+    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel"},
+    "fold": {"state", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
-    "ops": {"state", "masks", "problem", "kernels.leaf", "fold", "dispatch", "library", "paged"},
+    "ops": {
+        *("state", "masks", "problem", "kernels.leaf", "iomodel", "fold"),
+        *("dispatch", "library", "paged"),
+    },
     "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
     "testing": {"state", "masks", "problem"},
     "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below

@@ -11,6 +11,7 @@ import torch
 
 import onchip
 from onchip import fold, masks
+from onchip.iomodel.prefixes import costs
 from onchip.testing import make_qkv, oracle
 
 
@@ -72,7 +73,7 @@ class TestFolds:
         table = torch.tensor([[3, 7, 1], [3, 7, 2], [3, 7, 4]], dtype=torch.int32)
         seqlens = torch.tensor([8193, 9001, 12288], dtype=torch.int32)
         q = torch.randn(3, 1, 2, 32, dtype=torch.float64)
-        plan = fold.cascade.plan(table, seqlens, 4096, fold.cascade.traffic(q, k_pages, v_pages))
+        plan = fold.cascade.plan(table, seqlens, 4096, costs(q, k_pages, v_pages))
         assert plan.shared == (2, 2, 2)
         want = onchip.paged_attention(q, k_pages, v_pages, table, seqlens, return_lse=True)
         for given in ({}, {"plan": plan}):

@@ -11,6 +11,7 @@ import onchip
 from onchip import library, paged
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
+from onchip.iomodel.prefixes import costs, moved
 from onchip.problem import Options, Tensors
 from onchip.testing import assert_accurate, make_packed, make_pages
 from tests.eightbit import FORMS, eight, on_grid
@@ -201,9 +202,9 @@ def test_a_cascade_over_pages_of_8_bits_is_the_plain_call():
     k_pages, v_pages, table, seqlens, _ = cache([48, 61, 50], 4)
     table[1:, :8] = table[0, :8]
     (k, v), scales = eight(k_pages, v_pages, torch.float8_e4m3fn)
-    model = cascade.traffic(torch.empty(3, HEADS, DIM), k, v)
-    assert model.page_bytes == 4 * KV_HEADS * 2 * (DIM + 4)
-    model = model._replace(level_bytes=0, query_bytes=0, partial_bytes=0)
+    asked = torch.empty(3, HEADS, DIM), k, v
+    assert moved(*asked).page == 4 * KV_HEADS * 2 * (DIM + 4)
+    model = costs(*asked)._replace(level=0, query=0, partial=0)
     plan = cascade.plan(table, seqlens, 4, model, seqlen_q=1)
     assert plan.levels
     q = torch.randn(3, 1, HEADS, DIM)

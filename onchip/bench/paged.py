@@ -23,6 +23,7 @@ from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
 from onchip.eightbit import FORMATS, held, quantise
 from onchip.fold import cascade
+from onchip.iomodel.prefixes import costs
 from onchip.testing import oracle, rmse
 
 CELLS = ((1, 16384), (1, 131072), (16, 4096), (64, 4096), (128, 8192))  # (batch, keys)
@@ -345,7 +346,7 @@ def _cascade_of(sets: Sequence[Inputs], lengths: Tensor) -> Callable:
     """attend(q, pages, table), each table with a plan of its own."""
     plans = {}
     for q, pages, table in sets:
-        model = cascade.traffic(q, *pages)
+        model = costs(q, *pages)
         plan = cascade.plan(table.cpu(), lengths.cpu(), PAGE_SIZE, model)
         plans[table.data_ptr()] = plan.to(lengths.device)
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import Beside, UnsupportedError, device_info
+from onchip.iomodel.prefixes import Costs
+from onchip.problem import Beside, UnsupportedError
 from onchip.state import merge_at_rest
 
 BESIDE: list = [None]  # racing only
@@ -23,93 +24,7 @@ SPLIT: list = [None]  # racing only: (programs of the own part, programs of the 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
 
 
-class Occupancy(NamedTuple):
-    """What fills a device: a program takes tile_queries queries of a group, with the heads of one
-    kv head, over the keys of one segment.
-    """
-
-    num_programs: int = 1  # that run at once; 1 where more would not help
-    num_kv_heads: int = 1
-    tile_queries: int = 1
-    segment_pages: int = 1  # fewer are not worth a program and a partial result
-
-    def segments(self, queries: Sequence[int], pages: Tensor) -> Tensor:
-        """Into how many segments runs of so many pages are cut, if groups with so many queries read
-        them: as many as there are programs for. 1 where tiles are not three quarters full, or half
-        of the device would be idle even so: whoever attends does better with whole runs.
-        """
-        tiles = sum(-(-n // self.tile_queries) for n in queries) * self.num_kv_heads
-        rows = len(queries) * max(*queries, self.tile_queries)
-        is_full = 4 * sum(queries) >= 3 * rows
-        most = (pages // self.segment_pages).clamp(max=self.num_programs // tiles if is_full else 1)
-        return torch.where(2 * most * tiles > self.num_programs, most, 1)
-
-
-class Traffic(NamedTuple):
-    """What moves between memory and chip, in bytes of one layer."""
-
-    page_bytes: int  # keys and values of one page
-    query_bytes: int  # what one query token adds in one level
-    partial_bytes: int  # what one query token's own part costs more once results are partial
-    level_bytes: int  # what the device could have read while a level's launches start and drain
-    segment_bytes: int = 0  # what one query token adds in each further segment of a level
-    occupancy: Occupancy = Occupancy()
-
-    def bytes_of_queries(self, queries: int, segments: Tensor | int) -> Tensor | int:
-        """What the queries of a group add in a level of so many segments."""
-        return queries * (self.query_bytes + (segments - 1) * self.segment_bytes)
-
-
-# A level adds an attend call (a main and a merging launch) and its share of the last merge. CUDA:
-# 8 sequences that share 2,048 of 2,112 keys took 39 us with a level and 17 us without (H200,
-# 2026-11-15); a level saves 13 us of reading there, so it costs some 35 us, in which 4.4 TB/s read
-# 150 MB. CPU: 0.4 ms of a paged call over 16 keys, at 5 GB/s.
-LEVEL_BYTES = {"cuda": 150 << 20, "cpu": 2 << 20}
-# The processors of an H200: the Hopper forward over pages fills each with 128 rows, and does not
-# split keys. Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
-NUM_PROGRAMS = 132
-TILE_ROWS = 128  # queries x heads of a group
-SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
-
-
-def traffic(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Traffic:
-    """The model's constants for tensors like these; only shapes, dtype and device are read."""
-    if q.dim() < 3 or k_pages.dim() != 4 or v_pages.dim() != 4:
-        shapes = [tuple(t.shape) for t in (q, k_pages, v_pages)]
-        raise ValueError(f"q must end in (heads, head_dim) and pages have rank 4, got {shapes}")
-    num_heads, head_dim = q.shape[-2:]
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    head_dim_v, item = v_pages.shape[-1], k_pages.element_size()
-    scales = 8 if item == 1 else 0  # of a key and its value
-    partial = 2 * num_heads * 4 * (head_dim_v + 1)  # fp32 out and lse, written and read back
-    query = num_heads * head_dim * q.element_size()
-    return Traffic(
-        page_bytes=page_size * num_kv_heads * ((head_dim + head_dim_v) * item + scales),
-        query_bytes=3 * query + partial,  # gathered (read, written), read again
-        partial_bytes=partial,
-        level_bytes=LEVEL_BYTES.get(q.device.type, LEVEL_BYTES["cuda"]),
-        segment_bytes=2 * query + partial,  # written, read again
-        occupancy=_occupancy(q, k_pages),
-    )
-
-
-def _occupancy(q: Tensor, k_pages: Tensor) -> Occupancy:
-    page_size, num_kv_heads = k_pages.shape[1:3]
-    group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
-    return Occupancy(
-        1 if _splits_keys(q, k_pages) else NUM_PROGRAMS,
-        num_kv_heads,
-        max(1, TILE_ROWS // group_size),
-        -(-SEGMENT_KEYS // max(1, page_size)),
-    )
-
-
-def _splits_keys(q: Tensor, k_pages: Tensor) -> bool:
-    """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
-    device = device_info(q.device)
-    elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
-    return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
 
 
 class Group(NamedTuple):
@@ -127,7 +42,7 @@ class Level(NamedTuple):
     """
 
     groups: tuple[Group, ...]
-    saved_bytes: int  # against reading the runs once per sequence, net of what the level costs
+    saved: float  # seconds against reading the runs once per sequence, net of the level's costs
     segments: int
     page_table: Tensor  # (segments * groups, longest segment) int32
     seqlens: Tensor  # (segments * groups,) int32, 0 where a short run has no such segment
@@ -149,7 +64,7 @@ class Plan(NamedTuple):
     """What `plan` found, as tensors that `run` uses unchanged; `to` moves them to a device."""
 
     levels: tuple[Level, ...]
-    saved_bytes: int  # against one paged call, as the model has it, in one layer
+    saved: float  # seconds of one layer against one paged call, as predicted
     page_size: int
     shared: tuple[int, ...]  # pages of each sequence that the levels cover
     lengths_q: tuple[int, ...]
@@ -208,13 +123,14 @@ def plan(
     page_table: Tensor | Sequence[Sequence[int]],
     cache_seqlens: Tensor | Sequence[int],
     page_size: int,
-    model: Traffic,
+    model: Costs,
     *,
     seqlen_q: int = 1,
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     max_levels: int = MAX_LEVELS,
 ) -> Plan:
-    """The levels of shared pages that save most bytes; none, if the plain call is cheapest.
+    """The levels of shared pages that save most time, as `iomodel.prefixes.costs` of the tensors
+    (`model`) predicts it; none, if the plain call is fastest.
 
     page_table (batch, max_pages), cache_seqlens (batch,) and cu_seqlens_q (batch + 1,) are lists or
     CPU tensors: the host's copy, because reading a device's would synchronise. Each sequence has
@@ -228,8 +144,8 @@ def plan(
     shareable = _shareable(table, seqlens, cu.diff(), page_size)
     groups = _choose(table, shareable, lengths, model, max_levels)
     levels = tuple(_level(table, cu.tolist(), chosen, page_size, model) for chosen in groups)
-    saved = sum(level.saved_bytes for level in levels)
-    saved -= sum(lengths) * model.partial_bytes if levels else 0
+    saved = sum(level.saved for level in levels)
+    saved -= sum(lengths) * model.partial if levels else 0
     shared = _covered(groups, len(table))
     pages = torch.tensor(shared, dtype=torch.int64)
     tokens = (pages * page_size).int()
@@ -413,16 +329,16 @@ class Node:
 
 
 def _choose(
-    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Traffic, max_levels: int
+    table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Costs, max_levels: int
 ) -> list[list[Group]]:
     """The groups of each level."""
     order, common = _sorted_prefixes(table, shareable)
     nodes = _trie(common)
     queries = list(accumulate((lengths[b] for b in order), initial=0))
     totals = _price(nodes, queries, model, min(max_levels, _deepest(nodes)))
-    levels = torch.arange(len(totals))
-    once = queries[-1] * model.partial_bytes * (levels > 0)
-    totals = totals + once + levels * model.level_bytes
+    levels = torch.arange(len(totals), dtype=torch.float64)
+    once = queries[-1] * model.partial * (levels > 0)
+    totals = totals + once + levels * model.level
     return _trace(nodes[-1], order, int(totals.argmin()))
 
 
@@ -468,31 +384,32 @@ def _deepest(nodes: list[Node]) -> int:
     return max(len(node.ends) for node in nodes)
 
 
-def _price(nodes: list[Node], queries: list[int], model: Traffic, levels: int) -> Tensor:
-    """Bytes against one plain call, with at most 0, 1, ..., levels levels.
+def _price(nodes: list[Node], queries: list[int], model: Costs, levels: int) -> Tensor:
+    """Seconds against one plain call, with at most 0, 1, ..., levels levels.
 
     cost[l, a] of a node is the least its subtree needs with l levels left when ancestor a is the
-    last one taken. Taking a node reads the pages since a once and moves its queries' partials, as
-    many as if it were alone in its level; leaving it lets its children and its loose sequences read
-    them. All ancestors at once.
+    last one taken. Taking a node reads the pages since a once and pays for its queries, as if it
+    were alone in its level; leaving it lets its children and its loose sequences read them. All
+    ancestors at once. (The first reading of a page is not counted: it comes with every choice.)
     """
     for node in nodes[:-1]:
         below = _below(node, model, levels)
-        pages, rows = node.pages - torch.tensor(node.ends), queries[node.hi] - queries[node.lo]
-        partials = model.bytes_of_queries(rows, model.occupancy.segments([rows], pages))
-        take, leave = pages * model.page_bytes + partials + below[:-1, -1:], below[:, :-1]
+        pages = node.pages - torch.tensor(node.ends, dtype=torch.float64)
+        rows = queries[node.hi] - queries[node.lo]
+        paid = model.of_queries(rows, model.occupancy.segments([rows], pages), pages)
+        take, leave = pages * model.page + paid + below[:-1, -1:], below[:, :-1]
         node.taken = take < leave[1:]
         node.cost = torch.cat([leave[:1], torch.where(node.taken, take, leave[1:])])
     return _below(nodes[-1], model, levels)[:, 0]
 
 
-def _below(node: Node, model: Traffic, levels: int) -> Tensor:
+def _below(node: Node, model: Costs, levels: int) -> Tensor:
     """(levels + 1, ancestors + 1): what is below a node costs, if the last one taken is each of its
     ancestors, or the node itself. A sequence that has no part in a child reads what is left.
     """
-    ends = torch.tensor([*node.ends, node.pages])
+    ends = torch.tensor([*node.ends, node.pages], dtype=torch.float64)
     loose = node.hi - node.lo - sum(child.hi - child.lo for child in node.children)
-    alone = (-loose * model.page_bytes * ends).expand(levels + 1, -1)
+    alone = (-loose * model.page * ends).expand(levels + 1, -1)
     return sum((child.cost for child in node.children), alone)
 
 
@@ -520,7 +437,7 @@ def _covered(levels: list[list[Group]], batch: int) -> tuple[int, ...]:
 
 
 def _level(
-    table: Tensor, cu: list[int], groups: list[Group], page_size: int, model: Traffic
+    table: Tensor, cu: list[int], groups: list[Group], page_size: int, model: Costs
 ) -> Level:
     runs = [table[g.members[0], g.start : g.stop] for g in groups]
     lengths = [sum(cu[b + 1] - cu[b] for b in g.members) for g in groups]
@@ -529,10 +446,10 @@ def _level(
     page_table, sizes = _cut(runs, segments, model.occupancy.segment_pages)
     rows = _rows(cu, [b for g in groups for b in g.members])
     once_each = sum((len(g.members) - 1) * len(run) for g, run in zip(groups, runs, strict=True))
-    costs = model.bytes_of_queries(sum(lengths), segments) + model.level_bytes
+    paid = sum(model.of_queries(n, segments, len(r)) for n, r in zip(lengths, runs, strict=True))
     return Level(
         tuple(groups),
-        once_each * model.page_bytes - int(costs),
+        once_each * model.page - paid - model.level,
         segments,
         page_table,
         sizes * page_size,

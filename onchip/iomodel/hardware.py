@@ -3,7 +3,7 @@ source; and the same of a device that no table has, as torch tells it.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,11 +22,17 @@ class Level(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is one of a kind, so that choices are cached by it
 class Hardware:
     """One device. Rates are of one processor and one clock; levels run from the largest memory to
     the smallest. clock_hz is the one that the published peak is stated for. stream_bytes_s is what
-    kernels that do nothing but read reach of the memory, where that was measured.
+    kernels that do nothing but read reach of the memory, again_bytes_s the same of keys that
+    another program reads as well, where that was measured.
+
+    call_s: what a call over few queries takes beside reading. On an H200 3 us until the first keys
+    arrive, 4 us between the first program that ends and the last, and the launch; merge_s: of a
+    merge that is launched behind it, 2 us to begin and 3 us to run (docs/notebook.md, decoding on
+    Hopper). Other GPUs are taken to need as long.
     """
 
     name: str
@@ -43,6 +49,9 @@ class Hardware:
     registers: int = 65536  # of 32 bits
     launch_s: float = 2.5e-6  # of a kernel in a graph; assumed, neither measured nor looked up
     stream_bytes_s: float | None = None
+    again_bytes_s: float | None = None
+    call_s: float = 9.5e-6
+    merge_s: float = 5e-6
 
     @property
     def memory(self) -> Level:
@@ -53,6 +62,12 @@ class Hardware:
     def memory_bytes_s(self) -> float:
         """As measured, else as published."""
         return self.stream_bytes_s or self.memory.bytes_s or 0.0
+
+    @property
+    def repeated_bytes_s(self) -> float:
+        """Of what was read a moment ago: as measured, else the L2's, else the memory's."""
+        cache = self.levels[1].bytes_s if len(self.levels) > 1 else None
+        return self.again_bytes_s or cache or self.memory_bytes_s
 
     @property
     def is_known(self) -> bool:
@@ -158,7 +173,11 @@ H200 = Hardware(
     "NVIDIA H200",
     levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
     source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
-    stream_bytes_s=4.5e12,  # decoding over pages: bench/results/h200-paged.json; a test compares
+    # Both of bench/results/h200-paged.json; tests compare. Decoding over pages; and in one call of
+    # 64 sequences that share 8,192 or 32,768 keys: of its 277 and 1,010 us all but 32 and 54 us are
+    # for keys that are read again.
+    stream_bytes_s=4.5e12,
+    again_bytes_s=8.6e12,
     **_HOPPER,
 )
 _B200_L2 = (126 * MB, None, "freeCodeCamp, Blackwell GPU memory architecture")
@@ -179,6 +198,21 @@ B200 = Hardware(
     capability=(10, 0),
 )
 TABLE = (A100, H100, H200, B200)
+# Two cores of a server (2026-11-15): a paged call over 16 keys takes 0.4 ms, a merge included.
+HOST = Hardware(
+    "CPU",
+    processors=1,
+    clock_hz=0.0,
+    levels=(Level("memory", 0, 5e9, None, "measured: keys of a paged call"),),
+    tensor_flops={},
+    exps=0,
+    lanes=0,
+    shared_bytes=0,
+    source="measured",
+    launch_s=0.0,
+    call_s=0.4e-3,
+    merge_s=0.0,
+)
 
 
 @lru_cache(maxsize=16)
@@ -189,6 +223,20 @@ def of_device(device: torch.device) -> Hardware | None:
     if device.type != "cuda":
         return None
     return of_properties(torch.cuda.get_device_properties(device))
+
+
+@lru_cache(maxsize=16)
+def planned_for(device: torch.device) -> Hardware:
+    """What choices count with, which must be made on every device: one that nobody knows is taken
+    for an H200, with as many processors as it has.
+    """
+    if device.type == "cpu":
+        return HOST
+    found = of_device(device)
+    if found is not None or device.type != "cuda":
+        return found or H200
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return replace(H200, processors=count)
 
 
 def of_properties(about) -> Hardware | None:

@@ -182,7 +182,8 @@ DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the pl
 # Keys a query, from which on so few queries are split over programs. Not tuned (2026-11-15): what
 # decodes or verifies lies far above, what trains (as many keys as queries) below.
 FEW_KEYS = 8
-SPLIT_WAVES = 2  # programs per processor
+SPLIT_WAVES = 2  # programs per processor, where sequences are cut: one starts while another reads
+SPLIT_MOST_WAVES = 4  # that run side by side: registers of four times four warps
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do

@@ -10,7 +10,7 @@ import onchip
 from onchip.bench import gpu, paged, peers
 from onchip.bench.gpu import Contender, Lane
 from onchip.bench.harness import Inaccurate, Session, judge
-from onchip.fold import cascade
+from onchip.iomodel.prefixes import costs
 
 CPU = torch.device("cpu")
 
@@ -96,7 +96,7 @@ def small_l2(monkeypatch):
 
 def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
     """As a level even where it does not pay, as on the CPU."""
-    monkeypatch.setattr(cascade, "LEVEL_BYTES", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(paged, "costs", lambda *x: costs(*x)._replace(level=0))
     calls, plain = [], onchip.paged_attention
     count = lambda q, *a, **o: calls.append(tuple(q.shape[:2])) or plain(q, *a, **o)
     monkeypatch.setattr("onchip.ops.paged_attention", count)

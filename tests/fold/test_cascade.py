@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 import onchip
 from onchip import dispatch
 from onchip.fold import cascade
+from onchip.iomodel.prefixes import Costs, Occupancy, costs
 from onchip.problem import DeviceInfo, Problem, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
-FREE = cascade.Traffic(page_bytes=100, query_bytes=1, partial_bytes=1, level_bytes=0)
+FREE = Costs(page=100, query=1, partial=1, level=0)
 
 
 @st.composite
@@ -104,12 +105,12 @@ def test_no_choice_of_groups_saves_more(trie, level_bytes, query_bytes):
     """
     tables, lengths = trie
     _, table, seqlens = cache(tables, lengths, torch.float32)
-    model = cascade.Traffic(100, query_bytes, 7, level_bytes)
+    model = Costs(100, query_bytes, 7, level_bytes)
     plan = cascade.plan(table, seqlens, PAGE, model)
     once = 7 * len(tables) if plan.levels else 0
-    assert plan.saved_bytes == sum(level.saved_bytes for level in plan.levels) - once
-    assert all(level.saved_bytes >= 0 for level in plan.levels)
-    assert plan.saved_bytes == brute_force(tables, lengths, model)
+    assert plan.saved == sum(level.saved for level in plan.levels) - once
+    assert all(level.saved >= 0 for level in plan.levels)
+    assert plan.saved == brute_force(tables, lengths, model)
 
 
 def brute_force(tables, lengths, model):
@@ -130,12 +131,12 @@ def saving(nodes, bits, batch, model):
     chosen = [node for i, node in enumerate(nodes) if bits >> i & 1]
     depth = lambda node: sum(node[0] < other[0] for other in chosen)
     start = lambda node: max((n for other, n in chosen if node[0] < other), default=0)
-    total = sum((len(m) - 1) * (n - start((m, n))) * model.page_bytes for m, n in chosen)
-    total -= sum(len(m) for m, _ in chosen) * model.query_bytes
+    total = sum((len(m) - 1) * (n - start((m, n))) * model.page for m, n in chosen)
+    total -= sum(len(m) for m, _ in chosen) * model.query
     levels = max((depth(node) + 1 for node in chosen), default=0)
     if levels > cascade.MAX_LEVELS:
         return 0
-    return total - levels * model.level_bytes - (batch * model.partial_bytes if chosen else 0)
+    return total - levels * model.level - (batch * model.partial if chosen else 0)
 
 
 def three_levels():
@@ -169,9 +170,7 @@ class TestPlan:
         """With one level to give, the evens take the pages of everyone along."""
         plan = cascade.plan(self.padded, self.lengths, PAGE, FREE, max_levels=1)
         assert found(plan) == [[((0, 2, 4), 0, 5)]]
-        assert (
-            plan.saved_bytes == 2 * 5 * 100 - 3 - 6
-        )  # three queries in the level, six of partials
+        assert plan.saved == 2 * 5 * 100 - 3 - 6  # three queries in the level, six of partials
 
     def test_pages_must_be_full_and_before_the_queries(self):
         table = [[1, 2, 3], [1, 2, 4]]
@@ -217,29 +216,12 @@ class TestModel:
         table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
         table[:, :shared] = table[0, :shared]
         lengths = [shared_tokens + own_tokens] * batch
-        return cascade.plan(table, lengths, 16, cascade.traffic(q, pages, pages))
-
-    def test_bytes_of_a_page_and_a_query(self):
-        q, k, v = torch.empty(3, 1, 6, 24), torch.empty(2, 4, 2, 24), torch.empty(2, 4, 2, 40)
-        page, query, partial, _, segment, occupancy = cascade.traffic(q, k, v)
-        assert page == (k[0].numel() + v[0].numel()) * 4
-        assert partial == 2 * 4 * (6 * 40 + 6)  # out and lse, written and read
-        assert query == partial + 3 * 4 * 6 * 24  # q gathered (read, written) and read
-        assert segment == partial + 2 * 4 * 6 * 24  # q written once more, and read
-        assert occupancy.num_programs == 1  # the CPU: nothing is cut
-
-    @pytest.mark.parametrize("dtype, programs", [(torch.float16, 132), (torch.float32, 1)])
-    def test_runs_are_cut_where_a_kernel_does_not_split_keys(self, dtype, programs):
-        q, pages = (
-            torch.empty(*n, dtype=dtype, device="meta") for n in ((3, 40, 64), (2, 16, 5, 64))
-        )
-        occupancy = cascade.traffic(q, pages, pages).occupancy
-        assert occupancy == (programs, 5, 128 // 8, 512 // 16)
+        return cascade.plan(table, lengths, 16, costs(q, pages, pages))
 
     @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
         plan = self.plan(batch, tokens)
-        assert len(plan.levels) == 1 and plan.saved_bytes > 0
+        assert len(plan.levels) == 1 and plan.saved > 0
 
     @pytest.mark.parametrize("batch, tokens", [(64, 32), (2, 2048), (8, 256), (8, 2048)])
     def test_tiny_prefixes_are_not(self, batch, tokens):
@@ -252,7 +234,7 @@ class TestModel:
         table[63, 0] = table[0, 0]
         q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
-        plan = cascade.plan(table, [8448] * 64, 16, cascade.traffic(q, pages, pages))
+        plan = cascade.plan(table, [8448] * 64, 16, costs(q, pages, pages))
         assert found(plan) == [[(tuple(range(63)), 0, 512)]]
 
     @pytest.mark.parametrize(
@@ -289,7 +271,7 @@ class TestModel:
         q = torch.empty(members * groups, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
         lengths = [8448] * members * groups
-        plan = cascade.plan(table.flatten(0, 1), lengths, 16, cascade.traffic(q, pages, pages))
+        plan = cascade.plan(table.flatten(0, 1), lengths, 16, costs(q, pages, pages))
         (level,) = plan.levels
         assert len(level.groups) == groups
         rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
@@ -302,25 +284,29 @@ class TestModel:
         assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
 
     def test_segments_cost_what_they_move(self):
-        """8 segments write the queries of 64 sequences and their fp32 results 8 times."""
+        """8 segments write the queries of 64 sequences and their fp32 results 8 times; 2 tiles of
+        queries are multiplied with every page, behind which reading it hides.
+        """
         plan = self.plan(64, 8192)
-        page, query, partial, level, segment, _ = cascade.traffic(
+        model = costs(
             torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta"),
             *[torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")] * 2,
         )
-        assert plan.levels[0].saved_bytes == 63 * 512 * page - 64 * (query + 7 * segment) - level
-        assert plan.saved_bytes == plan.levels[0].saved_bytes - 64 * partial
-        assert segment == 2 * 32 * 128 * 2 + 2 * 32 * 4 * 129
+        queries = 64 * (model.query + 7 * model.segment)
+        products = 512 * (2 * model.products - model.first)
+        saved = 63 * 512 * model.page - queries - products - model.level
+        assert products > 0 and plan.levels[0].saved == pytest.approx(saved)
+        assert plan.saved == pytest.approx(saved - 64 * model.partial)
 
     def test_a_segment_too_many_is_not_taken_for_free(self):
         """Where a further partial costs more than all the pages, nothing is shared."""
-        model = FREE._replace(segment_bytes=10_000, occupancy=CUT)
+        model = FREE._replace(segment=10_000, occupancy=CUT)
         table = [[1, 2, 3, 4, 10 + b] for b in range(3)]
-        assert cascade.plan(table, [17] * 3, PAGE, model._replace(segment_bytes=10)).levels
+        assert cascade.plan(table, [17] * 3, PAGE, model._replace(segment=10)).levels
         assert cascade.plan(table, [17] * 3, PAGE, model).levels == ()
 
 
-CUT = cascade.Occupancy(num_programs=12, num_kv_heads=KV_HEADS, tile_queries=1, segment_pages=1)
+CUT = Occupancy(num_programs=12, num_kv_heads=KV_HEADS, tile_queries=1, segment_pages=1)
 MANY = FREE._replace(occupancy=CUT._replace(num_programs=64))  # every page is a segment
 
 
@@ -459,8 +445,8 @@ class TestRun:
         pages = tuple(x[0].unflatten(0, (-1, 16)) for x in (k, v))
         table = torch.arange(32, dtype=torch.int32)[None].repeat(2, 1)
         seqlens = torch.tensor([512, 512], dtype=torch.int32)
-        cut = cascade.Occupancy(segments, tile_queries=128)
-        model = FREE._replace(query_bytes=0, occupancy=cut)
+        cut = Occupancy(segments, tile_queries=128)
+        model = FREE._replace(query=0, occupancy=cut)
         plan = cascade.plan(table, seqlens, 16, model, seqlen_q=64)
         assert plan.shared == (28, 28) and plan.levels[0].segments == segments
 
@@ -594,7 +580,7 @@ class TestSegmentsOnTheGpu:
         seqlens = torch.tensor([runs[b % len(runs)] + 7 + b % 60 for b in range(batch)]).int()
         q = torch.randn(batch, seqlen_q, 32, 128, dtype=torch.bfloat16, device="cuda")
         pages = torch.randn(2, batch * width, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-        model = cascade.traffic(q, *pages)._replace(level_bytes=0)
+        model = costs(q, *pages)._replace(level=0)
         plan = cascade.plan(table, seqlens, 16, model, seqlen_q=seqlen_q)
         assert len(plan.levels) == 1 and plan.levels[0].segments > 1
         plan, tables = plan.to("cuda"), (table.cuda(), seqlens.cuda())

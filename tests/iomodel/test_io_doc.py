@@ -17,4 +17,4 @@ def test_every_output_is_what_the_block_before_prints(capsys):
         elif printed:
             assert body == printed
             shown, printed = shown + 1, ""
-    assert shown == 4
+    assert shown == 5

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.fold import cascade
 from onchip.iomodel import Chip, Traffic, question, traffic
+from onchip.iomodel.prefixes import moved
 from onchip.kernels.papers import ledger
 
 PAPERS = {
@@ -172,10 +172,10 @@ def test_the_planner_of_cascades_counts_as_the_ledger_does():
     batch, prefix, own, size = 6, 640, 96, 16
     sizes = {"batch": batch, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "head_dim_v": 32}
     rows, pages = (torch.empty(1, batch, 8, 64), torch.empty(1, size, 2, 64))
-    model = cascade.traffic(rows.half(), pages.half(), pages[..., :32].half())
+    model = moved(rows.half(), pages.half(), pages[..., :32].half())
     whole, rest = (traffic.pack_heads(question(1, n, **sizes)) for n in (prefix + own, own))
     tiles = Chip(tiles=(64, 64))
     saved = traffic.v2(whole, tiles).hbm_bytes - traffic.cascade(rest, prefix, tiles).hbm_bytes
     gathered = 2 * batch * 8 * 64 * 2
-    added = model.bytes_of_queries(batch, 1) + batch * model.partial_bytes
-    assert saved - gathered == (batch - 1) * prefix // size * model.page_bytes - added
+    added = model.of_queries(batch, 1) + batch * model.partial
+    assert saved - gathered == (batch - 1) * prefix // size * model.page - added

@@ -5,6 +5,7 @@ Keys are read once and multiplied little, so that memory sets the pace: one loop
 behind a mask, because a second loop would drain the pipeline of loads between the two.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,11 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.iomodel.hardware import HOST, Hardware, planned_for
+from onchip.iomodel.splits import Part, Tiles, choose, choose_unseen
 from onchip.kernels.configs import (
     DECODE_ROWS,
     FIXED_KEYS,
     SPLIT_KEYS,
-    SPLIT_WAVES,
     TritonConfig,
 )
 from onchip.kernels.handles import Handle
@@ -378,9 +380,9 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     result = Result(out, lse, stats if stats is None else Stats(*stats))
     if not out.numel() or not problem.batch:
         return result
-    processors = num_processors(out.device)
-    config = config_of(problem, call, processors)
-    launch = plan_launch(problem, out.shape[-3], config, processors)
+    hardware = machine(out.device)
+    config = config_of(problem, call, hardware.processors)
+    launch = plan_launch(problem, out.shape[-3], config, hardware)
     scratch = _scratch(launch, problem, out)
     sinks, options = packed(x.sinks), dependent_options(config, call.use.capability)
     table, tree = _table(x), _tree(x)
@@ -423,7 +425,7 @@ def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
     return config._replace(tile_m=min(tile_m, call.config("chunk").tile_m))
 
 
-def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors: int) -> Launch:
+def plan_launch(problem: Problem, total_q: int, config: TritonConfig, hardware: Hardware) -> Launch:
     """From bounds alone: lengths on the device stay there."""
     rows = problem.seqlen_q * problem.group_size
     tiles_q = problem.batch * triton.cdiv(rows, config.tile_m)
@@ -435,7 +437,7 @@ def plan_launch(problem: Problem, total_q: int, config: TritonConfig, processors
         return whole
     if problem.deterministic:
         return _fixed_cuts(problem, config, whole)
-    return _even_cuts(problem, config, whole, processors)
+    return _even_cuts(problem, config, whole, hardware)
 
 
 def _fixed_cuts(problem: Problem, config: TritonConfig, whole: Launch) -> Launch:
@@ -449,16 +451,16 @@ def _fixed_cuts(problem: Problem, config: TritonConfig, whole: Launch) -> Launch
     return Launch(whole.num_units + slots, slots, problem.batch, whole.part_rows, cut)
 
 
-def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, processors: int) -> Launch:
-    """Splits of W / U tiles at most, if W tiles in all are for U units. So sequences need U units
-    and one for each tile of queries; one that is cut takes less than twice its share of U.
+def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, hardware: Hardware) -> Launch:
+    """Splits of W / U tiles at most, if W tiles in all are for U units, which the model of time
+    chooses. So sequences need U units and one for each tile of queries; one that is cut takes less
+    than twice its share of U.
     """
     tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), whole.num_units
     least = max(1, SPLIT_KEYS // config.tile_n)
-    units = max(1, SPLIT_WAVES * processors // problem.num_kv_heads)
-    known = not problem.packed and not problem.page_size
-    most = max(least, triton.cdiv(tiles_q * tiles, units)) if known else least
-    if tiles <= most:
+    ask = choose_unseen if problem.packed or problem.page_size else choose
+    units = ask(Tiles.of(problem, *config[:2]), Part(tiles_q, tiles), least, hardware)
+    if units is None:
         return whole
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
     slots, records = min(2 * units, num_units), min(units, tiles_q)
@@ -509,7 +511,6 @@ def _bucket(problem: Problem) -> int:
 
 
 @lru_cache(maxsize=64)
-def num_processors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4  # interpreted: enough to split, few enough to be quick
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def machine(device: torch.device) -> Hardware:
+    """What programs run on. Interpreted: enough processors to split, few enough to be quick."""
+    return replace(HOST, processors=4) if device.type == "cpu" else planned_for(device)

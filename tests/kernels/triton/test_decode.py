@@ -12,6 +12,8 @@ import onchip.testing as ot
 from onchip.dispatch import kernel_module
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
+from onchip.iomodel.hardware import H200
+from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
 from onchip.problem import Problem
 from tests.eightbit import FORMS, eight, on_grid
@@ -320,7 +322,7 @@ def test_what_is_launched_suffices_for_any_lengths(batch, seqlen_k, deterministi
 
     problem = PROBLEM._replace(batch=batch, seqlen_k=seqlen_k, deterministic=deterministic)
     config = TritonConfig(16, 64, 4, 3)
-    launch = decode.plan_launch(problem, 1, config, 132)
+    launch = decode.plan_launch(problem, 1, config, H200)
     units, least, fixed = launch.cut
     generator = torch.Generator().manual_seed(batch)
     for _ in range(50):
@@ -494,8 +496,8 @@ def test_a_cascade_of_segments():
     """Pairs that share 4 and 2 pages, read once and in four segments, by these kernels alone."""
     q, _, (k_pages, v_pages, table, seqlens) = paged(4, 1, [77, 70, 45, 41], 16, GQA, FP32)
     table[1, :4], table[3, :2] = table[0, :4], table[2, :2]
-    programs = cascade.Occupancy(16, num_kv_heads=2, tile_queries=2)
-    model = cascade.Traffic(100, 0, 0, 0, occupancy=programs)
+    programs = Occupancy(16, num_kv_heads=2, tile_queries=2)
+    model = Costs(100, 0, 0, 0, occupancy=programs)
     plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
     assert [level.segments for level in plan.levels] == [4]
     args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}

@@ -1,0 +1,161 @@
+"""What it costs and saves to read a shared prefix once: the prices by which `fold.cascade` plans.
+
+In one call every sequence reads its own prefix. The first reading comes from memory, the others
+find most of it in the L2 (again_bytes_s of the hardware). A level of a cascade saves those: it is a
+call of its own with all queries of a group over the prefix, whose results are merged with the rest.
+It costs the call, the queries once more and their partial results, and where queries are many, the
+products that reading no longer hides.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.iomodel.hardware import Hardware, planned_for
+from onchip.iomodel.roofline import forward_step
+from onchip.kernels.configs import HOPPER_FORWARD_PAGED, HOPPER_TILE_ROWS, hopper_width
+from onchip.problem import device_info
+
+SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
+
+
+class Occupancy(NamedTuple):
+    """What fills a device: a program takes tile_queries queries of a group, with the heads of one
+    kv head, over the keys of one segment.
+    """
+
+    num_programs: int = 1  # that run at once; 1 where more would not help
+    num_kv_heads: int = 1
+    tile_queries: int = 1
+    segment_pages: int = 1  # fewer are not worth a program and a partial result
+
+    def segments(self, queries: Sequence[int], pages: Tensor) -> Tensor:
+        """Into how many segments runs of so many pages are cut, if groups with so many queries read
+        them: as many as there are programs for. 1 where tiles are not three quarters full, or half
+        of the device would be idle even so: whoever attends does better with whole runs.
+        """
+        tiles = sum(map(self.tiles, queries)) * self.num_kv_heads
+        rows = len(queries) * max(*queries, self.tile_queries)
+        is_full = 4 * sum(queries) >= 3 * rows
+        most = (pages // self.segment_pages).clamp(max=self.num_programs // tiles if is_full else 1)
+        return torch.where(2 * most * tiles > self.num_programs, most, 1)
+
+    def tiles(self, queries: int) -> int:
+        """Of so many queries of one group and kv head."""
+        return -(-queries // self.tile_queries)
+
+
+class Moved(NamedTuple):
+    """Bytes of one layer between memory and chip."""
+
+    page: int  # keys and values of one page
+    query: int  # what one query token adds in one level
+    partial: int  # what one query token's own part costs more once results are partial
+    segment: int  # what one query token adds in each further segment of a level
+
+    def of_queries(self, queries: int, segments: int) -> int:
+        """What the queries of a group add in a level of so many segments."""
+        return queries * (self.query + (segments - 1) * self.segment)
+
+
+class Costs(NamedTuple):
+    """Seconds of one layer (or any other unit: plans compare)."""
+
+    page: float  # keys and values of one page, read once more
+    query: float  # what one query token adds in one level
+    partial: float  # what one query token's own part costs more once results are partial
+    level: float  # a call, and two launches and merges
+    segment: float = 0.0  # what one query token adds in each further segment of a level
+    first: float = 0.0  # keys and values of one page, read for the first time
+    products: float = 0.0  # of a tile of queries with one page, for all kv heads
+    call: float = 0.0  # over few queries, beside reading
+    occupancy: Occupancy = Occupancy()
+
+    def one_call(self, pages: int, distinct: int) -> float:
+        """In which sequences read so many pages, of which so many are not the same."""
+        return self.call + distinct * self.first + (pages - distinct) * self.page
+
+    def of_queries(
+        self, queries: int, segments: Tensor | int, pages: Tensor | int
+    ) -> Tensor | float:
+        """What the queries of a group add, in a level of so many segments, over so many pages; of
+        products what takes longer than reading the pages.
+        """
+        moved = queries * (self.query + (segments - 1) * self.segment)
+        exposed = self.occupancy.tiles(queries) * self.products - self.first
+        return moved + pages * max(0.0, exposed)
+
+
+def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
+    """Prices for tensors like these; only shapes, dtype and device are read."""
+    hardware, n = planned_for(q.device), moved(q, k_pages, v_pages)
+    seconds = lambda num_bytes: num_bytes / hardware.memory_bytes_s
+    return Costs(
+        page=n.page / hardware.repeated_bytes_s,
+        query=seconds(n.query),
+        partial=seconds(n.partial),
+        level=hardware.call_s + 2 * (hardware.launch_s + hardware.merge_s),
+        segment=seconds(n.segment),
+        first=seconds(n.page),
+        products=_products(q, k_pages, v_pages, hardware),
+        call=hardware.call_s,
+        occupancy=_occupancy(q, k_pages, hardware),
+    )
+
+
+def moved(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Moved:
+    if q.dim() < 3 or k_pages.dim() != 4 or v_pages.dim() != 4:
+        shapes = [tuple(t.shape) for t in (q, k_pages, v_pages)]
+        raise ValueError(f"q must end in (heads, head_dim) and pages have rank 4, got {shapes}")
+    num_heads, head_dim = q.shape[-2:]
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    head_dim_v, item = v_pages.shape[-1], k_pages.element_size()
+    scales = 8 if item == 1 else 0  # of a key and its value
+    partial = 2 * num_heads * 4 * (head_dim_v + 1)  # fp32 out and lse, written and read back
+    query = num_heads * head_dim * q.element_size()
+    return Moved(
+        page=page_size * num_kv_heads * ((head_dim + head_dim_v) * item + scales),
+        query=3 * query + partial,  # gathered (read, written), read again
+        partial=partial,
+        segment=2 * query + partial,  # written, read again
+    )
+
+
+def _occupancy(q: Tensor, k_pages: Tensor, hardware: Hardware) -> Occupancy:
+    """The Hopper forward over pages fills each processor with one tile, and does not split keys.
+    Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
+    """
+    page_size, num_kv_heads = k_pages.shape[1:3]
+    group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
+    return Occupancy(
+        1 if _splits_keys(q, k_pages) else hardware.processors,
+        num_kv_heads,
+        max(1, HOPPER_TILE_ROWS // group_size),
+        -(-SEGMENT_KEYS // max(1, page_size)),
+    )
+
+
+def _splits_keys(q: Tensor, k_pages: Tensor) -> bool:
+    """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
+    device = device_info(q.device)
+    elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
+    return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
+
+
+def _products(q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware) -> float:
+    """Seconds of a tile of queries with a page for all kv heads, on all processors: as the Hopper
+    forward's pipeline has them, or where others serve, as the units could at best.
+    """
+    if not hardware.is_known:
+        return 0.0
+    page_size, num_kv_heads, head_dim = k_pages.shape[1:]
+    width, width_v = hopper_width(head_dim), hopper_width(v_pages.shape[-1])
+    config = HOPPER_FORWARD_PAGED.get(max(width, width_v))
+    clocks = 2 * (head_dim + v_pages.shape[-1]) / hardware.flops_clock(q.dtype)  # row and key
+    if config is not None and not _splits_keys(q, k_pages):
+        step = forward_step(config, width, width_v, hardware, q.dtype)
+        clocks = step.response(config.consumers) / (64 * config.consumers * config.tile_n)
+    pairs = HOPPER_TILE_ROWS * page_size * num_kv_heads
+    return pairs * clocks / hardware.clock_hz / hardware.processors
