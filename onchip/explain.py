@@ -454,8 +454,9 @@ def _plan(
     """None where the queries are not all in the cache: such tables cannot be shared."""
     if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
         return None
-    offsets = [0, *accumulate(n for n, _ in lengths)]
-    options = {"cu_seqlens_q": offsets, "max_levels": max_levels}
+    options: dict = {"seqlen_q": problem.seqlen_q, "max_levels": max_levels}
+    if problem.packed:
+        options["cu_seqlens_q"] = [0, *accumulate(n for n, _ in lengths)]
     tables = x.page_table.cpu(), [n for _, n in lengths]
     return cascade.plan(*tables, problem.page_size, model, **options)
 
@@ -501,6 +502,9 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         if level.segments > 1:
             read += f" in {level.segments} segments"
         yield f"level {number}", f"{read}, saves {human_time(level.saved)}"
+    if sharing.plan.together is not None:
+        own, level, *_ = sharing.plan.together
+        yield "at once", f"{own} programs read what is not shared, {level} the level"
     yield "predicted", times + ("a level" if len(sharing.plan.levels) == 1 else "levels")
 
 

@@ -58,9 +58,10 @@ class Tensors(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """One of two calls that run at once, each on some processors of a device: how many, and whether
-    it is the second, whose predecessor in the stream is the first. What the second reads was there
-    before the first began; it ends after the first.
+    """One of two calls that run at once, each on some processors of a device: how many programs it
+    has, and whether it is the second. The second follows the first in the stream, with nothing in
+    between; what it reads was there before the first began. It writes, and ends, after the first:
+    so what comes next need not know of two.
     """
 
     programs: int
@@ -103,7 +104,7 @@ class Problem(NamedTuple):
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
-    beside: Beside | None = None
+    beside: Beside | None = None  # for kernels that can; others take no notice
 
     @property
     def group_size(self) -> int:

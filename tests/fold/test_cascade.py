@@ -205,18 +205,24 @@ class TestPlan:
         assert 0 < len(plan.levels) <= cascade.MAX_LEVELS
 
 
+def prefixed(batch, shared_tokens, own_tokens=256, **changes):
+    """The plan of a GQA 32/8 model on a GPU, 16 tokens a page; changes: of its occupancy."""
+    q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+    width, shared = (shared_tokens + own_tokens) // 16, shared_tokens // 16
+    table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+    table[:, :shared] = table[0, :shared]
+    model = costs(q, pages, pages)
+    model = model._replace(occupancy=model.occupancy._replace(**changes))
+    return cascade.plan(table, [shared_tokens + own_tokens] * batch, 16, model)
+
+
 class TestModel:
-    """Decode of a GQA 32/8 model on a GPU, 16 tokens a page."""
+    """Calls in turn."""
 
     @staticmethod
-    def plan(batch, shared_tokens, own_tokens=256, device="meta"):
-        q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device=device)
-        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device=device)
-        width, shared = (shared_tokens + own_tokens) // 16, shared_tokens // 16
-        table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
-        table[:, :shared] = table[0, :shared]
-        lengths = [shared_tokens + own_tokens] * batch
-        return cascade.plan(table, lengths, 16, costs(q, pages, pages))
+    def plan(batch, shared_tokens):
+        return prefixed(batch, shared_tokens, own_queries=0)
 
     @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
@@ -271,9 +277,11 @@ class TestModel:
         q = torch.empty(members * groups, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
         lengths = [8448] * members * groups
-        plan = cascade.plan(table.flatten(0, 1), lengths, 16, costs(q, pages, pages))
+        cu = range(members * groups + 1)
+        model = costs(q, pages, pages)
+        plan = cascade.plan(table.flatten(0, 1), lengths, 16, model, cu_seqlens_q=list(cu))
         (level,) = plan.levels
-        assert len(level.groups) == groups
+        assert len(level.groups) == groups and plan.together is None
         rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
         asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)

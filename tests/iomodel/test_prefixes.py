@@ -27,11 +27,15 @@ def plan(batch, shared, own, model):
     return cascade.plan(table, [shared + own] * batch, PAGE, model)
 
 
+def in_turn(model):
+    return model._replace(occupancy=model.occupancy._replace(own_queries=0))
+
+
 def times(batch, shared, own, model):
-    """Microseconds of one call, and of a level and a call."""
+    """Microseconds of one call, and of a level and a call one after the other."""
     pages, distinct = batch * (shared + own) // PAGE, (shared + batch * own) // PAGE
     one = model.one_call(pages, distinct)
-    forced = plan(batch, shared, own, model._replace(level=0.0))
+    forced = plan(batch, shared, own, in_turn(model)._replace(level=0.0))
     assert len(forced.levels) == 1
     return 1e6 * one, 1e6 * (one - forced.saved + model.level)
 
@@ -135,7 +139,7 @@ def test_queries_pay_for_products_that_reading_does_not_hide():
 @pytest.mark.parametrize(("dtype", "programs"), [(torch.float16, 132), (torch.float32, 1)])
 def test_runs_are_cut_where_a_kernel_does_not_split_keys(dtype, programs):
     occupancy = model_of(5, 40, 64, dtype).occupancy
-    assert occupancy == (programs, 5, 128 // 8, 512 // PAGE)
+    assert occupancy[:4] == (programs, 5, 128 // 8, 512 // PAGE)
 
 
 def test_what_are_no_pages_is_refused():

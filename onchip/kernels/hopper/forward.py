@@ -49,6 +49,7 @@ class Out:
     """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
     lse directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
     batch entry and lse in fp64, is the state of the same queries over other keys, and merged in.
+    SECOND: the call before may still use the memory that they go to, and is waited for.
     """
 
     ref: gl.tensor | tensor_descriptor
@@ -60,9 +61,10 @@ class Out:
     HAS_SINKS: gl.constexpr
     WIDE: gl.constexpr
     MERGE: gl.constexpr
+    SECOND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE):
+    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE, SECOND):
         self.ref = ref
         self.slots = slots
         self.lse = lse
@@ -72,6 +74,7 @@ class Out:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.WIDE = gl.constexpr(WIDE)
         self.MERGE = gl.constexpr(MERGE)
+        self.SECOND = gl.constexpr(SECOND)
 
 
 @gluon.jit
@@ -275,6 +278,8 @@ def finish_rows(out, job, place, m, l):
     there must be multiplied with)
     """
     m_log2, l, inverse = close_rows(out, job, place, m, l)
+    if out.SECOND:
+        gdc_wait()
     if out.MERGE:
         share, rest = merge_lse(out, job, place, m_log2, l)
         return inverse * share, rest
@@ -494,9 +499,9 @@ def forward_kernel(
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE)
+    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE, SECOND)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job)
-    if SECOND:
+    if SECOND:  # every program has a tile, so each waits for the call before it ends
         gdc_launch_dependents()
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -512,5 +517,3 @@ def forward_kernel(
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     pipes.close()
-    if SECOND:
-        gdc_wait()

@@ -40,8 +40,8 @@ def decode(problem: Problem, x: Tensors) -> Result:
     left, right = problem.window_size
     right = 0 if problem.causal else right
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
-    beside = problem.beside
-    programs = num_sms(out.device) if beside is None else beside.programs
+    is_first = problem.beside is not None and not problem.beside.second
+    programs = problem.beside.programs if is_first else num_sms(out.device)
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -78,7 +78,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         HAS_SINKS=x.sinks is not None,
-        FIRST=beside is not None,
+        FIRST=is_first,
         SOFTCAP=problem.softcap != 0,
         BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
         MOST=max(128, 1 << (most - 1).bit_length()),
