@@ -1,6 +1,6 @@
 """Which kernel serves a call and why each other one does not, with the operations and bytes the
-call cannot avoid; of a paged call also the pages it reads, how their keys are split over programs,
-and what reading shared pages once would save.
+call cannot avoid; of few queries how their keys are split over programs, of a paged call also the
+pages it reads, and what reading shared pages once would save.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -195,10 +195,15 @@ def explain(
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scalars = _scalars(options, return_lse=return_lse)
     (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
-    explanation = _explanation(problem, x, _dense_parts(problem, x), kernel, on)
+    parts = _dense_parts(problem, x)
+    explanation = _explanation(problem, x, parts, kernel, on)
+    if on is None:
+        lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
+        cut = _cut(explanation.plan.kernel, problem, x, lengths)
+        explanation = explanation._replace(splits=cut)
     if x.mask is None:
         return explanation
-    dense = sum(p.all_flops for p in _dense_parts(problem, x))
+    dense = sum(p.all_flops for p in parts)
     return explanation._replace(flops=min(explanation.flops, round(x.mask.density() * dense)))
 
 
@@ -257,10 +262,7 @@ def _explain_paged(
     cut = [] if kernel else paged.parts(problem, x)
     parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
     pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))
-    if found.plan.kernel == "triton":
-        found = found._replace(splits=_splits(problem, x, lengths))
-    elif found.plan.kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
-        found = found._replace(splits=even_ranges(problem, x, lengths))
+    found = found._replace(splits=_cut(found.plan.kernel, problem, x, lengths))
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, prefixes.costs(x.q, x.k, x.v))
     sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared)
@@ -335,6 +337,17 @@ def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
     yield "pages", text
     if pages.gathered_bytes:
         yield "gathered", f"{human_bytes(pages.gathered_bytes)} first: {kernel} reads no pages"
+
+
+def _cut(
+    kernel: str, problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]
+) -> Splits | None:
+    """None where the kernel splits no keys of such a call."""
+    if kernel == "triton" and import_module("onchip.kernels.triton.decode").serves(problem):
+        return _splits(problem, x, lengths)
+    if kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
+        return even_ranges(problem, x, lengths)
+    return None
 
 
 def _splits(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:

@@ -271,6 +271,25 @@ class TestKernel:
         assert [n for n in x.splits.counts if n > 1] == counts[::tiles_q]
         assert ("merged" in str(x)) == bool(counts)
 
+    @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"window_size": (100, None)}])
+    def test_records_of_a_call_without_pages(self, monkeypatch, options):
+        from onchip.kernels.configs import TritonConfig
+        from onchip.kernels.triton import decode, launch
+
+        monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
+        monkeypatch.setattr(decode, "SPLIT_KEYS", 32)
+        monkeypatch.setattr(decode, "FIXED_KEYS", 64)
+        scratch, made = [], decode._scratch
+        monkeypatch.setattr(decode, "_scratch", lambda *a: scratch.append(made(*a)) or scratch[-1])
+        q, k = torch.zeros(1, 1, HEADS, DIM), torch.zeros(1, 333, KV_HEADS, DIM)
+        options = {"causal": True, "kernel": "triton"} | options
+        x = onchip.explain(q, k, k, **options)
+        onchip.attention(q, k, k, **options)
+        assert [*x.splits.counts] == self.counts_of(scratch[0][2].view(-1, 8)) != [1]
+        assert x.splits.programs == KV_HEADS * sum(x.splits.counts) and x.pages is None
+        many = onchip.explain(k.repeat(1, 1, 2, 1), k, k, **options)
+        assert many.splits is None and "splits" not in str(many)
+
     @staticmethod
     def counts_of(records):
         return records[1 : 1 + int(records[0, 0]), 4].tolist()
