@@ -30,7 +30,8 @@ from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
-NOT_PAGED = ("dropout_p", "precise_delta")  # of the scalar options
+SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
+NOT_PAGED = ("dropout_p", "precise_delta")
 
 
 class Pages(NamedTuple):
@@ -209,7 +210,7 @@ def explain(
 
 def _scalars(options: dict, **defaults: object) -> Options:
     """The scalar options, taken out of the rest."""
-    return Options(**defaults | {n: options.pop(n) for n in Options._fields if n in options})
+    return Options(**defaults | {n: options.pop(n) for n in SCALARS if n in options})
 
 
 def _explanation(
@@ -272,7 +273,7 @@ def _explain_paged(
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
     given = {n: options.pop(n) for n in extras if n in options}
-    foreign = [n for n in options if n in NOT_PAGED or n not in Options._fields]
+    foreign = [n for n in options if n in NOT_PAGED or n not in SCALARS]
     if foreign:
         raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
     scalars, x = _scalars(options, causal=True), x._replace(q=paged.lowered(x.q, x.k), **given)

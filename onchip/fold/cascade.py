@@ -197,9 +197,8 @@ def run(
     calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
     calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
     calls = _side_by_side(plan, calls, serves)
-    state, *found = [attend(*call.args, **call.options) for call in calls]
-    parts = [_part(level, *state) for level, state in zip(plan.levels, found, strict=True)]
-    out, lse = state
+    (out, lse), *found = [attend(*call.args, **call.options) for call in calls]
+    parts = [_part(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
