@@ -30,7 +30,8 @@ from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
-NOT_PAGED = ("dropout_p", "precise_delta")  # of the scalar options
+SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
+NOT_PAGED = ("dropout_p", "precise_delta")
 
 
 class Pages(NamedTuple):
@@ -209,7 +210,7 @@ def explain(
 
 def _scalars(options: dict, **defaults: object) -> Options:
     """The scalar options, taken out of the rest."""
-    return Options(**defaults | {n: options.pop(n) for n in Options._fields if n in options})
+    return Options(**defaults | {n: options.pop(n) for n in SCALARS if n in options})
 
 
 def _explanation(
@@ -272,7 +273,7 @@ def _explain_paged(
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
     given = {n: options.pop(n) for n in extras if n in options}
-    foreign = [n for n in options if n in NOT_PAGED or n not in Options._fields]
+    foreign = [n for n in options if n in NOT_PAGED or n not in SCALARS]
     if foreign:
         raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
     scalars, x = _scalars(options, causal=True), x._replace(q=paged.lowered(x.q, x.k), **given)
@@ -467,8 +468,9 @@ def _plan(
     """None where the queries are not all in the cache: such tables cannot be shared."""
     if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
         return None
-    offsets = [0, *accumulate(n for n, _ in lengths)]
-    options = {"cu_seqlens_q": offsets, "max_levels": max_levels}
+    options: dict = {"seqlen_q": problem.seqlen_q, "max_levels": max_levels}
+    if problem.packed:
+        options["cu_seqlens_q"] = [0, *accumulate(n for n, _ in lengths)]
     tables = x.page_table.cpu(), [n for _, n in lengths]
     return cascade.plan(*tables, problem.page_size, model, **options)
 
@@ -514,6 +516,9 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         if level.segments > 1:
             read += f" in {level.segments} segments"
         yield f"level {number}", f"{read}, saves {human_time(level.saved)}"
+    if sharing.plan.together is not None:
+        own, level, *_ = sharing.plan.together
+        yield "at once", f"{own} programs read what is not shared, {level} the level"
     yield "predicted", times + ("a level" if len(sharing.plan.levels) == 1 else "levels")
 
 

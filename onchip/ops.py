@@ -3,13 +3,14 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip import library, masks, paged
 from onchip.dispatch import kernel_module
+from onchip.dispatch import plan as dispatch
 from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
 from onchip.kernels.protocol import Result
@@ -17,6 +18,7 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
 from onchip.problem import (
     Options,
+    Problem,
     Question,
     Tensors,
     Window,
@@ -25,6 +27,8 @@ from onchip.problem import (
     describe,
     device_info,
     is_autocast,
+    is_eager,
+    laid_out,
 )
 from onchip.state import merge_at_rest
 
@@ -251,8 +255,63 @@ def cascade_attention(
     options |= {"k_scales": k_scales, "v_scales": v_scales}
     ours = kernel in (None, "triton") and device_info(q.device).has_triton
     merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
-    pages = (k_pages, v_pages)
-    return cascade.run(plan, paged_attention, q, pages, own, merge=merge, **options)
+    pages, with_kernels = (k_pages, v_pages), {"merge": merge, "serves": _serves_both}
+    return cascade.run(plan, _attend_pages, q, pages, own, **with_kernels, **options)
+
+
+def _attend_pages(*args: Tensor, **options: Any) -> Any:
+    """paged_attention(), of which one call may run beside another."""
+    if "beside" not in options:
+        return paged_attention(*args, **options)
+    kernel = options.pop("kernel")
+    question, x = _pose_pages(*args, **options)
+    return _answer(library.attend(question, x, kernel), return_lse=True)
+
+
+def _pose_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    **options: Any,
+) -> tuple[Question, Tensors]:
+    x = Tensors(
+        q,
+        k_pages,
+        v_pages,
+        sinks=sinks,
+        page_table=page_table,
+        cache_seqlens=cache_seqlens,
+        k_scales=k_scales,
+        v_scales=v_scales,
+    )
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return ask(paged.describe, x, Options(deterministic=deterministic, **options), None), x
+
+
+def _serves_both(own: cascade.Call, level: cascade.Call) -> bool:
+    """Whether one kernel serves these two calls and runs them at once. Not where somebody watches:
+    what a compiler does between them nobody knows.
+    """
+    if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
+        return False
+    (first, kernel), (second, other) = map(_served, (own, level))
+    runs_beside = getattr(kernel_module(kernel), "runs_beside", None)
+    return kernel == other and runs_beside is not None and runs_beside(first, second)
+
+
+def _served(call: cascade.Call) -> tuple[Problem, str]:
+    """The problem that a call poses, and the kernel for it."""
+    options = {**call.options}
+    kernel = options.pop("kernel")
+    question, x = _pose_pages(*call.args, **options)
+    problem = laid_out(question.problem, x)
+    return problem, dispatch(problem, device_info(x.q.device), kernel).kernel
 
 
 def offload_attention(

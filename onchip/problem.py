@@ -57,6 +57,17 @@ class Tensors(NamedTuple):
     mask: BlockMask | Later | None = None
 
 
+class Beside(NamedTuple):
+    """One of two calls that run at once, each on some processors of a device: how many programs it
+    has, and whether it is the second. The second follows the first in the stream, with nothing in
+    between; what it reads was there before the first began. It writes, and ends, after the first:
+    so what comes next need not know of two.
+    """
+
+    programs: int
+    second: bool
+
+
 class Problem(NamedTuple):
     """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
     the longest of the batch; the seqlen_k of a paged call is what its page table has room for.
@@ -93,6 +104,7 @@ class Problem(NamedTuple):
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
+    beside: Beside | None = None  # for kernels that can; others take no notice
 
     @property
     def group_size(self) -> int:
@@ -253,6 +265,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     precise_delta: bool = False
     return_lse: bool = False
+    beside: Beside | None = None
 
 
 class Question(NamedTuple):

@@ -153,6 +153,17 @@ def test_segments_of_a_level_are_told_and_counted():
     assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + queries
 
 
+def test_a_level_beside_the_rest_is_told():
+    """A plan of an H200, whose prices are what counts."""
+    empty = {"dtype": torch.bfloat16, "device": "meta"}
+    model = costs(torch.empty(64, 1, 32, 128, **empty), *torch.empty(2, 1, 16, 8, 128, **empty))
+    arguments = call([8448] * 64, shared=512)
+    plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
+    ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
+    told = "at once     80 programs read what is not shared, 48 the level"
+    assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
+
+
 def test_time_is_told_with_what_binds():
     x: Explanation = onchip.explain(*call([4096] * 99))
     on_gpu = x._replace(hardware=H200)

@@ -10,13 +10,13 @@ stays valid while sequences grow behind their shared pages.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.iomodel.prefixes import Costs
-from onchip.problem import UnsupportedError
+from onchip.iomodel.prefixes import Costs, Together
+from onchip.problem import Beside, UnsupportedError
 from onchip.state import merge_at_rest
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
@@ -70,6 +70,7 @@ class Plan(NamedTuple):
     cu_seqlens_q: Tensor  # (batch + 1,) int32
     shared_pages: Tensor  # (batch,) int64
     shared_tokens: Tensor  # (batch,) int32
+    together: Together | None = None  # the one level runs beside the own parts, where kernels can
 
     def to(self, device: torch.device | str) -> "Plan":
         """The same plan with its tensors on a device (one copy each, when the batch changes)."""
@@ -147,7 +148,19 @@ def plan(
     shared = _covered(groups, len(table))
     pages = torch.tensor(shared, dtype=torch.int64)
     tokens = (pages * page_size).int()
-    return Plan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
+    found = Plan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
+    own_pages = int((-(-seqlens // page_size) - pages).sum())
+    return found if cu_seqlens_q is not None else _together(found, own_pages, model)
+
+
+class Call(NamedTuple):
+    """A call of attend, not yet made."""
+
+    args: tuple[Tensor, ...]  # q, k_pages, v_pages, page_table, cache_seqlens
+    options: dict
+
+    def beside(self, programs: int, second: bool) -> "Call":
+        return Call(self.args, {**self.options, "beside": Beside(programs, second)})
 
 
 def run(
@@ -158,6 +171,7 @@ def run(
     own: Pair,
     *,
     merge: Callable[[Pair, list[Part], torch.dtype], Pair] | None = None,
+    serves: Callable[[Call, Call], bool] | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = True,
     **options: object,
@@ -168,23 +182,43 @@ def run(
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
-    of the levels: state.merge_at_rest unless a device has a kernel for it.
+    of the levels: state.merge_at_rest unless a device has a kernel for it. serves(own, level) tells
+    whether attend takes `beside` of these two calls, and kernels that can run at once will serve
+    them; else, and without it, the calls come in turn.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
     if not plan.levels:
         asked = {**options, "out_dtype": out_dtype, "return_lse": return_lse}
-        return _attend_own(plan, attend, q, pages, own, asked)
+        call = _own_call(plan, q, pages, own, asked)
+        return attend(*call.args, **call.options)
     for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # partials are not rounded
     for_all["return_lse"] = True
-    out, lse = _attend_own(plan, attend, q, pages, own, {**for_all, **for_own})
+    calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
+    calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
+    calls = _side_by_side(plan, calls, serves)
+    (out, lse), *found = [attend(*call.args, **call.options) for call in calls]
+    parts = [_part(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
-    parts = [_attend_level(level, attend, rows, pages, for_all) for level in plan.levels]
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
         out = out.unflatten(0, q.shape[:2])
         lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1).contiguous()
     return (out, lse) if return_lse else out
+
+
+def _side_by_side(
+    plan: Plan, calls: list[Call], serves: Callable[[Call, Call], bool] | None
+) -> list[Call]:
+    """The own call and that of the level, each with its programs, if they may run at once."""
+    if plan.together is None or serves is None:
+        return calls
+    own, level = calls
+    both = [
+        own.beside(plan.together.own_programs, second=False),
+        level.beside(plan.together.level_programs, second=True),
+    ]
+    return both if serves(*both) else calls
 
 
 FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}
@@ -220,21 +254,17 @@ def _packed(plan: Plan, q: Tensor, pages: Pair) -> Tensor:
     return q.flatten(0, 1) if uniform else q
 
 
-def _attend_own(
-    plan: Plan, attend: Callable[..., Pair], q: Tensor, pages: Pair, own: Pair, options: dict
-) -> Any:
+def _own_call(plan: Plan, q: Tensor, pages: Pair, own: Pair, options: dict) -> Call:
     packing: dict[str, object] = {}
     if q.dim() == 3:
         packing = {
             "cu_seqlens_q": plan.cu_seqlens_q,
             "max_seqlen_q": max(plan.lengths_q, default=0),
         }
-    return attend(q, *pages, *own, **packing, **options)
+    return Call((q, *pages, *own), {**packing, **options})
 
 
-def _attend_level(
-    level: Level, attend: Callable[..., Pair], rows: Tensor, pages: Pair, options: dict
-) -> Part:
+def _level_call(level: Level, rows: Tensor, pages: Pair, options: dict) -> Call:
     """One group's segments are sequences of equal length: such a call need not be packed, and all
     of them read the same queries.
     """
@@ -245,8 +275,12 @@ def _attend_level(
         q = q.repeat(level.segments, 1, 1)
         packing = {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": level.max_seqlen_q}
     tables = level.page_table, level.seqlens
-    out, lse = attend(q, *pages, *tables, causal=False, **packing, **options)
-    if not packing:
+    return Call((q, *pages, *tables), {"causal": False, **packing, **options})
+
+
+def _part(level: Level, out: Tensor, lse: Tensor) -> Part:
+    """What the call of a level has found."""
+    if len(level.groups) == 1:
         return Part(out, lse, level.place)
     stacked = (level.segments, -1)
     return Part(out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place)
@@ -429,12 +463,19 @@ def _covered(levels: list[list[Group]], batch: int) -> tuple[int, ...]:
 
 
 def _level(
-    table: Tensor, cu: list[int], groups: list[Group], page_size: int, model: Costs
+    table: Tensor,
+    cu: list[int],
+    groups: list[Group],
+    page_size: int,
+    model: Costs,
+    segments: int | None = None,
 ) -> Level:
+    """segments: None for as many as fill the device."""
     runs = [table[g.members[0], g.start : g.stop] for g in groups]
     lengths = [sum(cu[b + 1] - cu[b] for b in g.members) for g in groups]
-    longest = torch.tensor(max(map(len, runs)))
-    segments = int(model.occupancy.segments(lengths, longest))
+    if segments is None:
+        longest = torch.tensor(max(map(len, runs)))
+        segments = int(model.occupancy.segments(lengths, longest))
     page_table, sizes = _cut(runs, segments, model.occupancy.segment_pages)
     rows = _rows(cu, [b for g in groups for b in g.members])
     once_each = sum((len(g.members) - 1) * len(run) for g, run in zip(groups, runs, strict=True))
@@ -450,6 +491,37 @@ def _level(
         rows,
         _place(rows, cu[-1]),
     )
+
+
+def _together(plan: Plan, own_pages: int, model: Costs) -> Plan:
+    """The plan with its level beside the own parts, where that may be and is predicted to take less
+    than one after the other.
+    """
+    if not _may_be_together(plan, model):
+        return plan
+    (level,) = plan.levels
+    (group,) = level.groups
+    pages, readers = group.stop - group.start, len(group.members)
+    found = model.together(own_pages, level.max_seqlen_q, pages)
+    in_turn = model.one_call(own_pages + readers * pages, own_pages + pages) - plan.saved
+    if found is None or found.seconds >= in_turn:
+        return plan
+    gained, cu = in_turn - found.seconds, plan.cu_seqlens_q.tolist()
+    cut = _level(plan.tables, cu, [group], plan.page_size, model, found.segments)
+    cut = cut._replace(saved=level.saved + gained)
+    return plan._replace(levels=(cut,), saved=plan.saved + gained, together=found)
+
+
+def _may_be_together(plan: Plan, model: Costs) -> bool:
+    """One level of one group, whose queries need not be copied: nothing that the level reads is
+    then made between the two calls. Each sequence has queries few enough for a kernel that splits
+    keys, all of them together have too many for it.
+    """
+    if [len(level.groups) for level in plan.levels] != [1]:
+        return False
+    (level,), most = plan.levels, model.occupancy.own_queries
+    fits = max(plan.lengths_q) <= most < level.max_seqlen_q
+    return fits and isinstance(level.rows, slice)
 
 
 def _cut(runs: list[Tensor], segments: int, least: int) -> Pair:

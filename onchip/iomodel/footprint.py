@@ -90,13 +90,19 @@ def _threads(
 
 
 def hopper_decode(width: int, page_size: int = 0) -> Footprint:
-    """Few queries: tiles of 64 keys in flight, and the states of four warps that are merged."""
+    """Few queries, of this sequence and of the next: tiles of 64 keys in flight, and the states of
+    four warps that are merged.
+    """
     stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
     buffers = {"k": 2 * stages * 64 * width, "v": 2 * stages * 64 * width}
-    buffers["exchange"] = FP32 * 4 * 16 * width
+    buffers["q"] = 2 * 2 * 16 * width
+    buffers["exchange"] = FP32 * 4 * 16 * (width + 2)
     if page_size:
         parts = 64 // min(64, page_size)
         buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
+        buffers["lengths"] = (
+            4 * 32
+        )  # of as many sequences, or of the 256 or 2,048 of larger batches
     return Footprint(buffers, 2 * stages + 1, 160)
 
 

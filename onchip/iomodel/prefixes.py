@@ -5,6 +5,9 @@ find most of it in the L2 (again_bytes_s of the hardware). A level of a cascade 
 call of its own with all queries of a group over the prefix, whose results are merged with the rest.
 It costs the call, the queries once more and their partial results, and where queries are many, the
 products that reading no longer hides.
+
+Reading and products need not wait for one another: what each sequence reads for itself can run on
+some processors while the level runs on the others (`Costs.together`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,13 @@ from torch import Tensor
 
 from onchip.iomodel.hardware import Hardware, planned_for
 from onchip.iomodel.roofline import forward_step
-from onchip.kernels.configs import HOPPER_FORWARD_PAGED, HOPPER_TILE_ROWS, hopper_width
+from onchip.kernels.configs import (
+    HOPPER_DECODE_ROWS,
+    HOPPER_FORWARD_PAGED,
+    HOPPER_PAGE_SIZES,
+    HOPPER_TILE_ROWS,
+    hopper_width,
+)
 from onchip.problem import device_info
 
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
@@ -30,6 +39,7 @@ class Occupancy(NamedTuple):
     num_kv_heads: int = 1
     tile_queries: int = 1
     segment_pages: int = 1  # fewer are not worth a program and a partial result
+    own_queries: int = 0  # most of a sequence whose own part may run beside a level; 0: none may
 
     def segments(self, queries: Sequence[int], pages: Tensor) -> Tensor:
         """Into how many segments runs of so many pages are cut, if groups with so many queries read
@@ -45,6 +55,17 @@ class Occupancy(NamedTuple):
     def tiles(self, queries: int) -> int:
         """Of so many queries of one group and kv head."""
         return -(-queries // self.tile_queries)
+
+
+class Together(NamedTuple):
+    """A level of so many segments that runs beside the own parts, each on programs of its own, and
+    how long both together take with their merge.
+    """
+
+    own_programs: int
+    level_programs: int
+    segments: int
+    seconds: float
 
 
 class Moved(NamedTuple):
@@ -71,6 +92,8 @@ class Costs(NamedTuple):
     first: float = 0.0  # keys and values of one page, read for the first time
     products: float = 0.0  # of a tile of queries with one page, for all kv heads
     call: float = 0.0  # over few queries, beside reading
+    launch: float = 0.0
+    merge: float = 0.0
     occupancy: Occupancy = Occupancy()
 
     def one_call(self, pages: int, distinct: int) -> float:
@@ -87,6 +110,35 @@ class Costs(NamedTuple):
         exposed = self.occupancy.tiles(queries) * self.products - self.first
         return moved + pages * max(0.0, exposed)
 
+    def together(self, own_pages: int, queries: int, pages: int) -> Together | None:
+        """The fastest way to read own_pages beside a level of so many queries over so many pages;
+        None where there is no room for both.
+
+        Every tile of the level has a program, and the own parts get the rest. Each program has its
+        share of the memory's rate, so more segments make the level shorter and the own parts
+        longer: the best is where both end together, as nearly as whole segments allow.
+        """
+        most = max(1, pages // self.occupancy.segment_pages)
+        ways = (self._together(own_pages, queries, pages, n) for n in range(1, most + 1))
+        return min(filter(None, ways), key=lambda way: way.seconds, default=None)
+
+    def _together(self, own_pages: int, queries: int, pages: int, segments: int) -> Together | None:
+        """With so many segments."""
+        num_programs, num_kv_heads, *_ = self.occupancy
+        tiles = self.occupancy.tiles(queries)
+        level_programs = tiles * num_kv_heads * segments
+        own_programs = (num_programs - level_programs) // num_kv_heads * num_kv_heads
+        if own_programs <= 0:
+            return None
+        own = own_pages * self.first * num_programs / own_programs
+        page = max(self.products, self.first / tiles) * num_programs / num_kv_heads
+        level = -(-pages // segments) * page
+        # Both are launched at once, and the merge before they end. Programs of the level end
+        # together, those of the own parts do not: `call` counts that.
+        busy = max(self.call + own, self.launch + level)
+        moved = queries * (self.partial + self.query + (segments - 1) * self.segment)
+        return Together(own_programs, level_programs, segments, busy + self.merge + moved)
+
 
 def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
     """Prices for tensors like these; only shapes, dtype and device are read."""
@@ -101,7 +153,9 @@ def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
         first=seconds(n.page),
         products=_products(q, k_pages, v_pages, hardware),
         call=hardware.call_s,
-        occupancy=_occupancy(q, k_pages, hardware),
+        launch=hardware.launch_s,
+        merge=hardware.merge_s,
+        occupancy=_occupancy(q, k_pages, v_pages, hardware),
     )
 
 
@@ -123,7 +177,7 @@ def moved(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Moved:
     )
 
 
-def _occupancy(q: Tensor, k_pages: Tensor, hardware: Hardware) -> Occupancy:
+def _occupancy(q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware) -> Occupancy:
     """The Hopper forward over pages fills each processor with one tile, and does not split keys.
     Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
     """
@@ -134,7 +188,18 @@ def _occupancy(q: Tensor, k_pages: Tensor, hardware: Hardware) -> Occupancy:
         num_kv_heads,
         max(1, HOPPER_TILE_ROWS // group_size),
         -(-SEGMENT_KEYS // max(1, page_size)),
+        _own_queries(q, k_pages, v_pages),
     )
+
+
+def _own_queries(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> int:
+    """As many as the Hopper kernel for few queries takes, where the one for many has whole groups
+    of heads in its tiles. What else they ask for is asked at every call.
+    """
+    page_size, num_kv_heads, head_dim = k_pages.shape[1:]
+    group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
+    fits = page_size in HOPPER_PAGE_SIZES and head_dim == v_pages.shape[-1] and 64 % group_size == 0
+    return HOPPER_DECODE_ROWS // group_size if fits and not _splits_keys(q, k_pages) else 0
 
 
 def _splits_keys(q: Tensor, k_pages: Tensor) -> bool:

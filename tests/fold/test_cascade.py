@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import onchip
-from onchip import dispatch
+from onchip import dispatch, ops
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import Costs, Occupancy, costs
-from onchip.problem import DeviceInfo, Problem, Tensors, is_even
+from onchip.problem import Beside, DeviceInfo, Problem, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -205,18 +205,28 @@ class TestPlan:
         assert 0 < len(plan.levels) <= cascade.MAX_LEVELS
 
 
+def prefixed(batch, shared_tokens, own_tokens=256, **changes):
+    """The plan of a GQA 32/8 model on a GPU, 16 tokens a page; changes: of its occupancy."""
+    width, shared = (shared_tokens + own_tokens) // 16, shared_tokens // 16
+    table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+    table[:, :shared] = table[0, :shared]
+    model = TestModel.model()
+    model = model._replace(occupancy=model.occupancy._replace(**changes))
+    return cascade.plan(table, [shared_tokens + own_tokens] * batch, 16, model)
+
+
 class TestModel:
-    """Decode of a GQA 32/8 model on a GPU, 16 tokens a page."""
+    """Calls in turn."""
 
     @staticmethod
-    def plan(batch, shared_tokens, own_tokens=256, device="meta"):
-        q = torch.empty(batch, 1, 32, 128, dtype=torch.bfloat16, device=device)
-        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device=device)
-        width, shared = (shared_tokens + own_tokens) // 16, shared_tokens // 16
-        table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
-        table[:, :shared] = table[0, :shared]
-        lengths = [shared_tokens + own_tokens] * batch
-        return cascade.plan(table, lengths, 16, costs(q, pages, pages))
+    def model():
+        q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+        pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
+        return costs(q, pages, pages)
+
+    @staticmethod
+    def plan(batch, shared_tokens):
+        return prefixed(batch, shared_tokens, own_queries=0)
 
     @pytest.mark.parametrize("batch, tokens", [(64, 8192), (16, 4096), (256, 512)])
     def test_long_prefixes_are_worth_it(self, batch, tokens):
@@ -271,9 +281,11 @@ class TestModel:
         q = torch.empty(members * groups, 1, 32, 128, dtype=torch.bfloat16, device="meta")
         pages = torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")
         lengths = [8448] * members * groups
-        plan = cascade.plan(table.flatten(0, 1), lengths, 16, costs(q, pages, pages))
+        cu = range(members * groups + 1)
+        model = costs(q, pages, pages)
+        plan = cascade.plan(table.flatten(0, 1), lengths, 16, model, cu_seqlens_q=list(cu))
         (level,) = plan.levels
-        assert len(level.groups) == groups
+        assert len(level.groups) == groups and plan.together is None
         rows = level.segments * groups, level.max_seqlen_q, level.page_table.shape[1] * 16
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
         asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
@@ -288,10 +300,7 @@ class TestModel:
         queries are multiplied with every page, behind which reading it hides.
         """
         plan = self.plan(64, 8192)
-        model = costs(
-            torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta"),
-            *[torch.empty(1, 16, 8, 128, dtype=torch.bfloat16, device="meta")] * 2,
-        )
+        model = self.model()
         queries = 64 * (model.query + 7 * model.segment)
         products = 512 * (2 * model.products - model.first)
         saved = 63 * 512 * model.page - queries - products - model.level
@@ -304,6 +313,146 @@ class TestModel:
         table = [[1, 2, 3, 4, 10 + b] for b in range(3)]
         assert cascade.plan(table, [17] * 3, PAGE, model._replace(segment=10)).levels
         assert cascade.plan(table, [17] * 3, PAGE, model).levels == ()
+
+
+class TestTogether:
+    """A level beside the own parts: chosen by the model, done where kernels can."""
+
+    def test_both_parts_end_together(self):
+        """On an H200 (2026-11-15) 3 segments beside 80 programs took 40.9 us, 4 beside 64 52.0."""
+        plan = prefixed(64, 8192)
+        assert plan.together[:3] == (80, 48, 3) and plan.levels[0].segments == 3
+        assert plan.levels[0].seqlens.tolist() == [171 * 16, 171 * 16, 170 * 16]
+        longer = prefixed(64, 32768)  # more to compute, as much to read
+        assert longer.together[:3] == (32, 96, 6)
+        alone = prefixed(64, 8192, own_tokens=2048)  # more to read, as much to compute
+        assert alone.together.own_programs > 80
+
+    def test_what_it_saves_is_what_it_is_predicted_to_take(self):
+        for shape in ((64, 8192), (64, 32768), (48, 4096)):
+            both, turns = prefixed(*shape), prefixed(*shape, own_queries=0)
+            assert turns.together is None and both.saved > turns.saved
+            model = TestModel.model()
+            batch, shared = shape
+            pages = batch * 16, shared // 16
+            one = model.one_call(pages[0] + batch * pages[1], sum(pages))
+            assert one - both.saved == pytest.approx(both.together.seconds)
+
+    def test_what_is_no_cascade_in_turn_is_none(self):
+        plan = prefixed(8, 2048, 64)
+        assert plan.levels == () and plan.together is None and plan.saved == 0
+
+    def test_in_turn_where_it_cannot_be(self):
+        """Several levels or groups, queries that must be copied, packed ones, too many of them."""
+        model = TestModel.model()
+        table = torch.arange(64 * 528, dtype=torch.int32).view(64, 528)
+        table[:, :512] = table[0, :512]
+        one = partial(cascade.plan, cache_seqlens=[8448] * 64, page_size=16, model=model)
+        assert one(table).together is not None
+        assert one(table, cu_seqlens_q=list(range(65))).together is None
+        few = partial(cascade.plan, table[:16], [8448] * 16, 16, model)
+        assert few(seqlen_q=4).together is not None
+        assert few(seqlen_q=5).levels and few(seqlen_q=5).together is None  # 20 rows of a kv head
+        two = table.clone()
+        two[1::2, :512] = two[1, :512] + 100_000
+        assert [len(level.groups) for level in one(two).levels] == [2]
+        assert one(two).together is None
+        apart = table.clone()
+        apart[5] += 100_000
+        assert not isinstance(one(apart).levels[0].rows, slice) and one(apart).together is None
+        first = table.clone()
+        first[0] += 100_000  # the others lie one after another
+        assert one(first).together is not None and one(first).levels[0].place is not None
+
+    @pytest.mark.parametrize("serves", [True, False, None])
+    def test_calls_are_told_of_one_another_if_they_are_served(self, serves):
+        tables = [[1, 2, 3, 4, 10 + b] for b in range(5)]
+        pages, table, seqlens = cache(tables, [17] * 5)
+        model = FREE._replace(level=200.0, call=100.0, first=1.0, products=1.0)
+        cut = Occupancy(16, KV_HEADS, tile_queries=5, segment_pages=1, own_queries=1)
+        plan = cascade.plan(table, seqlens, PAGE, model._replace(occupancy=cut))
+        own, level, segments, _ = plan.together
+        assert own + level <= 16 and level == segments * KV_HEADS
+        asked, seen = [], []
+
+        def attend(*args, beside=None, **options):
+            seen.append(beside)
+            return onchip.paged_attention(*args, **options)
+
+        def answer(*calls):
+            asked.extend(call.options["beside"] for call in calls)
+            return serves
+
+        q = torch.randn(5, 1, HEADS, DIM, dtype=torch.float64)
+        tables = table, seqlens
+        ask = None if serves is None else answer
+        got = cascade.run(plan, attend, q, pages, plan.own(*tables), serves=ask)
+        want = onchip.paged_attention(q, *pages, *tables, return_lse=True)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+        both = [Beside(own, second=False), Beside(level, second=True)]
+        assert asked == ([] if serves is None else both)
+        assert seen == (both if serves else [None, None])
+
+
+class TestServing:
+    """Whether hopper serves both calls is asked of dispatch, at every call."""
+
+    @staticmethod
+    def calls(seqlen_q=1, dim_v=128, level_programs=48, **options):
+        half = {"dtype": torch.bfloat16}
+        options = {"softmax_scale": None, "softcap": 0.0, "kernel": None, **options}
+        options |= {"out_dtype": torch.float32, "return_lse": True, "k_scales": None}
+        pages = torch.zeros(4, 16, 8, 128, **half), torch.zeros(4, 16, 8, dim_v, **half)
+        q = torch.zeros(64, seqlen_q, 32, 128, **half)
+        tables = lambda n, width: (torch.zeros(n, width).int(), torch.zeros(n).int())
+        own = cascade.Call((q, *pages, *tables(64, 20)), {**options, "causal": True})
+        rows = q.flatten(0, 1).expand(3, -1, -1, -1)
+        level = cascade.Call((rows, *pages, *tables(3, 171)), {**options, "causal": False})
+        return own.beside(80, second=False), level.beside(level_programs, second=True)
+
+    @pytest.fixture(autouse=True)
+    def hopper(self, monkeypatch):
+        pytest.importorskip("triton")
+        monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "H200", (9, 0)))
+
+    def test_both(self):
+        assert ops._serves_both(*self.calls()) and ops._serves_both(*self.calls(softcap=20.0))
+        assert ops._serves_both(*self.calls(kernel="hopper"))
+        own, level = self.calls()
+        sinks = {"sinks": torch.zeros(32)}
+        assert ops._serves_both(cascade.Call(own.args, {**own.options, **sinks}), level)
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"kernel": "triton"},
+            {"seqlen_q": 5},  # too many for the one kernel
+            {"dim_v": 64},
+            {"level_programs": 47},  # a tile would have to wait for a program
+        ],
+        ids=str,
+    )
+    def test_not_both(self, changed):
+        assert not ops._serves_both(*self.calls(**changed))
+
+    def test_not_what_must_be_deterministic(self):
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert not ops._serves_both(*self.calls())
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def test_not_elsewhere(self, monkeypatch):
+        monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "A100", (8, 0)))
+        assert not ops._serves_both(*self.calls())
+
+    def test_not_where_a_compiler_watches(self, monkeypatch):
+        monkeypatch.setattr(ops, "is_eager", lambda _: False)
+        assert not ops._serves_both(*self.calls())
+
+    def test_not_the_other_way_round(self):
+        own, level = self.calls()
+        assert not ops._serves_both(level, own)
 
 
 CUT = Occupancy(num_programs=12, num_kv_heads=KV_HEADS, tile_queries=1, segment_pages=1)
@@ -581,6 +730,7 @@ class TestSegmentsOnTheGpu:
         q = torch.randn(batch, seqlen_q, 32, 128, dtype=torch.bfloat16, device="cuda")
         pages = torch.randn(2, batch * width, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
         model = costs(q, *pages)._replace(level=0)
+        model = model._replace(occupancy=model.occupancy._replace(own_queries=0))  # in turn
         plan = cascade.plan(table, seqlens, 16, model, seqlen_q=seqlen_q)
         assert len(plan.levels) == 1 and plan.levels[0].segments > 1
         plan, tables = plan.to("cuda"), (table.cuda(), seqlens.cuda())
@@ -595,3 +745,143 @@ class TestSegmentsOnTheGpu:
         for out, lse in (call(), captured):
             torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=2e-3)
             torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.hopper
+class TestTogetherOnTheGpu:
+    """A level that runs while the own parts do gives what one call gives, every time."""
+
+    @staticmethod
+    def case(own, shared=8192, seqlen_q=1, head_dim=128, first=0):
+        """(q, pages, tables, plan) of sequences with so many own tokens, before whose pages there
+        is room to grow; those before `first` share nothing.
+        """
+        batch, run = len(own), shared // 16
+        width = run + -(-max(own) // 16) + 4
+        table = torch.randperm(batch * width, dtype=torch.int32).view(batch, width)
+        table[first:, :run] = table[first, :run]
+        seqlens = torch.tensor([shared + n for n in own], dtype=torch.int32)
+        half = {"dtype": torch.bfloat16, "device": "cuda"}
+        q = torch.randn(batch, seqlen_q, 32, head_dim, **half)
+        pages = torch.randn(2, batch * width, 16, 8, head_dim, **half)
+        plan = cascade.plan(table, seqlens, 16, costs(q, *pages), seqlen_q=seqlen_q)
+        assert plan.together is not None
+        return q, pages, (table.cuda(), seqlens.cuda()), plan.to("cuda")
+
+    @staticmethod
+    def calls(case, **options):
+        q, pages, tables, plan = case
+        options = {"out_dtype": torch.float32, "return_lse": True, **options}
+        together = lambda: onchip.cascade_attention(q, *pages, *tables, plan=plan, **options)
+        one = lambda: onchip.paged_attention(q, *pages, *tables, **options)
+        return together, one
+
+    @staticmethod
+    def assert_close(got, want):
+        torch.testing.assert_close(got[0], want[0], rtol=0, atol=2e-3)
+        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
+
+    ODD = [1 + (37 * b) % 300 for b in range(64)]
+    CASES = {
+        "even": {"own": [256] * 64},
+        "odd": {"own": ODD},
+        "three queries": {"own": [n + 3 for n in ODD[:20]], "seqlen_q": 3},
+        "head_dim 64": {"own": ODD, "head_dim": 64},
+        "head_dim 256": {"own": ODD, "head_dim": 256},
+        "a stranger first": {"own": ODD, "first": 1},
+        "one tile": {"own": ODD[:27], "shared": 16384},
+        "long": {"own": ODD, "shared": 32768},
+    }
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        """Whether each launch of the forward was a second one."""
+        seen, launch = [], hopper_launch().is_second
+        note = lambda problem: seen.append(launch(problem)) or seen[-1]
+        monkeypatch.setattr(hopper_launch(), "is_second", note)
+        return seen
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_equals_one_call(self, name, launched):
+        torch.manual_seed(1)
+        sinks = torch.randn(32, device="cuda")
+        together, one = self.calls(self.case(**self.CASES[name]), sinks=sinks, softcap=20.0)
+        want = one()
+        for _ in range(3):  # compiled, recorded, replayed
+            self.assert_close(together(), want)
+        assert launched and all(launched)
+
+    @pytest.mark.parametrize("own", [[256] * 64, ODD], ids=["even", "odd"])
+    def test_the_same_bits_every_time(self, own):
+        torch.manual_seed(2)
+        together, one = self.calls(self.case(own))
+        first = [t.clone() for t in together()]
+        self.assert_close(first, one())
+        changed = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(200):
+            for a, b in zip(together(), first, strict=True):
+                changed += (a != b).any()
+        assert int(changed) == 0
+
+    def test_back_to_back_in_a_graph_with_queries_and_keys_made_just_before(self):
+        """20 calls without a gap, each over queries and a shared page that the launch before it
+        has written.
+        """
+        torch.manual_seed(3)
+        q, pages, tables, plan = self.case(self.ODD)
+        queries = torch.randn(20, *q.shape, dtype=q.dtype, device="cuda")
+        keys = torch.randn(20, *pages[:, 0].shape, dtype=q.dtype, device="cuda")
+        shared = int(tables[0][0, 100])
+        together, one = self.calls((q, pages, tables, plan))
+
+        def all_of(call):
+            found = []
+            for i in range(20):
+                pages[:, shared].copy_(keys[i])
+                q.copy_(queries[i])
+                found.append(call())
+            return found
+
+        wants = all_of(one)
+        all_of(together), all_of(together)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = all_of(together)
+        for _ in range(5):
+            graph.replay()
+            for got, want in zip(found, wants, strict=True):
+                self.assert_close(got, want)
+
+    def test_a_graph_follows_growing_sequences(self):
+        torch.manual_seed(4)
+        case = self.case(self.ODD)
+        together, one = self.calls(case)
+        together(), together()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = together()
+        for grown in (1, 15, 40):
+            case[2][1].add_(grown)
+            graph.replay()
+            self.assert_close(got, one())
+
+    def test_memory_that_the_own_part_still_uses_is_not_written(self):
+        """The scratch of the own part is free for the allocator once that is launched: the level's
+        results may get it.
+        """
+        torch.manual_seed(5)
+        case = self.case([2000] * 64)
+        assert case[3].together.segments == 1  # there is so much to read that the level ends first
+        together, one = self.calls(case)
+        want = one()
+        together(), together()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        for _ in range(20):
+            self.assert_close(together(), want)
+
+
+def hopper_launch():
+    from onchip.kernels.hopper import launch
+
+    return launch

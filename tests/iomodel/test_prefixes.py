@@ -27,11 +27,15 @@ def plan(batch, shared, own, model):
     return cascade.plan(table, [shared + own] * batch, PAGE, model)
 
 
+def in_turn(model):
+    return model._replace(occupancy=model.occupancy._replace(own_queries=0))
+
+
 def times(batch, shared, own, model):
-    """Microseconds of one call, and of a level and a call."""
+    """Microseconds of one call, and of a level and a call one after the other."""
     pages, distinct = batch * (shared + own) // PAGE, (shared + batch * own) // PAGE
     one = model.one_call(pages, distinct)
-    forced = plan(batch, shared, own, model._replace(level=0.0))
+    forced = plan(batch, shared, own, in_turn(model)._replace(level=0.0))
     assert len(forced.levels) == 1
     return 1e6 * one, 1e6 * (one - forced.saved + model.level)
 
@@ -149,9 +153,70 @@ def test_queries_pay_for_products_that_reading_does_not_hide():
 @pytest.mark.parametrize(("dtype", "programs"), [(torch.float16, 132), (torch.float32, 1)])
 def test_runs_are_cut_where_a_kernel_does_not_split_keys(dtype, programs):
     occupancy = model_of(5, 40, 64, dtype).occupancy
-    assert occupancy == (programs, 5, 128 // 8, 512 // PAGE)
+    assert occupancy[:4] == (programs, 5, 128 // 8, 512 // PAGE)
 
 
 def test_what_are_no_pages_is_refused():
     with pytest.raises(ValueError, match=r"pages have rank 4, got \[\(4, 32\), "):
         costs(torch.empty(4, 32), torch.empty(1, 16, 4, 32), torch.empty(1, 16, 4, 32))
+
+
+# Of the same H200: microseconds of 64 sequences with 8,192 shared and 256 own keys, by the segments
+# of the level that runs beside the own parts (2026-11-15, graph replay).
+TOGETHER = {3: 40.9, 4: 52.0, 5: 57.9, 6: 70.0}
+
+
+def test_levels_beside_own_parts_within_a_sixth_and_the_best_is_chosen():
+    model = model_of()
+    found = {n: model._together(64 * 256 // PAGE, 64, 8192 // PAGE, n) for n in TOGETHER}
+    predicted = {n: 1e6 * found[n].seconds for n in TOGETHER}
+    assert predicted == pytest.approx(TOGETHER, rel=1 / 6)
+    chosen = model.together(64 * 256 // PAGE, 64, 8192 // PAGE)
+    assert chosen == found[min(TOGETHER, key=TOGETHER.get)]
+    assert chosen[:3] == (80, 48, 3)
+
+
+@pytest.mark.parametrize("queries", [1, 31, 64, 200])
+@pytest.mark.parametrize("own_pages", [0, 64, 5000])
+def test_both_parts_have_programs_and_no_other_cut_is_faster(own_pages, queries):
+    model, pages = model_of(), 700
+    best = model.together(own_pages, queries, pages)
+    tiles = -(-queries // 32)
+    assert best.own_programs >= 8 and best.own_programs % 8 == 0
+    assert best.level_programs == tiles * 8 * best.segments
+    assert best.own_programs + best.level_programs <= 132
+    others = (model._together(own_pages, queries, pages, n) for n in range(1, 23))
+    assert all(best.seconds <= other.seconds for other in others if other is not None)
+
+
+def test_no_room_for_both():
+    assert model_of().together(64, 17 * 32, 512) is None  # 17 tiles of 8 kv heads
+
+
+def test_segments_are_no_shorter_than_is_worth_a_program():
+    assert model_of().together(0, 8, 2 * 512 // PAGE + 1).segments == 2
+    assert model_of().together(0, 8, 3).segments == 1
+
+
+@pytest.mark.parametrize(
+    ("own_queries", "shape"),
+    [
+        (4, {}),
+        (2, {"num_heads": 64}),
+        (16, {"num_heads": 8}),
+        (0, {"num_heads": 24}),  # 64 rows of a tile are not whole groups of 3
+        (0, {"dtype": torch.float32}),
+        (0, {"device": "cpu"}),
+    ],
+    ids=str,
+)
+def test_queries_that_the_kernel_for_few_takes(own_queries, shape):
+    assert model_of(**shape).occupancy.own_queries == own_queries
+
+
+def test_no_own_queries_where_pages_are_not_for_hopper():
+    q = torch.empty(64, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    pages = lambda size, dim=128: torch.empty(1, size, 8, dim, dtype=q.dtype, device="meta")
+    own = lambda k, v: costs(q, k, v).occupancy.own_queries
+    assert own(pages(64), pages(64)) == 4
+    assert own(pages(8), pages(8)) == own(pages(16), pages(16, 64)) == 0

@@ -18,7 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.hopper.pipe import (
     AHEAD,
     LANES,
+    LOOKUPS,
     Lookups,
+    fetch,
+    fetched,
     make_boxes,
     make_lookups,
     meet,
@@ -31,17 +34,20 @@ WARPS = gl.constexpr(4)
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
+THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
+EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 LOT = gl.constexpr(16)  # states that a merge loads together: one by one, each would cost a latency
 
 
 @aggregate
 class Lengths:
     """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
-    Windows count from the diagonal.
+    Windows count from the diagonal. `known`: what `all` has found.
     """
 
     cache_seqlens: gl.tensor
+    known: Lookups
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
     batch: gl.tensor
@@ -53,9 +59,11 @@ class Lengths:
 
     @gluon.constexpr_function
     def __init__(
-        self, cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT, HAS_RIGHT
-    ):
+        self, cache_seqlens, known, seqlen_q, seqlen_k, batch, left, right, PAGED, HAS_LEFT,
+        HAS_RIGHT,
+    ):  # fmt: skip
         self.cache_seqlens = cache_seqlens
+        self.known = known
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
         self.batch = batch
@@ -66,23 +74,28 @@ class Lengths:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
 
     @gluon.jit
-    def keys(self, b, mask):
-        """Keys of sequence b, or of a block of them, within the tables whatever they say."""
+    def keys(self, b, layout: gl.constexpr):
+        """Keys of sequence b, within the tables whatever they say."""
         if self.PAGED:
-            # Past the L1: it may hold what was there before the call before has ended.
-            at = self.cache_seqlens + b
-            seqlen = gl.load(at, mask=mask, other=0, cache_modifier=".cg")
-            return gl.minimum(gl.maximum(seqlen, 0), self.seqlen_k)
+            return self.known.number_in(b, 0, layout)
         else:
-            return b * 0 + self.seqlen_k
+            return self.seqlen_k
 
     @gluon.jit
     def all(self, BATCH: gl.constexpr):
         """Of all sequences, BATCH is not below their number; -1 where there is none. Every warp has
-        them for itself.
+        them for itself, though each asks for a part of them only: one thread would wait for one
+        after another.
         """
-        e = gl.arange(0, BATCH, gl.BlockedLayout([BATCH // 32], [32], [4], [0]))
-        return gl.where(e < self.batch, self.keys(e, e < self.batch), -1)
+        each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
+        seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
+        if self.PAGED:
+            e = gl.arange(0, BATCH, THREADS)
+            # Past the L1: it may hold what was there before the call before has ended.
+            asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=".cg")
+            self.known.keep(gl.minimum(gl.maximum(asked, 0), self.seqlen_k))
+            seqlens = self.known.kept(BATCH, each)
+        return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
 
     @gluon.jit
     def start(self, seqlen):
@@ -100,11 +113,44 @@ class Lengths:
 
 
 @aggregate
+class Cut:
+    """Units cut into `ranges` even ranges: range r begins at unit r * total // ranges. That product
+    may need 64 bits, so it is taken apart: total = each * ranges + rest.
+    """
+
+    ranges: gl.tensor
+    each: gl.tensor
+    rest: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, ranges, each, rest):
+        self.ranges = ranges
+        self.each = each
+        self.rest = rest
+
+    @gluon.jit
+    def start(self, r):
+        return r * self.each + r * self.rest // self.ranges
+
+    @gluon.jit
+    def stop(self, r):
+        """Ranges that there are not are empty."""
+        return self.start(gl.where(r < self.ranges, r + 1, r))
+
+    @gluon.jit
+    def holder(self, unit):
+        """The range that a unit lies in: what fp32 has rounded is at most one beside it."""
+        width = self.each.to(gl.float32) + self.rest.to(gl.float32) / self.ranges.to(gl.float32)
+        r = (unit.to(gl.float32) / width).to(gl.int32)
+        r = gl.where(self.start(r) > unit, r - 1, r)
+        return gl.where(self.start(r + 1) <= unit, r + 1, r)
+
+
+@aggregate
 class Range:
     """The tiles of one program: `count` of them from tile `tile` of sequence b on, which has seqlen
-    keys. It is one of `ranges` of `total` units; `before`: units of all sequences before b. A tile
-    is a unit, and to begin another sequence takes as long as SWITCH of them: those come before its
-    tiles.
+    keys. It is one of those of `cut`; `before`: units of all sequences before b. A tile is a unit,
+    and to begin another sequence takes as long as SWITCH of them: those come before its tiles.
     """
 
     b: gl.tensor
@@ -112,25 +158,18 @@ class Range:
     tile: gl.tensor
     count: gl.tensor
     before: gl.tensor
-    total: gl.tensor
-    ranges: gl.tensor
+    cut: Cut
     has_empty: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, seqlen, tile, count, before, total, ranges, has_empty):
+    def __init__(self, b, seqlen, tile, count, before, cut, has_empty):
         self.b = b
         self.seqlen = seqlen
         self.tile = tile
         self.count = count
         self.before = before
-        self.total = total
-        self.ranges = ranges
+        self.cut = cut
         self.has_empty = has_empty
-
-    @gluon.jit
-    def holder(self, unit):
-        """The range that a unit lies in: range r begins at unit r * total // ranges."""
-        return (((unit + 1).to(gl.int64) * self.ranges - 1) // self.total).to(gl.int32)
 
 
 @gluon.jit
@@ -140,12 +179,10 @@ def switch(b, tiles):
 
 
 @gluon.jit
-def cut(number, total, most, least):
-    """(lo, hi, ranges): the units of range `number`, of at most `most`."""
+def cut(total, most, least):
+    """At most `most` ranges of `least` units at least."""
     ranges = gl.minimum(most, gl.maximum(total // least, 1))
-    lo = (number.to(gl.int64) * total // ranges).to(gl.int32)
-    hi = ((number + 1).to(gl.int64) * total // ranges).to(gl.int32)
-    return lo, gl.where(number < ranges, hi, lo), ranges
+    return Cut(ranges, total // ranges, total % ranges)
 
 
 @gluon.jit
@@ -157,7 +194,8 @@ def range_of(lengths, seqlens, number, most, least):
         lead = switch(e, tiles)
         stops = gl.associative_scan(lead + tiles, 0, plus)
         total = gl.max(stops, 0)
-        lo, hi, ranges = cut(number, total, most, least)
+        parts = cut(total, most, least)
+        lo, hi = parts.start(number), parts.stop(number)
         starts = stops - tiles
         done = gl.sum(gl.minimum(gl.maximum(lo - starts, 0), tiles), 0)
         count = gl.sum(gl.minimum(gl.maximum(hi - starts, 0), tiles), 0) - done
@@ -170,7 +208,8 @@ def range_of(lengths, seqlens, number, most, least):
         _, tiles = lengths.tiles(lengths.seqlen_k)
         each = tiles + SWITCH
         total = each * lengths.batch - SWITCH
-        lo, hi, ranges = cut(number, total, most, least)
+        parts = cut(total, most, least)
+        lo, hi = parts.start(number), parts.stop(number)
         b = (lo + SWITCH) // each
         last = (hi + SWITCH) // each
         before = gl.maximum(b * each - SWITCH, 0)
@@ -178,43 +217,43 @@ def range_of(lengths, seqlens, number, most, least):
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
         seqlen = lengths.seqlen_k
         has_empty = seqlen == 0
-    return Range(b, seqlen, tile, count, before, total, ranges, has_empty)
+    return Range(b, seqlen, tile, count, before, parts, has_empty)
 
 
 @gluon.jit
-def pass_empty(lengths, b, seqlen):
-    """(b, seqlen) of the next sequence that has keys, from sequence b on."""
+def pass_empty(lengths, b, layout: gl.constexpr):
+    """(b, seqlen) of the next sequence that has keys, from sequence b on; of the last if none."""
+    b = gl.minimum(b, lengths.batch - 1)
+    seqlen = lengths.keys(b, layout)
     while (seqlen == 0) & (b < lengths.batch - 1):
         b += 1
-        seqlen = lengths.keys(b, True)
+        seqlen = lengths.keys(b, layout)
     return b, seqlen
 
 
 @aggregate
 class Walk:
     """A tile on the way through all tiles: tile n of sequence b, whose tiles end before `stop` and
-    whose keys with `last`. The length of the sequence after it is asked for early.
+    whose keys with `last`.
     """
 
     b: gl.tensor
     n: gl.tensor
     stop: gl.tensor
     last: gl.tensor
-    upcoming: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, b, n, stop, last, upcoming):
+    def __init__(self, b, n, stop, last):
         self.b = b
         self.n = n
         self.stop = stop
         self.last = last
-        self.upcoming = upcoming
 
     @gluon.jit
     def next(self, lengths):
-        following = Walk(self.b, self.n + 1, self.stop, self.last, self.upcoming)
+        following = Walk(self.b, self.n + 1, self.stop, self.last)
         if self.n + 1 == self.stop:
-            b, seqlen = pass_empty(lengths, self.b + 1, self.upcoming)
+            b, seqlen = pass_empty(lengths, self.b + 1, LANES)
             following = enter(lengths, b, 0, seqlen)
         return following
 
@@ -223,8 +262,7 @@ class Walk:
 def enter(lengths, b, tile, seqlen):
     """The walk at a tile of sequence b."""
     first, tiles = lengths.tiles(seqlen)
-    upcoming = lengths.keys(gl.minimum(b + 1, lengths.batch - 1), True)
-    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0), upcoming)
+    return Walk(b, first + tile, first + tiles, gl.maximum(seqlen - 1, 0))
 
 
 @aggregate
@@ -265,14 +303,13 @@ class Pages:
         self.tiles.note(i, 0, at.n)
 
     @gluon.jit
-    def foresee(self, lengths, likely):
-        """Bring the first ids of a range near. Only that: the call before may still write them."""
-        x = gl.arange(0, 32, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        first, _ = lengths.tiles(likely.seqlen)
-        last = gl.maximum(likely.seqlen - 1, 0)
-        key = gl.minimum((first + likely.tile) * TILE_N + x * self.PART, last)
-        row = self.table + likely.b.to(gl.int64) * self.stride
-        prefetch(row + key // self.SIZE)
+    def first(self, lengths, mine):
+        """Where the ids of the first fillings of a range are, for every warp."""
+        part = gl.arange(0, self.PARTS * LOOKUPS, THREADS)
+        first, _ = lengths.tiles(mine.seqlen)
+        key = (first + mine.tile) * TILE_N + part * self.PART
+        key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
+        return self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
@@ -296,11 +333,13 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 
 @gluon.jit
 def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
-    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied."""
+    """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
+    the first tiles are there already, as far as they are of one sequence.
+    """
     at = enter(lengths, mine.b, mine.tile, mine.seqlen)
     for i in range(-AHEAD, mine.count):
         wanted = i + AHEAD < mine.count
-        pages.look_up(i + AHEAD, at, wanted)
+        pages.look_up(i + AHEAD, at, wanted & ((i >= 0) | (at.b != mine.b)))
         if wanted:
             at = at.next(lengths)
         if i >= 0:
@@ -324,15 +363,15 @@ class Out:
     flags: gl.tensor
     nonce: gl.tensor
     num_heads: gl.tensor
-    group_size: gl.tensor
     dim: gl.tensor
+    GROUP: gl.constexpr  # heads of a kv head
     HAS_SINKS: gl.constexpr
     MOST: gl.constexpr  # ranges
 
     @gluon.constexpr_function
     def __init__(
-        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, group_size, dim,
-        HAS_SINKS, MOST,
+        self, out, lse, sinks, parts, part_lses, flags, nonce, num_heads, dim, GROUP, HAS_SINKS,
+        MOST,
     ):  # fmt: skip
         self.out = out
         self.lse = lse
@@ -342,8 +381,8 @@ class Out:
         self.flags = flags
         self.nonce = nonce
         self.num_heads = num_heads
-        self.group_size = group_size
         self.dim = dim
+        self.GROUP = gl.constexpr(GROUP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.MOST = gl.constexpr(MOST)
 
@@ -352,9 +391,9 @@ class Out:
         """The result of the rows from r0 on: m, l of rows, acc (rows, dims) in `layout`."""
         r = r0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-        inside = r < seqlen_q * self.group_size
-        head = kv_head * self.group_size + r % self.group_size
-        query = r // self.group_size
+        inside = r < seqlen_q * self.GROUP
+        head = kv_head * self.GROUP + r % self.GROUP
+        query = r // self.GROUP
         if self.HAS_SINKS:
             sink = gl.load(self.sinks + head, mask=inside, other=0.0).to(gl.float32) * LOG2E
             top = gl.maximum(m, sink)
@@ -364,7 +403,7 @@ class Out:
             m = top
         place = (b.to(gl.int64) * self.num_heads + head) * seqlen_q + query
         gl.store(self.lse + place, (m + gl.log2(l)) * LN2, mask=inside)
-        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]  # such a row has seen nothing
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]  # such a row has seen nothing
         row = (b.to(gl.int64) * seqlen_q + query) * self.num_heads + head
         cells = self.out + row[:, None] * self.dim + d[None, :]
         mask = inside[:, None] & (d < self.dim)[None, :]
@@ -377,7 +416,7 @@ class Out:
         d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
         at = slot.to(gl.int64) * rows + r
         gl.store(self.part_lses + at, m + gl.log2(l), mask=r < rows)
-        acc = acc / gl.where(l == 0.0, 1.0, l)[:, None]
+        acc = acc * (1.0 / gl.where(l == 0.0, 1.0, l))[:, None]
         cells = self.parts + at[:, None] * acc.shape[1] + d[None, :]
         gl.store(cells, acc, mask=(r < rows)[:, None])
 
@@ -404,7 +443,7 @@ class Out:
         S: gl.constexpr = gl.BlockedLayout([LOT, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0])
         L: gl.constexpr = gl.SliceLayout(0, S)
         ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, S))
-        rows = seqlen_q * self.group_size
+        rows = seqlen_q * self.GROUP
         k = gl.arange(0, LOT, gl.SliceLayout(1, gl.SliceLayout(2, S)))
         d = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, S)))
         for r0 in range(0, rows, WARPS):
@@ -431,13 +470,14 @@ class Out:
 @aggregate
 class Fragments:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread.
+    the states of all warps in every thread. C, without one, of copies.
     """
 
     D: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
     B: gl.constexpr
+    C: gl.constexpr
     W: gl.constexpr
 
     @gluon.constexpr_function
@@ -447,6 +487,7 @@ class Fragments:
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
         self.B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
+        self.C = gl.constexpr(gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0]))
         self.W = gl.constexpr(gl.BlockedLayout([4, 1, D // 32], [1, 1, 32], [1, 4, 1], [2, 1, 0]))
 
     @gluon.constexpr_function
@@ -458,52 +499,63 @@ class Fragments:
 
 @aggregate
 class Queries:
-    """The rows of a kv head's group: row r is query r // group_size, head r % group_size."""
+    """The rows of a kv head's group: row r is query r // GROUP, head r % GROUP. Those of the t-th
+    sequence lie in slot t % 2, zeros where there is no row.
+    """
 
     ptr: gl.tensor
     stride_b: gl.tensor
     stride_s: gl.tensor
     stride_h: gl.tensor
     kv_head: gl.tensor
-    group_size: gl.tensor
     dim: gl.tensor
+    slots: gl.shared_memory_descriptor
+    GROUP: gl.constexpr
     f: Fragments
 
     @gluon.constexpr_function
-    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, group_size, dim, f):
+    def __init__(self, ptr, stride_b, stride_s, stride_h, kv_head, dim, slots, GROUP, f):
         self.ptr = ptr
         self.stride_b = stride_b
         self.stride_s = stride_s
         self.stride_h = stride_h
         self.kv_head = kv_head
-        self.group_size = group_size
         self.dim = dim
+        self.slots = slots
+        self.GROUP = gl.constexpr(GROUP)
         self.f = f
 
     @gluon.jit
-    def load(self, b, rows):
-        """The first `rows` of sequence b, for every warp, and zeros."""
-        f = self.f
-        r = gl.arange(0, ROWS, f.line(f.A, 1))
-        d = gl.arange(0, f.D, f.line(f.A, 2))
-        head = self.kv_head * self.group_size + r % self.group_size
-        query = r // self.group_size
+    def fetch(self, t, b, rows):
+        """Start to copy the first `rows` of sequence b. In registers they could not be waited for
+        later: what is carried from loop to loop in 16 bits is repacked at once.
+        """
+        C: gl.constexpr = self.f.C
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, C))
+        d = gl.arange(0, self.f.D, gl.SliceLayout(0, C))
+        head = self.kv_head * self.GROUP + r % self.GROUP
+        query = r // self.GROUP
         row = b.to(gl.int64) * self.stride_b + query * self.stride_s + head * self.stride_h
-        inside = (r < rows)[None, :, None] & (d < self.dim)[None, None, :]
-        everywhere = gl.zeros([WARPS, ROWS, f.D], gl.int32, f.A)
-        cells = self.ptr + row[None, :, None] + d[None, None, :] + everywhere
-        return gl.load(cells, mask=inside, other=0.0)
+        inside = (r < rows)[:, None] & (d < self.dim)[None, :]
+        fetch(self.slots.index(t % 2), self.ptr + row[:, None] + d[None, :], inside)
+
+    @gluon.jit
+    def read(self, t):
+        """Those of the t-th sequence, for every warp, once they are there."""
+        f = self.f
+        q = self.slots.index(t % 2).load(gl.SliceLayout(0, f.A))
+        return gl.broadcast(q[None, :, :], gl.zeros([WARPS, ROWS, f.D], q.dtype, f.A))[0]
 
 
 @gluon.jit
-def hide(lengths, s, v, n, seqlen, group_size, f):
+def hide(lengths, s, v, n, seqlen, GROUP: gl.constexpr, f):
     """s of key tile n with -inf at keys that a row does not see, v with zeros at those that no row
     sees: what lies there need not be a number.
     """
     col = n * TILE_N
     j = gl.arange(0, WARPS, f.line(f.S, 0))[:, None, None] * KEYS
     j = col + j + gl.arange(0, KEYS, f.line(f.S, 2))[None, None, :]
-    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // group_size
+    i = seqlen - lengths.seqlen_q + gl.arange(0, ROWS, f.line(f.S, 1)) // GROUP
     i = i[None, :, None]
     keep = j < seqlen
     if lengths.HAS_RIGHT:
@@ -517,7 +569,7 @@ def hide(lengths, s, v, n, seqlen, group_size, f):
 
 
 @gluon.jit
-def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
+def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.constexpr, f):
     """Every warp folds its 16 keys of filling i, key tile n."""
     boxes.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
@@ -532,7 +584,7 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
     if lengths.HAS_LEFT:
         cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
     if cut:
-        s, v = hide(lengths, s, v, n, seqlen, group_size, f)
+        s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
@@ -542,16 +594,46 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, group_size, f):
     return m_new, l, acc
 
 
+@aggregate
+class Exchange:
+    """Where the states of all warps meet."""
+
+    m: gl.shared_memory_descriptor
+    l: gl.shared_memory_descriptor
+    acc: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, m, l, acc):
+        self.m = m
+        self.l = l
+        self.acc = acc
+
+    @gluon.jit
+    def merged(self, m, l, acc, f):
+        """(m, l, acc) of all warps together, rows as a slice of f.W. Every thread reads what it
+        needs of all of them: sums over warps, one by one, would take a dozen barriers.
+        """
+        self.m.store(m)
+        self.l.store(l)
+        self.acc.store(acc)
+        states: gl.constexpr = gl.SliceLayout(2, f.W)
+        m = self.m.load(states)
+        top = gl.max(m, 0)
+        pivot = gl.where(top == float("-inf"), 0.0, top)
+        beta = gl.exp2(m - pivot[None, :])
+        l = gl.sum(self.l.load(states) * beta, 0)
+        acc = gl.sum(self.acc.load(f.W) * beta[:, :, None], 0)
+        rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, f.W))
+        return gl.convert_layout(top, rows), gl.convert_layout(l, rows), acc
+
+
 @gluon.jit
-def merge_warps(exchange, m, l, acc, f):
-    """(m, l, acc) of all warps together, rows as a slice of f.W."""
-    top = gl.max(m, 0)
-    pivot = gl.where(top == float("-inf"), 0.0, top)
-    beta = gl.exp2(m - pivot[None, :])
-    exchange.store(acc * beta[:, :, None])
-    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, f.W))
-    l = gl.convert_layout(gl.sum(l * beta, 0), rows)
-    return gl.convert_layout(top, rows), l, gl.sum(exchange.load(f.W), 0)
+def make_exchange(D: gl.constexpr):
+    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    acc = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS, D], spread)
+    m = gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain)
+    return Exchange(m, gl.allocate_shared_memory(gl.float32, [WARPS, ROWS], plain), acc)
 
 
 @gluon.jit
@@ -562,7 +644,7 @@ def answer_empty(out, lengths, number, kv_head, ranges, f):
     l = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, R))
     acc = gl.zeros([ROWS, f.D], gl.float32, R)
     for b in range(number, lengths.batch, ranges):
-        if lengths.keys(b, True) == 0:
+        if lengths.keys(b, THREADS) == 0:
             out.store(b, kv_head, lengths.seqlen_q, 0, m, l, acc, R)
 
 
@@ -572,41 +654,44 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     while the keys of this one stream by.
     """
     f = queries.f
-    EARLY: gl.constexpr = f.D <= 128  # wider ones have no registers to wait in
+    HELD: gl.constexpr = f.D <= 128  # wider queries leave no registers: read for every tile
     R: gl.constexpr = gl.SliceLayout(0, f.W)
-    num_kv_heads = out.num_heads // out.group_size
+    num_kv_heads = out.num_heads // out.GROUP
     number = gl.program_id(0) // num_kv_heads
     kv_head = queries.kv_head
-    rows = lengths.seqlen_q * out.group_size
+    rows = lengths.seqlen_q * out.GROUP
     b = mine.b
     tile = mine.tile
     count = mine.count
     before = mine.before
     i = 0
-    seqlen = lengths.keys(b, True)
-    q = queries.load(b, rows)
-    if mine.has_empty & (number < mine.ranges):
-        answer_empty(out, lengths, number, kv_head, mine.ranges, f)
+    t = 0
+    seqlen = lengths.keys(b, THREADS)
+    queries.fetch(0, b, rows)
+    if mine.has_empty & (number < mine.cut.ranges):
+        answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
     boxes.wait_warm()
     while count > 0:
         first, tiles = lengths.tiles(seqlen)
         stop = gl.minimum(tile + count, tiles)
         following = gl.minimum(b + 1, lengths.batch - 1)
-        upcoming = lengths.keys(following, True)
-        q_next = q
-        if EARLY and stop - tile < count:
-            q_next = queries.load(following, rows)
+        fetched()
+        q = queries.read(t)
+        if stop - tile < count:
+            queries.fetch(t + 1, following, rows)
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
+            if not HELD:
+                q = queries.read(t)
             m, l, acc = fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen,
-                                  out.group_size, f)  # fmt: skip
+                                  out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
         if count == 0:
             gdc_launch_dependents()
-        m, l, acc = merge_warps(exchange, m, l, acc, f)
+        m, l, acc = exchange.merged(m, l, acc, f)
         start = before + switch(b, tiles)
         before = start + tiles
         if stop - tile == tiles:
@@ -614,22 +699,22 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         else:
             slot = (number + b) * num_kv_heads + kv_head
             out.leave(slot, rows, m, l, acc, R)
-            holder = mine.holder(start)
-            shared = mine.holder(before - 1) - holder + 1
+            holder = mine.cut.holder(start)
+            shared = mine.cut.holder(before - 1) - holder + 1
             origin = (holder + b) * num_kv_heads + kv_head
             if out.complete(slot, origin, num_kv_heads, shared):
                 out.merge(b, kv_head, lengths.seqlen_q, origin, num_kv_heads, shared, f.D)
         tile = 0
-        b, seqlen = pass_empty(lengths, following, upcoming)
-        if (b != following) | (not EARLY):
-            q_next = queries.load(b, rows)
-        q = q_next
+        t += 1
+        b, seqlen = pass_empty(lengths, following, THREADS)
+        if b != following:
+            fetched()
+            queries.fetch(t, b, rows)
 
 
 _RUNTIME = [
     "stride_qb", "stride_qs", "stride_qh", "stride_table", "seqlen_q", "seqlen_k", "batch",
-    "num_pages", "num_heads", "group_size", "dim", "left", "right", "most", "least", "num_slots",
-    "nonce",
+    "num_pages", "num_heads", "dim", "left", "right", "most", "least", "num_slots", "nonce",
 ]  # fmt: skip
 
 
@@ -637,39 +722,49 @@ _RUNTIME = [
 def decode_kernel(
     q_ptr, k_desc, v_desc, page_table, cache_seqlens, sinks_ptr, out_ptr, lse_ptr, scratch_ptr,
     stride_qb, stride_qs, stride_qh, stride_table, seqlen_q, seqlen_k, batch, num_pages, num_heads,
-    group_size, dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
-    D: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr, BATCH: gl.constexpr,
-    MOST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
+    D: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
+    BATCH: gl.constexpr, MOST: gl.constexpr, FIRST: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    lengths = Lengths(cache_seqlens, seqlen_q, seqlen_k, batch, left, right, PAGE_SIZE > 0,
-                      HAS_LEFT, HAS_RIGHT)  # fmt: skip
+    lengths = Lengths(cache_seqlens, make_lookups(1, BATCH), seqlen_q, seqlen_k, batch, left, right,
+                      PAGE_SIZE > 0, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     PART: gl.constexpr = k_desc.block_shape[2]
     pages = Pages(page_table, stride_table, num_pages, make_lookups(TILE_N // PART),
                   make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
-    shape: gl.constexpr = [WARPS, ROWS, D]
-    spread: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])  # rows over all banks
-    exchange = gl.allocate_shared_memory(gl.float32, shape, spread)
-    part_lses = (scratch_ptr + num_slots).to(gl.pointer_type(gl.float32))
-    parts = part_lses + num_slots.to(gl.int64) * (seqlen_q * group_size)
-    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, scratch_ptr, nonce,
-              num_heads, group_size, dim, HAS_SINKS, MOST)  # fmt: skip
-    boxes.warm_up(k_desc, v_desc, exchange)
-    num_kv_heads = num_heads // group_size
+    exchange = make_exchange(D)
+    dim *= EIGHT  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
+    stride_qb *= EIGHT
+    stride_qs *= EIGHT
+    stride_qh *= EIGHT
+    flags = scratch_ptr + num_slots.to(gl.int64) * (seqlen_q * GROUP * (D // 2))
+    part_lses = (flags + num_slots).to(gl.pointer_type(gl.float32))
+    parts = scratch_ptr.to(gl.pointer_type(gl.float32))
+    out = Out(out_ptr, lse_ptr, sinks_ptr, parts, part_lses, flags, nonce, num_heads, dim, GROUP,
+              HAS_SINKS, MOST)  # fmt: skip
+    straight: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    q_slots = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2, ROWS, D], straight)
+    boxes.warm_up(k_desc, v_desc, exchange.acc)
+    num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
     likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
     mine = range_of(lengths, likely, number, most, least)
     if PAGE_SIZE:
-        pages.foresee(lengths, mine)
+        prefetch(pages.first(lengths, mine))
     gdc_wait()
+    if FIRST:
+        gdc_launch_dependents()
     if PAGE_SIZE:
+        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
         seqlens = lengths.all(BATCH)
         if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
             mine = range_of(lengths, seqlens, number, most, least)
+            first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+        pages.ids.keep(first)
     scale = Scale(scale_log2, inner, SOFTCAP)
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, group_size, dim,
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),

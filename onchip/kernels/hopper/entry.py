@@ -48,7 +48,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
     empty.
     """
-    if splits_keys(problem):
+    if splits_keys(problem) or problem.beside is not None:
         return None
     if problem.page_size:
         return _defers_pages(problem)
@@ -59,6 +59,15 @@ def defers(problem: Problem) -> str | None:
     if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
     return None
+
+
+def runs_beside(first: Problem, second: Problem) -> bool:
+    """Whether a call of few queries and one of many, which this kernel serves, run at once: see
+    problem.Beside.
+    """
+    from onchip.kernels.hopper.launch import is_second
+
+    return splits_keys(first) and not splits_keys(second) and is_second(second)
 
 
 def _defers_pages(problem: Problem) -> str | None:

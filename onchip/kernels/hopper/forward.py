@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
@@ -53,6 +54,7 @@ class Out:
     """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
     lse directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
     batch entry and lse in fp64, is the state of the same queries over other keys, and merged in.
+    SECOND: the call before may still use the memory that they go to, and is waited for.
     """
 
     ref: gl.tensor | tensor_descriptor
@@ -64,9 +66,10 @@ class Out:
     HAS_SINKS: gl.constexpr
     WIDE: gl.constexpr
     MERGE: gl.constexpr
+    SECOND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE):
+    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE, SECOND):
         self.ref = ref
         self.slots = slots
         self.lse = lse
@@ -76,6 +79,7 @@ class Out:
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.WIDE = gl.constexpr(WIDE)
         self.MERGE = gl.constexpr(MERGE)
+        self.SECOND = gl.constexpr(SECOND)
 
 
 @gluon.jit
@@ -290,6 +294,8 @@ def finish_rows(out, job, place, m, l):
     there must be multiplied with)
     """
     m_log2, l, inverse = close_rows(out, job, place, m, l)
+    if out.SECOND:
+        gdc_wait()
     if out.MERGE:
         share, rest = merge_lse(out, job, place, m_log2, l)
         return inverse * share, rest
@@ -485,7 +491,7 @@ def forward_kernel(
     page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
-    MERGE: gl.constexpr,
+    MERGE: gl.constexpr, SECOND: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     POLY: gl.constexpr, UNDER: gl.constexpr, HOLD: gl.constexpr, NUMBERED: gl.constexpr,
@@ -514,8 +520,10 @@ def forward_kernel(
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE)
+    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE, SECOND)
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
+    if SECOND:  # every program has a tile, so each waits for the call before it ends
+        gdc_launch_dependents()
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, job, 0)),

@@ -55,7 +55,8 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
     cut = _cut(problem)
-    programs = min(cut.num_tiles, num_sms(x.q.device))
+    second = is_second(problem)
+    programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
@@ -88,8 +89,18 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         HAS_SINKS=x.sinks is not None,
         WIDE=out.dtype == torch.float32,
         MERGE=lse.dtype == torch.float64,
+        SECOND=second,
         **_constants(cut.config),
+        launch_pdl=second,
     )
+
+
+def is_second(problem: Problem) -> bool:
+    """Whether the call runs beside its predecessor (problem.Beside), with a program for every tile:
+    a counter, from which they would be drawn otherwise, has to be cleared by a launch before it.
+    """
+    beside = problem.beside
+    return beside is not None and beside.second and _cut(problem).num_tiles <= beside.programs
 
 
 class _Cut(NamedTuple):

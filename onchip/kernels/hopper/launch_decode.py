@@ -13,7 +13,7 @@ from onchip.kernels.configs import (
     hopper_width,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.decode import TILE_N, decode_kernel
+from onchip.kernels.hopper.decode import EIGHT, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
     num_sms,
@@ -40,7 +40,9 @@ def decode(problem: Problem, x: Tensors) -> Result:
     left, right = problem.window_size
     right = 0 if problem.causal else right
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
-    most = max(1, num_sms(out.device) // problem.num_kv_heads)
+    is_first = problem.beside is not None and not problem.beside.second
+    programs = problem.beside.programs if is_first else num_sms(out.device)
+    most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
     anything = lse  # stands for pointers that the compiled variant does not read
     part = min(TILE_N.value, problem.page_size or TILE_N.value)
@@ -55,15 +57,14 @@ def decode(problem: Problem, x: Tensors) -> Result:
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
-        *x.q.stride()[:3],
+        *(stride // EIGHT.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.batch,
         x.k.shape[0],
         problem.num_heads,
-        problem.group_size,
-        problem.head_dim,
+        problem.head_dim // EIGHT.value,
         left or 0,
         right or 0,
         most,
@@ -72,10 +73,12 @@ def decode(problem: Problem, x: Tensors) -> Result:
         _NONCE,
         scale,
         inner,
+        GROUP=problem.group_size,
         PAGE_SIZE=problem.page_size,
         HAS_LEFT=left is not None,
         HAS_RIGHT=right is not None,
         HAS_SINKS=x.sinks is not None,
+        FIRST=is_first,
         SOFTCAP=problem.softcap != 0,
         BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
         MOST=max(128, 1 << (most - 1).bit_length()),
@@ -85,7 +88,9 @@ def decode(problem: Problem, x: Tensors) -> Result:
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
-    """For every slot a flag of 8 bytes, and for each of its rows in fp32 an lse and a state."""
+    """A state in fp32 for each row of every slot, a flag of 8 bytes for every slot, an lse for each
+    row.
+    """
     rows = problem.seqlen_q * problem.group_size
     return like.new_empty(num_slots + num_slots * rows * (width + 1) // 2 + 1, dtype=torch.int64)
 

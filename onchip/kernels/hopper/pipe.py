@@ -349,7 +349,8 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer
 AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
-_LOOKUPS = gl.constexpr(8)
+LOOKUPS = gl.constexpr(8)  # fillings that a ring of them holds
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -370,6 +371,19 @@ def prefetch_rows(at, exist, num):
     )  # fmt: skip
 
 
+@gluon.jit
+def fetch(smem, cells, mask):
+    """Start to copy what these pointers point to, zeros where the mask is not set."""
+    _fetch(smem, cells, mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fetched():
+    """Until all that this warp group has fetched is there."""
+    async_copy.wait_group(0)
+
+
 @aggregate
 class Lookups:
     """What a producer must know to fill a ring (page ids), fetched AHEAD fillings earlier: it never
@@ -387,7 +401,7 @@ class Lookups:
     def fetch(self, i, cells, wanted):
         """Start to copy what these pointers point to, for filling i, if it is wanted."""
         if wanted:
-            _fetch(self.slots.index(i % _LOOKUPS), cells)
+            _fetch(self.slots.index(i % LOOKUPS), cells)
         async_copy.commit_group()
 
     @gluon.jit
@@ -398,19 +412,35 @@ class Lookups:
     @gluon.jit
     def number(self, i, x: gl.constexpr):
         """The x-th number of filling i."""
-        return gl.max(self.slots.index(i % _LOOKUPS).slice(x, 1).load(LANES), 0)
+        return self.number_in(i % LOOKUPS, x, LANES)
+
+    @gluon.jit
+    def number_in(self, slot, x: gl.constexpr, layout: gl.constexpr):
+        """The x-th number of a slot, for warps that have this layout."""
+        return gl.max(self.slots.index(slot).slice(x, 1).load(layout), 0)
+
+    @gluon.jit
+    def keep(self, numbers):
+        """The numbers of all slots. By any number of warps, before there is a producer; its first
+        `fetch` of each filling need not want them.
+        """
+        _as_matrices(self.slots, numbers.shape, _PLAIN).store(numbers)
+
+    @gluon.jit
+    def kept(self, count: gl.constexpr, layout: gl.constexpr):
+        """What `keep` has stored, all of it."""
+        return _as_matrices(self.slots, [count], _PLAIN).load(layout)
 
     @gluon.jit
     def note(self, i, x: gl.constexpr, number):
         """Keep a number that is known already."""
-        cell = self.slots.index(i % _LOOKUPS).slice(x, 1)
+        cell = self.slots.index(i % LOOKUPS).slice(x, 1)
         cell.store(gl.full([1], number, gl.int32, LANES))
 
 
 @gluon.jit
-def make_lookups(numbers: gl.constexpr):
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return Lookups(gl.allocate_shared_memory(gl.int32, [_LOOKUPS, numbers], plain))
+def make_lookups(numbers: gl.constexpr, slots: gl.constexpr = LOOKUPS):
+    return Lookups(gl.allocate_shared_memory(gl.int32, [slots, numbers], _PLAIN))
 
 
 @aggregate

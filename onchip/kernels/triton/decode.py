@@ -38,7 +38,7 @@ from onchip.kernels.triton.launch import (
     LENGTHS,
     MIN_E4M3,
     Call,
-    launch_options,
+    dependent_options,
     packed,
     padded,
     scale_strides,
@@ -384,7 +384,7 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
     config = config_of(problem, call, hardware.processors)
     launch = plan_launch(problem, out.shape[-3], config, hardware)
     scratch = _scratch(launch, problem, out)
-    sinks, options = packed(x.sinks), _options(config, call)
+    sinks, options = packed(x.sinks), dependent_options(config, call.use.capability)
     table, tree = _table(x), _tree(x)
     _decode_kernel[(launch.num_units * problem.num_kv_heads,)](
         *call.tensors[:6], table, packed(x.cache_seqlens), tree, sinks, x.k_scales, x.v_scales,
@@ -403,7 +403,7 @@ def decode(problem: Problem, x: Tensors, call: Call) -> Result:
             *scratch, sinks, out, lse,
             *call.scalars[:3], launch.part_rows,
             HEAD_DIM_V=call.dims[1], PAD_DIM_V=call.dims[5], TILE_S=config.tile_n,
-            **_options(config, call),
+            **dependent_options(config, call.use.capability),
         )  # fmt: skip
     return result
 
@@ -477,14 +477,6 @@ def _scratch(launch: Launch, problem: Problem, out: Tensor) -> tuple[Tensor | No
         out.new_empty(rows, dtype=torch.float32),
         out.new_empty((launch.num_records + 1) * RECORD.value, dtype=torch.int32),
     )
-
-
-def _options(config: TritonConfig, call: Call) -> dict:
-    """Since Hopper a kernel may be launched while its predecessor ends, for which it then waits."""
-    capability = call.use.capability
-    if capability is None or capability < (9, 0):
-        return launch_options(config) | {"PDL": False}
-    return launch_options(config) | {"PDL": True, "launch_pdl": True}
 
 
 def _same_strides(call: Call) -> bool:

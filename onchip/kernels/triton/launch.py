@@ -75,6 +75,13 @@ def launch_options(config: TritonConfig) -> dict:
     return options | {"maxnreg": config.max_registers} if config.max_registers else options
 
 
+def dependent_options(config: TritonConfig, capability: tuple[int, int] | None) -> dict:
+    """Since Hopper a kernel may be launched while its predecessor ends, for which it then waits."""
+    if capability is None or capability < (9, 0):
+        return launch_options(config) | {"PDL": False}
+    return launch_options(config) | {"PDL": True, "launch_pdl": True}
+
+
 def packed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 

@@ -11,9 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import TRITON_STREAMED
 from onchip.kernels.handles import Handle
-from onchip.kernels.triton.launch import launch_options, padded
+from onchip.kernels.triton.launch import dependent_options, launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, rounded
+from onchip.problem import device_info
 
 
 @triton.jit(do_not_specialize=("total_q", "part_rows"))
@@ -76,6 +77,7 @@ def stack_kernel(
     own_ptr, own_lse_ptr, parts_ptr, part_lses_ptr, place_ptr, out_ptr, lse_ptr,
     num_heads, num_rows, own_head, own_token, num_parts, part_rows, part_step, part_head,
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr, TILE_M: tl.constexpr, TILE_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """(out, lse) of TILE_M rows, token by token and head by head, over a state of all tokens and
     num_parts states of those that have a place among part_rows: TILE_S of them at a time, because
@@ -85,10 +87,13 @@ def stack_kernel(
     dims, states = tl.arange(0, PAD_DIM_V), tl.arange(0, TILE_S)
     inside, stored = rows < num_rows, dims < HEAD_DIM_V
     h, token = (rows % num_heads).to(tl.int64), (rows // num_heads).to(tl.int64)
+    own = h * own_head + token * own_token
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     at = token
     if place_ptr is not None:
         at = tl.load(place_ptr + token, mask=inside, other=-1).to(tl.int64)
-    own = h * own_head + token * own_token
     cells = rows.to(tl.int64)[:, None] * HEAD_DIM_V + dims[None, :]
     m = tl.load(own_lse_ptr + own, mask=inside, other=float("-inf")) * LOG2E
     acc = tl.load(own_ptr + cells, mask=inside[:, None] & stored[None, :], other=0.0).to(tl.float32)
@@ -146,7 +151,7 @@ def _add_stack(own: State, part: Part, dtype: torch.dtype) -> State:
             num_heads, total_q * num_heads, *own_lse.stride(),
             len(stack), stack.shape[1], *lses.stride()[:2],
             HEAD_DIM_V=head_dim_v, PAD_DIM_V=padded(head_dim_v), TILE_M=tile_m, TILE_S=tile_s,
-            **launch_options(TRITON_STREAMED),
+            **dependent_options(TRITON_STREAMED, device_info(out.device).capability),
         )  # fmt: skip
     return out, lse
 

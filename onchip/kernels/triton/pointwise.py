@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
 from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.triton.eight import quantised, scale_of
-from onchip.kernels.triton.launch import launch_options, scale_strides
+from onchip.kernels.triton.launch import dependent_options, scale_strides
 from onchip.kernels.triton.tile import rounded
 from onchip.problem import device_info
 
@@ -280,7 +280,4 @@ def _warps(config: TritonConfig, elements: int) -> TritonConfig:
 
 
 def _options(config: TritonConfig, x: Tensor) -> dict:
-    capability = device_info(x.device).capability
-    if capability is None or capability < (9, 0):
-        return launch_options(config) | {"PDL": False}
-    return launch_options(config) | {"PDL": True, "launch_pdl": True}
+    return dependent_options(config, device_info(x.device).capability)

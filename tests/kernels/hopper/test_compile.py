@@ -21,7 +21,7 @@ from onchip.iomodel.footprint import HANDED_OVER, Footprint
 from onchip.kernels import configs
 from onchip.kernels.configs import hopper_width
 from onchip.kernels.hopper import entry
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, describe
+from onchip.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -40,6 +40,8 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
 PAGED = {"causal": True, "num_kv_heads": 1}
+LEVEL = {"num_kv_heads": 1, "out_dtype": torch.float32}  # of a cascade
+FIRST, SECOND = {"beside": Beside(80, second=False)}, {"beside": Beside(48, second=True)}
 
 FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
@@ -79,7 +81,10 @@ FORWARD = [
     Variant(128, {**PAGED, "page_size": 16}, (0.0, 0.006)),
     Variant(128, {**PAGED, **PACKED, **WINDOW, "page_size": 256, "sinks": True, "softcap": 5.0}),
     Variant(256, {**PAGED, "page_size": 32}),
-    Variant(128, {"num_kv_heads": 1, "page_size": 16, "out_dtype": torch.float32}),  # a cascade's
+    Variant(128, {**LEVEL, "page_size": 16}),
+    Variant(64, {**LEVEL, **SECOND, "page_size": 32}),
+    Variant(128, {**LEVEL, **SECOND, "page_size": 16}),
+    Variant(256, {**LEVEL, **SECOND, "page_size": 64}),
     Variant(128, {**PAGED, **PACKED, "page_size": 16, "out_dtype": torch.float32}),
 ]
 MERGE = [
@@ -94,6 +99,8 @@ DECODE = [
     Variant(256, {**PAGED, "page_size": 32}, (0.05, 0.07)),
     Variant(128, {"num_kv_heads": 1}),
     Variant(128, {**WINDOW, "num_kv_heads": 1, "page_size": 256, "sinks": True, "softcap": 5.0}),
+    Variant(128, {**PAGED, **FIRST, "page_size": 16, "out_dtype": torch.float32}),
+    Variant(256, {**PAGED, **FIRST, "page_size": 16, "out_dtype": torch.float32}, (0.05, 0.07)),
 ]
 BACKWARD = [
     Variant(128, {"causal": True}, FEW),
@@ -304,6 +311,8 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
+    beside = problem.beside is not None
+    assert kwargs["launch_pdl"] == beside == machine.has("ACQBULK") == machine.has("PREEXIT")
 
 
 @pytest.mark.parametrize("variant", variants(MERGE))

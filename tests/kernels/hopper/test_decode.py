@@ -1,0 +1,75 @@
+"""How decoding on Hopper cuts its work, computed on the CPU: the kernel's own functions over NumPy
+numbers, which wrap around and round as the GPU's do.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+from onchip.kernels.hopper import decode  # noqa: E402
+
+
+class Float(np.ndarray):
+    """fp32 whose quotients are wrong by two units in the last place, as div.full.f32's may be."""
+
+    skew = 0
+
+    def __truediv__(self, other):
+        quotient = np.asarray(self) / np.asarray(other)
+        return (quotient * np.float32(1 + self.skew * 2**-22)).view(Float)
+
+    def to(self, dtype):
+        return np.asarray(self).astype(dtype).view(Int)
+
+
+class Int(np.ndarray):
+    def to(self, dtype):
+        return np.asarray(self).astype(dtype).view(Float)
+
+
+def integers(values):
+    return np.array(values, dtype=np.int32).view(Int)
+
+
+@pytest.fixture(params=[-1, 0, 1], autouse=True)
+def quotients(monkeypatch, request):
+    language = SimpleNamespace(float32=np.float32, int32=np.int32, where=np.where)
+    monkeypatch.setattr(decode, "gl", language)
+    monkeypatch.setattr(Float, "skew", request.param)
+
+
+def run(method, *args):
+    """A method of an aggregate, outside of any kernel."""
+    return getattr(method, "fn", method)(*args)
+
+
+def cut_into(total, ranges):
+    each, rest = divmod(total, ranges)
+    made = SimpleNamespace(ranges=integers(ranges), each=integers(each), rest=integers(rest))
+    made.start = lambda r: run(decode.Cut.start, made, r)
+    return made
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 2**30), st.integers(1, 2048))
+def test_a_unit_lies_in_the_range_that_holds_it(total, ranges):
+    """Range r is [r * total // ranges, (r + 1) * total // ranges), whatever its products need."""
+    ranges = min(ranges, total)
+    cut, all_of_them = cut_into(total, ranges), list(range(ranges))
+    starts = [r * total // ranges for r in (*all_of_them, ranges)]
+    first, stops = starts[:-1], starts[1:]
+    assert cut.start(integers(all_of_them)).tolist() == first
+    assert run(decode.Cut.stop, cut, integers(all_of_them)).tolist() == stops
+    last = [stop - 1 for stop in stops]
+    middle = [(a + b) // 2 for a, b in zip(first, last, strict=True)]
+    for units in (first, middle, last):
+        assert run(decode.Cut.holder, cut, integers(units)).tolist() == all_of_them
+
+
+def test_ranges_that_there_are_not_are_empty():
+    cut, there = cut_into(1000, 7), integers([7])
+    assert run(decode.Cut.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
