@@ -30,6 +30,8 @@ VARIED: dict[str, dict[str, tuple]] = {
         "pingpong": (False, True),
         "rescale": ("always", "moved", "stale"),
         "under": (False, True),
+        "hold": (0, 8, 16, 24),
+        "numbered": (False, True),
         "poly": (0, 8),
         "dynamic": (False, True),
     },
@@ -73,6 +75,7 @@ class Table(NamedTuple):
 
 HOPPER = (
     Table("HOPPER_FORWARD", "hopper", "forward", teams=True),
+    Table("HOPPER_FORWARD_DENSE", "hopper", "forward", ("none",)),
     Table("HOPPER_FORWARD_SHORT", "hopper", "forward", ("causal",), (512, 1024), teams=True),
     Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",)),
     Table("HOPPER_BACKWARD", "hopper", "backward"),

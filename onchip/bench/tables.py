@@ -237,7 +237,6 @@ def _grid_cell(r: Row) -> str:
 
 def _kernels(rows: list[Row]) -> str:
     """Problems down, kernels across; * if in doubt."""
-    kernels = list(dict.fromkeys(r["kernel"] for r in rows))
     lines: dict[tuple, dict[str, str]] = {}
     for r in rows:
         at = (r["head_dim"], r["mask"], r["batch"], r["num_heads"], r["seqlen"])
@@ -245,6 +244,7 @@ def _kernels(rows: list[Row]) -> str:
     named = lambda d, mask, batch, heads, n: [
         f"{batch} x {n:,} tokens, {heads} heads of {d}{'' if mask == 'none' else f', {mask}'}"
     ]
+    kernels = max(lines.values(), key=len, default={})  # in their order where none is missing
     body = ([*named(*at), *(cells.get(k, NO) for k in kernels)] for at, cells in lines.items())
     return _markdown([rows[0]["unit"] if rows else "", *kernels], body)
 

@@ -76,6 +76,8 @@ def hopper_forward(
     buffers["tickets"] = TICKETS * (6 if packed or page_size else 3)
     rings = config.q_stages * config.consumers + 2 * config.num_stages + 2
     barriers = 2 * rings + config.consumers  # full and empty; and whose turn it is
+    if config.numbered:
+        barriers -= config.num_stages  # those of empty keys are not memory
     return Footprint(buffers, barriers, *_threads(config, config.consumers))
 
 

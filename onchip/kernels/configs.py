@@ -218,6 +218,10 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
+    if kernel == "few":  # one tile of at most 64 x 64: nothing to stage, and no more rows
+        row = _triton_row("forward", dim, use)
+        small = row._replace(tile_m=min(row.tile_m, 64), num_stages=1)
+        return small if row.num_warps == 4 else row
     if kernel in ("decode", "paged", "paged_full", "chunk"):
         return _decode_row(kernel, (use.itemsize, dim), use.capability)
     return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]
@@ -259,6 +263,8 @@ class HopperConfig(NamedTuple):
     out_in_q: bool = False  # the output leaves through the queries' memory; q_stages must be 1
     rescale: str = "always"  # "moved": where a maximum did; "stale" (v4): by more than 2^8
     under: bool = False  # rescale under the next product of scores, not after this one's values
+    hold: int = 0  # exponentials of a thread before it waits for the product of the last values
+    numbered: bool = False  # keys are released by numbered barriers
     poly: int = 0  # v4: every poly-th exponential by multiply-adds
     dynamic: bool = False  # tiles are handed out one by one even where all take as long
     consumer_regs: int = 240
@@ -270,15 +276,21 @@ _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
 _D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
 # Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
-_D128 = HopperConfig(128, 2, 2, q_stages=2, rescale="moved", under=True, dynamic=True)
+# Exponentials under the values' product 1.01-1.03x from 4k on, numbered barriers 1.01x.
+_D128 = HopperConfig(
+    128, 2, 2, q_stages=2, rescale="moved", under=True, hold=16, numbered=True, dynamic=True
+)
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
 # By head_dim, bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
 HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
-# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k.
+# Numbered barriers: 1.03x in dense calls of head_dim 256; causal ones, with more code, spill.
+HOPPER_FORWARD_DENSE = {256: _D256._replace(numbered=True)}
+# Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
+# waste what does not fill the last one; at 512 tokens both are as fast.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
-HOPPER_SHORT = 1024
+HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 # Tokens that do not fill half of a tile: triton is 1.16 to 1.9 times as fast (bench short, N = 64).
 HOPPER_FEW = 64
 # A program's rows must be those of one block of a mask: two consumers.
@@ -319,8 +331,10 @@ def hopper_forward_config(
         return HOPPER_FORWARD_MASK[dim]
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]
-    short = HOPPER_FORWARD_SHORT.get(dim) if cut and seqlen_k <= HOPPER_SHORT else None
-    return short or HOPPER_FORWARD[dim]
+    is_short = seqlen_k <= (HOPPER_SHORT if cut else HOPPER_SHORT_DENSE)
+    short = HOPPER_FORWARD_SHORT.get(dim) if is_short else None
+    dense = None if cut else HOPPER_FORWARD_DENSE.get(dim)
+    return short or dense or HOPPER_FORWARD[dim]
 
 
 # Keys come page by page, each by a copy of its own: a tile must be whole pages (or lie in one), and

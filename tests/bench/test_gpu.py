@@ -324,11 +324,13 @@ def test_masks_are_compared_with_our_own_calls(stand_ins):
     assert row["best_peer"] == "closed form" and row["ratio"] == pytest.approx(0.95)
 
 
-def test_a_window_counts_beside_fa3_only(stand_ins, monkeypatch):
+def test_a_window_counts_beside_fa2(stand_ins, monkeypatch):
+    case = masks._case("window", "window 1024", 64, 300)
+    assert not gpu.counts(masks.window(Session(device=CPU), case)[0])  # it has no CPU kernel
     size = {"window_size": (masks.WINDOW - 1, 0)}
-    monkeypatch.setattr(peers, "fa3", lambda **o: lambda *x: onchip.attention(*x, **size))
-    row = masks.window(Session(device=CPU), masks._case("window", "window 1024", 64, 300))[0]
-    assert row["ratios"].keys() == {"fa3"} and gpu.counts(row)
+    monkeypatch.setattr(peers, "fa2_window", lambda n: lambda *x: onchip.attention(*x, **size))
+    row = masks.window(Session(device=CPU), case)[0]
+    assert "fa2" in row["ratios"] and gpu.counts(row)
 
 
 def test_a_cell_within_its_band_of_the_bar_is_tied():

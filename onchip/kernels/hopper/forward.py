@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
     make_baton,
+    make_numbered_ring,
     make_ring,
     make_tickets,
     store_tile,
@@ -38,9 +39,13 @@ from onchip.kernels.hopper.softmax import (
     LOG2E,
     Scale,
     approximate,
+    beside_lane_sums,
     exp2,
+    hold,
+    lane_sums,
     rescaled,
     softmax,
+    whole_sums,
 )
 
 
@@ -78,12 +83,20 @@ class Out:
 
 
 @gluon.jit
-def masked(job, place, s, n, bits, MASKED: gl.constexpr):
+def bit_words(job, place, n, bits):
+    """What key tile n has of its bit tile; asked for before its scores are there."""
+    if job.blocks.ON:
+        return job.blocks.words(bits, place.row, n * job.cfg.TILE_N, job.cfg.TILE_N, job.cfg.S)
+    else:
+        return ()
+
+
+@gluon.jit
+def masked(job, place, s, n, bits, words, MASKED: gl.constexpr):
     """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile."""
     shape, blocks, cfg = job.shape, job.blocks, job.cfg
     col = n * cfg.TILE_N
     if blocks.ON:
-        words = blocks.words(bits, place.row, col, cfg.TILE_N, cfg.S)
         if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > place.seqlen_k):
             s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
             s = hide(s, words, cfg.S)
@@ -119,12 +132,12 @@ def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
     s = job.scale.bend(s)
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
-        s = masked(job, place, s, n, bits, True)
+        s = masked(job, place, s, n, bits, bit_words(job, place, n, bits), True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
     p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
-    return gl.convert_layout(p.to(dtype), cfg.P), m, gl.sum(p, 1)
+    return gl.convert_layout(p.to(dtype), cfg.P), m, lane_sums(p)
 
 
 @gluon.jit
@@ -145,10 +158,13 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
+    words = bit_words(job, place, n, bits)
     s = job.scale.bend(warpgroup_mma_wait(num_outstanding=1, deps=(s_next,)))
-    s = masked(job, place, s, n, bits, MASKED)
+    s = masked(job, place, s, n, bits, words, MASKED)
     p_wide, m, shrink = softmax(s, m, job, MASKED | job.blocks.ON)
-    l = l * shrink + gl.sum(p_wide, 1)
+    if cfg.HOLD:
+        p_wide = hold(p_wide, cfg.HOLD)
+    l = l * beside_lane_sums(shrink, l) + lane_sums(p_wide)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
     pipes.k.release(i)
     if cfg.UNDER:
@@ -167,7 +183,7 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
     shape, cfg = job.shape, job.cfg
     ROWS: gl.constexpr = 64 // shape.GROUP * cfg.CONSUMERS
     CUTS: gl.constexpr = (ROWS + cfg.TILE_N - 2) // cfg.TILE_N + 1  # tiles that one edge can cut
-    alpha = gl.full_like(l, 1.0)
+    alpha = gl.full_like(m, 1.0)
     for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):
         n = mine.hi - 2 - x
         if n >= mine.full_hi:
@@ -191,7 +207,7 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
 @gluon.jit
 def fold_blocks(pipes, job, place, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
     """The same for the tiles that a mask lists, of which one look-up runs ahead."""
-    alpha = gl.full_like(l, 1.0)
+    alpha = gl.full_like(m, 1.0)
     n, bits = job.blocks.tile(entries, 1, job.cfg.TILE_N)
     for j in range(1, count):
         n_next, bits_next = job.blocks.tile(entries, j + 1, job.cfg.TILE_N)
@@ -413,6 +429,7 @@ def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     if cfg.UNDER:
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
+    l = whole_sums(l, cfg.S)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
     after = take_work(pipes, job, t + 1, C)
     finish(out, job, work.place, acc_next, m, l, C)
@@ -477,11 +494,11 @@ def forward_kernel(
     MERGE: gl.constexpr, SECOND: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
-    POLY: gl.constexpr, UNDER: gl.constexpr,
+    POLY: gl.constexpr, UNDER: gl.constexpr, HOLD: gl.constexpr, NUMBERED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER)
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
@@ -489,10 +506,14 @@ def forward_kernel(
                     tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
     pages = make_pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
                        PAGE_SIZE, TILE_N)  # fmt: skip
-    order = Order(tiles_m, section, num_tiles, HAS_RIGHT and not (PACKED and PAGE_SIZE))
+    LONGEST_FIRST: gl.constexpr = (HAS_RIGHT or HAS_MASK) and not (PACKED and PAGE_SIZE)
+    order = Order(tiles_m, section, num_tiles, LONGEST_FIRST)
     job = Job(shape, blocks, pages, order, Scale(scale_log2, inner, SOFTCAP), cfg, batch)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
-    k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
+    if NUMBERED:
+        k = make_numbered_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
+    else:
+        k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
     slots = q.slots
@@ -500,7 +521,7 @@ def forward_kernel(
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
     out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE, SECOND)
-    loader = (q_desc, k_desc, v_desc, counter, pipes, job)
+    loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
     if SECOND:  # every program has a tile, so each waits for the call before it ends
         gdc_launch_dependents()
     if CONSUMERS == 2:

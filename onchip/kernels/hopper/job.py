@@ -63,13 +63,14 @@ class Config:
     RESCALE: gl.constexpr
     POLY: gl.constexpr
     UNDER: gl.constexpr
+    HOLD: gl.constexpr
     S: gl.constexpr
     O: gl.constexpr
     P: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD
     ):  # fmt: skip
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_N = gl.constexpr(TILE_N)
@@ -81,6 +82,7 @@ class Config:
         self.RESCALE = gl.constexpr(RESCALE)
         self.POLY = gl.constexpr(POLY)
         self.UNDER = gl.constexpr(UNDER)
+        self.HOLD = gl.constexpr(HOLD)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
         self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))

@@ -202,6 +202,8 @@ def _constants(config: HopperConfig) -> dict:
         "RESCALE": config.rescale,
         "POLY": config.poly,
         "UNDER": config.under,
+        "HOLD": config.hold,
+        "NUMBERED": config.numbered,
         "CONSUMER_REGS": config.consumer_regs,
         "PRODUCER_REGS": config.producer_regs,
         "num_warps": 4,

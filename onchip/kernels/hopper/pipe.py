@@ -73,19 +73,23 @@ def _matrix(shape):
 
 @aggregate
 class Ring:
-    """`num_stages` slots, each with a barrier for being full and one for being empty."""
+    """`num_stages` slots, each with a barrier for being full and one for being empty. If `readers`
+    is not 0, so many threads release a slot through a numbered barrier.
+    """
 
     slots: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     num_stages: gl.constexpr
+    readers: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, slots, full, empty, num_stages):
+    def __init__(self, slots, full, empty, num_stages, readers=0):
         self.slots = slots
         self.full = full
         self.empty = empty
         self.num_stages = gl.constexpr(num_stages)
+        self.readers = gl.constexpr(readers)
 
     @gluon.jit
     def slot(self, i):
@@ -113,13 +117,21 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, i):
-        """Until the consumers have released filling i - num_stages (the first need no wait)."""
-        mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
+        """Until the consumers have released filling i - num_stages (the first need no wait). Once
+        for each filling, one after another, where the barriers are numbered.
+        """
+        if self.readers == 0:
+            mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
+        elif i >= self.num_stages:
+            _numbered("sync", i % self.num_stages, self.readers)
 
     @gluon.jit
     def release(self, i):
         """This consumer is done with filling i."""
-        mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
+        if self.readers == 0:
+            mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
+        else:
+            _numbered("arrive", i % self.num_stages, self.readers)
 
     @gluon.jit
     def load(self, i, desc, coord):
@@ -154,7 +166,8 @@ class Ring:
     @gluon.jit
     def close(self):
         _close(self.full, self.num_stages)
-        _close(self.empty, self.num_stages)
+        if self.readers == 0:
+            _close(self.empty, self.num_stages)
 
 
 @gluon.constexpr_function
@@ -168,6 +181,36 @@ def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl
     shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
     slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     return Ring(slots, _open(num_stages, 1), _open(num_stages, consumers), num_stages)
+
+
+@gluon.jit
+def make_numbered_ring(
+    desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1
+):
+    """The same, released without a meeting: at an mbarrier Triton lets all threads of a consumer
+    meet before one arrives; at a numbered barrier each arrives when it gets there.
+    """
+    shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
+    slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+    full = _open(num_stages, 1)
+    return Ring(slots, full, full, num_stages, 128 * consumers)
+
+
+# The processor has 16 barriers; Triton numbers those of its partitions from 0 on
+FIRST_NUMBER = gl.constexpr(8)
+
+
+@gluon.constexpr_function
+def _numbered_asm(what, readers):
+    return f"bar.{what} $1, {readers + 32}; mov.b32 $0, 0;"  # the producer is a warp
+
+
+@gluon.jit
+def _numbered(what: gl.constexpr, slot, readers: gl.constexpr):
+    gl.inline_asm_elementwise(
+        _numbered_asm(what, readers), "=r,r", [FIRST_NUMBER + slot], dtype=gl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
 
 
 @aggregate
@@ -316,6 +359,16 @@ def prefetch(cells):
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [cells], gl.int32, False, 1
     )
+
+
+@gluon.jit
+def prefetch_rows(at, exist, num):
+    """The same of `num` fp32 numbers from each pointer on, where they exist."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
+        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "=r,l,r,r", [at, exist.to(gl.int32), num * 4], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

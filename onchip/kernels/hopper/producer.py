@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD
+from onchip.kernels.hopper.pipe import AHEAD, prefetch_rows
 from onchip.kernels.hopper.schedule import next_ticket
 
 
@@ -33,6 +33,23 @@ def load_queries(pipes, desc, job, place, t):
         at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
         pipes.q.wait_empty(t * CONSUMERS + c)
         pipes.q.load(t * CONSUMERS + c, desc, at)
+
+
+@gluon.jit
+def expect_totals(out, job, place):
+    """Bring what the output of a tile will be merged into to the L2, where it will be asked for by
+    all processors at once: tiles that take as long end together.
+    """
+    shape = job.shape
+    ROWS: gl.constexpr = 64 // shape.GROUP
+    first = place.q0.to(gl.int64)
+    if not shape.PACKED:
+        first = place.batch.to(gl.int64) * out.room
+    for x in gl.static_range(job.cfg.CONSUMERS * shape.GROUP):
+        lanes = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+        rows = place.row + x // shape.GROUP * ROWS + lanes
+        at = ((first + rows) * shape.num_heads + place.head + x % shape.GROUP) * out.dim
+        prefetch_rows(out.ref + at, rows < place.seqlen_q, out.dim)
 
 
 @aggregate
@@ -86,7 +103,7 @@ def hand_out_next(counter, pipes, job, drawn):
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, counter, pipes, job):
+def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
     shape, cfg, pages = job.shape, job.cfg, job.pages
     i = 0  # key tiles loaded
     t = 0  # tiles of queries loaded
@@ -114,16 +131,17 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job):
                 key = (n - AHEAD) * cfg.TILE_N
                 pages.look_up(i + AHEAD, place.batch, key, j + AHEAD < count)
                 pages.ids.wait()
-            pipes.k.wait_empty(i)
             if pages.SIZE:
                 load_pages(pipes.k, i, k_desc, job, place, n, pages.span_k)
             else:
                 pipes.k.load(i, k_desc, at)
             if j == 0:
                 load_queries(pipes, q_desc, job, place, t)
+                if out.MERGE:
+                    expect_totals(out, job, place)
             if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
-            pipes.k.wait_empty(i + 1)  # stands for v: see Pipes
+            pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
             if pages.SIZE:
                 load_pages(pipes.v, i, v_desc, job, place, n, pages.span_v)
             else:

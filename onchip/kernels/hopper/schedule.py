@@ -355,11 +355,12 @@ class Blocks:
     def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
         """The words of 64 rows of a bit tile, a tensor for every 32 columns; ones if bits is -1."""
         rows = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        stored = (rows >= 0) & (bits >= 0)
-        at = self.tiles + bits.to(gl.int64) * (BLOCK * WORDS) + col % BLOCK // 32
-        words = ()
-        for w in gl.static_range(TILE // 32):
-            words = words + (gl.load(at + rows * WORDS + w, mask=stored, other=-1),)
+        words = (gl.full_like(rows, -1),) * (TILE // 32)
+        if bits >= 0:
+            at = self.tiles + bits.to(gl.int64) * (BLOCK * WORDS) + col % BLOCK // 32
+            words = ()
+            for w in gl.static_range(TILE // 32):
+                words = words + (gl.load(at + rows * WORDS + w),)
         return words
 
 
@@ -414,7 +415,8 @@ def _keep_bit(s, word, bit):
 @aggregate
 class Order:
     """Tiles of queries in the order they are handed out: sections of heads whose K and V fit the
-    L2; in a section the longest rows of all its heads first (causal), or head after head.
+    L2; in a section the longest rows of all its heads first (those of a causal call, and as good a
+    guess as any for a mask), or head after head.
     """
 
     tiles_m: gl.tensor

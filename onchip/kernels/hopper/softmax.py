@@ -127,3 +127,51 @@ def rescaled(acc, alpha, cfg):
             _rescale_asm(HALF), _rescale_constraints(HALF), [acc, alpha], dtype=gl.float32,
             is_pure=True, pack=HALF,
         )  # fmt: skip
+
+
+@gluon.jit
+def lane_sums(p):
+    """What each lane has of the sums of rows, (64, 8): lanes meet once for all tiles."""
+    return gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def beside_lane_sums(x, l):
+    """x, one for each row, as a factor of their lane sums."""
+    layout: gl.constexpr = gl.SliceLayout(1, l.type.layout)
+    return gl.convert_layout(x, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def whole_sums(l, layout: gl.constexpr):
+    return gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def _hold_asm(count, each):
+    """A thread has two rows, in turns of two numbers: the first `count` of one, then of the other.
+    A load that no thread does: powers of two have no sign, which ptxas cannot know.
+    """
+    order = [x for x in range(each) if x % 4 < 2] + [x for x in range(each) if x % 4 >= 2]
+    first, *others = [f"${each + x}" for x in order[:count]]
+    signs = f"mov.b32 t, {first}; " + " ".join(f"or.b32 t, t, {x};" for x in others)
+    moves = " ".join(f"mov.b32 ${x}, ${each + x};" for x in range(each))
+    load = " setp.lt.s32 p, t, 0; mov.b32 t, 0; @p ld.volatile.shared.b32 t, [t]; "
+    return "{ .reg .b32 t; .reg .pred p; " + signs + load + moves + " }"
+
+
+@gluon.constexpr_function
+def _hold_constraints(each):
+    return ",".join(["=f"] * each + ["f"] * each)
+
+
+@gluon.jit
+def hold(p, COUNT: gl.constexpr):
+    """p; a wait that comes later in the program comes after so many of each thread's exponentials.
+    ptxas would move it up to the product that it waits for, before all of them.
+    """
+    EACH: gl.constexpr = p.shape[1] // 2
+    return gl.inline_asm_elementwise(
+        _hold_asm(COUNT, EACH), _hold_constraints(EACH), [p], dtype=gl.float32, is_pure=False,
+        pack=EACH,
+    )  # fmt: skip

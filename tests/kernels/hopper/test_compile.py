@@ -35,6 +35,7 @@ if triton.knobs.runtime.interpret:
 TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 SHARED_BYTES = 232448
+FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipe.py
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
@@ -209,6 +210,8 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     allocated = _allocated(compiled.asm["ttgir"])
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
+    numbers = re.findall(r"\bbar(?:rier)?\.sync\s+(\d+)", compiled.asm["ptx"])
+    assert all(int(n) < FIRST_NUMBER for n in numbers), "the compiler uses our numbered barriers"
     return Machine(int(registers), compiled.metadata.shared, allocated, code, loops)
 
 
