@@ -435,6 +435,26 @@ class TestServing:
     def test_not_both(self, changed):
         assert not ops._serves_both(*self.calls(**changed))
 
+    @pytest.mark.parametrize("heads", [(32, 8), (16, 16), (64, 8), (24, 6), (32, 2)])
+    @pytest.mark.parametrize("dim, page_size", [(64, 16), (128, 64), (256, 32)])
+    def test_what_is_planned_is_served(self, heads, dim, page_size):
+        """The model counts the level's tiles as the kernel does: one program for each."""
+        num_heads, num_kv_heads = heads
+        width, run, served = 9000 // page_size, 8192 // page_size, []
+        for batch in (5, 17, 40, 64, 97, 128):
+            q = torch.empty(batch, 1, num_heads, dim, dtype=torch.bfloat16, device="meta")
+            pages = q.new_empty(2, 1, page_size, num_kv_heads, dim)
+            table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+            table[:, :run] = table[0, :run]
+            plan = cascade.plan(table, [8900] * batch, page_size, costs(q, *pages)).to("meta")
+            if plan.together is None:
+                continue
+            options, own = {"kernel": None}, plan.own(table.to("meta"), table[:, 0].to("meta"))
+            calls = [cascade._own_call(plan, q, pages, own, options)]
+            calls += [cascade._level_call(plan.levels[0], q[:, 0], pages, options)]
+            cascade._side_by_side(plan, calls, lambda *both: served.append(ops._serves_both(*both)))
+        assert served and all(served)
+
     def test_not_what_must_be_deterministic(self):
         torch.use_deterministic_algorithms(True)
         try:
