@@ -18,7 +18,6 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
 from onchip.problem import (
     Options,
-    Problem,
     Question,
     Tensors,
     Window,
@@ -255,17 +254,26 @@ def cascade_attention(
     options |= {"k_scales": k_scales, "v_scales": v_scales}
     ours = kernel in (None, "triton") and device_info(q.device).has_triton
     merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
-    pages, with_kernels = (k_pages, v_pages), {"merge": merge, "serves": _serves_both}
-    return cascade.run(plan, _attend_pages, q, pages, own, **with_kernels, **options)
+    pages, kernels = (k_pages, v_pages), {"merge": merge, "at_once": _attend_at_once}
+    return cascade.run(plan, paged_attention, q, pages, own, **kernels, **options)
 
 
-def _attend_pages(*args: Tensor, **options: Any) -> Any:
-    """paged_attention(), of which one call may run beside another."""
-    if "beside" not in options:
-        return paged_attention(*args, **options)
-    kernel = options.pop("kernel")
-    question, x = _pose_pages(*args, **options)
-    return _answer(library.attend(question, x, kernel), return_lse=True)
+class _Posed(NamedTuple):
+    question: Question
+    x: Tensors
+    kernel: str | None  # asked for
+
+
+def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
+    """(out, lse) of two paged calls that run at once; None, and nothing done, where they cannot.
+    Not where somebody watches: what a compiler does between them nobody knows.
+    """
+    if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
+        return None
+    posed = [_pose_pages(*call.args, **call.options) for call in (own, level)]
+    if not _run_at_once(*posed):
+        return None
+    return [_answer(library.attend(*one), return_lse=True) for one in posed]
 
 
 def _pose_pages(
@@ -275,11 +283,12 @@ def _pose_pages(
     page_table: Tensor,
     cache_seqlens: Tensor,
     *,
+    kernel: str | None,
     sinks: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     **options: Any,
-) -> tuple[Question, Tensors]:
+) -> _Posed:
     x = Tensors(
         q,
         k_pages,
@@ -291,27 +300,17 @@ def _pose_pages(
         v_scales=v_scales,
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return ask(paged.describe, x, Options(deterministic=deterministic, **options), None), x
+    asked = Options(deterministic=deterministic, **options)
+    return _Posed(ask(paged.describe, x, asked, None), x, kernel)
 
 
-def _serves_both(own: cascade.Call, level: cascade.Call) -> bool:
-    """Whether one kernel serves these two calls and runs them at once. Not where somebody watches:
-    what a compiler does between them nobody knows.
-    """
-    if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
-        return False
-    (first, kernel), (second, other) = map(_served, (own, level))
+def _run_at_once(first: _Posed, second: _Posed) -> bool:
+    """Whether one kernel serves both, and runs them so."""
+    problems = [laid_out(one.question.problem, one.x) for one in (first, second)]
+    device = device_info(first.x.q.device)
+    kernel, other = (dispatch(problem, device, first.kernel).kernel for problem in problems)
     runs_beside = getattr(kernel_module(kernel), "runs_beside", None)
-    return kernel == other and runs_beside is not None and runs_beside(first, second)
-
-
-def _served(call: cascade.Call) -> tuple[Problem, str]:
-    """The problem that a call poses, and the kernel for it."""
-    options = {**call.options}
-    kernel = options.pop("kernel")
-    question, x = _pose_pages(*call.args, **options)
-    problem = laid_out(question.problem, x)
-    return problem, dispatch(problem, device_info(x.q.device), kernel).kernel
+    return kernel == other and runs_beside is not None and runs_beside(*problems)
 
 
 def offload_attention(

@@ -171,7 +171,7 @@ def run(
     own: Pair,
     *,
     merge: Callable[[Pair, list[Part], torch.dtype], Pair] | None = None,
-    serves: Callable[[Call, Call], bool] | None = None,
+    at_once: Callable[[Call, Call], list[Pair] | None] | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = True,
     **options: object,
@@ -182,9 +182,9 @@ def run(
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
-    of the levels: state.merge_at_rest unless a device has a kernel for it. serves(own, level) tells
-    whether attend takes `beside` of these two calls, and kernels that can run at once will serve
-    them; else, and without it, the calls come in turn.
+    of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
+    given both calls, each with a `beside` among its options, makes them so that they run at the
+    same time, and returns what attend would have; or None. Then, and without it, they come in turn.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
@@ -196,8 +196,10 @@ def run(
     for_all["return_lse"] = True
     calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
     calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
-    calls = _side_by_side(plan, calls, serves)
-    (out, lse), *found = [attend(*call.args, **call.options) for call in calls]
+    found = _side_by_side(plan, calls, at_once)
+    if found is None:
+        found = [attend(*call.args, **call.options) for call in calls]
+    (out, lse), *found = found
     parts = [_part(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
@@ -208,17 +210,14 @@ def run(
 
 
 def _side_by_side(
-    plan: Plan, calls: list[Call], serves: Callable[[Call, Call], bool] | None
-) -> list[Call]:
-    """The own call and that of the level, each with its programs, if they may run at once."""
-    if plan.together is None or serves is None:
-        return calls
+    plan: Plan, calls: list[Call], at_once: Callable[[Call, Call], list[Pair] | None] | None
+) -> list[Pair] | None:
+    """What the own call and that of the level give, each on its programs, if they may run so."""
+    if plan.together is None or at_once is None:
+        return None
     own, level = calls
-    both = [
-        own.beside(plan.together.own_programs, second=False),
-        level.beside(plan.together.level_programs, second=True),
-    ]
-    return both if serves(*both) else calls
+    own_programs, level_programs, *_ = plan.together
+    return at_once(own.beside(own_programs, False), level.beside(level_programs, True))
 
 
 FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}

@@ -100,9 +100,7 @@ def hopper_decode(width: int, page_size: int = 0) -> Footprint:
     if page_size:
         parts = 64 // min(64, page_size)
         buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
-        buffers["lengths"] = (
-            4 * 32
-        )  # of as many sequences, or of the 256 or 2,048 of larger batches
+        buffers["lengths"] = 4 * 32  # of sequences; larger batches have 256 or 2,048
     return Footprint(buffers, 2 * stages + 1, 160)
 
 

@@ -364,8 +364,8 @@ class TestTogether:
         first[0] += 100_000  # the others lie one after another
         assert one(first).together is not None and one(first).levels[0].place is not None
 
-    @pytest.mark.parametrize("serves", [True, False, None])
-    def test_calls_are_told_of_one_another_if_they_are_served(self, serves):
+    @pytest.mark.parametrize("can", [True, False, None])
+    def test_calls_are_made_at_once_if_they_can_be(self, can):
         tables = [[1, 2, 3, 4, 10 + b] for b in range(5)]
         pages, table, seqlens = cache(tables, [17] * 5)
         model = FREE._replace(level=200.0, call=100.0, first=1.0, products=1.0)
@@ -373,25 +373,22 @@ class TestTogether:
         plan = cascade.plan(table, seqlens, PAGE, model._replace(occupancy=cut))
         own, level, segments, _ = plan.together
         assert own + level <= 16 and level == segments * KV_HEADS
-        asked, seen = [], []
+        attend, calls = counted(onchip.paged_attention)
+        asked = []
 
-        def attend(*args, beside=None, **options):
-            seen.append(beside)
-            return onchip.paged_attention(*args, **options)
-
-        def answer(*calls):
-            asked.extend(call.options["beside"] for call in calls)
-            return serves
+        def at_once(*calls):
+            asked.extend(call.options.pop("beside") for call in calls)
+            made = [onchip.paged_attention(*call.args, **call.options) for call in calls]
+            return made if can else None
 
         q = torch.randn(5, 1, HEADS, DIM, dtype=torch.float64)
-        tables = table, seqlens
-        ask = None if serves is None else answer
-        got = cascade.run(plan, attend, q, pages, plan.own(*tables), serves=ask)
+        tables, kernels = (table, seqlens), {} if can is None else {"at_once": at_once}
+        got = cascade.run(plan, attend, q, pages, plan.own(*tables), **kernels)
         want = onchip.paged_attention(q, *pages, *tables, return_lse=True)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
         both = [Beside(own, second=False), Beside(level, second=True)]
-        assert asked == ([] if serves is None else both)
-        assert seen == (both if serves else [None, None])
+        assert asked == ([] if can is None else both)
+        assert len(calls) == (0 if can else 2)
 
 
 class TestServing:
@@ -410,17 +407,22 @@ class TestServing:
         level = cascade.Call((rows, *pages, *tables(3, 171)), {**options, "causal": False})
         return own.beside(80, second=False), level.beside(level_programs, second=True)
 
+    @staticmethod
+    def serves(*calls):
+        """What would be, were nothing computed."""
+        return ops._run_at_once(*[ops._pose_pages(*call.args, **call.options) for call in calls])
+
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         pytest.importorskip("triton")
         monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "H200", (9, 0)))
 
     def test_both(self):
-        assert ops._serves_both(*self.calls()) and ops._serves_both(*self.calls(softcap=20.0))
-        assert ops._serves_both(*self.calls(kernel="hopper"))
+        assert self.serves(*self.calls()) and self.serves(*self.calls(softcap=20.0))
+        assert self.serves(*self.calls(kernel="hopper"))
         own, level = self.calls()
         sinks = {"sinks": torch.zeros(32)}
-        assert ops._serves_both(cascade.Call(own.args, {**own.options, **sinks}), level)
+        assert self.serves(cascade.Call(own.args, {**own.options, **sinks}), level)
 
     @pytest.mark.parametrize(
         "changed",
@@ -433,26 +435,60 @@ class TestServing:
         ids=str,
     )
     def test_not_both(self, changed):
-        assert not ops._serves_both(*self.calls(**changed))
+        assert not self.serves(*self.calls(**changed))
+
+    @pytest.mark.parametrize("heads", [(32, 8), (16, 16), (64, 8), (24, 6), (32, 2)])
+    @pytest.mark.parametrize("dim, page_size", [(64, 16), (128, 64), (256, 32)])
+    def test_what_is_planned_is_served(self, heads, dim, page_size):
+        """The model counts the level's tiles as the kernel does: one program for each."""
+        num_heads, num_kv_heads = heads
+        width, run, served = 9000 // page_size, 8192 // page_size, []
+        for batch in (5, 17, 40, 64, 97, 128):
+            q = torch.empty(batch, 1, num_heads, dim, dtype=torch.bfloat16, device="meta")
+            pages = q.new_empty(2, 1, page_size, num_kv_heads, dim)
+            table = torch.arange(batch * width, dtype=torch.int32).view(batch, width)
+            table[:, :run] = table[0, :run]
+            plan = cascade.plan(table, [8900] * batch, page_size, costs(q, *pages)).to("meta")
+            if plan.together is None:
+                continue
+            options, own = {"kernel": None}, plan.own(table.to("meta"), table[:, 0].to("meta"))
+            calls = [cascade._own_call(plan, q, pages, own, options)]
+            calls += [cascade._level_call(plan.levels[0], q[:, 0], pages, options)]
+            cascade._side_by_side(plan, calls, lambda *both: served.append(self.serves(*both)))
+        assert served and all(served)
 
     def test_not_what_must_be_deterministic(self):
         torch.use_deterministic_algorithms(True)
         try:
-            assert not ops._serves_both(*self.calls())
+            assert not self.serves(*self.calls())
         finally:
             torch.use_deterministic_algorithms(False)
 
     def test_not_elsewhere(self, monkeypatch):
         monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "A100", (8, 0)))
-        assert not ops._serves_both(*self.calls())
+        assert not self.serves(*self.calls())
 
-    def test_not_where_a_compiler_watches(self, monkeypatch):
+    def test_not_where_a_compiler_watches_nor_packed(self, monkeypatch):
+        own, level = self.calls()
+        packed = cascade.Call(own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()})
+        assert ops._attend_at_once(packed, level) is None
         monkeypatch.setattr(ops, "is_eager", lambda _: False)
-        assert not ops._serves_both(*self.calls())
+        assert ops._attend_at_once(own, level) is None
+
+    def test_both_calls_are_made_in_their_order(self, monkeypatch):
+        made = []
+        answer = lambda question, x, kernel: (
+            made.append((question.problem, kernel)) or (x.q, x.q, None)
+        )
+        monkeypatch.setattr(ops.library, "attend", answer)
+        own, level = self.calls()
+        assert ops._attend_at_once(own, level) == [(own.args[0],) * 2, (level.args[0],) * 2]
+        assert [problem.beside for problem, _ in made] == [Beside(80, False), Beside(48, True)]
+        assert ops._attend_at_once(*self.calls(kernel="triton")) is None and len(made) == 2
 
     def test_not_the_other_way_round(self):
         own, level = self.calls()
-        assert not ops._serves_both(level, own)
+        assert not self.serves(level, own)
 
 
 CUT = Occupancy(num_programs=12, num_kv_heads=KV_HEADS, tile_queries=1, segment_pages=1)

@@ -712,6 +712,20 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             queries.fetch(t, b, rows)
 
 
+@gluon.jit
+def settle(lengths, pages, likely, mine, number, most, least, BATCH: gl.constexpr):
+    """The range of a program, once lengths are what they will be, and its first page ids in their
+    slots. They are asked for together with the lengths, which are seldom other than `likely`.
+    """
+    first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+    seqlens = lengths.all(BATCH)
+    if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
+        mine = range_of(lengths, seqlens, number, most, least)
+        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+    pages.ids.keep(first)
+    return mine
+
+
 _RUNTIME = [
     "stride_qb", "stride_qs", "stride_qh", "stride_table", "seqlen_q", "seqlen_k", "batch",
     "num_pages", "num_heads", "dim", "left", "right", "most", "least", "num_slots", "nonce",
@@ -754,15 +768,10 @@ def decode_kernel(
     if PAGE_SIZE:
         prefetch(pages.first(lengths, mine))
     gdc_wait()
-    if FIRST:
+    if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     if PAGE_SIZE:
-        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
-        seqlens = lengths.all(BATCH)
-        if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
-            mine = range_of(lengths, seqlens, number, most, least)
-            first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
-        pages.ids.keep(first)
+        mine = settle(lengths, pages, likely, mine, number, most, least, BATCH)
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip

@@ -346,6 +346,13 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     _holds(machine, footprint.hopper_decode(hopper_width(problem.head_dim), problem.page_size))
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_lengths_of_the_largest_batch_fit_beside_the_tiles(width):
+    few = footprint.hopper_decode(width, page_size=16)
+    more = 4 * configs.HOPPER_DECODE_BATCH - few.buffers["lengths"]
+    assert few.shared_bytes + more + HANDED_OVER <= SHARED_BYTES
+
+
 @pytest.mark.parametrize("variant", variants(BACKWARD))
 def test_backward_stays_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
