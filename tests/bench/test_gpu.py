@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -75,12 +76,27 @@ def test_a_band_holds_the_middle_of_the_paired_ratios():
     assert paired(ours, theirs) == pytest.approx((1.5, 1.1, 1.9))
 
 
-def test_rounds_alternate_and_the_first_is_dropped():
+def test_every_round_has_all_and_the_first_is_dropped():
     seen = []
     sample = lambda lanes: seen.extend(x.ms for x in lanes) or [float(i) for i in range(len(lanes))]
     times = gpu.alternate([("a", lane(1)), ("b", lane(2)), ("c", lane(3))], 2, sample)
-    assert seen == [1, 2, 3, 3, 2, 1, 1, 2, 3]
-    assert times == {"a": [5.0, 6.0], "b": [4.0, 7.0], "c": [3.0, 8.0]}
+    rounds = [seen[i : i + 3] for i in range(0, 9, 3)]
+    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(seen) == 9
+    places = {
+        name: [3.0 * i + rounds[i].index(ms) for i in (1, 2)]
+        for name, ms in zip("abc", (1, 2, 3), strict=True)
+    }
+    assert times == places
+
+
+@pytest.mark.parametrize("num", range(1, 10))
+def test_each_comes_after_every_other_equally_often(num):
+    orders = gpu.balanced(num)
+    assert all(sorted(order) == list(range(num)) for order in orders)
+    after = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(after) == num * (num - 1) and len(set(after.values())) <= 1
+    for places in zip(*orders, strict=True):  # and each is first, second, ... equally often
+        assert len(set(Counter(places).values())) == 1
 
 
 def test_a_control_off_by_more_than_its_limit_repeats_the_cell():
