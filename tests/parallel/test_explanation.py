@@ -118,7 +118,7 @@ def test_it_is_told_in_sentences():
         "sends 7 x 33.6 MB beside kernels",
         "measured on an NVIDIA H200 at head_dim 128",
         "NVLink 4: 100% forward, hides",
-        "100 GbE: 34% forward, shows",
+        "100 GbE: 32% forward, shows",
         "hides from 26,200 positions a rank on",
     ):
         assert words in text, text
