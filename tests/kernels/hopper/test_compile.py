@@ -91,7 +91,7 @@ MERGE = [
     Variant(128, {"out_dtype": torch.float32, "causal": True}),
     Variant(128, {"out_dtype": torch.float32}),
     Variant(64, {"out_dtype": torch.float32}),
-    Variant(128, {"out_dtype": torch.float32, "mask": True}),
+    Variant(128, {"out_dtype": torch.float32, "mask": True}, (0.0, 0.003)),
 ]
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),
