@@ -228,6 +228,7 @@ def skip(pipes, cfg, i, count, C: gl.constexpr):
             pipes.baton.take(C, i)
             pipes.baton.pass_on(C)
         pipes.k.release(i)
+        pipes.v.wait_full(i)  # unseen, it could pass for the next filling of its slot
         i += 1
     return i
 
