@@ -66,8 +66,6 @@ TESTS_OF_NAMES = (
 # Tests that fail for a reason that is not ours, and whether they always do.
 _PACKED = "GPT-OSS makes its masks without position_ids: eager leaves the sequences in the same way"
 _NOISE = "bf16: eager is as far from fp32 as we are, and one element is beyond the bound"
-    "bf16: eager is as far from fp32 as we are, and one element of thousands is beyond the bound"
-)
 KNOWN = {
     "GptOssModelTest::test_sdpa_padding_matches_padding_free_with_position_ids": (_PACKED, True),
     "GptOssModelTest::test_flash_attention_2_padding_matches_padding_free_with_position_ids": (
