@@ -33,7 +33,7 @@ from onchip.problem import UnsupportedError
 NAMES = {"sdpa": "onchip", "flash_attention_2": "onchip2"}  # two, because both are keys of a dict
 MODELS = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"),
-    *("gpt_oss", "phi", "phi3", "gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3", "llama4"),
+    *("gpt_oss", "phi", "phi3", "gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3"),
     *("olmo2", "cohere", "cohere2", "starcoder2", "stablelm", "granite", "smollm3", "glm4"),
     *("ministral", "exaone4", "bert", "roberta", "modernbert", "vit", "bart", "whisper", "t5"),
 )
