@@ -10,13 +10,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow triton36 lint format clean
+.PHONY: help demo test slow triton36 upstream lint format clean
 
 help:
 	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
 	@echo "make test      set up $(VENV) and run the tests"
 	@echo "make slow      run the tests marked slow"
 	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
+	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
 	@echo "make lint      ruff (lint, format) and basedpyright"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make clean     remove $(VENV) and what tools left behind"
@@ -32,6 +33,9 @@ slow: $(VENV)/.test
 
 triton36: $(OLDEST)/.done
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper tests/kernels/test_handles_triton.py $(TEST)
+
+upstream: $(VENV)/.upstream
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/adapters/upstream.py "$(TRANSFORMERS)" $(TEST)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .
@@ -85,6 +89,10 @@ $(VENV)/.test: $(VENV)/.run
 $(OLDEST)/.done: $(VENV)/.test constraints-triton36.txt
 	@echo "Installing Triton 3.6 beside it ..."
 	@rm -rf $(OLDEST) && $(PIP) install --quiet --no-deps --target $(OLDEST) -r constraints-triton36.txt && touch $@
+
+$(VENV)/.upstream: $(VENV)/.test
+	@echo "Installing what transformers' tests import ..."
+	@$(INSTALL) -e ".[upstream]" && touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."
