@@ -218,10 +218,6 @@ def triton_config(kernel: str, use: TritonUse) -> TritonConfig:
 def _triton_row(kernel: str, dim: int, use: TritonUse) -> TritonConfig:
     if kernel in ("delta", "merge"):
         return TRITON_MERGE if kernel == "merge" else TRITON_STREAMED
-    if kernel == "few":  # one tile of at most 64 x 64: nothing to stage, and no more rows
-        row = _triton_row("forward", dim, use)
-        small = row._replace(tile_m=min(row.tile_m, 64), num_stages=1)
-        return small if row.num_warps == 4 else row
     if kernel in ("decode", "paged", "paged_full", "chunk"):
         return _decode_row(kernel, (use.itemsize, dim), use.capability)
     return _triton_table(use).get((kernel, dim)) or TRITON_MODIFIED[kernel, dim]

@@ -128,8 +128,7 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return decode.decode(problem, x, call)
     out, lse = empty_result(problem, x)
     stats = lse.new_empty(2, *lse.shape) if problem.return_stats else None
-    few = max(problem.seqlen_q, problem.seqlen_k) <= 64
-    config = call.config("few" if few else "forward")
+    config = call.config("forward")
     num_tiles = triton.cdiv(problem.seqlen_q, config.tile_m)
     grid = num_tiles * problem.num_heads * problem.batch
     if grid:
