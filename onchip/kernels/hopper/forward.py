@@ -16,7 +16,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
     make_baton,
-    make_numbered_ring,
     make_ring,
     make_tickets,
     store_tile,
@@ -80,6 +79,14 @@ class Out:
         self.WIDE = gl.constexpr(WIDE)
         self.MERGE = gl.constexpr(MERGE)
         self.SECOND = gl.constexpr(SECOND)
+
+    @gluon.jit
+    def row(self, shape, place, rows, heads):
+        """Where rows of the unrounded output begin, from `ref` on."""
+        first = place.q0.to(gl.int64)
+        if not shape.PACKED:
+            first = place.batch.to(gl.int64) * self.room
+        return ((first + rows) * shape.num_heads + heads) * self.dim
 
 
 @gluon.jit
@@ -311,10 +318,7 @@ def wide_places(out, job, place):
     shape, cfg = job.shape, job.cfg
     rows = place.row + shape.queries_of(64, cfg.O)
     cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
-    first = place.q0.to(gl.int64)
-    if not shape.PACKED:
-        first = place.batch.to(gl.int64) * out.room
-    places = ((first + rows) * shape.num_heads + job.heads(place, cfg.O)) * out.dim
+    places = out.row(shape, place, rows, job.heads(place, cfg.O))
     inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
     return out.ref + places[:, None] + cols[None, :], inside
 
@@ -511,10 +515,7 @@ def forward_kernel(
     order = Order(tiles_m, section, num_tiles, LONGEST_FIRST)
     job = Job(shape, blocks, pages, order, Scale(scale_log2, inner, SOFTCAP), cfg, batch)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
-    if NUMBERED:
-        k = make_numbered_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
-    else:
-        k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS)
+    k = make_ring(k_desc, STAGES, CONSUMERS, pages.PARTS, NUMBERED)
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
     slots = q.slots

@@ -176,24 +176,21 @@ def _slots(num_stages, box, parts):
 
 
 @gluon.jit
-def make_ring(desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1):
-    """A ring of tiles as desc loads them, in so many parts, released once by each consumer."""
-    shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
-    slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-    return Ring(slots, _open(num_stages, 1), _open(num_stages, consumers), num_stages)
-
-
-@gluon.jit
-def make_numbered_ring(
-    desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1
-):
-    """The same, released without a meeting: at an mbarrier Triton lets all threads of a consumer
-    meet before one arrives; at a numbered barrier each arrives when it gets there.
+def make_ring(
+    desc, num_stages: gl.constexpr, consumers: gl.constexpr, parts: gl.constexpr = 1,
+    numbered: gl.constexpr = False,
+):  # fmt: skip
+    """A ring of tiles as desc loads them, in so many parts, released once by each consumer. At an
+    mbarrier Triton lets all threads of a consumer meet before one arrives; at a `numbered` barrier
+    each arrives when it gets there.
     """
     shape: gl.constexpr = _slots(num_stages, desc.block_shape, parts)
     slots = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
     full = _open(num_stages, 1)
-    return Ring(slots, full, full, num_stages, 128 * consumers)
+    if numbered:
+        return Ring(slots, full, full, num_stages, 128 * consumers)
+    else:
+        return Ring(slots, full, _open(num_stages, consumers), num_stages)
 
 
 # The processor has 16 barriers; Triton numbers those of its partitions from 0 on

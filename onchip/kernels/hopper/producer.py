@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD, prefetch_rows
+from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch_rows
 from onchip.kernels.hopper.schedule import next_ticket
 
 
@@ -42,13 +42,9 @@ def expect_totals(out, job, place):
     """
     shape = job.shape
     ROWS: gl.constexpr = 64 // shape.GROUP
-    first = place.q0.to(gl.int64)
-    if not shape.PACKED:
-        first = place.batch.to(gl.int64) * out.room
     for x in gl.static_range(job.cfg.CONSUMERS * shape.GROUP):
-        lanes = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-        rows = place.row + x // shape.GROUP * ROWS + lanes
-        at = ((first + rows) * shape.num_heads + place.head + x % shape.GROUP) * out.dim
+        rows = place.row + x // shape.GROUP * ROWS + gl.arange(0, ROWS, LANES)
+        at = out.row(shape, place, rows, place.head + x % shape.GROUP)
         prefetch_rows(out.ref + at, rows < place.seqlen_q, out.dim)
 
 
