@@ -1,11 +1,15 @@
 """`onchip bench ring --only chunks`: a long sequence cut for several ranks, on one GPU.
 
-All rounds of all ranks in a loop on one thread, against one call: nothing travels, so that what is
-measured is what cutting and merging cost. "kernels": the same rounds without merging.
+All rounds of all ranks in a loop on one thread, step by step as a ring goes, against one call:
+nothing travels, so that what is measured is what cutting and merging cost. Ranks take turns on a
+few streams: they do not wait for one another, and the last tiles of one's round leave processors
+idle that the next one's can use. "kernels": the same rounds without merging.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, cast
 
 import torch
@@ -21,6 +25,7 @@ SIZE, OVERHEAD = 8, 8.0
 TOKENS, QUICK_TOKENS = 65_536, 4096
 HEADS, HEAD_DIM = 16, 128
 TURNS, QUICK_TURNS = 15, 3
+STREAMS = 2
 BARS = (
     Bar(
         f"{SIZE} chunks of {TOKENS:,} tokens on one GPU, over one call",
@@ -53,11 +58,31 @@ class Share(NamedTuple):
     rounds: list[tuple[int, Round]]
 
 
+class Lanes:
+    """Streams that ranks take in turns; on a CPU there are none."""
+
+    def __init__(self, device: torch.device):
+        count = STREAMS if device.type == "cuda" else 0
+        self._streams = [torch.cuda.Stream(device) for _ in range(count)]
+
+    def of(self, rank: int) -> AbstractContextManager:
+        """Where a rank computes."""
+        return torch.cuda.stream(self._streams[rank % STREAMS]) if self._streams else nullcontext()
+
+    def meet(self) -> None:
+        """All that was asked of any stream, the caller's included, comes before what will be."""
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream())
+
+
 class Cut(NamedTuple):
     """One causal sequence: whole, and in the shares of a zigzag layout."""
 
     whole: tuple[Tensor, ...]
     shares: list[Share]
+    lanes: Lanes
 
     @staticmethod
     def of(tokens: int, device: torch.device, heads: int = HEADS, dim: int = HEAD_DIM) -> "Cut":
@@ -71,13 +96,14 @@ class Cut(NamedTuple):
             seen = [((r - i) % SIZE, at) for i, at in rounds if at is not None]
             q, k, v, dout = (layout.shard(t, r).contiguous() for t in whole)
             shares.append(Share(q, k, v, dout, seen))
-        return Cut(whole, shares)
+        return Cut(whole, shares, Lanes(device))
 
-    def each(self) -> Iterator[tuple[Share, Share, Round]]:
-        """Every round: the share of the queries, that of the keys, and what is seen."""
-        for share in self.shares:
-            for source, at in share.rounds:
-                yield share, self.shares[source], at
+    def steps(self) -> Iterator[list[tuple[int, int, Round]]]:
+        """Step by step, every round of it: the rank of the queries, that of the keys, and what is
+        seen. No two rounds of a step are of the same keys.
+        """
+        for step in range(max(len(share.rounds) for share in self.shares)):
+            yield [(r, *s.rounds[step]) for r, s in enumerate(self.shares) if step < len(s.rounds)]
 
 
 def one_call(cut: Cut, backward: bool) -> list[Tensor]:
@@ -89,24 +115,36 @@ def one_call(cut: Cut, backward: bool) -> list[Tensor]:
 @torch.no_grad()
 def in_rounds(cut: Cut, backward: bool) -> list[list[Tensor]]:
     """What the ring computes, without the ring: (out, dq, dk, dv), each of all ranks."""
-    states = [_attended(cut, share) for share in cut.shares]
-    outs = [out.to(torch.bfloat16) for out, _ in states]
+    cut.lanes.meet()
+    states = _attended(cut)
+    outs = [out for out, _ in states]
     if not backward:
         return [outs]
     wide = lambda t: torch.zeros_like(t, dtype=torch.float32)
     sums = [[wide(share[i]) for share in cut.shares] for i in range(3)]
-    for r, share in enumerate(cut.shares):
-        saved = outs[r], states[r][1], share.dout, None
-        for source, at in share.rounds:
-            _add_gradients(cut, (r, source, at), saved, sums)
+    for step in cut.steps():
+        cut.lanes.meet()  # what keys have come to is the next rank's
+        for rank, source, at in step:
+            saved = *states[rank], cut.shares[rank].dout, None
+            with cut.lanes.of(rank):
+                _add_gradients(cut, (rank, source, at), saved, sums)
+    cut.lanes.meet()
     return [outs, *([t.to(torch.bfloat16) for t in each] for each in sums)]
 
 
-def _attended(cut: Cut, share: Share) -> tuple[Tensor, Tensor]:
-    total = total_of(share.q, share.v.shape[-1])
-    for source, at in share.rounds:
-        total.fold(CALL, at, share.q, cut.shares[source].k, cut.shares[source].v)
-    return total.result()
+def _attended(cut: Cut) -> list[tuple[Tensor, Tensor]]:
+    """(out, rounded, and lse) of every rank."""
+    totals = [total_of(share.q, share.v.shape[-1]) for share in cut.shares]
+    for rank, source, at in chain.from_iterable(cut.steps()):
+        with cut.lanes.of(rank):
+            totals[rank].fold(CALL, at, cut.shares[rank].q, *cut.shares[source][1:3])
+    found = []
+    for rank, total in enumerate(totals):
+        with cut.lanes.of(rank):
+            out, lse = total.result()
+            found.append((out.to(torch.bfloat16), lse))
+    cut.lanes.meet()
+    return found
 
 
 def _add_gradients(cut: Cut, where: tuple[int, int, Round], saved: tuple, sums: list) -> None:
@@ -121,12 +159,16 @@ def _add_gradients(cut: Cut, where: tuple[int, int, Round], saved: tuple, sums: 
 @torch.no_grad()
 def kernels(cut: Cut, backward: bool) -> None:
     """The rounds, nothing merged."""
-    for share, keys, at in cut.each():
-        _, lse = attend(CALL, at, share.q, keys.k, keys.v)
-        if backward:
-            lse = lse.new_zeros(*lse.shape[:2], share.q.shape[1])
-            saved = share.dout, lse, share.dout, None  # any numbers take as long
-            gradients(CALL, at, share.q, keys.k, keys.v, saved)
+    cut.lanes.meet()
+    for rank, source, at in chain.from_iterable(cut.steps()):
+        share, (_, k, v, *_) = cut.shares[rank], cut.shares[source]
+        with cut.lanes.of(rank):
+            _, lse = attend(CALL, at, share.q, k, v)
+            if backward:
+                lse = lse.new_zeros(*lse.shape[:2], share.q.shape[1])
+                saved = share.dout, lse, share.dout, None  # any numbers take as long
+                gradients(CALL, at, share.q, k, v, saved)
+    cut.lanes.meet()
 
 
 def chunks_row(cut: Cut, turns: int, backward: bool) -> Row:

@@ -307,15 +307,16 @@ def hopper_width(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def hopper_forward_of(problem: Problem) -> HopperConfig:
+def hopper_forward_of(problem: Problem, merges: bool = False) -> HopperConfig:
+    """`merges`: a total of the output comes and goes, which needs the room of the next queries."""
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     cut = problem.causal or problem.window_size[1] is not None
     config = hopper_forward_config(
         max(width, width_v), cut, problem.has_mask, problem.seqlen_k, problem.page_size
     )
     if width != width_v:
-        return config._replace(out_in_q=False)  # the tiles differ, and there is room
-    return config
+        config = config._replace(out_in_q=False)  # the tiles differ, and there is room
+    return config._replace(q_stages=1) if merges else config
 
 
 def hopper_forward_config(

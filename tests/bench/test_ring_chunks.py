@@ -21,8 +21,14 @@ def test_rounds_are_one_call(cut):
 
 
 def test_every_key_meets_every_query_that_sees_it(cut):
-    pairs = sum(at.pairs((1, 2)) for _, _, at in cut.each())
+    pairs = sum(at.pairs((1, 2)) for step in cut.steps() for _, _, at in step)
     assert pairs == 2 * 333 * 334 // 2
+
+
+def test_no_two_ranks_have_the_same_keys_in_a_step(cut):
+    """Or they would add to the same gradients at the same time."""
+    for step in cut.steps():
+        assert len({source for _, source, _ in step}) == len({r for r, _, _ in step}) == len(step)
 
 
 def test_a_row_and_its_sheet(cut):

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
+    Ring,
     make_baton,
     make_ring,
     make_tickets,
@@ -52,12 +53,14 @@ from onchip.kernels.hopper.softmax import (
 class Out:
     """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
     lse directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
-    batch entry and lse in fp64, is the state of the same queries over other keys, and merged in.
+    batch entry and lse in fp64, is the state of the same queries over other keys, and merged in:
+    out comes and goes through `totals`, a slot for each consumer.
     SECOND: the call before may still use the memory that they go to, and is waited for.
     """
 
     ref: gl.tensor | tensor_descriptor
     slots: gl.shared_memory_descriptor
+    totals: Ring
     lse: gl.tensor
     sinks: gl.tensor
     dim: gl.tensor
@@ -68,9 +71,10 @@ class Out:
     SECOND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ref, slots, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE, SECOND):
+    def __init__(self, ref, slots, totals, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE, SECOND):
         self.ref = ref
         self.slots = slots
+        self.totals = totals
         self.lse = lse
         self.sinks = sinks
         self.dim = dim
@@ -79,14 +83,6 @@ class Out:
         self.WIDE = gl.constexpr(WIDE)
         self.MERGE = gl.constexpr(MERGE)
         self.SECOND = gl.constexpr(SECOND)
-
-    @gluon.jit
-    def row(self, shape, place, rows, heads):
-        """Where rows of the unrounded output begin, from `ref` on."""
-        first = place.q0.to(gl.int64)
-        if not shape.PACKED:
-            first = place.batch.to(gl.int64) * self.room
-        return ((first + rows) * shape.num_heads + heads) * self.dim
 
 
 @gluon.jit
@@ -281,12 +277,22 @@ def store_lse(out, job, place, m_log2, l):
 
 
 @gluon.jit
-def merge_lse(out, job, place, m_log2, l):
+def lse_before(out, job, place):
+    """What the lse of 64 rows will be merged into, asked for before it is needed."""
+    if out.MERGE:
+        at, exist = lse_places(out, job, place)
+        return gl.load(at, mask=exist, other=0.0)
+    else:
+        return ()
+
+
+@gluon.jit
+def merge_lse(out, job, place, before, m_log2, l):
     """Merge into the lse that lies there: (the share of the rows, the share of what lies there).
     Rows that saw no key have none.
     """
     at, exist = lse_places(out, job, place)
-    lse, before = lse_of(m_log2, l).to(gl.float64), gl.load(at, mask=exist, other=0.0)
+    lse = lse_of(m_log2, l).to(gl.float64)
     gap = gl.where(l > 0.0, (lse - before).to(gl.float32), float("-inf"))
     less = gl.exp2(-gl.abs(gap) * LOG2E)
     larger = approximate("rcp", 1.0 + less)
@@ -297,7 +303,7 @@ def merge_lse(out, job, place, m_log2, l):
 
 
 @gluon.jit
-def finish_rows(out, job, place, m, l):
+def finish_rows(out, job, place, before, m, l):
     """Store lse: (what the accumulator must still be multiplied with, what the output that lies
     there must be multiplied with)
     """
@@ -305,7 +311,7 @@ def finish_rows(out, job, place, m, l):
     if out.SECOND:
         gdc_wait()
     if out.MERGE:
-        share, rest = merge_lse(out, job, place, m_log2, l)
+        share, rest = merge_lse(out, job, place, before, m_log2, l)
         return inverse * share, rest
     else:
         store_lse(out, job, place, m_log2, l)
@@ -318,7 +324,10 @@ def wide_places(out, job, place):
     shape, cfg = job.shape, job.cfg
     rows = place.row + shape.queries_of(64, cfg.O)
     cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
-    places = out.row(shape, place, rows, job.heads(place, cfg.O))
+    first = place.q0.to(gl.int64)
+    if not shape.PACKED:
+        first = place.batch.to(gl.int64) * out.room
+    places = ((first + rows) * shape.num_heads + job.heads(place, cfg.O)) * out.dim
     inside = (rows < place.seqlen_q)[:, None] & (cols < out.dim)[None, :]
     return out.ref + places[:, None] + cols[None, :], inside
 
@@ -326,13 +335,30 @@ def wide_places(out, job, place):
 @gluon.jit
 def store_out(out, job, place, acc, C: gl.constexpr):
     """64 rows of the output."""
-    shape = job.shape
     if out.WIDE:
         at, inside = wide_places(out, job, place)
         gl.store(at, acc, mask=inside)
     else:
-        at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, place.row)
-        store_tile(out.ref, at, out.slots.index(C), acc.to(out.ref.dtype))
+        store_tile(out.ref, job.rows_at(place), out.slots.index(C), acc.to(out.ref.dtype))
+
+
+@gluon.jit
+def merge_out(out, job, place, acc_next, inverse, rest, filling):
+    """64 rows of the output, into those that have come."""
+    out.totals.wait_full(filling)
+    before = normalised(out.totals.slot(filling).load(job.cfg.O), rest, job.cfg)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
+    acc = before + normalised(acc, inverse, job.cfg)
+    store_tile(out.ref, job.rows_at(place), out.totals.tile(filling), acc)
+
+
+@gluon.jit
+def release_total(out, cfg, t, C: gl.constexpr):
+    """What the t-th tile was merged into has left, if there was such a tile."""
+    if out.MERGE:
+        store_wait(0)
+        if t >= 0:
+            out.totals.release(t * cfg.CONSUMERS + C)
 
 
 @aggregate
@@ -378,14 +404,12 @@ def take_work(pipes, job, t, C: gl.constexpr):
 
 
 @gluon.jit
-def finish(out, job, place, acc_next, m, l, C: gl.constexpr):
-    """Store what 64 queries have come to, once their last values are added."""
-    inverse, rest = finish_rows(out, job, place, m, l)
+def finish(out, job, place, before, acc_next, m, l, t, C: gl.constexpr):
+    """Store what 64 queries of the t-th tile have come to, once their last values are added."""
+    inverse, rest = finish_rows(out, job, place, before, m, l)
     if out.MERGE:
-        at, inside = wide_places(out, job, place)
-        before = normalised(gl.load(at, mask=inside, other=0.0), rest, job.cfg)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-        gl.store(at, before + normalised(acc, inverse, job.cfg), mask=inside)
+        filling = t * job.cfg.CONSUMERS + C
+        merge_out(out, job, place, acc_next, inverse, rest, filling)
     else:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
         store_out(out, job, place, normalised(acc, inverse, job.cfg), C)
@@ -428,6 +452,7 @@ def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
     filling = t * cfg.CONSUMERS + C
     s, i = first_scores(pipes, cfg, work, filling, i, C)
+    release_total(out, cfg, t - 1, C)
     p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
     if EARLY:
         pipes.q.release(filling)
@@ -436,8 +461,9 @@ def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     pipes.v.wait_full(i - 1)
     l = whole_sums(l, cfg.S)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
+    before = lse_before(out, job, work.place)
     after = take_work(pipes, job, t + 1, C)
-    finish(out, job, work.place, acc_next, m, l, C)
+    finish(out, job, work.place, before, acc_next, m, l, t, C)
     i = skip(pipes, cfg, i, work.mine.lo - work.keys.lo, C)
     if not EARLY:
         store_wait(0)
@@ -453,9 +479,12 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     filling = t * cfg.CONSUMERS + C
     i = skip(pipes, cfg, i, work.keys.hi - work.keys.lo, C)
     pipes.q.wait_full(filling)
-    if not out.MERGE:
+    release_total(out, cfg, t - 1, C)
+    if out.MERGE:
+        out.totals.wait_full(filling)
+    else:
         m = gl.full([64], float("-inf"), gl.float32, rows)
-        finish_rows(out, job, work.place, m, gl.zeros([64], gl.float32, rows))
+        finish_rows(out, job, work.place, (), m, gl.zeros([64], gl.float32, rows))
         store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
     if cfg.OUT_IN_Q:
         store_wait(0)
@@ -522,7 +551,11 @@ def forward_kernel(
     if not (OUT_IN_Q or WIDE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE, SECOND)
+    totals = q
+    if MERGE:
+        totals = make_ring(out_ref, CONSUMERS, 1)
+    out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE,
+              SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
     if SECOND:  # every program has a tile, so each waits for the call before it ends
         gdc_launch_dependents()
@@ -540,3 +573,5 @@ def forward_kernel(
             (produce, loader),
         ], [4, 4, 1], [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS])  # fmt: skip
     pipes.close()
+    if MERGE:
+        totals.close()

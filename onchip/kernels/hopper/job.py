@@ -163,6 +163,12 @@ class Job:
                      place.seqlen_k)  # fmt: skip
 
     @gluon.jit
+    def rows_at(self, place):
+        """Where the queries of a place begin, as descriptors of rows count."""
+        q0, seqlen_q = place.q0, place.seqlen_q
+        return self.shape.q_coord(place.batch, place.head, q0, seqlen_q, place.row)
+
+    @gluon.jit
     def keys(self, place, CONSUMERS: gl.constexpr):
         """The key tiles that the queries of so many consumers see, from a place on."""
         TILE_N: gl.constexpr = self.cfg.TILE_N

@@ -54,14 +54,16 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
-    cut = _cut(problem)
-    second = is_second(problem)
+    merges = lse.dtype == torch.float64
+    cut = _cut(problem, merges)
+    wide, second = out.dtype == torch.float32, is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
     _forward_kernel[(programs,)](
-        *_descriptors(problem, x, cut, out),
+        *_descriptors(problem, x, cut),
+        out if wide and not merges else grouped(out, 64, cut.group, hopper_width(out.shape[-1])),
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
@@ -87,8 +89,8 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         problem.batch,
         **_variant(problem, cut),
         HAS_SINKS=x.sinks is not None,
-        WIDE=out.dtype == torch.float32,
-        MERGE=lse.dtype == torch.float64,
+        WIDE=wide,
+        MERGE=merges,
         SECOND=second,
         **_constants(cut.config),
         launch_pdl=second,
@@ -118,10 +120,10 @@ class _Cut(NamedTuple):
     dynamic: bool
 
 
-def _cut(problem: Problem) -> _Cut:
+def _cut(problem: Problem, merges: bool = False) -> _Cut:
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    config = hopper_forward_of(problem)
+    config = hopper_forward_of(problem, merges)
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
@@ -131,8 +133,8 @@ def _cut(problem: Problem) -> _Cut:
     return _Cut(config, left, right, group, tiles_m, section, tiles_m * planes, dynamic)
 
 
-def _descriptors(problem: Problem, x: Tensors, cut: _Cut, out: Tensor) -> tuple:
-    """q, k, v and out as the kernel takes them."""
+def _descriptors(problem: Problem, x: Tensors, cut: _Cut) -> tuple:
+    """q, k and v as the kernel takes them."""
     width, width_v, tile_n = (
         hopper_width(problem.head_dim),
         hopper_width(problem.head_dim_v),
@@ -142,7 +144,6 @@ def _descriptors(problem: Problem, x: Tensors, cut: _Cut, out: Tensor) -> tuple:
         grouped(x.q, 64, cut.group, width),
         _keys(problem, x.k, tile_n, width),
         _keys(problem, x.v, tile_n, width_v),
-        out if out.dtype == torch.float32 else grouped(out, 64, cut.group, width_v),
     )
 
 

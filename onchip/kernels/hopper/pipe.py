@@ -359,16 +359,6 @@ def prefetch(cells):
 
 
 @gluon.jit
-def prefetch_rows(at, exist, num):
-    """The same of `num` fp32 numbers from each pointer on, where they exist."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,r", [at, exist.to(gl.int32), num * 4], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def fetch(smem, cells, mask):
     """Start to copy what these pointers point to, zeros where the mask is not set."""
     _fetch(smem, cells, mask)

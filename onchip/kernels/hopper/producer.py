@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch_rows
+from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch
 from onchip.kernels.hopper.schedule import next_ticket
 
 
@@ -24,28 +24,27 @@ def load_pages(ring, i, desc, job, place, n, span):
 
 
 @gluon.jit
-def load_queries(pipes, desc, job, place, t):
-    """Those of the t-th tile, even if they see no key: its output may leave through their slots."""
-    shape = job.shape
+def load_rows(ring, desc, job, place, t):
+    """The rows of the t-th tile behind desc, a slot for each consumer. Queries are loaded even if
+    they see no key: their output may leave through their slots.
+    """
     CONSUMERS: gl.constexpr = job.cfg.CONSUMERS
     for c in gl.static_range(CONSUMERS):
-        row = place.row + 64 // shape.GROUP * c
-        at = shape.q_coord(place.batch, place.head, place.q0, place.seqlen_q, row)
-        pipes.q.wait_empty(t * CONSUMERS + c)
-        pipes.q.load(t * CONSUMERS + c, desc, at)
+        ring.wait_empty(t * CONSUMERS + c)
+        ring.load(t * CONSUMERS + c, desc, job.rows_at(job.part(place, c)))
 
 
 @gluon.jit
-def expect_totals(out, job, place):
-    """Bring what the output of a tile will be merged into to the L2, where it will be asked for by
-    all processors at once: tiles that take as long end together.
-    """
-    shape = job.shape
-    ROWS: gl.constexpr = 64 // shape.GROUP
-    for x in gl.static_range(job.cfg.CONSUMERS * shape.GROUP):
-        rows = place.row + x // shape.GROUP * ROWS + gl.arange(0, ROWS, LANES)
-        at = out.row(shape, place, rows, place.head + x % shape.GROUP)
-        prefetch_rows(out.ref + at, rows < place.seqlen_q, out.dim)
+def load_totals(out, job, place, t):
+    """What the output of the t-th tile is merged into; what its lse is, to the L2."""
+    if out.MERGE:
+        shape = job.shape
+        load_rows(out.totals, out.ref, job, place, t)
+        for x in gl.static_range(2 * job.cfg.CONSUMERS):
+            r = 32 * x + gl.arange(0, 32, LANES)
+            row = gl.minimum(place.row + r // shape.GROUP, place.seqlen_q - 1)
+            plane = place.batch.to(gl.int64) * shape.num_heads + place.head + r % shape.GROUP
+            prefetch(out.lse + plane * out.room + row)
 
 
 @aggregate
@@ -132,9 +131,9 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
             else:
                 pipes.k.load(i, k_desc, at)
             if j == 0:
-                load_queries(pipes, q_desc, job, place, t)
-                if out.MERGE:
-                    expect_totals(out, job, place)
+                load_rows(pipes.q, q_desc, job, place, t)
+            if j == gl.minimum(count - 1, pipes.k.num_stages):  # the last total can have left
+                load_totals(out, job, place, t)
             if j == gl.maximum(count - 2, 0):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
             pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
@@ -144,7 +143,8 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
                 pipes.v.load(i, v_desc, at)
             i += 1
         if count == 0:
-            load_queries(pipes, q_desc, job, place, t)
+            load_rows(pipes.q, q_desc, job, place, t)
+            load_totals(out, job, place, t)
             after, drawn = hand_out_next(counter, pipes, job, drawn)
         place = after
         t += 1

@@ -1,5 +1,7 @@
 """The Hopper forward against the oracle, on the GPU it is written for."""
 
+import math
+
 import pytest
 import torch
 
@@ -247,3 +249,22 @@ def test_a_result_is_merged_into_the_state_of_other_keys(dim, options):
     untouched = torch.ones(400, dtype=torch.bool)
     untouched[rows] = False
     assert torch.equal(out[:, untouched].double(), want[:, untouched])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("keys", [70, 700])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_totals_come_and_go_over_many_tiles(dim, keys, options):
+    """Some twenty tiles for each program, again and again into the same state: the same products as
+    without merging, so that no more than the merge itself is rounded.
+    """
+    q, k, v = inputs(9000, keys, dim)
+    x = Tensors(q, k, v)
+    problem = describe(x, Options(**options, out_dtype=torch.float32), ())
+    new, new_lse = onchip.attention(q, k, v, return_lse=True, out_dtype=torch.float32,
+                                    kernel="hopper", **options)  # fmt: skip
+    out, lse = torch.zeros_like(new), torch.full_like(new_lse, -torch.inf, dtype=torch.float64)
+    for times in range(1, 4):
+        entry.forward_into(problem, x, out, lse)
+        torch.testing.assert_close(out, new, rtol=0, atol=2e-6)
+        torch.testing.assert_close(lse, new_lse.double() + math.log(times), rtol=0, atol=2e-6)
