@@ -7,8 +7,9 @@ ideas need no Blackwell; what each is worth here, the ablation in docs/kernels.m
   [0, 1) is a polynomial of degree 3 (relative error 9e-5; bf16 rounds to 2e-3), and 2^floor(x) an
   addition to the exponent. The other seven go to the unit for exponentials.
 - LAZY: the accumulator is rescaled only if a row's maximum has grown by more than 2^8. Until then
-  the old m serves as well: P may reach 256 instead of 1, which costs no precision, and the division
-  by l at the end corrects everything at once. After the first tiles that is rare.
+  the old m serves as well: P may reach 256 instead of 1, and the division by l at the end corrects
+  everything at once. After the first tiles that is rare. It costs precision only where one key has
+  nearly all the weight: 16 bits hold a P of 1 exactly, one of 203.7 they round.
 - Persistence: as many programs as processors, each works through many tiles. The producer runs
   ahead into the next one while the consumers still finish and store the last.
 - DYNAMIC: causal tiles differ in length, so the next one goes to who is free first: the producer

@@ -11,8 +11,7 @@ or of a sequence of a few tokens, are a bias.
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,15 +94,21 @@ def mask(
     if not compiling:
         _check_model(type(said.get("config")))
     if q_length == 1 or kv_length < _FEW_KEYS:
-        return _additive(_masking().sdpa_mask(**asked), said.get("dtype", torch.float32))
+        return _additive(_sdpa_mask(asked), said.get("dtype", torch.float32))
     if compiling:
         return _traced(asked)
     frame = _Frame(q_length, kv_length, int(q_offset), kv_offset)
-    reading = None if said.get("use_vmap") else read(mask_function, _masking())
+    reading = None if said.get("use_vmap") else _read(mask_function)
     made = _by_cells(frame, asked) if reading is None else _by_structure(frame, reading, asked)
     if made is not None and made not in _meanings and made.dtype != torch.bool:
         _meanings[made] = _Meaning(kv_length)
     return made
+
+
+def _read(mask_function: Callable[..., Tensor]) -> Reading | None:
+    from transformers import masking_utils
+
+    return read(mask_function, masking_utils)
 
 
 def _by_structure(frame: _Frame, reading: Reading, asked: dict[str, Any]) -> Tensor | None:
@@ -175,7 +180,7 @@ def _by_cells(frame: _Frame, asked: dict[str, Any]) -> Tensor:
 def _cells(asked: dict[str, Any]) -> Tensor:
     """bool (batch, 1, q_length, kv_length)"""
     always = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return _masking().sdpa_mask(**asked | always)
+    return cast(Tensor, _sdpa_mask(asked | always))
 
 
 def _bounds_of(cells: Tensor) -> Tensor:
@@ -189,9 +194,11 @@ def _traced(asked: dict[str, Any]) -> Tensor | None:
     """Of a graph that is being compiled, where nothing is known but shapes. Bounds are reduced from
     cells that a compiler need not write down, and refused by `masks.spans` if a row has gaps.
     """
+    from transformers.masking_utils import causal_mask_function
+
     rule, offset = asked["mask_function"], asked["q_offset"]
     starts = not isinstance(offset, Tensor) and offset == 0 and asked["kv_offset"] == 0
-    plain = rule is _masking().causal_mask_function and asked["attention_mask"] is None
+    plain = rule is causal_mask_function and asked["attention_mask"] is None
     if plain and starts and asked.get("allow_is_causal_skip", True):
         return None
     cells = _cells(asked)
@@ -206,10 +213,11 @@ def _additive(cells: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.where(cells, zero, torch.finfo(dtype).min)
 
 
-def _masking() -> ModuleType:
-    from transformers import masking_utils
+def _sdpa_mask(asked: dict[str, Any]) -> Tensor | None:
+    # `from transformers import masking_utils` is no module to a compiler that traces it
+    from transformers.masking_utils import sdpa_mask
 
-    return masking_utils
+    return sdpa_mask(**asked)
 
 
 @cache

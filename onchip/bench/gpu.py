@@ -38,7 +38,7 @@ from onchip.bench.harness import (
     geomean,
     hold,
 )
-from onchip.bench.measure import sample_rows
+from onchip.bench.measure import sample_rows, seconds
 from onchip.bench.peers import Attend, heads_first
 from onchip.testing import oracle, rmse
 
@@ -314,6 +314,13 @@ def replay_in_order(lanes: list[Lane]) -> list[float]:
         end.record()
     torch.cuda.synchronize()
     return [a.elapsed_time(b) / x.calls for x, (a, b) in zip(lanes, events, strict=True)]
+
+
+def sampler(device: torch.device) -> Callable[[list[Lane]], list[float]]:
+    """What `race` samples lanes of this device with."""
+    if device.type == "cuda":
+        return replay_in_order
+    return lambda lanes: [seconds(lane.replay, device) * 1e3 / lane.calls for lane in lanes]
 
 
 def open_lane(contender: Contender, backward: bool) -> Lane:

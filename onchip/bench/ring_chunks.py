@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import onchip
+from onchip.bench import gpu
 from onchip.bench.harness import Bar, Case, Row, Session
-from onchip.bench.measure import alternate
 from onchip.parallel.rounds import Call, Round, Rule, attend, gradients, schedule, total_of
 from onchip.parallel.sharding import zigzag
 
@@ -172,16 +172,14 @@ def kernels(cut: Cut, backward: bool) -> None:
 
 
 def chunks_row(cut: Cut, turns: int, backward: bool) -> Row:
-    """`value`: by how many per cent all rounds take longer than one call. Contenders take turns,
-    with no pause in which the GPU would cool.
-    """
+    """`value`: by how many per cent all rounds take longer than one call."""
     jobs = {"one call": one_call, "rounds": in_rounds, "kernels": kernels}
-    ways = {name: partial(job, cut, backward) for name, job in jobs.items()}
-    best = alternate(ways, cut.whole[0].device, turns)
-    over = lambda name: 100 * (best[name] / best["one call"] - 1)
-    ms = {name: 1e3 * seconds for name, seconds in best.items()}
+    lanes = {name: gpu.Lane(partial(job, cut, backward), 1, 0.0) for name, job in jobs.items()}
+    sample = gpu.sampler(cut.whole[0].device)
+    measured = gpu.race(lanes, lanes["one call"], turns, sample)
+    over = lambda name: 100 * (measured.against("one call", name).ratio - 1)
+    ms = {name: measured.ms(name) for name in lanes}
     _, tokens, heads, dim = cut.whole[0].shape
     case = Case("chunks", "causal", torch.bfloat16, dim, tokens, 1, heads, backward)
-    return case.row(
-        "rounds", over("rounds"), "%", devices=SIZE, kernels_alone=over("kernels"), ms=ms
-    )
+    told = {"kernels_alone": over("kernels"), "ms": ms, "control": measured.control}
+    return case.row("rounds", over("rounds"), "%", devices=SIZE, **told)

@@ -273,9 +273,9 @@ def contest(
     """
     lanes = dict(_lanes(session, case, trainer, entered))
     start = time.monotonic()
-    sample = gpu.replay_in_order if session.device.type == "cuda" else _in_order
     rounds = QUICK_ROUNDS if session.quick else ROUNDS
-    return gpu.race(lanes, lanes["onchip"], rounds, sample), session.watch(start)
+    measured = gpu.race(lanes, lanes["onchip"], rounds, gpu.sampler(session.device))
+    return measured, session.watch(start)
 
 
 def _lanes(
@@ -297,10 +297,6 @@ def _lanes(
             trainer.optimizer.zero_grad()
             continue
         yield name, Lane(step, 1, ms)
-
-
-def _in_order(lanes: list[Lane]) -> list[float]:
-    return [seconds(lane.replay, torch.device("cpu")) * 1e3 for lane in lanes]
 
 
 def model_flops(

@@ -559,6 +559,8 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
         q = queries.read(t)
         if stop - tile < count:
             queries.fetch(t + 1, following, rows)
+        else:  # the next call's programs come where this one's end, and wait there for the last
+            gdc_launch_dependents()
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
         acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -569,8 +571,6 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
                                   out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
-        if count == 0:
-            gdc_launch_dependents()
         m, l, acc = exchange.merged(m, l, acc, f)
         start = before + switch(b, tiles)
         before = start + tiles

@@ -101,7 +101,7 @@ def test_the_ideas_of_version_4(dim, change, monkeypatch):
     from onchip.kernels.hopper import launch
 
     config = configs.hopper_forward_config(dim, True, False, 2048)._replace(**change)
-    monkeypatch.setattr(launch, "hopper_forward_of", lambda _: config)
+    monkeypatch.setattr(launch, "hopper_forward_of", lambda *_: config)
     monkeypatch.setattr(tapes, "is_recordable", lambda q: False)
     distribution = "normal" if change == {"rescale": "stale"} else "outlier"
     q, k, v = inputs(555, 777, dim, distribution=distribution)
