@@ -1,7 +1,7 @@
 """A transformer over single pixels learns Pathfinder, up to Path-X: 128 x 128 = 16,384 tokens.
 
     python examples/pathfinder.py --sizes 16 --minutes 3                     # a CPU
-    python examples/pathfinder.py --width 128 --layers 6 --minutes 15        # a GPU: 32, 64, 128
+    python examples/pathfinder.py --width 128 --layers 6 --compile --minutes 15   # a GPU
 
 A curriculum: the same weights go on with larger images, because positions are rotations by row and
 column and have no parameters. A stage ends when its held-out accuracy reaches ENOUGH, or when its

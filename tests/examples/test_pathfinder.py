@@ -133,6 +133,28 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gpu_computes_the_loss_of_a_cpu(sparse):
+    """The same weights and images; bf16 on both."""
+    torch.manual_seed(0)
+    model, scene, losses = pathfinder.Pixels(64, 2), draw(3, 32, 1), []
+    for device in (CPU, torch.device("cuda")):
+        there = type(scene)(*(t.to(device) for t in scene))
+        mask = pathfinder.sparse_mask(32, device) if sparse else None
+        losses.append(pathfinder.loss_of(model.to(device), there, mask, 1.0))
+        losses[-1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.01)
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.gpu
+def test_images_drawn_on_a_gpu_are_of_the_same_kind():
+    scene = draw(500, 32, 3, "cuda")
+    assert scene.images.device.type == "cuda" and len(scene.labels) == 500
+    assert abs(scene.labels.float().mean() - 0.5) < 4 * 0.5 / 500**0.5
+
+
 def test_accuracy_is_of_images_that_were_held_out(monkeypatch):
     seeds = []
 
