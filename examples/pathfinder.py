@@ -1,7 +1,7 @@
 """A transformer over single pixels learns Pathfinder, up to Path-X: 128 x 128 = 16,384 tokens.
 
     python examples/pathfinder.py --sizes 16 --minutes 3                     # a CPU
-    python examples/pathfinder.py --width 128 --layers 6 --minutes 15        # a GPU: 32, 64, 128
+    python examples/pathfinder.py --width 128 --layers 6 --compile --minutes 15   # a GPU
 
 A curriculum: the same weights go on with larger images, because positions are rotations by row and
 column and have no parameters. A stage ends when its held-out accuracy reaches ENOUGH, or when its
@@ -31,9 +31,9 @@ from onchip.models.rotary import rotate
 
 ENOUGH = 0.95
 TOKENS = {"cuda": 1 << 18, "cpu": 1 << 12}  # of a batch
-JUDGED = 1 << 16  # tokens at a time
+JUDGED = 1 << 18  # tokens at a time
 HELD_OUT = 1 << 31  # seeds from here on are never trained on; a seed has 32 bits
-EVERY, WARMUP, LR = 50, 100, 1e-3
+EVERY, WARMUP, LR = 100, 100, 1e-3
 HEAD_DIM = 32
 
 
@@ -74,6 +74,15 @@ class Pixels(nn.Module):
         return self.head(pooled)[:, 0], self.mark(self.norm(x))[..., 0]
 
 
+def compile_blocks(model: Pixels, **options: Any) -> None:
+    """One program for all blocks, but another for each size, mask and mode: torch would stop at
+    eight.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    for block in model.blocks:
+        block.compile(dynamic=False, fullgraph=True, **options)
+
+
 def turns_of(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(cos, sin), fp32 (size * size, 1, HEAD_DIM / 2): half of them turn with the row, half with
     the column, once in 6 pixels to once in 200.
@@ -101,16 +110,20 @@ def loss_of(model: Pixels, scene: Scene, mask: Any, hint: float = 0.0) -> Tensor
     return loss + hint * each / lit.sum()
 
 
+def held_out(size: int, count: int, device: torch.device) -> list[Scene]:
+    """At least `count` images of seeds that are never trained on."""
+    batch = max(min(JUDGED // size**2, count), 1)
+    return [draw(batch, size, HELD_OUT + i, device) for i in range(-(-count // batch))]
+
+
 @torch.no_grad()
-def accuracy(model: Pixels, size: int, count: int, mask: Any, device: torch.device) -> float:
-    """On `count` images of held-out seeds."""
-    right, batch = 0, max(min(JUDGED // size**2, count), 1)
-    for i in range(-(-count // batch)):
-        scene = draw(batch, size, HELD_OUT + i, device)
-        with torch.autocast(device.type, torch.bfloat16):
-            logits, _ = model(scene.images, mask)
-        right += int(((logits > 0) == scene.labels.bool()).sum())
-    return right / (batch * -(-count // batch))
+def accuracy(model: Pixels, scenes: list[Scene], mask: Any) -> float:
+    right = []
+    for images, labels, *_ in scenes:
+        with torch.autocast(images.device.type, torch.bfloat16):
+            logits, _ = model(images, mask)
+        right.append((logits > 0) == labels.bool())
+    return torch.cat(right).double().mean().item()
 
 
 @dataclass
@@ -164,7 +177,6 @@ class Run:
         facts |= {"columns": ["size", "step", "seconds", "loss", "held-out accuracy"]}
         facts |= {"curve": self.curve, "step_ms": self.step_ms}
         (self.folder / "curve.json").write_text(json.dumps(facts, indent=1))
-        plot(self.curve, self.folder / "curve.svg")
 
 
 def batch_of(size: int, device: torch.device) -> int:
@@ -188,8 +200,10 @@ def step_ms(run: Run, size: int) -> dict[str, float]:
 
 
 def train(run: Run, size: int, seconds: float, count: int) -> None:
-    """Steps at one size, until the time is over or it is learnt; a checkpoint every EVERY."""
-    run.step_ms[size] = step_ms(run, size)
+    """Steps at one size, until the time is over or it is learnt; a checkpoint every EVERY and at
+    the end.
+    """
+    run.step_ms[size], judged = step_ms(run, size), held_out(size, count, run.device)
     mask, batch, began = run.mask(size, run.sparse), batch_of(size, run.device), time.monotonic()
     step, losses = run.done(size), []
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[said]}")) as bar:
@@ -198,13 +212,14 @@ def train(run: Run, size: int, seconds: float, count: int) -> None:
             losses.append(run.step(draw(batch, size, step * 1009 + size, run.device), mask, step))
             step += 1
             bar.update(task, completed=spent, said=f"step {step}")
-            if step % EVERY == 0:
+            if step % EVERY == 0 or time.monotonic() - began >= seconds:
                 loss = torch.stack(losses).mean().item()
-                found = accuracy(run.model, size, count, mask, run.device)
+                found = accuracy(run.model, judged, mask)
                 run.curve.append([size, step, time.monotonic() - began, loss, found])
                 losses.clear()
                 run.keep()
                 bar.console.print(f"{size} x {size}, step {step}: {loss:.3f}, {found:.1%} right")
+    plot(run.curve, run.folder / "curve.svg")
 
 
 def plot(curve: list[list[float]], file: Path) -> None:
@@ -231,6 +246,7 @@ def main() -> None:
     parser.add_argument(
         "--hint", type=float, default=0.0, help="weight of the marks (default: none)"
     )
+    parser.add_argument("--compile", action="store_true", help="the blocks, by torch.compile")
     parser.add_argument("--held-out", type=int, default=512, metavar="N", help="images")
     parser.add_argument("--folder", type=Path, default=Path("runs/pathfinder"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -238,6 +254,8 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device(args.device)
     model = Pixels(args.width, args.layers).to(device)
+    if args.compile:
+        compile_blocks(model)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01, fused=True)
     run = Run(args.folder, model, optimizer, device, args.sparse, args.hint)
     end = time.monotonic() + 60 * args.minutes

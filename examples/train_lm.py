@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from onchip.engine.tokenizer import ByteTokenizer
 from onchip.models import Decoder, ModelConfig, random_model
 from onchip.models import save as save_folder
 
+TOLD = 10  # steps between two looks at the loss: the host does not wait for every one
 PROMPTS = ("In the beginning ", "And the LORD said unto ", "Blessed are the ")
 
 
@@ -135,15 +137,20 @@ class Run:
     def done(self) -> int:
         return len(self.losses)
 
-    def step(self, batch: Batch, loss_of) -> float:
+    def steps(self, batches: Iterator[Batch], loss_of) -> None:
+        """One for each batch."""
+        losses = [self.step(batch, self.done + i, loss_of) for i, batch in enumerate(batches)]
+        self.losses += torch.stack(losses).tolist()
+
+    def step(self, batch: Batch, number: int, loss_of) -> Tensor:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.size, self.done)
+            group["lr"] = learning_rate(self.size, number)
         loss = loss_of(self.model, batch.to(self.device), self.size.context)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item()
+        return loss.detach()
 
     def save(self) -> None:
         losses = torch.tensor(self.losses, dtype=torch.float64)
@@ -159,22 +166,23 @@ class Run:
 def train(run: Run, corpora: tuple[Corpus, Corpus], compiled: bool, every: int, until: int) -> None:
     """To step `until`; a checkpoint and the held-out loss after every so many."""
     trained_on, held_out = corpora
+    size = run.size
+    batch = partial(training_batch, trained_on, size.context, size.tokens, run.seed)
     loss = torch.compile(loss_of) if compiled else loss_of
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[said]}")) as bar:
         task = bar.add_task("training", total=until, completed=run.done, said="")
         while run.done < until:
-            began = time.perf_counter()
-            size = run.size
-            batch = training_batch(trained_on, size.context, size.tokens, run.seed, run.done)
-            run.losses.append(run.step(batch, loss))
-            rate = run.size.tokens / (time.perf_counter() - began)
+            began, first = time.perf_counter(), run.done
+            last = min(first + TOLD, first - first % every + every, until)
+            run.steps(map(batch, range(first, last)), loss)
+            rate = size.tokens * (last - first) / (time.perf_counter() - began)
             said = f"loss {run.losses[-1]:.3f}, {rate:,.0f} tokens/s"
             if run.done % every == 0 or run.done == until:
-                bits = bits_per_byte(run.model, held_out, run.size)
+                bits = bits_per_byte(run.model, held_out, size)
                 run.held_out.append((run.done, bits))
                 run.save()
                 bar.console.print(f"step {run.done}: {said}, held out {bits:.4f} bits per byte")
-            bar.update(task, advance=1, said=said)
+            bar.update(task, completed=run.done, said=said)
 
 
 def export(run: Run) -> Path:
@@ -201,8 +209,10 @@ def draw(run: Run, file: Path) -> None:
 
 
 def samples(folder: Path) -> Iterator[str]:
-    """What the exported model makes of a few beginnings, through the engine that serves it."""
-    llm = LLM(folder, tokenizer=ByteTokenizer(), dtype="float32")
+    """What the exported model makes of a few beginnings, through the engine that serves it; on the
+    CPU, which is soon done with three of them.
+    """
+    llm = LLM(folder, tokenizer=ByteTokenizer(), dtype="float32", device="cpu")
     drawn = [SamplingParams(temperature=0.7, max_tokens=160, seed=i) for i in range(len(PROMPTS))]
     for output in llm.generate(list(PROMPTS), drawn):
         yield output.prompt + output.outputs[0].text

@@ -2,7 +2,8 @@
 
 Without arguments, those of the documents are drawn anew. Speeds: TFLOP/s over the length, one panel
 for each mask and head_dim, every contender a line. Memory: bytes over the length, standard
-attention dashed where it was not measured. A caption says which measurement is shown.
+attention dashed where it was not measured. Loss curves: one over the other, and how far apart they
+are. A caption says which measurement is shown.
 """
 
 import json
@@ -15,6 +16,7 @@ from onchip.bench.harness import Row
 
 ROOT = Path(__file__).parents[2]
 PICTURES = {"h200-forward": "forward.svg", "h200-backward": "backward.svg", "h200-peak": "peak.svg"}
+PICTURES |= {"h200-train": "curves.svg"}
 BENCHES = ("forward", "backward", "peak")  # whose rows can be drawn
 OURS = {"color": "#c0392b", "linewidth": 2.2, "marker": "o", "markersize": 4, "zorder": 3}
 PEERS = {
@@ -46,6 +48,8 @@ def caption(meta: dict[str, Any]) -> str:
 def _figure(rows: list[Row]):
     if any(row["bench"] == "peak" for row in rows):
         return _memory([row for row in rows if row["bench"] == "peak"])
+    if any(row["bench"] == "train curves" for row in rows):
+        return curves(rows)
     speeds = [row for row in rows if row["unit"] == "TFLOP/s"]
     if not speeds:
         raise ValueError("there are neither speeds in TFLOP/s nor peaks of memory in these results")
@@ -142,6 +146,27 @@ def _peaks(axes, rows: list[Row]) -> None:
     axes.plot(*_xy({row["seqlen"]: row["value"] for row in rows}), **OURS, label="onchip")
     axes.set_yscale("log")
     _tokens(axes, standard)
+
+
+def curves(rows: list[Row]):
+    """Loss curves one over the other, and below how far from the first of SDPA's they are."""
+    found = [row["curves"] for row in rows if row["bench"] == "train curves"]
+    if not found:
+        raise ValueError("there are no loss curves in these results: --only must name curves")
+    figure = _paper(7, 4.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    base = list(found[-1])[1]
+    for name, curve in reversed(found[-1].items()):
+        label, color = PEERS.get(name, ("onchip", OURS["color"]))
+        style = {"color": color, "linewidth": 1.0, "label": label}
+        above.plot(curve, **style)
+        if name != base:
+            pairs = zip(curve, found[-1][base], strict=True)
+            below.semilogy([abs(x - y) / y for x, y in pairs], **style)
+    above.set_ylabel("loss, nats")
+    above.legend(frameon=False)
+    below.set(xlabel="step", ylabel=f"apart from {PEERS[base][0]}")
+    return figure
 
 
 def main(args: list[str]) -> int:

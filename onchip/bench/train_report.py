@@ -5,7 +5,7 @@ from typing import Any
 
 from onchip.bench.harness import Row
 from onchip.bench.memory_report import Sheet, Sheets, print_sheets
-from onchip.bench.plots import OURS, PEERS, RC
+from onchip.bench.plots import RC, curves
 
 NAMES = {"gpt2": "GPT-2 medium", "llama": "Llama 1.1B", "bert": "BERT-large"}
 KINDS = {"train": "", "train padded": ", packed against padded", "train packed": ", both packed"}
@@ -70,29 +70,9 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """Loss curves one over the other, and below how far from the first of SDPA's they are."""
+    """Loss curves, as `plots.curves` draws them."""
     import matplotlib
-    from matplotlib.figure import Figure
 
-    found = [row for row in rows if row["bench"] == "train curves"]
-    if not found:
-        raise ValueError("there are no loss curves in these results: --only must name curves")
     with matplotlib.rc_context({**RC, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(7, 4.6), layout="constrained")
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-        _draw(above, below, found[-1]["curves"])
+        figure = curves(rows)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _draw(above: Any, below: Any, curves: dict[str, list[float]]) -> None:
-    base = list(curves)[1]
-    for name, curve in reversed(curves.items()):
-        label, color = PEERS.get(name, ("onchip", OURS["color"]))
-        style = {"color": color, "linewidth": 1.0, "label": label}
-        above.plot(curve, **style)
-        if name != base:
-            apart = [abs(x - y) / y for x, y in zip(curve, curves[base], strict=True)]
-            below.semilogy(apart, **style)
-    above.set_ylabel("loss, nats")
-    above.legend(frameon=False)
-    below.set(xlabel="step", ylabel=f"apart from {PEERS[base][0]}")

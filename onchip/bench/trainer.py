@@ -51,11 +51,12 @@ def loss(model: Decoder, x: Tensor, y: Tensor, batch: Batch) -> Tensor:
 
 def _compile(function: Callable) -> Callable:
     """One function for all shapes of a benchmark: torch gives up after eight of them without a
-    word, unless it is told to say so, and would time the unfused program.
+    word, unless it is told to say so, and would time the unfused program. Every shape is compiled
+    for itself: else whoever comes second runs a program for any number of tokens.
     """
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    return torch.compile(function)
+    return torch.compile(function, dynamic=False)
 
 
 class Trainer:

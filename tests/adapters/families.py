@@ -93,6 +93,18 @@ def model(kind):
     return foreigners.randomise(one)
 
 
+@torch.no_grad()
+def same_experts(one):
+    """Every expert of a layer becomes the first: which of them rounding picks decides nothing."""
+    for name, weight in one.named_parameters():
+        if ".experts." in name:
+            weight.copy_(weight[:1].expand_as(weight))
+    for module in one.modules():
+        if hasattr(module, "router_jitter_noise"):
+            module.router_jitter_noise = 1e9  # phimoe leaves no expert out of its softmax
+    return one
+
+
 def config(kind, **fields):
     import transformers
 

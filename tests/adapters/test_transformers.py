@@ -503,35 +503,45 @@ def test_registering_does_not_touch_what_is_there():
         assert one(torch.ones(1, 9, dtype=torch.long)).logits.isfinite().all()
 
 
-@pytest.mark.gpu
-class TestGpu:
+ON_DEVICES = [
+    *(("cpu", kind) for kind in ("gpt2", "phimoe")),
+    *(pytest.param("cuda", kind, marks=pytest.mark.gpu) for kind in DECODERS),
+]
+
+
+class TestRounded:
     """The same in bf16. Rounding may decide between tokens that are about as likely, so those of
-    `generate` must be greedy up to the error of bf16 itself.
+    `generate` must be greedy up to the error of bf16 itself; between experts it would decide more.
     """
 
+    def model(self, kind, device, name, dtype):
+        one = families.same_experts(copy.deepcopy(families.model(kind)))
+        return as_name(one.to(device, dtype), name)
+
     def logits(self, kind, words, seen, name, dtype):
-        one = as_name(copy.deepcopy(families.model(kind)).to("cuda", dtype), name)
-        return one(words.cuda(), attention_mask=seen.cuda()).logits.float()
+        one = self.model(kind, words.device, name, dtype)
+        positions = (seen.cumsum(-1) - 1).clamp(min=0)  # as `generate` counts them
+        return one(words, attention_mask=seen, position_ids=positions).logits.float()
 
     @pytest.mark.parametrize("side", ["left", "right"])
-    @pytest.mark.parametrize("kind", DECODERS)
+    @pytest.mark.parametrize(("device", "kind"), ON_DEVICES)
     @torch.no_grad()
-    def test_errors_are_those_of_bf16(self, kind, side, words):
+    def test_errors_are_those_of_bf16(self, device, kind, side, words):
         """At most 1.2 times eager's own, as two draws of rounding errors scatter."""
-        seen = padding(BATCH, TOKENS, side)
+        words, seen = words.to(device), padding(BATCH, TOKENS, side).to(device)
         exact = self.logits(kind, words, seen, "eager", torch.float32)
         error = lambda name: (
-            (self.logits(kind, words, seen, name, torch.bfloat16) - exact) * seen.cuda()[..., None]
+            (self.logits(kind, words, seen, name, torch.bfloat16) - exact) * seen[..., None]
         )
         rms = lambda e: e.square().mean().sqrt()
         assert rms(error("onchip")) <= 1.2 * rms(error("eager"))
 
-    @pytest.mark.parametrize("kind", DECODERS)
+    @pytest.mark.parametrize(("device", "kind"), ON_DEVICES)
     @torch.no_grad()
-    def test_tokens_are_greedy(self, kind, words):
-        seen = padding(BATCH, TOKENS, "left").cuda()
-        one = as_name(copy.deepcopy(families.model(kind)).to("cuda", torch.bfloat16), "onchip")
-        tokens = one.generate(words.cuda(), attention_mask=seen, **GREEDY)
+    def test_tokens_are_greedy(self, device, kind, words):
+        words, seen = words.to(device), padding(BATCH, TOKENS, "left").to(device)
+        one = self.model(kind, device, "onchip", torch.bfloat16)
+        tokens = one.generate(words, attention_mask=seen, **GREEDY)
         seen = torch.cat([seen, seen.new_ones(BATCH, GREEDY["max_new_tokens"])], 1)
         exact = self.logits(kind, tokens, seen, "eager", torch.float32)
         rounded = self.logits(kind, tokens, seen, "eager", torch.bfloat16)
@@ -540,6 +550,9 @@ class TestGpu:
         gap = steps.amax(-1) - steps.gather(-1, chosen)[..., 0]
         assert gap.max() <= 2 * noise
 
+
+@pytest.mark.gpu
+class TestGpu:
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "gpt_oss"])
     @torch.no_grad()
     def test_tokens_in_fp32_are_those_of_eager(self, kind, words):

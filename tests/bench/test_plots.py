@@ -53,6 +53,21 @@ def test_memory_that_was_not_measured_is_dashed(tmp_path):
     assert all(word in text for word in ("its square law", "standard attention", "1M", "dasharray"))
 
 
+def test_loss_curves_lie_one_over_the_other(tmp_path):
+    """Also where speeds were measured in the same run; how far apart the first of SDPA is from
+    itself is not drawn.
+    """
+    case = Case("train curves", "gpt2", torch.bfloat16, 64, 1024, way="3 steps")
+    told = {"curves": {"onchip": [3.0, 2.0, 1.5], "fa2": [3.0, 2.1, 1.5], "cudnn": [3.0, 2.0, 1.4]}}
+    step = Case("train", "llama", torch.bfloat16, 64, 2048).row("onchip", 1e5, "tokens/s")
+    rows = results(step, case.row("onchip", 0.1, "RMS to fa2") | told)
+    plots.draw(rows, tmp_path / "x.svg")
+    text = (tmp_path / "x.svg").read_text()
+    assert all(word in text for word in ("apart from FlashAttention-2", "cuDNN", "a GPU"))
+    above, below = plots.curves(rows["rows"]).axes
+    assert len(above.lines) == 3 and len(below.lines) == 2
+
+
 def test_results_without_speeds_are_refused(tmp_path):
     row = Case("host", "none", torch.bfloat16, 64, 64).row("hopper", 50.0, "us")
     with pytest.raises(ValueError, match="TFLOP/s"):

@@ -3,9 +3,11 @@ curves that are judged by how far two backends of torch come apart.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from onchip.bench import curves, train, train_report
 from onchip.bench.gpu import Race
@@ -52,6 +54,40 @@ def test_a_timed_step_leaves_the_weights_as_they_are():
     assert first == second
     learns = Trainer(config, CPU, torch.float32, lr=1e-3)
     assert learns.step(batch, attend).item() > learns.step(batch, attend).item()
+
+
+def test_every_shape_is_compiled_for_itself(monkeypatch):
+    """A second number of tokens makes no program for any number; layers share theirs."""
+    programs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=programs))
+    torch._dynamo.reset()
+    config = train.at_length(train.TOY_GPT2, 64)
+    trainer = Trainer(config, CPU, compiled=True)
+    for count in (1, 3):
+        attend = train.dense(train.sdpa("math", config, causal=True), count)
+        trainer.step(train.random_batch(config, [64] * count, CPU), attend)
+    assert programs.frame_count == 8  # before (the first layer, the others), after, loss
+    inputs = [n for g in programs.graphs for n in g.graph.nodes if n.op == "placeholder"]
+    shapes = [n.meta["example_value"].shape for n in inputs if "example_value" in n.meta]
+    assert shapes and all(type(size) is int for shape in shapes for size in shape)
+
+
+def test_a_backend_without_a_backward_for_groups_gets_repeated_keys():
+    """What is tried is a step of training, not its forward alone."""
+
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return q.clone()
+
+        @staticmethod
+        def backward(ctx, dout):
+            raise RuntimeError("no backward for groups")
+
+    x = torch.randn(3, 1, 4, 2, 8)
+    repeated = lambda q, k, v: q
+    assert train._first_that_runs((Refuses.apply, repeated), *x) is repeated
+    assert train._first_that_runs((lambda q, k, v: q + k + v, repeated), *x) is not repeated
 
 
 def test_padded_and_packed_sequences_have_the_same_loss():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pathfinder_images import GAP, draw
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import onchip
 
@@ -93,6 +94,23 @@ def test_the_sparse_mask_is_a_butterfly_of_rows():
     torch.testing.assert_close(lse.exp(), torch.full_like(lse, 8 * 128.0), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_compiled_blocks_learn_the_same(sparse):
+    """No graph break, dense or with a mask; one program serves all blocks."""
+    torch.manual_seed(0)
+    model, scene = pathfinder.Pixels(32, 2), draw(2, 16, 1)
+    mask = pathfinder.sparse_mask(16, CPU) if sparse else None
+    losses = [pathfinder.loss_of(model, scene, mask, 1.0)]
+    torch._dynamo.reset()
+    programs = CompileCounterWithBackend("aot_eager")
+    pathfinder.compile_blocks(model, backend=programs)
+    losses.append(pathfinder.loss_of(model, scene, mask, 1.0))
+    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads)
+    assert programs.frame_count == 1
+
+
 def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     """The first ends early, at 16 x 16; the second learns it, then goes on with 32 x 32."""
     monkeypatch.setattr(pathfinder, "EVERY", 2)
@@ -115,6 +133,28 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gpu_computes_the_loss_of_a_cpu(sparse):
+    """The same weights and images; bf16 on both."""
+    torch.manual_seed(0)
+    model, scene, losses = pathfinder.Pixels(64, 2), draw(3, 32, 1), []
+    for device in (CPU, torch.device("cuda")):
+        there = type(scene)(*(t.to(device) for t in scene))
+        mask = pathfinder.sparse_mask(32, device) if sparse else None
+        losses.append(pathfinder.loss_of(model.to(device), there, mask, 1.0))
+        losses[-1].backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=0.01)
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.gpu
+def test_images_drawn_on_a_gpu_are_of_the_same_kind():
+    scene = draw(500, 32, 3, "cuda")
+    assert scene.images.device.type == "cuda" and len(scene.labels) == 500
+    assert abs(scene.labels.float().mean() - 0.5) < 4 * 0.5 / 500**0.5
+
+
 def test_accuracy_is_of_images_that_were_held_out(monkeypatch):
     seeds = []
 
@@ -125,7 +165,7 @@ def test_accuracy_is_of_images_that_were_held_out(monkeypatch):
     monkeypatch.setattr(pathfinder, "draw", drawn)
     monkeypatch.setattr(pathfinder, "JUDGED", 8 * 256)
     knows = lambda images, mask: (images.new_full((len(images),), 1.0), None)  # says yes to all
-    right = pathfinder.accuracy(knows, 16, 20, None, CPU)
+    right = pathfinder.accuracy(knows, pathfinder.held_out(16, 20, CPU), None)
     labels = torch.cat([draw(8, 16, seed).labels for seed in seeds])
     assert right == int(labels.sum()) / 24 and len(labels) == 24
     assert min(seeds) == pathfinder.HELD_OUT
