@@ -33,8 +33,7 @@ def test_no_two_ranks_have_the_same_keys_in_a_step(cut):
 
 def test_a_row_and_its_sheet(cut):
     rows = [ring_chunks.chunks_row(cut, 2, backward) for backward in (False, True)]
-    ms = rows[1]["ms"]
-    assert rows[1]["value"] == pytest.approx(100 * (ms["rounds"] / ms["one call"] - 1))
+    assert set(rows[1]["ms"]) == {"one call", "rounds", "kernels"}
     heads, body = ring_report.SHEETS["chunks"](rows)
     assert len(heads) == 4 and [line[0] for line in body] == ["forward", "forward+backward"]
     (verdict,) = harness.judge(rows, ring_chunks.BARS)
