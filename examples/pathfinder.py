@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from checkpoint import restore, save
+from checkpoint import restore, save, where
 from pathfinder_images import Scene, draw
 from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class Run:
         save(self.checkpoint, self.model, self.optimizer, curve=curve)
         facts = {"attention": "block-sparse" if self.sparse else "dense", "hint": self.hint}
         facts |= {"columns": ["size", "step", "seconds", "loss", "held-out accuracy"]}
-        facts |= {"curve": self.curve, "step_ms": self.step_ms}
+        facts |= {"curve": self.curve, "step_ms": self.step_ms} | where(self.device)
         (self.folder / "curve.json").write_text(json.dumps(facts, indent=1))
 
 

@@ -130,6 +130,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     at = [(size, step, accuracy) for size, step, _, _, accuracy in second]
     assert at == [(16, 2, 0.6), (16, 4, 0.7), (16, 6, 0.96), (32, 2, 0.97)]
     assert set(curves[1]["step_ms"]["32"]) == {"dense", "block-sparse"}
+    assert "thread" in curves[1]["device"] and curves[1]["torch"] == torch.__version__
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
