@@ -26,7 +26,8 @@ def save(file: Path, model: nn.Module, optimizer: Optimizer, **others: Tensor) -
 
 def where(device: torch.device) -> dict[str, str | None]:
     """The device by name, torch, the commit and the date, as of a benchmark."""
-    facts = {name: meta()[name] for name in ("device", "torch", "commit", "date")}
+    told = meta()
+    facts = {name: told[name] for name in ("device", "torch", "commit", "date")}
     if device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(device)
     return facts

@@ -203,8 +203,9 @@ def train(run: Run, size: int, seconds: float, count: int) -> None:
     """Steps at one size, until the time is over or it is learnt; a checkpoint every EVERY and at
     the end.
     """
+    began = time.monotonic()  # times of a step, and what is compiled for them, are in the share
     run.step_ms[size], judged = step_ms(run, size), held_out(size, count, run.device)
-    mask, batch, began = run.mask(size, run.sparse), batch_of(size, run.device), time.monotonic()
+    mask, batch = run.mask(size, run.sparse), batch_of(size, run.device)
     step, losses = run.done(size), []
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[said]}")) as bar:
         task = bar.add_task(f"{size} x {size}", total=seconds, said="")
