@@ -121,7 +121,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     for sizes, enough in ((["16"], 0.65), (["16", "32"], 0.95)):
         monkeypatch.setattr(pathfinder, "ENOUGH", enough)
         options = ["--sizes", *sizes, "--minutes", "9", "--width", "32", "--layers", "1"]
-        options += ["--folder", str(tmp_path), "--device", "cpu"]
+        options += ["--folder", str(tmp_path), "--device", "cpu", "--held-out", "8"]
         monkeypatch.setattr("sys.argv", ["pathfinder.py", *options])
         pathfinder.main()
         curves.append(json.loads((tmp_path / "curve.json").read_text()))
