@@ -1,4 +1,5 @@
-"""A training run in one safetensors file: weights, optimizer, and what else it needs.
+"""A training run in one safetensors file: weights, optimizer, and what else it needs; and where it
+ran.
 
 Written into a new file that then takes the old one's place, so that there is a whole one at any
 time. Restoring gives the very bits that were saved.
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from onchip.bench.harness import meta
 from onchip.models import safetensors
 
 
@@ -20,6 +22,15 @@ def save(file: Path, model: nn.Module, optimizer: Optimizer, **others: Tensor) -
     new = file.with_suffix(".new")
     safetensors.write(new, tensors | others)
     new.replace(file)
+
+
+def where(device: torch.device) -> dict[str, str | None]:
+    """The device by name, torch, the commit and the date, as of a benchmark."""
+    told = meta()
+    facts = {name: told[name] for name in ("device", "torch", "commit", "date")}
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+    return facts
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from checkpoint import restore, save
+from checkpoint import restore, save, where
 from pathfinder_images import Scene, draw
 from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
@@ -175,7 +175,7 @@ class Run:
         save(self.checkpoint, self.model, self.optimizer, curve=curve)
         facts = {"attention": "block-sparse" if self.sparse else "dense", "hint": self.hint}
         facts |= {"columns": ["size", "step", "seconds", "loss", "held-out accuracy"]}
-        facts |= {"curve": self.curve, "step_ms": self.step_ms}
+        facts |= {"curve": self.curve, "step_ms": self.step_ms} | where(self.device)
         (self.folder / "curve.json").write_text(json.dumps(facts, indent=1))
 
 
@@ -203,8 +203,9 @@ def train(run: Run, size: int, seconds: float, count: int) -> None:
     """Steps at one size, until the time is over or it is learnt; a checkpoint every EVERY and at
     the end.
     """
+    began = time.monotonic()  # times of a step, and what is compiled for them, are in the share
     run.step_ms[size], judged = step_ms(run, size), held_out(size, count, run.device)
-    mask, batch, began = run.mask(size, run.sparse), batch_of(size, run.device), time.monotonic()
+    mask, batch = run.mask(size, run.sparse), batch_of(size, run.device)
     step, losses = run.done(size), []
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[said]}")) as bar:
         task = bar.add_task(f"{size} x {size}", total=seconds, said="")

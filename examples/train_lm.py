@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from checkpoint import restore, save
+from checkpoint import restore, save, where
 from packing import EOS, Batch, Corpus, cover, read_corpora, training_batch
 from rich.progress import Progress, TextColumn
 from torch import Tensor
@@ -221,7 +221,7 @@ def samples(folder: Path) -> Iterator[str]:
 def finish(run: Run) -> None:
     """The model, its curve, a picture of it, and samples."""
     folder = export(run)
-    facts = {"size": asdict(run.size), "seed": run.seed, "device": str(run.device)}
+    facts = {"size": asdict(run.size), "seed": run.seed} | where(run.device)
     curve = facts | {"losses_nats": run.losses, "held_out_bits_per_byte": run.held_out}
     (run.folder / "curve.json").write_text(json.dumps(curve))
     draw(run, run.folder / "curve.svg")

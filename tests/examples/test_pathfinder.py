@@ -121,7 +121,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     for sizes, enough in ((["16"], 0.65), (["16", "32"], 0.95)):
         monkeypatch.setattr(pathfinder, "ENOUGH", enough)
         options = ["--sizes", *sizes, "--minutes", "9", "--width", "32", "--layers", "1"]
-        options += ["--folder", str(tmp_path), "--device", "cpu"]
+        options += ["--folder", str(tmp_path), "--device", "cpu", "--held-out", "8"]
         monkeypatch.setattr("sys.argv", ["pathfinder.py", *options])
         pathfinder.main()
         curves.append(json.loads((tmp_path / "curve.json").read_text()))
@@ -130,6 +130,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     at = [(size, step, accuracy) for size, step, _, _, accuracy in second]
     assert at == [(16, 2, 0.6), (16, 4, 0.7), (16, 6, 0.96), (32, 2, 0.97)]
     assert set(curves[1]["step_ms"]["32"]) == {"dense", "block-sparse"}
+    assert "thread" in curves[1]["device"] and curves[1]["torch"] == torch.__version__
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 

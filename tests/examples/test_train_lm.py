@@ -51,6 +51,7 @@ def test_what_is_exported_is_served(tmp_path, capsys):
     assert all(prompt in capsys.readouterr().out for prompt in train_lm.PROMPTS[:1])
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve["losses_nats"] == one.losses and curve["size"]["width"] == 32
+    assert "thread" in curve["device"] and curve["torch"] == torch.__version__
     assert "<svg" in (tmp_path / "curve.svg").read_text()
 
 
