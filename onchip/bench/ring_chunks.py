@@ -14,7 +14,16 @@ from torch import Tensor
 import onchip
 from onchip.bench.harness import Bar, Case, Row, Session
 from onchip.bench.measure import alternate
-from onchip.parallel.rounds import Call, Round, Rule, attend, gradients, schedule, total_of
+from onchip.parallel.rounds import (
+    Call,
+    Round,
+    Rule,
+    add_gradients,
+    attend,
+    gradients,
+    schedule,
+    total_of,
+)
 from onchip.parallel.sharding import zigzag
 
 SIZE, OVERHEAD = 8, 8.0
@@ -111,11 +120,8 @@ def _attended(cut: Cut, share: Share) -> tuple[Tensor, Tensor]:
 
 def _add_gradients(cut: Cut, where: tuple[int, int, Round], saved: tuple, sums: list) -> None:
     rank, source, at = where
-    keys = cut.shares[source]
-    found = gradients(CALL, at, cut.shares[rank].q, keys.k, keys.v, saved)
-    sums[0][rank][:, at.rows] += found.dq
-    sums[1][source][:, at.keys] += found.dk
-    sums[2][source][:, at.keys] += found.dv
+    q, keys, pair = cut.shares[rank].q, cut.shares[source], (sums[1][source], sums[2][source])
+    add_gradients(CALL, at, q, keys.k, keys.v, saved, sums[0][rank], pair)
 
 
 @torch.no_grad()

@@ -14,10 +14,9 @@ from torch import Tensor
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm
 from onchip.parallel.ring import Parcel
-from onchip.parallel.rounds import PLANS, Call, Round, Rule, attend, gradients, plan
+from onchip.parallel.rounds import PLANS, Call, Pair, Round, Rule, add_gradients, attend, plan
 from onchip.parallel.sharding import Layout, Piece
 
-Pair = tuple[Tensor, Tensor]
 MAX_PIECES = 8  # calls of one rank; what is cut finer is one call with a block mask
 
 
@@ -77,10 +76,7 @@ def backward(
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (q, k, v))
     for round in schedule.rounds:
         if round is not None:
-            share = gradients(call, round, q, k, v, saved)
-            dq[:, round.rows] = share.dq
-            dk[:, round.keys] += share.dk
-            dv[:, round.keys] += share.dv
+            add_gradients(call, round, q, k, v, saved, dq, (dk, dv))
     return dq, *_scattered(comm, schedule, dk, dv)
 
 

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, gradients, total_of
-
-Pair = tuple[Tensor, Tensor]
+from onchip.parallel.rounds import Call, Pair, Schedule, add_gradients, total_of
 
 
 def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
@@ -42,12 +40,11 @@ def backward(
     sums = Sums(comm, schedule, (k, v), wide)
     for i, (k_here, v_here) in enumerate(_segments(comm, schedule, k, v)):
         round = schedule.rounds[i]
-        share = None if round is None else gradients(call, round, q, k_here, v_here, saved)
-        dk, dv = sums.of_round(i)
-        if share is not None:
-            dq[:, round.rows] += share.dq
-            dk[:, round.keys] += share.dk
-            dv[:, round.keys] += share.dv
+        share = None if round is None else add_gradients(call, round, q, k_here, v_here, saved, dq)
+        pair = sums.of_round(i)
+        if round is not None and share is not None:
+            for total, part in zip(pair, share, strict=True):
+                total[:, round.keys] += part
         sums.pass_on(i)
     return dq, *sums.come_home()
 

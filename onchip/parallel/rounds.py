@@ -23,6 +23,7 @@ from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
+Pair = tuple[Tensor, Tensor]
 CPU = torch.device("cpu")
 PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
 
@@ -265,10 +266,36 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
     question, x = pose(call, round, q, k, v, call.wide_grads)
+    return library.run_backward(question, x, call.kernel, *_of_rows(round, saved))
+
+
+def _of_rows(round: Round, saved: tuple) -> tuple:
     out, lse, dout, dlse = saved
-    of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
+    of_lse = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
-    return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
+    return out, of_lse(lse), dout, of_lse(dlse)
+
+
+def add_gradients(
+    call: Call,
+    round: Round,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: tuple,
+    dq: Tensor,
+    keys: Pair | None = None,
+) -> Pair | None:
+    """Add what `gradients` gives to sums: dq of all rows and `keys`, (dk, dv) of all keys at hand.
+    Without `keys`, whose sums may still be on their way, that of the round's keys is returned.
+
+    A kernel that adds its result itself saves the trip of all of it to memory and back.
+    """
+    question, x = pose(call, round, q, k, v, call.wide_grads)
+    sums = (None, None) if keys is None else (t[:, round.keys] for t in keys)
+    given = *_of_rows(round, saved), dq[:, round.rows], *sums
+    dk, dv = library.add_backward(question, x, call.kernel, *given)
+    return None if dk is None or dv is None else (dk, dv)
 
 
 def pose(

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import onchip
+from onchip import library
 from onchip.dispatch import plan
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.rounds import Call, Rule, pose, schedule
+from onchip.parallel.rounds import Call, Round, Rule, add_gradients, gradients, pose, schedule
 from onchip.parallel.sharding import zigzag
 from onchip.problem import device_info, laid_out
 from tests.parallel.judge import (
@@ -18,6 +19,7 @@ from tests.parallel.judge import (
     Case,
     differentiate,
     judge,
+    near,
     on_one_device,
     on_rank,
     rmse,
@@ -65,7 +67,18 @@ def test_fp32_is_one_device(name):
 def test_sixteen_bits_lose_no_more_on_ranks(size, options, head_dim):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one call."""
     case = Case("zigzag", 4096, 1, (4, 2), (head_dim,) * 2, torch.bfloat16, options=options)
-    case = on_gpu(case)
+    lose_no_more(on_gpu(case), size)
+
+
+@pytest.mark.gpu
+def test_sixteen_bits_lose_no_more_where_keys_are_gathered():
+    """Odd pieces of sums of all keys."""
+    dims, options = (128, 128), {"causal": True}
+    case = Case("zigzag", 3001, 1, (4, 2), dims, torch.bfloat16, None, "allgather", options)
+    lose_no_more(on_gpu(case), 3)
+
+
+def lose_no_more(case, size):
     (q, k, v, dout, dlse), _ = case.tensors()
     exact_options = replace(case, dtype=torch.float64).arguments({})
     attend = lambda q, k, v, extras: onchip.attention(q, k, v, **exact_options)
@@ -87,3 +100,60 @@ def test_hopper_serves_every_causal_round_both_ways():
             question, x = pose(Call(), round, q, k, k, wide_grads=backward)
             found = plan(laid_out(question.problem, x), device_info(CUDA), None, backward)
             assert found.kernel == "hopper", found.reasons
+
+
+ROUNDS = [
+    Round(slice(0, 300), slice(0, 333), causal=True),
+    Round(slice(0, 300), slice(0, 166)),  # what a rank of a zigzag sees of earlier keys
+    Round(slice(150, 300), slice(0, 333)),  # and what sees the keys of a later one
+    Round(slice(37, 168), slice(101, 230)),
+    Round(slice(256, 257), slice(64, 320), window_size=(99, None)),
+]
+
+
+def with_poison(sums, round):
+    """NaN in all that the round has no share in."""
+    for t, at in zip(sums, (round.rows, round.keys, round.keys), strict=True):
+        t[:, : at.start] = t[:, at.stop :] = torch.nan
+    return sums
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 40)])
+@pytest.mark.parametrize("round", ROUNDS, ids=str)
+def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
+    """Three times to the same sums (the third is replayed), two batch entries, groups of heads. dk
+    and dv are the same to the last bit as if they were added later; dq is summed in any order.
+    """
+    draw = lambda n, heads, dim: torch.randn(2, n, heads, dim, device=CUDA)
+    q, k = (draw(n, heads, dims[0]).to(dtype) for n, heads in ((300, 6), (333, 2)))
+    v, dout = (draw(n, heads, dims[1]).to(dtype) for n, heads in ((333, 2), (300, 6)))
+    lse, dlse = torch.randn(2, 2, 6, 300, device=CUDA).unbind()
+    saved = draw(300, 6, dims[1]).to(dtype), lse + 6, dout, dlse
+    question, x = pose(Call(), round, q, k, v, wide_grads=True)
+    assert library._module(question.problem, x, None, backward=True).adds(question.problem)
+    dq, dk, dv = sums = with_poison([torch.randn(t.shape, device=CUDA) for t in (q, k, v)], round)
+    want = [t.clone() for t in sums]
+    for _ in range(3):
+        assert add_gradients(Call(), round, q, k, v, saved, dq, (dk, dv)) is None
+        found = gradients(Call(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+            total[:, at] += share
+    for name, a, b in zip(("dk", "dv"), sums[1:], want[1:], strict=True):
+        assert torch.equal(a.nan_to_num(99.0), b.nan_to_num(99.0)), name
+    assert torch.equal(dq.isnan(), want[0].isnan())
+    near(dq[:, round.rows], want[0][:, round.rows], 1e-5, "dq")
+
+
+@pytest.mark.hopper
+def test_hopper_gives_back_gradients_of_keys_without_sums():
+    q, k, v = (torch.randn(1, n, 4, 128, device=CUDA).bfloat16() for n in (200, 333, 333))
+    saved = torch.randn_like(q), torch.randn(1, 4, 200, device=CUDA) + 6, torch.randn_like(q), None
+    round = Round(slice(11, 200), slice(0, 131))
+    for _ in range(3):
+        dq = torch.ones(q.shape, device=CUDA)
+        dk, dv = add_gradients(Call(), round, q, k, v, saved, dq)
+        want = gradients(Call(), round, q, k, v, saved)
+        assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv) and dq[:, :11].eq(1).all()
+        near(dq[:, round.rows] - 1, want.dq, 1e-5, "dq")

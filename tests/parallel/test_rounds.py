@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from onchip import attention, library
+from onchip.kernels.protocol import KeyGrads
 from onchip.parallel import rounds
-from onchip.parallel.rounds import Call, Patient, Round, Total
+from onchip.parallel.rounds import Call, Patient, Round, Total, add_gradients
 from onchip.state import merge_at_rest
 from onchip.testing import make_qkv
+from tests.parallel.judge import Case, in_process
 
 
 def state(generator, rows, heads=3, dim=5):
@@ -77,3 +79,70 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     out, lse = total.result()
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
+class Adder:
+    """Lets kernels add their gradients themselves, where `adds` says so, and notes what they are
+    given: how many rows of how many sums.
+    """
+
+    def __init__(self, monkeypatch, adds=lambda problem: True):
+        self.given, self.adds, self.module_of = [], adds, library._module
+        monkeypatch.setattr(library, "_module", self.module)
+
+    def module(self, *args, **kwargs):
+        kernel = self.module_of(*args, **kwargs)
+
+        def backward_into(problem, x, out, lse, dout, dlse, *sums):
+            self.given.append([None if t is None else t.shape[1] for t in sums])
+            grads = kernel.backward(problem, x, out, lse, dout, dlse)
+            for total, grad in zip(sums, grads, strict=False):
+                if total is not None:
+                    total += grad
+            return KeyGrads() if sums[1] is not None else KeyGrads(grads.dk, grads.dv)
+
+        names = {"adds": self.adds, "backward_into": backward_into}
+        return SimpleNamespace(forward=kernel.forward, backward=kernel.backward, **names)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
+    """Twice, to sums in which nothing else is touched, by whoever adds; bit for bit the same."""
+    adder = Adder(monkeypatch, lambda problem: adds)
+    q, k, v = make_qkv(2, 9, 11, num_heads=4, num_kv_heads=2, head_dim=8)
+    round = Round(slice(2, 7), slice(3, 10), causal=True)
+    out, lse = torch.randn_like(q), torch.randn(2, 4, 9)
+    saved = out, lse, torch.randn_like(q), torch.randn(2, 4, 9)
+    sums = [torch.randn_like(t) for t in (q, k, v)]
+    want = [t.clone() for t in sums]
+    for _ in range(2):
+        assert add_gradients(Call(), round, q, k, v, saved, sums[0], (sums[1], sums[2])) is None
+        found = rounds.gradients(Call(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+            total[:, at] += share
+    assert all(map(torch.equal, sums, want))
+    assert adder.given == [[5, 7, 7]] * 2 * adds
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
+    adder = Adder(monkeypatch, lambda problem: adds)
+    q, k, v = make_qkv(1, 9, 11, num_heads=2, head_dim=8)
+    saved = torch.randn_like(q), torch.randn(1, 2, 9), torch.randn_like(q), None
+    round, dq = Round(slice(0, 5), slice(3, 10)), torch.zeros_like(q)
+    dk, dv = add_gradients(Call(), round, q, k, v, saved, dq)
+    want = rounds.gradients(Call(), round, q, k, v, saved)
+    assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
+    assert torch.equal(dq[:, :5], want.dq) and dq[:, 5:].eq(0).all()
+    assert adder.given == [[5, None, None]] * adds
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather"])
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "prefix"}], ids=str)
+def test_ranks_whose_kernels_add_are_one_device(strategy, some, options, monkeypatch):
+    """A ring never gives sums of keys to a kernel: they travel while it computes."""
+    adder = Adder(monkeypatch, lambda problem: not some or problem.seqlen_q % 2 == 0)
+    in_process(Case(seqlen=111, batch=2, strategy=strategy, options=options), 3)
+    assert adder.given
+    assert all((keys is None) == (strategy == "ring") for _, keys, _ in adder.given)

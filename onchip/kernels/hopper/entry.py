@@ -118,6 +118,23 @@ def forward_into(problem, x, out, lse):
         launch(problem, x, out, lse)
 
 
+def adds(problem: Problem) -> bool:
+    """Whether backward_into serves a problem that `supports` admits: all gradients come from one
+    kernel.
+    """
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    dense = not (problem.packed or problem.has_sinks)
+    some = problem.batch and problem.seqlen_q and problem.seqlen_k
+    return bool(narrow and dense and some and not problem.deterministic)
+
+
+def backward_into(problem, x, out, lse, dout, dlse, dq, dk, dv):
+    from onchip.kernels.hopper.launch_backward import backward_into as launch
+
+    with on_device(x.q):
+        return launch(problem, x, out, lse, dout, dlse, dq, dk, dv)
+
+
 def backward(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import backward as launch
 

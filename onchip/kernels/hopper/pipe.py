@@ -573,21 +573,24 @@ def store_tile(desc, coord, smem, value):
 
 
 @gluon.jit
-def store_halves(desc, coord, smem, value):
-    """store_tile of twice the columns of desc, one half after the other: fp32 leaves through memory
-    with room for 16 bits of each number.
+def store_halves(desc, coord, smem, value, ADD: gl.constexpr = False):
+    """store_tile, or reduce_tile if ADD, of twice the columns of desc, one half after the other:
+    fp32 leaves through memory with room for 16 bits of each number.
     """
     slot = reinterpret(smem, desc)
     half: gl.constexpr = value.shape[1] // 2
     left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
-    store_tile(desc, coord, slot, left)
-    store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
+    leave: gl.constexpr = reduce_tile if ADD else store_tile
+    leave(desc, coord, slot, left)
+    leave(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
 
 
 @gluon.jit
 def reduce_tile(desc, coord, smem, value):
-    """Registers -> shared memory -> added to the tensor behind desc; asynchronous."""
+    """Registers -> shared memory -> added to the tensor behind desc, rows outside of it dropped;
+    asynchronous.
+    """
     store_wait(0)  # the last reduction from this slot must have been read
-    smem.store(value)
+    smem.reshape(_matrix(smem.shape)).store(value)
     fence_async_shared()
     _reduce_add(desc, coord, smem)
