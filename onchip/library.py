@@ -19,14 +19,7 @@ from torch.autograd.function import once_differentiable
 from onchip import paged
 from onchip.dispatch import kernel_module, plan
 from onchip.kernels import protocol
-from onchip.kernels.protocol import (
-    Grads,
-    KeyGrads,
-    Result,
-    Stats,
-    accumulator_dtype,
-    empty_result,
-)
+from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
@@ -430,36 +423,15 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def add_backward(
-    question: Question,
-    x: Tensors,
-    kernel: str | None,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> KeyGrads:
-    """run_backward, and dq, dk and dv are added to these sums, in place: some tokens of whole ones,
-    in the accumulator's dtype. Keys may have no sums: their gradients are returned then.
+def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
+    """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
+    or None) it makes what adds gradients to sums, of these queries over any keys (see
+    kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
     """
-    saved = out, lse, dout.contiguous(), dlse
     module = _module(question.problem, x, kernel, backward=True)
-    if hasattr(module, "adds") and module.adds(question.problem):
-        return replayed(_compute_into, question, x, kernel, *saved, dq, dk, dv)
-    found = run_backward(question, x, kernel, *saved)
-    dq += found.dq
-    if dk is None or dv is None:
-        return KeyGrads(found.dk, found.dv)
-    dk += found.dk
-    dv += found.dv
-    return KeyGrads()
-
-
-def _compute_into(problem: Problem, x: Tensors, kernel: str | None, *given) -> KeyGrads:
-    return _module(problem, x, kernel, backward=True).backward_into(problem, x, *given)
+    if not hasattr(module, "adds") or not module.adds(question.problem):
+        return None
+    return module.begin
 
 
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:

@@ -15,10 +15,10 @@ import onchip
 from onchip.bench.harness import Bar, Case, Row, Session
 from onchip.bench.measure import alternate
 from onchip.parallel.rounds import (
+    Backward,
     Call,
     Round,
     Rule,
-    add_gradients,
     attend,
     gradients,
     schedule,
@@ -120,8 +120,9 @@ def _attended(cut: Cut, share: Share) -> tuple[Tensor, Tensor]:
 
 def _add_gradients(cut: Cut, where: tuple[int, int, Round], saved: tuple, sums: list) -> None:
     rank, source, at = where
-    q, keys, pair = cut.shares[rank].q, cut.shares[source], (sums[1][source], sums[2][source])
-    add_gradients(CALL, at, q, keys.k, keys.v, saved, sums[0][rank], pair)
+    keys, queries = cut.shares[source], Backward(CALL, cut.shares[rank].q, saved, sums[0][rank])
+    queries.add(at, keys.k, keys.v, (sums[1][source], sums[2][source]))
+    queries.settled()
 
 
 @torch.no_grad()

@@ -40,13 +40,6 @@ class Grads(NamedTuple):
     dsinks: Tensor | None = None
 
 
-class KeyGrads(NamedTuple):
-    """None where they were added to sums."""
-
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Softmax and sums run in fp32, for fp64 inputs in fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

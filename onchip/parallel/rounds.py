@@ -8,8 +8,9 @@ window. Any other round is a block mask. ALiBi and dropout go by positions in th
 which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -276,28 +277,6 @@ def _of_rows(round: Round, saved: tuple) -> tuple:
     return out, of_lse(lse), dout, of_lse(dlse)
 
 
-def add_gradients(
-    call: Call,
-    round: Round,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    saved: tuple,
-    dq: Tensor,
-    keys: Pair | None = None,
-) -> Pair | None:
-    """Add what `gradients` gives to sums: dq of all rows and `keys`, (dk, dv) of all keys at hand.
-    Without `keys`, whose sums may still be on their way, that of the round's keys is returned.
-
-    A kernel that adds its result itself saves the trip of all of it to memory and back.
-    """
-    question, x = pose(call, round, q, k, v, call.wide_grads)
-    sums = (None, None) if keys is None else (t[:, round.keys] for t in keys)
-    given = *_of_rows(round, saved), dq[:, round.rows], *sums
-    dk, dv = library.add_backward(question, x, call.kernel, *given)
-    return None if dk is None or dv is None else (dk, dv)
-
-
 def pose(
     call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
 ) -> tuple[Question, Tensors]:
@@ -417,3 +396,58 @@ def total_of(q: Tensor, head_dim_v: int) -> Total:
     """Nothing so far."""
     fused = q.is_cuda and device_info(q.device).has_triton
     return (Patient if fused else Total)(q, head_dim_v)
+
+
+class Backward:
+    """The rounds of local queries, backward. saved is (out, lse, dout, dlse or None) of them over
+    all keys; dq is a sum, fp32 (fp64 for fp64), to which theirs is added when it is `settled`.
+
+    A kernel that adds gradients to sums itself saves their way to memory and back. What it needs of
+    queries is prepared once for all rounds of the same rows, and their dq is finished once.
+    """
+
+    HELD = 2  # kinds of rows that are not finished: all and half of them, in a zigzag
+
+    def __init__(self, call: Call, q: Tensor, saved: tuple, dq: Tensor):
+        self._call, self._q, self._saved, self._dq = call, q, saved, dq
+        self._held: dict[tuple[int, int], Any] = {}
+
+    def add(self, round: Round, k: Tensor, v: Tensor, keys: Pair | None = None) -> Pair | None:
+        """One more round. Its share of dk and dv is added to `keys`, sums of all keys at hand; or
+        it is returned, for sums that are still on their way.
+        """
+        question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
+        sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
+        begin = library.adding(question, x, self._call.kernel)
+        if begin is None:
+            return self._add_found(question, x, round, sums)
+        return self._queries(begin, question, x, round).add(question.problem, x, sums)
+
+    def settled(self) -> Tensor:
+        """dq, with all rounds so far."""
+        for rows in list(self._held):
+            self._finish(rows)
+        return self._dq
+
+    def _add_found(
+        self, question: Question, x: Tensors, round: Round, sums: Pair | None
+    ) -> Pair | None:
+        saved = _of_rows(round, self._saved)
+        found = library.run_backward(question, x, self._call.kernel, *saved)
+        self._dq[:, round.rows] += found.dq
+        if sums is None:
+            return found.dk, found.dv
+        for total, share in zip(sums, (found.dk, found.dv), strict=True):
+            total += share
+        return None
+
+    def _queries(self, begin: Callable, question: Question, x: Tensors, round: Round) -> Any:
+        rows = round.rows.start, round.rows.stop
+        if rows not in self._held:
+            if len(self._held) == self.HELD:
+                self._finish(next(iter(self._held)))
+            self._held[rows] = begin(question.problem, x, *_of_rows(round, self._saved))
+        return self._held[rows]
+
+    def _finish(self, rows: tuple[int, int]) -> None:
+        self._held.pop(rows).finish(self._dq[:, slice(*rows)])

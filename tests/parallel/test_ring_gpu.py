@@ -9,7 +9,7 @@ import onchip
 from onchip import library
 from onchip.dispatch import plan
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.rounds import Call, Round, Rule, add_gradients, gradients, pose, schedule
+from onchip.parallel.rounds import Backward, Call, Round, Rule, gradients, pose, schedule
 from onchip.parallel.sharding import zigzag
 from onchip.problem import device_info, laid_out
 from tests.parallel.judge import (
@@ -111,11 +111,10 @@ ROUNDS = [
 ]
 
 
-def with_poison(sums, round):
-    """NaN in all that the round has no share in."""
-    for t, at in zip(sums, (round.rows, round.keys, round.keys), strict=True):
-        t[:, : at.start] = t[:, at.stop :] = torch.nan
-    return sums
+def poisoned(t, at):
+    """NaN in all tokens that the round has no part in."""
+    t[:, : at.start] = t[:, at.stop :] = torch.nan
+    return t
 
 
 @pytest.mark.hopper
@@ -123,37 +122,42 @@ def with_poison(sums, round):
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 40)])
 @pytest.mark.parametrize("round", ROUNDS, ids=str)
 def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
-    """Three times to the same sums (the third is replayed), two batch entries, groups of heads. dk
-    and dv are the same to the last bit as if they were added later; dq is summed in any order.
+    """Three times to the same sums, two batch entries, groups of heads. dk and dv are the same to
+    the last bit as if they were added later; dq is summed in any order. No other token changes.
     """
     draw = lambda n, heads, dim: torch.randn(2, n, heads, dim, device=CUDA)
-    q, k = (draw(n, heads, dims[0]).to(dtype) for n, heads in ((300, 6), (333, 2)))
-    v, dout = (draw(n, heads, dims[1]).to(dtype) for n, heads in ((333, 2), (300, 6)))
+    q, out, dout = (poisoned(draw(300, 6, d).to(dtype), round.rows) for d in (*dims, dims[1]))
+    k, v = (poisoned(draw(333, 2, d).to(dtype), round.keys) for d in dims)
     lse, dlse = torch.randn(2, 2, 6, 300, device=CUDA).unbind()
-    saved = draw(300, 6, dims[1]).to(dtype), lse + 6, dout, dlse
-    question, x = pose(Call(), round, q, k, v, wide_grads=True)
-    assert library._module(question.problem, x, None, backward=True).adds(question.problem)
-    dq, dk, dv = sums = with_poison([torch.randn(t.shape, device=CUDA) for t in (q, k, v)], round)
+    saved = out, lse + 6, dout, dlse
+    assert library.adding(*pose(Call(), round, q, k, v, wide_grads=True), None) is not None
+    dq, dk, dv = sums = [torch.randn(t.shape, device=CUDA) for t in (q, k, v)]
     want = [t.clone() for t in sums]
+    queries = Backward(Call(), q, saved, dq)
     for _ in range(3):
-        assert add_gradients(Call(), round, q, k, v, saved, dq, (dk, dv)) is None
+        assert queries.add(round, k, v, (dk, dv)) is None
         found = gradients(Call(), round, q, k, v, saved)[:3]
         for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
             total[:, at] += share
-    for name, a, b in zip(("dk", "dv"), sums[1:], want[1:], strict=True):
-        assert torch.equal(a.nan_to_num(99.0), b.nan_to_num(99.0)), name
-    assert torch.equal(dq.isnan(), want[0].isnan())
+    assert queries.settled() is dq
+    assert torch.equal(dk, want[1]) and torch.equal(dv, want[2])
     near(dq[:, round.rows], want[0][:, round.rows], 1e-5, "dq")
+    dq[:, round.rows] = want[0][:, round.rows] = 0
+    assert torch.equal(dq, want[0])
 
 
 @pytest.mark.hopper
 def test_hopper_gives_back_gradients_of_keys_without_sums():
+    """Rounds over other keys, of queries that were prepared once."""
     q, k, v = (torch.randn(1, n, 4, 128, device=CUDA).bfloat16() for n in (200, 333, 333))
     saved = torch.randn_like(q), torch.randn(1, 4, 200, device=CUDA) + 6, torch.randn_like(q), None
-    round = Round(slice(11, 200), slice(0, 131))
-    for _ in range(3):
-        dq = torch.ones(q.shape, device=CUDA)
-        dk, dv = add_gradients(Call(), round, q, k, v, saved, dq)
+    dq = torch.zeros(q.shape, device=CUDA)
+    queries, exact = Backward(Call(), q, saved, dq), torch.zeros_like(dq)
+    for keys, causal in ((slice(0, 131), False), (slice(131, 333), True), (slice(7, 8), False)):
+        round = Round(slice(11, 200), keys, causal)
+        dk, dv = queries.add(round, k, v)
         want = gradients(Call(), round, q, k, v, saved)
-        assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv) and dq[:, :11].eq(1).all()
-        near(dq[:, round.rows] - 1, want.dq, 1e-5, "dq")
+        assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
+        exact[:, round.rows] += want.dq
+    near(queries.settled(), exact, 1e-5, "dq")
+    assert dq[:, :11].eq(0).all()

@@ -119,7 +119,7 @@ def forward_into(problem, x, out, lse):
 
 
 def adds(problem: Problem) -> bool:
-    """Whether backward_into serves a problem that `supports` admits: all gradients come from one
+    """Whether `begin` serves a problem that `supports` admits: where all gradients come from one
     kernel.
     """
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
@@ -128,11 +128,11 @@ def adds(problem: Problem) -> bool:
     return bool(narrow and dense and some and not problem.deterministic)
 
 
-def backward_into(problem, x, out, lse, dout, dlse, dq, dk, dv):
-    from onchip.kernels.hopper.launch_backward import backward_into as launch
+def begin(problem, x, out, lse, dout, dlse):
+    from onchip.kernels.hopper.launch_backward import Queries
 
     with on_device(x.q):
-        return launch(problem, x, out, lse, dout, dlse, dq, dk, dv)
+        return Queries.of(problem, x, out, lse, dout, dlse)
 
 
 def backward(problem, x, out, lse, dout, dlse):

@@ -23,12 +23,13 @@ from onchip.kernels.configs import (
     hopper_gradient_config,
     hopper_width,
 )
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
     Frame,
+    counter,
     descriptor,
     gradient_tiles,
     num_sms,
@@ -36,11 +37,12 @@ from onchip.kernels.hopper.tensors import (
     scales,
     section_of,
 )
-from onchip.kernels.protocol import Grads, KeyGrads, grad_dtype, row_delta, sink_gradient
+from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
+Pair = tuple[Tensor, Tensor]
 _LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "room")
 
 
@@ -62,35 +64,9 @@ def backward(
         dq = query_gradient(problem, x, dout, call.rows, call.counters[2])
     else:
         dq = _empty(problem, x.q)
-        _finish(problem, call, x, dq)
+        _finish(problem.softmax_scale, call, x.cu_seqlens_q, dq)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
-
-
-def backward_into(
-    problem: Problem,
-    x: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    dq: Tensor,
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> KeyGrads:
-    """Add the gradients to sums, fp32 (batch, seqlen, heads, head_dim): some tokens of whole ones.
-    Those of keys are returned where they have no sum.
-    """
-    call = Call.of(problem, x)
-    dout = _prepare(problem, call, x, (out, lse, dout, dlse), None)
-    found = KeyGrads()
-    if dk is None or dv is None:
-        found = KeyGrads(_empty(problem, x.k), _empty(problem, x.v))
-        _gradients(problem, call, x, dout, *found)
-    else:
-        _gradients(problem, call, x, dout, dk, dv, add=True)
-    _finish(problem, call, x, dq, add=True)
-    return found
 
 
 def _empty(problem: Problem, like: Tensor) -> Tensor:
@@ -140,6 +116,39 @@ class Call(NamedTuple):
     def num_programs(self) -> int:
         num_heads, _, _, num_sequences, tiles = self.lengths
         return num_heads * num_sequences * tiles
+
+
+class Queries(NamedTuple):
+    """Queries whose gradients come from several calls, each over other keys: what all of them need,
+    lse and delta, is prepared once, and dq finished once.
+    """
+
+    call: Call
+    dout: Tensor
+    softmax_scale: float
+
+    @staticmethod
+    def of(
+        problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> "Queries":
+        call = Call.of(problem, x)
+        dout = _prepare(problem, call, x, (out, lse, dout, dlse), None)
+        return Queries(call, dout, problem.softmax_scale)
+
+    def add(self, problem: Problem, x: Tensors, sums: Pair | None) -> Pair | None:
+        """What the keys of x contribute. sums are dk and dv to add to, fp32 and some tokens of
+        whole ones; without them, dk and dv are returned.
+        """
+        call = self.call._replace(counters=counter(x.q))
+        dk, dv = found = sums or (_empty(problem, x.k), _empty(problem, x.v))
+        with on_device(x.q):
+            _gradients(problem, call, x, self.dout, dk, dv, add=sums is not None)
+        return None if sums is not None else found
+
+    def finish(self, dq: Tensor) -> None:
+        """Add dq to a sum of the same kind."""
+        with on_device(dq):
+            _finish(self.softmax_scale, self.call, None, dq, add=True)
 
 
 @triton.jit
@@ -264,14 +273,16 @@ def _prepare(
     return dout.to(problem.dtype)  # that of out may be wider
 
 
-def _finish(problem: Problem, call: Call, x: Tensors, dq: Tensor, add: bool = False) -> None:
+def _finish(
+    softmax_scale: float, call: Call, cu_seqlens_q: Tensor | None, dq: Tensor, add: bool = False
+) -> None:
     parts = call.tile_m * call.width // PART.value
     _finish_kernel[(call.num_programs * parts,)](
         call.dq,
         dq,
-        x.cu_seqlens_q,
+        cu_seqlens_q,
         *call.lengths,
-        problem.softmax_scale,
+        softmax_scale,
         dq.stride(0) // dq.stride(1),
         HEAD_DIM=dq.shape[-1],
         WIDTH=call.width,

@@ -374,21 +374,20 @@ def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
 @pytest.mark.parametrize("variant", variants(ADDING))
 def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
     """Into tokens of longer sums, dk and dv by reductions of TMA alone."""
-    from onchip.kernels.hopper.launch_backward import backward_into
-
     problem, x = _pose(variant)
     assert entry.supports(problem, HOPPER) is None and entry.adds(problem)
     out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
     dq, dk, dv = (torch.zeros(1, 400, *t.shape[2:]) for t in x[:3])
-    sums = dq[:, 50:250], dk[:, 60:360], dv[:, 60:360]
-    assert backward_into(problem, x, out, lse, out, None, *sums) == (None, None)
-    _, (kernel, args, kwargs), (finish, *given) = launches
+    queries = entry.begin(problem, x, out, lse, out, None)
+    assert queries.add(problem, x, (dk[:, 60:360], dv[:, 60:360])) is None
+    queries.finish(dq[:, 50:250])
+    _, (kernel, args, kwargs), finish = launches
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
     _holds(machine, _gradient(problem, kwargs))
     assert machine.has("UTMAREDG") and not machine.has("UTMASTG")
-    assert not any(map(_spills, [_compile(finish, *given, tmp_path).code]))
+    assert not _spills(_compile(*finish, tmp_path).code)
 
 
 def _check_backward(problem, x, launches, tmp_path, variant):
