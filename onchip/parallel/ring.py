@@ -40,8 +40,9 @@ def backward(
     sums = Sums(comm, schedule, (k, v), wide)
     for i, (k_here, v_here) in enumerate(_segments(comm, schedule, k, v)):
         round = schedule.rounds[i]
-        share = None if round is None else queries.add(round, k_here, v_here)
-        pair = sums.of_round(i)
+        own = None if i else sums.of_round(0)  # those of other keys are still on their way
+        share = None if round is None else queries.add(round, k_here, v_here, own)
+        pair = own or sums.of_round(i)
         if round is not None and share is not None:
             for total, part in zip(pair, share, strict=True):
                 total[:, round.keys] += part

@@ -24,7 +24,6 @@ from onchip.kernels.hopper.pipe import (
     make_rider,
     make_ring,
     make_tickets,
-    reduce_tile,
     reinterpret,
     store_halves,
     store_tile,
@@ -420,7 +419,7 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile, next_bi
         dead = warpgroup_mma_wait(num_outstanding=1 if LAST else 2, deps=(dq_next,))
         parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
         at = ((place.first_tile + tile) * parts + C) * 128
-        reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dead))
+        store_tile(out.dq, [at, 0], out.slots.index(C), fragments(dead), ADD=True)
     if LAST:
         dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk_next,))
     else:
