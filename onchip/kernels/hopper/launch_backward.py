@@ -146,7 +146,7 @@ class Queries(NamedTuple):
         return None if sums is not None else found
 
     def finish(self, dq: Tensor) -> None:
-        """Add dq to a sum of the same kind."""
+        """Add dq to its sum, fp32 and some tokens of a whole one, in which they lie densely."""
         with on_device(dq):
             _finish(self.softmax_scale, self.call, None, dq, add=True)
 
