@@ -423,6 +423,17 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
+def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
+    """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
+    or None) it makes what adds gradients to sums, of these queries over any keys (see
+    kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
+    """
+    module = _module(question.problem, x, kernel, backward=True)
+    if not hasattr(module, "adds") or not module.adds(question.problem):
+        return None
+    return module.begin
+
+
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
     found = plan(laid_out(problem, x), device_info(x.q.device), kernel, backward)
     return kernel_module(found.kernel)

@@ -18,7 +18,16 @@ from torch import Tensor
 import onchip
 from onchip.bench import gpu
 from onchip.bench.harness import Bar, Case, Row, Session
-from onchip.parallel.rounds import Call, Round, Rule, attend, gradients, schedule, total_of
+from onchip.parallel.rounds import (
+    Backward,
+    Call,
+    Round,
+    Rule,
+    attend,
+    gradients,
+    schedule,
+    total_of,
+)
 from onchip.parallel.sharding import zigzag
 
 SIZE, OVERHEAD = 8, 8.0
@@ -116,44 +125,38 @@ def one_call(cut: Cut, backward: bool) -> list[Tensor]:
 def in_rounds(cut: Cut, backward: bool) -> list[list[Tensor]]:
     """What the ring computes, without the ring: (out, dq, dk, dv), each of all ranks."""
     cut.lanes.meet()
-    states = _attended(cut)
+    states = [_attended(cut, rank) for rank in range(SIZE)]
+    cut.lanes.meet()
     outs = [out for out, _ in states]
-    if not backward:
-        return [outs]
+    return [outs, *_gradients(cut, states)] if backward else [outs]
+
+
+def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
+    """(out, rounded, and lse) of one rank."""
+    q, total = cut.shares[rank].q, total_of(cut.shares[rank].q, cut.shares[rank].v.shape[-1])
+    with cut.lanes.of(rank):
+        for source, at in cut.shares[rank].rounds:
+            total.fold(CALL, at, q, *cut.shares[source][1:3])
+        out, lse = total.result()
+        return out.to(torch.bfloat16), lse
+
+
+def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:
+    """(dq, dk, dv), each of all ranks."""
     wide = lambda t: torch.zeros_like(t, dtype=torch.float32)
     sums = [[wide(share[i]) for share in cut.shares] for i in range(3)]
+    of_rank = zip(cut.shares, states, sums[0], strict=True)
+    queries = [Backward(CALL, s.q, (*state, s.dout, None), dq) for s, state, dq in of_rank]
     for step in cut.steps():
         cut.lanes.meet()  # what keys have come to is the next rank's
         for rank, source, at in step:
-            saved = *states[rank], cut.shares[rank].dout, None
             with cut.lanes.of(rank):
-                _add_gradients(cut, (rank, source, at), saved, sums)
-    cut.lanes.meet()
-    return [outs, *([t.to(torch.bfloat16) for t in each] for each in sums)]
-
-
-def _attended(cut: Cut) -> list[tuple[Tensor, Tensor]]:
-    """(out, rounded, and lse) of every rank."""
-    totals = [total_of(share.q, share.v.shape[-1]) for share in cut.shares]
-    for rank, source, at in chain.from_iterable(cut.steps()):
+                queries[rank].add(at, *cut.shares[source][1:3], (sums[1][source], sums[2][source]))
+    for rank, each in enumerate(queries):
         with cut.lanes.of(rank):
-            totals[rank].fold(CALL, at, cut.shares[rank].q, *cut.shares[source][1:3])
-    found = []
-    for rank, total in enumerate(totals):
-        with cut.lanes.of(rank):
-            out, lse = total.result()
-            found.append((out.to(torch.bfloat16), lse))
+            each.settled()
     cut.lanes.meet()
-    return found
-
-
-def _add_gradients(cut: Cut, where: tuple[int, int, Round], saved: tuple, sums: list) -> None:
-    rank, source, at = where
-    keys = cut.shares[source]
-    found = gradients(CALL, at, cut.shares[rank].q, keys.k, keys.v, saved)
-    sums[0][rank][:, at.rows] += found.dq
-    sums[1][source][:, at.keys] += found.dk
-    sums[2][source][:, at.keys] += found.dv
+    return [[t.to(torch.bfloat16) for t in each] for each in sums]
 
 
 @torch.no_grad()

@@ -14,10 +14,9 @@ from torch import Tensor
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm
 from onchip.parallel.ring import Parcel
-from onchip.parallel.rounds import PLANS, Call, Round, Rule, attend, gradients, plan
+from onchip.parallel.rounds import PLANS, Backward, Call, Pair, Round, Rule, attend, plan
 from onchip.parallel.sharding import Layout, Piece
 
-Pair = tuple[Tensor, Tensor]
 MAX_PIECES = 8  # calls of one rank; what is cut finer is one call with a block mask
 
 
@@ -75,13 +74,11 @@ def backward(
     wide = accumulator_dtype(q.dtype)
     k, v = _gathered(comm, schedule, k, v)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (q, k, v))
+    queries = Backward(call, q, saved, dq)
     for round in schedule.rounds:
         if round is not None:
-            share = gradients(call, round, q, k, v, saved)
-            dq[:, round.rows] = share.dq
-            dk[:, round.keys] += share.dk
-            dv[:, round.keys] += share.dv
-    return dq, *_scattered(comm, schedule, dk, dv)
+            queries.add(round, k, v, (dk, dv))
+    return queries.settled(), *_scattered(comm, schedule, dk, dv)
 
 
 def _gathered(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Pair:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Call, Schedule, gradients, total_of
-
-Pair = tuple[Tensor, Tensor]
+from onchip.parallel.rounds import Backward, Call, Pair, Schedule, total_of
 
 
 def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
@@ -38,18 +36,18 @@ def backward(
     of the local queries over all keys.
     """
     wide = accumulator_dtype(q.dtype)
-    dq = q.new_zeros(q.shape, dtype=wide)
+    queries = Backward(call, q, saved, q.new_zeros(q.shape, dtype=wide))
     sums = Sums(comm, schedule, (k, v), wide)
     for i, (k_here, v_here) in enumerate(_segments(comm, schedule, k, v)):
         round = schedule.rounds[i]
-        share = None if round is None else gradients(call, round, q, k_here, v_here, saved)
-        dk, dv = sums.of_round(i)
-        if share is not None:
-            dq[:, round.rows] += share.dq
-            dk[:, round.keys] += share.dk
-            dv[:, round.keys] += share.dv
+        own = None if i else sums.of_round(0)  # those of other keys are still on their way
+        share = None if round is None else queries.add(round, k_here, v_here, own)
+        pair = own or sums.of_round(i)
+        if round is not None and share is not None:
+            for total, part in zip(pair, share, strict=True):
+                total[:, round.keys] += part
         sums.pass_on(i)
-    return dq, *sums.come_home()
+    return queries.settled(), *sums.come_home()
 
 
 def _segments(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[Pair]:

@@ -8,8 +8,9 @@ window. Any other round is a block mask. ALiBi and dropout go by positions in th
 which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
+Pair = tuple[Tensor, Tensor]
 CPU = torch.device("cpu")
 PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
 
@@ -265,10 +267,14 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
     question, x = pose(call, round, q, k, v, call.wide_grads)
+    return library.run_backward(question, x, call.kernel, *_of_rows(round, saved))
+
+
+def _of_rows(round: Round, saved: tuple) -> tuple:
     out, lse, dout, dlse = saved
-    of_rows = lambda t: None if t is None else t[:, :, round.rows].contiguous()
+    of_lse = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
-    return library.run_backward(question, x, call.kernel, out, of_rows(lse), dout, of_rows(dlse))
+    return out, of_lse(lse), dout, of_lse(dlse)
 
 
 def pose(
@@ -390,3 +396,58 @@ def total_of(q: Tensor, head_dim_v: int) -> Total:
     """Nothing so far."""
     fused = q.is_cuda and device_info(q.device).has_triton
     return (Patient if fused else Total)(q, head_dim_v)
+
+
+class Backward:
+    """The rounds of local queries, backward. saved is (out, lse, dout, dlse or None) of them over
+    all keys; dq is a sum, fp32 (fp64 for fp64), to which theirs is added when it is `settled`.
+
+    A kernel that adds gradients to sums itself saves their way to memory and back. What it needs of
+    queries is prepared once for all rounds of the same rows, and their dq is finished once.
+    """
+
+    HELD = 2  # kinds of rows that are not finished: all and half of them, in a zigzag
+
+    def __init__(self, call: Call, q: Tensor, saved: tuple, dq: Tensor):
+        self._call, self._q, self._saved, self._dq = call, q, saved, dq
+        self._held: dict[tuple[int, int], Any] = {}
+
+    def add(self, round: Round, k: Tensor, v: Tensor, keys: Pair | None = None) -> Pair | None:
+        """One more round. Its share of dk and dv is added to `keys`, sums of all keys at hand; or
+        it is returned, for sums that are still on their way.
+        """
+        question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
+        sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
+        begin = library.adding(question, x, self._call.kernel)
+        if begin is None:
+            return self._add_found(question, x, round, sums)
+        return self._queries(begin, question, x, round).add(question.problem, x, sums)
+
+    def settled(self) -> Tensor:
+        """dq, with all rounds so far."""
+        for rows in list(self._held):
+            self._finish(rows)
+        return self._dq
+
+    def _add_found(
+        self, question: Question, x: Tensors, round: Round, sums: Pair | None
+    ) -> Pair | None:
+        saved = _of_rows(round, self._saved)
+        found = library.run_backward(question, x, self._call.kernel, *saved)
+        self._dq[:, round.rows] += found.dq
+        if sums is None:
+            return found.dk, found.dv
+        for total, share in zip(sums, (found.dk, found.dv), strict=True):
+            total += share
+        return None
+
+    def _queries(self, begin: Callable, question: Question, x: Tensors, round: Round) -> Any:
+        rows = round.rows.start, round.rows.stop
+        if rows not in self._held:
+            if len(self._held) == self.HELD:
+                self._finish(next(iter(self._held)))
+            self._held[rows] = begin(question.problem, x, *_of_rows(round, self._saved))
+        return self._held[rows]
+
+    def _finish(self, rows: tuple[int, int]) -> None:
+        self._held.pop(rows).finish(self._dq[:, slice(*rows)])

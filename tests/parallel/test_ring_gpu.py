@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import onchip
+from onchip import library
 from onchip.dispatch import plan
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.rounds import Call, Rule, pose, schedule
+from onchip.parallel.rounds import Backward, Call, Round, Rule, gradients, pose, schedule
 from onchip.parallel.sharding import zigzag
 from onchip.problem import device_info, laid_out
 from tests.parallel.judge import (
@@ -18,6 +19,7 @@ from tests.parallel.judge import (
     Case,
     differentiate,
     judge,
+    near,
     on_one_device,
     on_rank,
     rmse,
@@ -65,7 +67,18 @@ def test_fp32_is_one_device(name):
 def test_sixteen_bits_lose_no_more_on_ranks(size, options, head_dim):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one call."""
     case = Case("zigzag", 4096, 1, (4, 2), (head_dim,) * 2, torch.bfloat16, options=options)
-    case = on_gpu(case)
+    lose_no_more(on_gpu(case), size)
+
+
+@pytest.mark.gpu
+def test_sixteen_bits_lose_no_more_where_keys_are_gathered():
+    """Odd pieces of sums of all keys."""
+    dims, options = (128, 128), {"causal": True}
+    case = Case("zigzag", 3001, 1, (4, 2), dims, torch.bfloat16, None, "allgather", options)
+    lose_no_more(on_gpu(case), 3)
+
+
+def lose_no_more(case, size):
     (q, k, v, dout, dlse), _ = case.tensors()
     exact_options = replace(case, dtype=torch.float64).arguments({})
     attend = lambda q, k, v, extras: onchip.attention(q, k, v, **exact_options)
@@ -87,3 +100,64 @@ def test_hopper_serves_every_causal_round_both_ways():
             question, x = pose(Call(), round, q, k, k, wide_grads=backward)
             found = plan(laid_out(question.problem, x), device_info(CUDA), None, backward)
             assert found.kernel == "hopper", found.reasons
+
+
+ROUNDS = [
+    Round(slice(0, 300), slice(0, 333), causal=True),
+    Round(slice(0, 300), slice(0, 166)),  # what a rank of a zigzag sees of earlier keys
+    Round(slice(150, 300), slice(0, 333)),  # and what sees the keys of a later one
+    Round(slice(37, 168), slice(101, 230)),
+    Round(slice(256, 257), slice(64, 320), window_size=(99, None)),
+]
+
+
+def poisoned(t, at):
+    """NaN in all tokens that the round has no part in."""
+    t[:, : at.start] = t[:, at.stop :] = torch.nan
+    return t
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (80, 40)])
+@pytest.mark.parametrize("round", ROUNDS, ids=str)
+def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
+    """Three times to the same sums, two batch entries, groups of heads. dk and dv are the same to
+    the last bit as if they were added later; dq is summed in any order. No other token changes.
+    """
+    draw = lambda n, heads, dim: torch.randn(2, n, heads, dim, device=CUDA)
+    q, out, dout = (poisoned(draw(300, 6, d).to(dtype), round.rows) for d in (*dims, dims[1]))
+    k, v = (poisoned(draw(333, 2, d).to(dtype), round.keys) for d in dims)
+    lse, dlse = torch.randn(2, 2, 6, 300, device=CUDA).unbind()
+    saved = out, lse + 6, dout, dlse
+    assert library.adding(*pose(Call(), round, q, k, v, wide_grads=True), None) is not None
+    dq, dk, dv = sums = [torch.randn(t.shape, device=CUDA) for t in (q, k, v)]
+    want = [t.clone() for t in sums]
+    queries = Backward(Call(), q, saved, dq)
+    for _ in range(3):
+        assert queries.add(round, k, v, (dk, dv)) is None
+        found = gradients(Call(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+            total[:, at] += share
+    assert queries.settled() is dq
+    assert torch.equal(dk, want[1]) and torch.equal(dv, want[2])
+    near(dq[:, round.rows], want[0][:, round.rows], 1e-5, "dq")
+    dq[:, round.rows] = want[0][:, round.rows] = 0
+    assert torch.equal(dq, want[0])
+
+
+@pytest.mark.hopper
+def test_hopper_gives_back_gradients_of_keys_without_sums():
+    """Rounds over other keys, of queries that were prepared once."""
+    q, k, v = (torch.randn(1, n, 4, 128, device=CUDA).bfloat16() for n in (200, 333, 333))
+    saved = torch.randn_like(q), torch.randn(1, 4, 200, device=CUDA) + 6, torch.randn_like(q), None
+    dq = torch.zeros(q.shape, device=CUDA)
+    queries, exact = Backward(Call(), q, saved, dq), torch.zeros_like(dq)
+    for keys, causal in ((slice(0, 131), False), (slice(131, 333), True), (slice(7, 8), False)):
+        round = Round(slice(11, 200), keys, causal)
+        dk, dv = queries.add(round, k, v)
+        want = gradients(Call(), round, q, k, v, saved)
+        assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
+        exact[:, round.rows] += want.dq
+    near(queries.settled(), exact, 1e-5, "dq")
+    assert dq[:, :11].eq(0).all()

@@ -1,5 +1,6 @@
 """The states of rounds become one, whenever they are merged."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 
 from onchip import attention, library
 from onchip.parallel import rounds
-from onchip.parallel.rounds import Call, Patient, Round, Total
+from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
 from onchip.state import merge_at_rest
 from onchip.testing import make_qkv
+from tests.parallel.judge import Case, in_process
 
 
 def state(generator, rows, heads=3, dim=5):
@@ -77,3 +79,109 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     out, lse = total.result()
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
+class Adder:
+    """Lets kernels add their gradients themselves where `adds` says so, as the Hopper kernel does,
+    and notes how many queries they begin with, and then how many keys have sums.
+    """
+
+    def __init__(self, monkeypatch, adds=lambda problem: True):
+        self.noted, self.adds, self.module_of = [], adds, library._module
+        monkeypatch.setattr(library, "_module", self.module)
+
+    def module(self, *args, **kwargs):
+        kernel = self.module_of(*args, **kwargs)
+        begin = partial(AddedQueries, self.noted, kernel.backward)
+        names = {"forward": kernel.forward, "backward": kernel.backward}
+        return SimpleNamespace(**names, adds=self.adds, begin=begin)
+
+
+class AddedQueries:
+    def __init__(self, noted, backward, problem, x, *saved):
+        self.noted, self.backward, self.saved, self.dq = noted, backward, saved, 0.0
+        noted.append(("queries", x.q.shape[1]))
+
+    def add(self, problem, x, sums):
+        found = self.backward(problem, x, *self.saved)
+        self.dq = self.dq + found.dq
+        self.noted.append(("keys", None if sums is None else sums[0].shape[1]))
+        if sums is None:
+            return found.dk, found.dv
+        for total, share in zip(sums, found[1:3], strict=True):
+            total += share
+
+    def finish(self, dq):
+        dq += self.dq
+
+
+def problem_of_rounds():
+    """(q, k, v, saved), of two batch entries and groups of heads."""
+    q, k, v = make_qkv(2, 9, 11, num_heads=4, num_kv_heads=2, head_dim=8)
+    lse, dlse = torch.randn(2, 2, 4, 9).unbind()
+    return q, k, v, (torch.randn_like(q), lse, torch.randn_like(q), dlse)
+
+
+@pytest.mark.parametrize("adds", [lambda p: False, lambda p: True, lambda p: p.seqlen_k % 2 == 0])
+def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
+    """To sums in which nothing else is touched, by whoever adds, of more kinds of rows than are
+    held, some of which come again.
+    """
+    adder, (q, k, v, saved) = Adder(monkeypatch, adds), problem_of_rounds()
+    sums = [torch.randn_like(t) for t in (q, k, v)]
+    want = [t.clone() for t in sums]
+    queries = Backward(Call(), q, saved, sums[0])
+    for rows, keys in [
+        ((2, 7), (3, 10)),
+        ((2, 7), (4, 10)),
+        ((4, 7), (3, 8)),
+        ((2, 6), (3, 9)),
+    ] * 2:
+        round = Round(slice(*rows), slice(*keys), causal=True)
+        assert queries.add(round, k, v, (sums[1], sums[2])) is None
+        found = rounds.gradients(Call(), round, q, k, v, saved)[:3]
+        for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
+            total[:, at] += share
+    assert queries.settled() is sums[0] is queries.settled()
+    for name, a, b in zip(("dq", "dk", "dv"), sums, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+    assert torch.equal(sums[0][:, 7:], want[0][:, 7:]) and torch.equal(
+        sums[1][:, :3], want[1][:, :3]
+    )
+    assert all(kind == "queries" or keys in (5, 6, 7) for kind, keys in adder.noted)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
+    adder, (q, k, v, saved) = Adder(monkeypatch, lambda p: adds), problem_of_rounds()
+    round, dq = Round(slice(0, 5), slice(3, 10)), torch.zeros_like(q)
+    queries = Backward(Call(), q, saved, dq)
+    dk, dv = queries.add(round, k, v)
+    want = rounds.gradients(Call(), round, q, k, v, saved)
+    assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
+    assert torch.equal(queries.settled()[:, :5], want.dq) and dq[:, 5:].eq(0).all()
+    assert adder.noted == [("queries", 5), ("keys", None)] * adds
+
+
+@pytest.mark.parametrize("strategy", ["ring", "allgather"])
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("options", [{"causal": True}, {"mask": "prefix"}], ids=str)
+def test_ranks_whose_kernels_add_are_one_device(strategy, some, options, monkeypatch):
+    """A ring gives a kernel sums of its own keys only: others travel while it computes."""
+    adder = Adder(monkeypatch, lambda problem: not some or problem.seqlen_k % 2 == 0)
+    in_process(Case(seqlen=111, batch=2, strategy=strategy, options=options), 3)
+    given = [keys is not None for kind, keys in adder.noted if kind == "keys"]
+    assert given
+    if strategy == "allgather":
+        assert all(given)
+    else:
+        assert sum(given) <= 3 and (some or (sum(given), len(given)) == (3, 9))
+
+
+def test_queries_of_a_zigzag_are_prepared_twice(monkeypatch):
+    """All of them and half of them, however many rounds there are."""
+    adder = Adder(monkeypatch)
+    in_process(Case(seqlen=160, options={"causal": True}), 5)
+    begun = [rows for kind, rows in adder.noted if kind == "queries"]
+    assert len(adder.noted) == len(begun) + 25
+    assert sorted(begun) == [16] * 4 + [32] * 5  # the last rank sees all keys with all queries

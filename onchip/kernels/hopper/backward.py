@@ -24,7 +24,6 @@ from onchip.kernels.hopper.pipe import (
     make_rider,
     make_ring,
     make_tickets,
-    reduce_tile,
     reinterpret,
     store_halves,
     store_tile,
@@ -79,9 +78,9 @@ class Pipes:
 
 @aggregate
 class Config:
-    """DQ: dq is computed, too. S is the layout of scores (64 keys, 64 queries) and of a part of dq
-    (64 queries, 64), G that of dk and dv (64 keys, WIDTH), A that of p and ds on the left of their
-    products.
+    """DQ: dq is computed, too. ADD: dk and dv are added to what is there. S is the layout of scores
+    (64 keys, 64 queries) and of a part of dq (64 queries, 64), G that of dk and dv (64 keys,
+    WIDTH), A that of p and ds on the left of their products.
     """
 
     TILE_M: gl.constexpr
@@ -89,18 +88,20 @@ class Config:
     WIDTH: gl.constexpr
     DYNAMIC: gl.constexpr
     DQ: gl.constexpr
+    ADD: gl.constexpr
     S: gl.constexpr
     G: gl.constexpr
     A: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC, DQ):
+    def __init__(self, TILE_M, TILE_N, WIDTH, DYNAMIC, DQ, ADD):
         wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
         self.TILE_M = gl.constexpr(TILE_M)
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.DQ = gl.constexpr(DQ)
+        self.ADD = gl.constexpr(ADD)
         self.S = gl.constexpr(wide(64))
         self.G = gl.constexpr(wide(WIDTH))
         self.A = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
@@ -418,7 +419,7 @@ def step(out, pipes, job, place, c, dp_next, dk, dv, i, tile, next_tile, next_bi
         dead = warpgroup_mma_wait(num_outstanding=1 if LAST else 2, deps=(dq_next,))
         parts: gl.constexpr = cfg.TILE_M * cfg.WIDTH // 4096
         at = ((place.first_tile + tile) * parts + C) * 128
-        reduce_tile(out.dq, [at, 0], out.slots.index(C), fragments(dead))
+        store_tile(out.dq, [at, 0], out.slots.index(C), fragments(dead), ADD=True)
     if LAST:
         dk = warpgroup_mma_wait(num_outstanding=0, deps=(dk_next,))
     else:
@@ -476,10 +477,10 @@ def fold_head(out, pipes, job, place, dk, dv, i, C: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(desc, at, slot, value):
+def store_keys(desc, at, slot, value, ADD: gl.constexpr):
     """64 keys of dk or dv, through the shared memory of dq; in halves if unrounded."""
     if desc.dtype == gl.float32:
-        store_halves(desc, at, slot, value)
+        store_halves(desc, at, slot, value, ADD)
     else:
         store_tile(desc, at, reinterpret(slot, desc), value.to(desc.dtype))
 
@@ -515,8 +516,8 @@ def consume(out, pipes, job, C: gl.constexpr):
                 pipes.k.release(t)
                 t += 1
             at = shape.coord(batch, kv_head, k0, seqlen_k, col)
-            store_keys(out.dv, at, out.slots.index(C), dv)
-            store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale)
+            store_keys(out.dv, at, out.slots.index(C), dv, cfg.ADD)
+            store_keys(out.dk, at, out.slots.index(C), dk * job.softmax_scale, cfg.ADD)
         if cfg.DYNAMIC:
             taken += 1
             (ticket,) = pipes.tickets.take(taken)
@@ -540,10 +541,11 @@ def backward_kernel(
     tiles_n, section, num_tiles, num_sequences, scale_log2, inner, softmax_scale,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, SOFTCAP: gl.constexpr, DYNAMIC: gl.constexpr, DQ: gl.constexpr,
+    ADD: gl.constexpr,
     TILE_M: gl.constexpr, TILE_N: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ)
+    cfg = Config(TILE_M, TILE_N, WIDTH, DYNAMIC, DQ, ADD)
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     mirror = Shape(cu_seqlens_k, cu_seqlens_q, seqlen_k, seqlen_q, total_k, total_q,

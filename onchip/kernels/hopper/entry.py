@@ -118,6 +118,23 @@ def forward_into(problem, x, out, lse):
         launch(problem, x, out, lse)
 
 
+def adds(problem: Problem) -> bool:
+    """Whether `begin` serves a problem that `supports` admits: where all gradients come from one
+    kernel.
+    """
+    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    dense = not (problem.packed or problem.has_sinks)
+    some = problem.batch and problem.seqlen_q and problem.seqlen_k
+    return bool(narrow and dense and some and not problem.deterministic)
+
+
+def begin(problem, x, out, lse, dout, dlse):
+    from onchip.kernels.hopper.launch_backward import Queries
+
+    with on_device(x.q):
+        return Queries.of(problem, x, out, lse, dout, dlse)
+
+
 def backward(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import backward as launch
 

@@ -23,12 +23,13 @@ from onchip.kernels.configs import (
     hopper_gradient_config,
     hopper_width,
 )
-from onchip.kernels.handles import Handle
+from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
     Frame,
+    counter,
     descriptor,
     gradient_tiles,
     num_sms,
@@ -41,7 +42,8 @@ from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile
-_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles")
+Pair = tuple[Tensor, Tensor]
+_LENGTHS = ("num_heads", "seqlen_q", "total_q", "num_sequences", "num_tiles", "room")
 
 
 def backward(
@@ -49,22 +51,26 @@ def backward(
 ) -> Grads:
     if not (x.q.numel() and x.k.numel()):
         return _without_scores(problem, x, out, lse, dout, dlse)
-    dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     call = Call.of(problem, x)
     delta = None if x.sinks is None else torch.empty_like(lse)
-    _prepare(call, x, out, lse, dout, dlse, delta)
-    dout = dout.to(problem.dtype)  # that of out may be wider
+    dout = _prepare(problem, call, x, (out, lse, dout, dlse), delta)
     if call.width == 256:
         dk = key_gradient(problem, x, dout, call.rows, call.counters[0])
         dv = value_gradient(problem, x, dout, call.rows, call.counters[1])
     else:
-        dk, dv = _gradients(problem, call, x, dout)
+        dk, dv = _empty(problem, x.k), _empty(problem, x.v)
+        _gradients(problem, call, x, dout, dk, dv)
     if call.dq is None:
         dq = query_gradient(problem, x, dout, call.rows, call.counters[2])
     else:
-        dq = _finish(problem, call, x)
+        dq = _empty(problem, x.q)
+        _finish(problem.softmax_scale, call, x.cu_seqlens_q, dq)
     dsinks = None if delta is None else sink_gradient(x.sinks, lse, delta)
     return Grads(dq, dk, dv, dsinks=dsinks)
+
+
+def _empty(problem: Problem, like: Tensor) -> Tensor:
+    return like.new_empty(like.shape, dtype=grad_dtype(problem))
 
 
 def _without_scores(
@@ -112,11 +118,44 @@ class Call(NamedTuple):
         return num_heads * num_sequences * tiles
 
 
+class Queries(NamedTuple):
+    """Queries whose gradients come from several calls, each over other keys: what all of them need,
+    lse and delta, is prepared once, and dq finished once.
+    """
+
+    call: Call
+    dout: Tensor
+    softmax_scale: float
+
+    @staticmethod
+    def of(
+        problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> "Queries":
+        call = Call.of(problem, x)
+        dout = _prepare(problem, call, x, (out, lse, dout, dlse), None)
+        return Queries(call, dout, problem.softmax_scale)
+
+    def add(self, problem: Problem, x: Tensors, sums: Pair | None) -> Pair | None:
+        """What the keys of x contribute. sums are dk and dv to add to, fp32 and some tokens of
+        whole ones; without them, dk and dv are returned.
+        """
+        call = self.call._replace(counters=counter(x.q))
+        dk, dv = found = sums or (_empty(problem, x.k), _empty(problem, x.v))
+        with on_device(x.q):
+            _gradients(problem, call, x, self.dout, dk, dv, add=sums is not None)
+        return None if sums is not None else found
+
+    def finish(self, dq: Tensor) -> None:
+        """Add dq to its sum, fp32 and some tokens of a whole one, in which they lie densely."""
+        with on_device(dq):
+            _finish(self.softmax_scale, self.call, None, dq, add=True)
+
+
 @triton.jit
-def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program,
+def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, room, program,
            TILE_M: tl.constexpr):  # fmt: skip
     """(head, its first row in out, its first number in lse, rows of the sequence, tile in it, tile
-    in the padded buffers) of one program.
+    in the padded buffers) of one program. room: from one entry of a batch to the next, in rows.
     """
     tile = program % num_tiles
     plane = program // num_tiles
@@ -127,7 +166,7 @@ def _place(cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
         padded = h * (total_q // TILE_M + num_sequences) + q0 // TILE_M + b + tile
         return h, q0.to(tl.int64), h.to(tl.int64) * total_q + q0, q1 - q0, tile, padded
     else:
-        first = b.to(tl.int64) * seqlen_q
+        first = b.to(tl.int64) * room
         return h, first, plane.to(tl.int64) * seqlen_q, seqlen_q, tile, program
 
 
@@ -145,8 +184,9 @@ def prepare_kernel(
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
     h, first, first_lse, length, tile, padded = _place(
-        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, program, TILE_M
-    )
+        cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles, seqlen_q, program,
+        TILE_M,
+    )  # fmt: skip
     if tile * TILE_M >= length:
         return
     lane = tl.arange(0, TILE_M)
@@ -175,16 +215,18 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=_LENGTHS)
 def finish_kernel(
     acc_ptr, dq_ptr, cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-    softmax_scale,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr,
+    softmax_scale, room,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """dq = softmax_scale * accumulator, one part of 64 x 64 a program, in the dtype of dq."""
+    """dq = softmax_scale * accumulator, one part of 64 x 64 a program, in the dtype of dq. ADD: it
+    is added to what is there.
+    """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
     part = tl.program_id(0) % PARTS
     h, first, _, length, tile, padded = _place(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
-        tl.program_id(0) // PARTS, TILE_M,
+        room if ADD else seqlen_q, tl.program_id(0) // PARTS, TILE_M,
     )  # fmt: skip
     row = tile * TILE_M + part // ACROSS * 64
     if row >= length:
@@ -196,6 +238,8 @@ def finish_kernel(
     cols = part % ACROSS * 64 + tl.arange(0, 64)
     places = ((first + rows) * num_heads + h)[:, None] * HEAD_DIM + cols[None, :]
     mask = (rows < length)[:, None] & (cols < HEAD_DIM)[None, :]
+    if ADD:
+        dq += tl.load(dq_ptr + places, mask=mask, other=0.0)
     tl.store(dq_ptr + places, dq.to(dq_ptr.dtype.element_ty), mask=mask)
 
 
@@ -205,14 +249,11 @@ _finish_kernel = Handle(finish_kernel)
 
 
 def _prepare(
-    call: Call,
-    x: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    delta: Tensor | None,
-) -> None:
+    problem: Problem, call: Call, x: Tensors, saved: tuple, delta: Tensor | None
+) -> Tensor:
+    """dout as the products take it; saved is (out, lse, dout, dlse or None)."""
+    out, lse, dout, dlse = saved
+    dout = dout if dout.data_ptr() % 16 == 0 else dout.clone()
     _prepare_kernel[(call.num_programs,)](
         out,
         dout,
@@ -229,28 +270,37 @@ def _prepare(
         TILE_M=call.tile_m,
         enable_fp_fusion=True,
     )
+    return dout.to(problem.dtype)  # that of out may be wider
 
 
-def _finish(problem: Problem, call: Call, x: Tensors) -> Tensor:
-    dq = x.q.new_empty(x.q.shape, dtype=grad_dtype(problem))
+def _finish(
+    softmax_scale: float, call: Call, cu_seqlens_q: Tensor | None, dq: Tensor, add: bool = False
+) -> None:
     parts = call.tile_m * call.width // PART.value
     _finish_kernel[(call.num_programs * parts,)](
         call.dq,
         dq,
-        x.cu_seqlens_q,
+        cu_seqlens_q,
         *call.lengths,
-        problem.softmax_scale,
+        softmax_scale,
+        dq.stride(0) // dq.stride(1),
         HEAD_DIM=dq.shape[-1],
         WIDTH=call.width,
         TILE_M=call.tile_m,
+        ADD=add,
         enable_fp_fusion=True,
     )
-    return dq
 
 
-def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[Tensor, Tensor]:
-    wide = grad_dtype(problem)
-    dk, dv = x.k.new_empty(x.k.shape, dtype=wide), x.v.new_empty(x.v.shape, dtype=wide)
+def _gradients(
+    problem: Problem,
+    call: Call,
+    x: Tensors,
+    dout: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    add: bool = False,
+) -> None:
     config, width = hopper_backward_config(call.width), call.width
     tiles_n = -(-problem.seqlen_k // config.tile_n)
     heads = problem.batch * problem.num_kv_heads
@@ -277,10 +327,10 @@ def _gradients(problem: Problem, call: Call, x: Tensors, dout: Tensor) -> tuple[
         problem.softmax_scale,
         WIDTH=width,
         DQ=call.dq is not None,
+        ADD=add,
         **frame.constants,
         **_constants(config),
     )
-    return dk, dv
 
 
 @cache

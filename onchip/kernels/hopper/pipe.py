@@ -552,32 +552,26 @@ def make_tickets(consumers: gl.constexpr, words: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(desc, coord, smem, value):
+def store_tile(desc, coord, smem, value, ADD: gl.constexpr = False):
     """Registers -> shared memory -> the tensor behind desc, rows outside of it dropped;
-    asynchronous.
+    asynchronous. ADD: it is added to what is there.
     """
     store_wait(0)  # the last store of this slot must have been read
     smem.reshape(_matrix(smem.shape)).store(value)
     fence_async_shared()
-    _store(desc, coord, smem)
+    if ADD:
+        _reduce_add(desc, coord, smem)
+    else:
+        _store(desc, coord, smem)
 
 
 @gluon.jit
-def store_halves(desc, coord, smem, value):
+def store_halves(desc, coord, smem, value, ADD: gl.constexpr = False):
     """store_tile of twice the columns of desc, one half after the other: fp32 leaves through memory
     with room for 16 bits of each number.
     """
     slot = reinterpret(smem, desc)
     half: gl.constexpr = value.shape[1] // 2
     left, right = value.reshape([value.shape[0], 2, half]).permute((0, 2, 1)).split()
-    store_tile(desc, coord, slot, left)
-    store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right)
-
-
-@gluon.jit
-def reduce_tile(desc, coord, smem, value):
-    """Registers -> shared memory -> added to the tensor behind desc; asynchronous."""
-    store_wait(0)  # the last reduction from this slot must have been read
-    smem.store(value)
-    fence_async_shared()
-    _reduce_add(desc, coord, smem)
+    store_tile(desc, coord, slot, left, ADD)
+    store_tile(desc, coord[:-1] + (gl.to_tensor(half),), slot, right, ADD)

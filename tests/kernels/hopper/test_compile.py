@@ -132,6 +132,12 @@ WIDE_GRADS = [
     Variant(64, {"deterministic": True, "causal": True}, (0.0, 0.01)),
     Variant(128, {"deterministic": True, "causal": True, "softcap": 5.0}, (0.05, 0.11)),
 ]
+ADDING = [
+    Variant(128, {"causal": True}, FEW),
+    Variant(128, {}, (0.0, 0.06)),
+    Variant(64, {"causal": True}, (0.0, 0.01)),
+    Variant(128, {"mask": True, "num_kv_heads": 2, "head_dim_v": 72}, (0.02, 0.08)),
+]
 
 
 def variants(table: list[Variant]) -> list:
@@ -363,6 +369,25 @@ def test_backward_stays_in_registers(launches, tmp_path, variant):
 def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
     _check_backward(problem._replace(wide_grads=True), x, launches, tmp_path, variant)
+
+
+@pytest.mark.parametrize("variant", variants(ADDING))
+def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
+    """Into tokens of longer sums, dk and dv by reductions of TMA alone."""
+    problem, x = _pose(variant)
+    assert entry.supports(problem, HOPPER) is None and entry.adds(problem)
+    out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
+    lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
+    dq, dk, dv = (torch.zeros(1, 400, *t.shape[2:]) for t in x[:3])
+    queries = entry.begin(problem, x, out, lse, out, None)
+    assert queries.add(problem, x, (dk[:, 60:360], dv[:, 60:360])) is None
+    queries.finish(dq[:, 50:250])
+    _, (kernel, args, kwargs), finish = launches
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    _check(machine, variant, kwargs["maxnreg"])
+    _holds(machine, _gradient(problem, kwargs))
+    assert machine.has("UTMAREDG") and not machine.has("UTMASTG")
+    assert not _spills(_compile(*finish, tmp_path).code)
 
 
 def _check_backward(problem, x, launches, tmp_path, variant):
