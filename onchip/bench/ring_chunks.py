@@ -1,6 +1,6 @@
 """`onchip bench ring --only chunks`: a long sequence cut for several ranks, on one GPU.
 
-All rounds of all ranks in a loop on one thread, step by step as a ring goes, against one call:
+All rounds of all ranks on one thread, gradients step by step as a ring goes, against one call:
 nothing travels, so that what is measured is what cutting and merging cost. Ranks take turns on a
 few streams: they do not wait for one another, and the last tiles of one's round leave processors
 idle that the next one's can use. "kernels": the same rounds without merging.

@@ -60,7 +60,8 @@ def hopper_forward(
     page_size: int = 0,
     packed: bool = False,
 ) -> Footprint:
-    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers.
+    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers where
+    it has no room.
     Tickets say whose queries they are, of packed or paged sequences also where those lie.
     """
     rows, n = 64 * config.consumers, config.tile_n
@@ -69,7 +70,9 @@ def hopper_forward(
         "k": 2 * config.num_stages * n * width,
         "v": 2 * config.num_stages * n * width_v,
     }
-    if not (config.out_in_q or wide):
+    if wide and width_v <= 128:
+        buffers["out"] = 4 * rows * width_v
+    elif not (config.out_in_q or wide):
         buffers["out"] = 2 * rows * width_v
     if page_size:
         buffers["page ids"] = 4 * LOOKUPS * max(1, n // page_size)

@@ -307,8 +307,7 @@ def hopper_width(head_dim: int) -> int:
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def hopper_forward_of(problem: Problem, merges: bool = False) -> HopperConfig:
-    """`merges`: a total of the output comes and goes, which needs the room of the next queries."""
+def hopper_forward_of(problem: Problem) -> HopperConfig:
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     cut = problem.causal or problem.window_size[1] is not None
     config = hopper_forward_config(
@@ -316,7 +315,16 @@ def hopper_forward_of(problem: Problem, merges: bool = False) -> HopperConfig:
     )
     if width != width_v:
         config = config._replace(out_in_q=False)  # the tiles differ, and there is room
-    return config._replace(q_stages=1) if merges else config
+    if problem.out_dtype.itemsize == 4 and width_v == 128:
+        config = config._replace(q_stages=1)  # an unrounded output has the room of the next queries
+    return config
+
+
+def hopper_stages_out(problem: Problem) -> bool:
+    """Whether the output leaves by way of shared memory, not from registers: an unrounded one of
+    head_dim 256 has no room there.
+    """
+    return problem.out_dtype.itemsize == 2 or hopper_width(problem.head_dim_v) <= 128
 
 
 def hopper_forward_config(

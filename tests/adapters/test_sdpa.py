@@ -422,7 +422,7 @@ class TestOperatorsOfGpus:
 
 @pytest.mark.gpu
 class TestGpu:
-    REPLACED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)  # cuDNN is not
+    REPLACED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # cuDNN is not
     CASES = {
         "flash": ({"is_causal": True}, torch.bfloat16, (512, 512)),
         "dropout": ({"dropout_p": 0.3}, torch.bfloat16, (512, 512)),

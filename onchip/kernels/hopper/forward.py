@@ -51,8 +51,8 @@ from onchip.kernels.hopper.softmax import (
 
 @aggregate
 class Out:
-    """Where results go: out by TMA through `slots`, or unrounded (WIDE) straight from registers;
-    lse directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
+    """Where results go: out by TMA through `slots` (STAGED), or straight from registers; lse
+    directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
     batch entry and lse in fp64, is the state of the same queries over other keys, and merged in:
     out comes and goes through `totals`, a slot for each consumer.
     SECOND: the call before may still use the memory that they go to, and is waited for.
@@ -66,12 +66,12 @@ class Out:
     dim: gl.tensor
     room: gl.tensor
     HAS_SINKS: gl.constexpr
-    WIDE: gl.constexpr
+    STAGED: gl.constexpr
     MERGE: gl.constexpr
     SECOND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, ref, slots, totals, lse, sinks, dim, room, HAS_SINKS, WIDE, MERGE, SECOND):
+    def __init__(self, ref, slots, totals, lse, sinks, dim, room, HAS_SINKS, STAGED, MERGE, SECOND):
         self.ref = ref
         self.slots = slots
         self.totals = totals
@@ -80,7 +80,7 @@ class Out:
         self.dim = dim
         self.room = room
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.WIDE = gl.constexpr(WIDE)
+        self.STAGED = gl.constexpr(STAGED)
         self.MERGE = gl.constexpr(MERGE)
         self.SECOND = gl.constexpr(SECOND)
 
@@ -335,11 +335,11 @@ def wide_places(out, job, place):
 @gluon.jit
 def store_out(out, job, place, acc, C: gl.constexpr):
     """64 rows of the output."""
-    if out.WIDE:
+    if out.STAGED:
+        store_tile(out.ref, job.rows_at(place), out.slots.index(C), acc.to(out.ref.dtype))
+    else:
         at, inside = wide_places(out, job, place)
         gl.store(at, acc, mask=inside)
-    else:
-        store_tile(out.ref, job.rows_at(place), out.slots.index(C), acc.to(out.ref.dtype))
 
 
 @gluon.jit
@@ -449,7 +449,7 @@ def fold(pipes, job, work, q, s, i, C: gl.constexpr):
 def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     """One consumer's 64 queries, which see keys: (the next work, i)."""
     cfg = job.cfg
-    EARLY: gl.constexpr = out.WIDE or not cfg.OUT_IN_Q  # nobody writes where the queries lie
+    EARLY: gl.constexpr = not (out.STAGED and cfg.OUT_IN_Q)  # nobody writes where the queries lie
     filling = t * cfg.CONSUMERS + C
     s, i = first_scores(pipes, cfg, work, filling, i, C)
     release_total(out, cfg, t - 1, C)
@@ -524,7 +524,7 @@ def forward_kernel(
     room, tiles_m, section, num_tiles, scale_log2, inner,
     page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, WIDE: gl.constexpr,
+    HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGED: gl.constexpr,
     MERGE: gl.constexpr, SECOND: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
@@ -548,14 +548,14 @@ def forward_kernel(
     v = make_ring(v_desc, STAGES, CONSUMERS, pages.PARTS)
     pipes = Pipes(q, k, v, make_tickets(CONSUMERS, job.WORDS), make_baton(CONSUMERS))
     slots = q.slots
-    if not (OUT_IN_Q or WIDE):
+    if STAGED and not (OUT_IN_Q or MERGE):
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
     totals = q
     if MERGE:
         totals = make_ring(out_ref, CONSUMERS, 1)
-    out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, WIDE, MERGE,
-              SECOND)  # fmt: skip
+    out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED,
+              MERGE, SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
     if SECOND:  # every program has a tile, so each waits for the call before it ends
         gdc_launch_dependents()

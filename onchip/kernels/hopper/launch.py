@@ -10,6 +10,7 @@ from onchip.kernels.configs import (
     HOPPER_FORWARD_SHORT,
     HopperConfig,
     hopper_forward_of,
+    hopper_stages_out,
     hopper_width,
 )
 from onchip.kernels.handles import Handle
@@ -54,16 +55,15 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
-    merges = lse.dtype == torch.float64
-    cut = _cut(problem, merges)
-    wide, second = out.dtype == torch.float32, is_second(problem)
+    cut = _cut(problem)
+    staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
     rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
     lists, list_strides = mask_arguments(rows, tiles, anything)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
-        out if wide and not merges else grouped(out, 64, cut.group, hopper_width(out.shape[-1])),
+        grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
@@ -89,8 +89,8 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         problem.batch,
         **_variant(problem, cut),
         HAS_SINKS=x.sinks is not None,
-        WIDE=wide,
-        MERGE=merges,
+        STAGED=staged,
+        MERGE=lse.dtype == torch.float64,
         SECOND=second,
         **_constants(cut.config),
         launch_pdl=second,
@@ -120,10 +120,10 @@ class _Cut(NamedTuple):
     dynamic: bool
 
 
-def _cut(problem: Problem, merges: bool = False) -> _Cut:
+def _cut(problem: Problem) -> _Cut:
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    config = hopper_forward_of(problem, merges)
+    config = hopper_forward_of(problem)
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
