@@ -90,6 +90,8 @@ class Plan(NamedTuple):
             )
         if page_table.device.type == "cpu":
             self._check_tables(page_table, cache_seqlens)
+        if not any(self.shared):
+            return page_table, cache_seqlens
         seqlens = cache_seqlens - self.shared_tokens
         least, width = min(self.shared, default=0), page_table.shape[1]
         if least == max(self.shared, default=0):

@@ -133,9 +133,9 @@ class Costs(NamedTuple):
         own = own_pages * self.first * num_programs / own_programs
         page = max(self.products, self.first / tiles) * num_programs / num_kv_heads
         level = -(-pages // segments) * page
-        # Both are launched at once, and the merge before they end. Programs of the level end
-        # together, those of the own parts do not: `call` counts that.
-        busy = max(self.call + own, self.launch + level)
+        # Both are launched at once, and the merge before they end. Each takes a call's time to
+        # begin and to end.
+        busy = self.call + max(own, level)
         moved = queries * (self.partial + self.query + (segments - 1) * self.segment)
         return Together(own_programs, level_programs, segments, busy + self.merge + moved)
 
