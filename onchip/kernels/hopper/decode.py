@@ -220,6 +220,7 @@ def range_of(lengths, seqlens, number, most, least):
         before = gl.maximum(b * each - SWITCH, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
+        b = gl.minimum(b, lengths.batch - 1)  # of a range that there is not, whose queries are read
         seqlen = lengths.seqlen_k
         has_empty = seqlen == 0
     return Range(b, seqlen, tile, count, before, parts, has_empty)
@@ -324,9 +325,9 @@ class Pages:
         return self.ids.kept(ids.shape[0], THREADS)
 
     @gluon.jit
-    def coord(self, id, n, kv_head, x: gl.constexpr):
-        """Where part x of key tile n begins, in page `id`, clamped to pages that there are."""
-        page = gl.minimum(gl.maximum(id, 0), self.num_pages - 1)
+    def coord(self, page, n, kv_head, x: gl.constexpr):
+        """Where part x of key tile n begins, in a page that is clamped to those that there are."""
+        page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
         key = n * TILE_N + x * self.PART
         return [page, kv_head, key % self.SIZE, 0]
 
@@ -334,8 +335,7 @@ class Pages:
 @gluon.jit
 def begin(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
     """Start the first fillings of a range, as far as they are of one sequence and there is room;
-    how many. By all warps, with the page ids that are kept: a producer would take a microsecond to
-    get here.
+    their number. By all warps, out of the pages that are kept, before there is a producer.
     """
     first, tiles = lengths.tiles(mine.seqlen)
     started = gl.minimum(gl.minimum(mine.count, tiles - mine.tile), boxes.num_stages)
