@@ -12,6 +12,14 @@ from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed, make_pages
 from tests.kernels.gpu import DIMS, inputs
 
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.language.extra.cuda import (  # noqa: E402
+    gdc_launch_dependents,
+    gdc_wait,
+    globaltimer,
+)
+
 pytestmark = [
     pytest.mark.hopper,
     pytest.mark.skipif(
@@ -186,3 +194,126 @@ def test_no_key_and_no_page():
             q, pages, pages, table, seqlens, return_lse=True, kernel="hopper"
         )
         assert out.eq(0).all() and lse.eq(-torch.inf).all()
+
+
+@triton.jit
+def late_copy(source, target, count, wait_ns, BLOCK: tl.constexpr):
+    """Lets the next call begin, and writes what that call must see long after."""
+    gdc_launch_dependents()
+    stop = globaltimer() + wait_ns
+    now = globaltimer()
+    while now < stop:
+        now = globaltimer()
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(target + i, tl.load(source + i, i < count), i < count)
+
+
+@triton.jit
+def peek(cell, seen):
+    """What a call that is launched early finds before it waits, and after."""
+    before = tl.load(cell, cache_modifier=".cg")
+    gdc_wait()
+    tl.store(seen, before)
+    tl.store(seen + 1, tl.load(cell, cache_modifier=".cg"))
+
+
+def write_late(source, target):
+    late_copy[(1,)](source, target, source.numel(), 300_000, 256)
+
+
+def write_at_once(source, target):
+    target.copy_(source)
+
+
+def in_a_graph(call):
+    """`call`, recorded once and replayed whenever this one is called."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+
+    def replay():
+        graph.replay()
+        return result
+
+    return replay
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_late_writer_is_late(recorded):
+    """What the test below rests on: a call behind write_late begins with what was there before."""
+    cell, seen = torch.zeros(2, 2, dtype=torch.int32, device="cuda")
+    numbers = torch.tensor([5, 7], dtype=torch.int32, device="cuda")
+
+    def call():
+        write_late(numbers, cell)
+        peek[(1,)](cell, seen, launch_pdl=True)
+
+    call()
+    run = in_a_graph(call) if recorded else call
+    cell.zero_()
+    run()
+    assert seen.tolist() == [0, 5]
+
+
+CHANGES = [
+    [700, 1500, 64, 0, 2999, 333],
+    [700, 1500, 64, 0, 2999, 333],  # other pages
+    [701, 1501, 65, 1, 3000, 334],  # the same pages
+    [0, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 1],
+    [3000, 3000, 3000, 3000, 3000, 3000],
+    [3000, 3000, 3000, 3000, 3000, 3000],  # nothing else at all
+    [3000, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 3000],
+    [1, 2, 3, 4, 5, 6],
+    [64, 128, 192, 256, 320, 384],
+]
+
+
+def changing_calls(width):
+    """What the calls find, as rows: lengths, then from column 32 on the page table of each."""
+    batch = len(CHANGES[0])
+    rows = torch.zeros(len(CHANGES), 32 + batch * width, dtype=torch.int32)
+    g = torch.Generator().manual_seed(1)
+    for row, lengths in zip(rows, CHANGES, strict=True):
+        row[:batch] = torch.tensor(lengths)
+        row[32:] = torch.randperm(batch * width, generator=g)
+    rows[2, 32:], rows[6] = rows[1, 32:], rows[5]
+    return rows.cuda()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("write", [write_late, write_at_once])
+@pytest.mark.parametrize(
+    "dim, page_size, left", [(128, 16, None), (128, 16, 100), (64, 64, None), (256, 32, None)]
+)
+def test_lengths_and_pages_that_the_call_before_writes(dim, page_size, left, write, recorded):
+    """Keys are on their way before it is known which they are: every change is seen in time."""
+    batch, width = len(CHANGES[0]), -(-3000 // page_size)
+    q, *_ = inputs(1, 1, dim, batch=batch)
+    _, k_pages, v_pages = inputs(1, page_size, dim, batch=batch * width)
+    rows = changing_calls(width)
+    now = rows[-1].clone()
+
+    def attend(row, kernel="hopper"):
+        seqlens, table = row[:batch], row[32:].view(batch, width)
+        options = {"window_size": (left, None), "return_lse": True, "kernel": kernel}
+        return onchip.paged_attention(q, k_pages, v_pages, table, seqlens, **options)
+
+    def call():
+        results = []
+        for row in rows:
+            write(row, now)
+            results.append(attend(now))
+        return results
+
+    expected = [attend(row) for row in rows]
+    for row, settled in zip(rows, expected, strict=True):
+        right = attend(row, kernel="reference")  # a unit of bf16, and the rounding of p
+        torch.testing.assert_close(settled, right, rtol=2**-7, atol=1e-2)
+    call()
+    run = in_a_graph(call) if recorded else call
+    for _ in range(5):
+        for got, settled in zip(run(), expected, strict=True):
+            assert all(map(torch.equal, got, settled))
