@@ -24,6 +24,7 @@ from onchip.kernels.hopper.pipe import (
     fetched,
     make_boxes,
     make_lookups,
+    prefetch,
 )
 from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.schedule import plus
@@ -79,28 +80,20 @@ class Lengths:
             return self.seqlen_k
 
     @gluon.jit
-    def ask(self, BATCH: gl.constexpr):
-        """Those of all sequences, BATCH is not below their number. Each warp asks for a part of
-        them only: one thread would wait for one after another.
+    def all(self, BATCH: gl.constexpr):
+        """Of all sequences, BATCH is not below their number; -1 where there is none. Every warp has
+        them for itself, though each asks for a part of them only: one thread would wait for one
+        after another.
         """
-        e = gl.arange(0, BATCH, THREADS)
-        seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, THREADS)
+        each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
+        seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
         if self.PAGED:
+            e = gl.arange(0, BATCH, THREADS)
             # Past the L1: it may hold what was there before the call before has ended.
             asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=".cg")
-            seqlens = gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
-        return seqlens
-
-    @gluon.jit
-    def all(self, asked):
-        """What was asked for, in every warp and for all to come; -1 where there is no sequence."""
-        each: gl.constexpr = gl.BlockedLayout([asked.shape[0] // 32], [32], [WARPS], [0])
-        if self.PAGED:
-            self.known.keep(asked)
-            seqlens = self.known.kept(asked.shape[0], each)
-        else:
-            seqlens = gl.convert_layout(asked, each)
-        return gl.where(gl.arange(0, asked.shape[0], each) < self.batch, seqlens, -1)
+            self.known.keep(gl.minimum(gl.maximum(asked, 0), self.seqlen_k))
+            seqlens = self.known.kept(BATCH, each)
+        return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
 
     @gluon.jit
     def start(self, seqlen):
@@ -192,7 +185,7 @@ def cut(total, most, least):
 
 @gluon.jit
 def range_of(lengths, seqlens, number, most, least):
-    """Range `number` of at most `most`, of `least` units at least. seqlens: of lengths.all."""
+    """Range `number` of at most `most`, of `least` units at least. seqlens: lengths.all()."""
     if lengths.PAGED:
         e = gl.arange(0, seqlens.shape[0], seqlens.type.layout)
         _, tiles = lengths.tiles(gl.maximum(seqlens, 0))
@@ -220,7 +213,6 @@ def range_of(lengths, seqlens, number, most, least):
         before = gl.maximum(b * each - SWITCH, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
-        b = gl.minimum(b, lengths.batch - 1)  # of a range that there is not, whose queries are read
         seqlen = lengths.seqlen_k
         has_empty = seqlen == 0
     return Range(b, seqlen, tile, count, before, parts, has_empty)
@@ -310,64 +302,35 @@ class Pages:
 
     @gluon.jit
     def first(self, lengths, mine):
-        """Ids of the first fillings of a range, as far as they are of one sequence."""
+        """Where the ids of the first fillings of a range are, for every warp."""
         part = gl.arange(0, self.PARTS * LOOKUPS, THREADS)
         first, _ = lengths.tiles(mine.seqlen)
         key = (first + mine.tile) * TILE_N + part * self.PART
         key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
-        cells = self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
-        return gl.load(cells, mine.count > 0, 0, cache_modifier=".cg")  # as lengths are
+        return self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
 
     @gluon.jit
-    def keep_first(self, ids):
-        """What `first` has found, for the first look-ups; the same in every warp."""
-        self.ids.keep(ids)
-        return self.ids.kept(ids.shape[0], THREADS)
-
-    @gluon.jit
-    def coord(self, page, n, kv_head, x: gl.constexpr):
-        """Where part x of key tile n begins, in a page that is clamped to those that there are."""
-        page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
-        key = n * TILE_N + x * self.PART
+    def coord(self, i, kv_head, x: gl.constexpr):
+        """Where part x of filling i begins. Ids are clamped to pages that there are."""
+        page = gl.minimum(gl.maximum(self.ids.number(i, x), 0), self.num_pages - 1)
+        key = self.tiles.number(i, 0) * TILE_N + x * self.PART
         return [page, kv_head, key % self.SIZE, 0]
 
 
 @gluon.jit
-def begin(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
-    """Start the first fillings of a range, as far as they are of one sequence and there is room;
-    their number. By all warps, out of the pages that are kept, before there is a producer.
-    """
-    first, tiles = lengths.tiles(mine.seqlen)
-    started = gl.minimum(gl.minimum(mine.count, tiles - mine.tile), boxes.num_stages)
-    for i in range(started):
-        n = first + mine.tile + i
-        boxes.announce(i, k_desc, v_desc)
-        for x in gl.static_range(boxes.PARTS):
-            if lengths.PAGED:
-                at = pages.coord(pages.ids.number_in(i, x, THREADS), n, kv_head, x)
-            else:
-                at = [mine.b, kv_head, n * TILE_N, 0]
-            boxes.load(i, x, k_desc, v_desc, at)
-    return started
-
-
-@gluon.jit
-def produce(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
-    """All fillings of a range but the first, which are started."""
+def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
     if lengths.PAGED:
-        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)
+        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
     else:
         at = enter(lengths, mine.b, mine.tile, mine.seqlen)
         for i in range(mine.count):
-            if i >= started:
-                boxes.wait_empty(i)
-                boxes.announce(i, k_desc, v_desc)
-                boxes.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
+            boxes.announce(i, k_desc, v_desc)
+            boxes.load(i, 0, k_desc, v_desc, [at.b, kv_head, at.n * TILE_N, 0])
             at = at.next(lengths)
 
 
 @gluon.jit
-def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
+def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
     """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
     the first tiles are there already, as far as they are of one sequence.
     """
@@ -377,14 +340,11 @@ def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)
         pages.look_up(i + AHEAD, at, wanted & ((i >= 0) | (at.b != mine.b)))
         if wanted:
             at = at.next(lengths)
-        if i >= started:
+        if i >= 0:
             pages.ids.wait()
-            boxes.wait_empty(i)
             boxes.announce(i, k_desc, v_desc)
-            n = pages.tiles.number(i, 0)
             for x in gl.static_range(pages.PARTS):
-                coord = pages.coord(pages.ids.number(i, x), n, kv_head, x)
-                boxes.load(i, x, k_desc, v_desc, coord)
+                boxes.load(i, x, k_desc, v_desc, pages.coord(i, kv_head, x))
 
 
 @aggregate
@@ -570,8 +530,8 @@ def answer_empty(out, lengths, number, kv_head, ranges, f):
 
 @gluon.jit
 def consume(queries, out, boxes, exchange, lengths, scale, mine):
-    """Fold the tiles of a range, sequence by sequence. Queries of the first are on their way, those
-    of the next come while the keys of this one stream by.
+    """Fold the tiles of a range, sequence by sequence. The queries of the next one are on their way
+    while the keys of this one stream by.
     """
     f = queries.f
     HELD: gl.constexpr = f.D <= 128  # wider queries leave no registers: read for every tile
@@ -587,6 +547,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
     i = 0
     t = 0
     seqlen = lengths.keys(b, THREADS)
+    queries.fetch(0, b, rows)
     if mine.has_empty & (number < mine.cut.ranges):
         answer_empty(out, lengths, number, kv_head, mine.cut.ranges, f)
     boxes.wait_warm()
@@ -632,8 +593,17 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
 
 
 @gluon.jit
-def differ(a, b):
-    return gl.max((a != b).to(gl.int32), 0) != 0
+def settle(lengths, pages, likely, mine, number, most, least, BATCH: gl.constexpr):
+    """The range of a program, once lengths are what they will be, and its first page ids in their
+    slots. They are asked for together with the lengths, which are seldom other than `likely`.
+    """
+    first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+    seqlens = lengths.all(BATCH)
+    if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
+        mine = range_of(lengths, seqlens, number, most, least)
+        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
+    pages.ids.keep(first)
+    return mine
 
 
 _RUNTIME = [
@@ -673,35 +643,20 @@ def decode_kernel(
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
-    scale = Scale(scale_log2, inner, SOFTCAP)
-    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
-                      Fragments(D))  # fmt: skip
-    # The call before may still write lengths and ids. It seldom does: keys are on their way before
-    # it is known. What is compared has been in shared memory, so that all warps find the same.
-    likely = lengths.all(lengths.ask(BATCH))
+    likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
     mine = range_of(lengths, likely, number, most, least)
     if PAGE_SIZE:
-        likely_ids = pages.keep_first(pages.first(lengths, mine))
+        prefetch(pages.first(lengths, mine))
     gdc_wait()
-    if PAGE_SIZE:
-        asked = lengths.ask(BATCH)
-        first = pages.first(lengths, mine)
-    started = begin(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
-    queries.fetch(0, mine.b, seqlen_q * GROUP)
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     if PAGE_SIZE:
-        seqlens = lengths.all(asked)
-        ids = pages.keep_first(first)
-        if differ(seqlens, likely) | differ(ids, likely_ids):
-            boxes.take_back(started)
-            started = 0
-            mine = range_of(lengths, seqlens, number, most, least)
-            pages.keep_first(pages.first(lengths, mine))
-            fetched()
-            queries.fetch(0, mine.b, seqlen_q * GROUP)
+        mine = settle(lengths, pages, likely, mine, number, most, least, BATCH)
+    scale = Scale(scale_log2, inner, SOFTCAP)
+    queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
+                      Fragments(D))  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
-        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)),
+        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip
     boxes.close()

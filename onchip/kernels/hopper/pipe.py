@@ -292,15 +292,12 @@ class Boxes:
         mbarrier.wait(self.warm, 0)
 
     @gluon.jit
-    def wait_empty(self, i):
-        """Until filling i - num_stages is released; the first need no wait."""
-        mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
-
-    @gluon.jit
     def announce(self, i, k_desc, v_desc):
-        """Say how much filling i will be: PARTS calls of `load`."""
+        """Producer: once filling i - num_stages is released, say how much filling i will be."""
+        s = i % self.num_stages
+        mbarrier.wait(self.empty.index(s), ((i // self.num_stages) & 1) ^ 1)
         nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
-        mbarrier.expect(self.full.index(i % self.num_stages), self.PARTS * nbytes)
+        mbarrier.expect(self.full.index(s), self.PARTS * nbytes)
 
     @gluon.jit
     def load(self, i, part: gl.constexpr, k_desc, v_desc, coord):
@@ -315,19 +312,6 @@ class Boxes:
     @gluon.jit
     def release(self, i):
         mbarrier.arrive(self.empty.index(i % self.num_stages), count=1)
-
-    @gluon.jit
-    def take_back(self, started):
-        """The first fillings, so many of them started, as if none ever had been. By all threads,
-        before there is a producer or a consumer.
-        """
-        for i in range(started):
-            self.wait_full(i)
-        meet()  # nobody looks at a barrier any more that is not valid for a moment
-        _close(self.full, self.num_stages)
-        for x in gl.static_range(self.num_stages):
-            mbarrier.init(self.full.index(x), count=1)
-        fence_async_shared()
 
     @gluon.jit
     def keys(self, i):
