@@ -213,6 +213,7 @@ def range_of(lengths, seqlens, number, most, least):
         before = gl.maximum(b * each - SWITCH, 0)
         tile = gl.maximum(lo - b * each, 0)
         count = (last - b) * tiles + gl.maximum(hi - last * each, 0) - tile
+        b = gl.minimum(b, lengths.batch - 1)  # of a range that there is not, whose queries are read
         seqlen = lengths.seqlen_k
         has_empty = seqlen == 0
     return Range(b, seqlen, tile, count, before, parts, has_empty)

@@ -73,3 +73,24 @@ def test_a_unit_lies_in_the_range_that_holds_it(total, ranges):
 def test_ranges_that_there_are_not_are_empty():
     cut, there = cut_into(1000, 7), integers([7])
     assert run(decode.Cut.stop, cut, there).tolist() == cut.start(there).tolist() == [1000]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 100), st.integers(1, 300))
+def test_dense_ranges_cover_all_tiles_and_name_sequences_that_there_are(batch, tiles, most):
+    """Programs beyond the last range have no tiles, but they, too, fetch queries of a sequence."""
+    lengths = SimpleNamespace(PAGED=False, batch=batch, seqlen_k=64 * tiles)
+    lengths.tiles = lambda seqlen: (0, tiles)
+    total = (tiles + 4) * batch - 4
+    parts = cut_into(total, min(most, max(total // 4, 1)))
+    parts.stop = lambda r: parts.start(integers(r + (r < parts.ranges)))
+    numpy = {"minimum": np.minimum, "maximum": np.maximum}
+    names = {"SWITCH": 4, "cut": lambda *_: parts, "Range": lambda *fields: fields}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "gl", SimpleNamespace(**numpy))
+        for name, value in names.items():
+            patch.setattr(decode, name, value)
+        ranges = [run(decode.range_of, lengths, None, integers(r), most, 4) for r in range(most)]
+    covered = [b * tiles + tile + i for b, _, tile, count, *_ in ranges for i in range(count)]
+    assert covered == list(range(batch * tiles))
+    assert all(0 <= b < batch for b, *_ in ranges)
