@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from onchip import parallel
-from onchip.parallel import ring, rounds
+from onchip.parallel import rounds
 from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
 from onchip.parallel.watch import Watch
 from tests.parallel.pool import Pool
@@ -98,8 +98,8 @@ def dies_in_a_round(comm, pass_):
     q.requires_grad_()
     attend = lambda comm: parallel.context_parallel_attention(q, k, v, comm, strategy="ring")
     attend(GroupComm(comm.group, 60)).sum().backward()  # a step as any other
-    room = rounds if pass_ == "attend" else ring
-    done, kernel = [], getattr(room, pass_)
+    room, name = (rounds, "attend") if pass_ == "forward" else (rounds.Backward, "add")
+    done, kernel = [], getattr(room, name)
 
     def mortal(*args):
         done.append(args)
@@ -107,13 +107,13 @@ def dies_in_a_round(comm, pass_):
             FATES["dies"]()
         return kernel(*args)
 
-    setattr(room, pass_, mortal)
+    setattr(room, name, mortal)
     with pytest.raises(ParallelError) as caught:
         attend(comm).sum().backward()
     return str(caught.value), caught.value.rank
 
 
-@pytest.mark.parametrize("pass_", ["attend", "gradients"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
     heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
