@@ -160,7 +160,7 @@ def test_a_level_beside_the_rest_is_told():
     arguments = call([8448] * 64, shared=512)
     plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
     ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
-    told = "at once     80 programs read what is not shared, 48 the level"
+    told = "at once     64 programs read what is not shared, 64 the level"
     assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
 
 

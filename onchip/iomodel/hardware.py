@@ -29,9 +29,9 @@ class Hardware:
     kernels that do nothing but read reach of the memory, again_bytes_s the same of keys that
     another program reads as well, where that was measured.
 
-    call_s: what a call over few queries takes beside reading. On an H200 3 us until the first keys
-    arrive, 4 us between the first program that ends and the last, and the launch; merge_s: of a
-    merge that is launched behind it, 2 us to begin and 3 us to run (docs/notebook.md, decoding on
+    call_s: what a call over few queries takes beside reading. On an H200 some 2 us until the first
+    keys arrive, 3 us between the first program that ends and the last, and the launch; merge_s: of
+    a merge that is launched behind it, 2 us to begin and 3 us to run (docs/notebook.md, decoding on
     Hopper). Other GPUs are taken to need as long.
     """
 
@@ -50,7 +50,7 @@ class Hardware:
     launch_s: float = 2.5e-6  # of a kernel in a graph; assumed, neither measured nor looked up
     stream_bytes_s: float | None = None
     again_bytes_s: float | None = None
-    call_s: float = 9.5e-6
+    call_s: float = 7.5e-6
     merge_s: float = 5e-6
 
     @property

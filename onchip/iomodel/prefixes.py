@@ -87,7 +87,7 @@ class Costs(NamedTuple):
     page: float  # keys and values of one page, read once more
     query: float  # what one query token adds in one level
     partial: float  # what one query token's own part costs more once results are partial
-    level: float  # a call, and two launches and merges
+    level: float  # a call, its launch and a merge
     segment: float = 0.0  # what one query token adds in each further segment of a level
     first: float = 0.0  # keys and values of one page, read for the first time
     products: float = 0.0  # of a tile of queries with one page, for all kv heads
@@ -148,7 +148,7 @@ def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
         page=n.page / hardware.repeated_bytes_s,
         query=seconds(n.query),
         partial=seconds(n.partial),
-        level=hardware.call_s + 2 * (hardware.launch_s + hardware.merge_s),
+        level=hardware.call_s + hardware.launch_s + hardware.merge_s,
         segment=seconds(n.segment),
         first=seconds(n.page),
         products=_products(q, k_pages, v_pages, hardware),
