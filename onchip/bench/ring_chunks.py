@@ -133,10 +133,11 @@ def in_rounds(cut: Cut, backward: bool) -> list[list[Tensor]]:
 
 def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
     """(out, rounded, and lse) of one rank."""
-    q, total = cut.shares[rank].q, total_of(cut.shares[rank].q, cut.shares[rank].v.shape[-1])
+    share = cut.shares[rank]
+    total = total_of(share.q, share.v.shape[-1])
     with cut.lanes.of(rank):
-        for source, at in cut.shares[rank].rounds:
-            total.fold(CALL, at, q, *cut.shares[source][1:3])
+        for source, at in share.rounds:
+            total.fold(CALL, at, share.q, *cut.shares[source][1:3])
         out, lse = total.result()
         return out.to(torch.bfloat16), lse
 

@@ -8,6 +8,7 @@ from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import (
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
+    HOPPER_UNROUNDED_WIDTH,
     HopperBackwardConfig,
     HopperConfig,
     HopperGradientConfig,
@@ -60,9 +61,9 @@ def hopper_forward(
     page_size: int = 0,
     packed: bool = False,
 ) -> Footprint:
-    """width, width_v: head dims as padded; wide: the output leaves unrounded, from registers where
-    it has no room.
-    Tickets say whose queries they are, of packed or paged sequences also where those lie.
+    """width, width_v: head dims as padded; wide: the output leaves unrounded, and from registers if
+    it has no room. Tickets say whose queries they are, of packed or paged sequences also where
+    those lie.
     """
     rows, n = 64 * config.consumers, config.tile_n
     buffers = {
@@ -70,7 +71,7 @@ def hopper_forward(
         "k": 2 * config.num_stages * n * width,
         "v": 2 * config.num_stages * n * width_v,
     }
-    if wide and width_v <= 128:
+    if wide and width_v <= HOPPER_UNROUNDED_WIDTH:
         buffers["out"] = 4 * rows * width_v
     elif not (config.out_in_q or wide):
         buffers["out"] = 2 * rows * width_v

@@ -29,10 +29,11 @@ class Hardware:
     kernels that do nothing but read reach of the memory, again_bytes_s the same of keys that
     another program reads as well, where that was measured.
 
-    call_s: what a call over few queries takes beside reading. On an H200 some 2 us until the first
-    keys arrive, 3 us between the first program that ends and the last, and the launch; merge_s: of
-    a merge that is launched behind it, 2 us to begin and 3 us to run (docs/notebook.md, decoding on
-    Hopper). Other GPUs are taken to need as long.
+    call_s: what a call over few queries takes beside reading: the launch, the time until the first
+    keys arrive, and that between the first program that ends and the last; so that the shortest
+    call of bench/results/h200-paged.json is met. merge_s: of a merge that is launched behind it,
+    on an H200 2 us to begin and 3 us to run (docs/notebook.md, decoding on Hopper). Other GPUs are
+    taken to need as long.
     """
 
     name: str

@@ -92,7 +92,6 @@ class Costs(NamedTuple):
     first: float = 0.0  # keys and values of one page, read for the first time
     products: float = 0.0  # of a tile of queries with one page, for all kv heads
     call: float = 0.0  # over few queries, beside reading
-    launch: float = 0.0
     merge: float = 0.0
     occupancy: Occupancy = Occupancy()
 
@@ -153,7 +152,6 @@ def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
         first=seconds(n.page),
         products=_products(q, k_pages, v_pages, hardware),
         call=hardware.call_s,
-        launch=hardware.launch_s,
         merge=hardware.merge_s,
         occupancy=_occupancy(q, k_pages, v_pages, hardware),
     )

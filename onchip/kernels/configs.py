@@ -296,13 +296,16 @@ HOPPER_FORWARD_MASK = {64: _D64_TWO, 128: _D128, 256: _D256}
 # 40 (pages of 16, Triton 3.6). Beside three consumers there are too few.
 _LOOKING_UP = {"consumer_regs": 232, "producer_regs": 40}
 # What is worth 1 to 3 % where keys lie side by side costs 8 % here (H200, 2026-11-16, a level of 64
-# x 4 rows over 8k keys: 24.0 us with it, 22.0 without): its producer is busy with small copies.
+# x 4 rows over 8k keys: 24.0 us with it, 22.0 without), presumably because of many small copies.
 _AT_EASE = {"hold": 0, "numbered": False}
 HOPPER_FORWARD_PAGED = {
     64: _D64_TWO._replace(**_LOOKING_UP),
     128: _D128._replace(**_LOOKING_UP, **_AT_EASE),
     256: _D256._replace(**_LOOKING_UP),
 }
+
+
+HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output has no room in shared memory
 
 
 def hopper_width(head_dim: int) -> int:
@@ -324,10 +327,9 @@ def hopper_forward_of(problem: Problem) -> HopperConfig:
 
 
 def hopper_stages_out(problem: Problem) -> bool:
-    """Whether the output leaves by way of shared memory, not from registers: an unrounded one of
-    head_dim 256 has no room there.
-    """
-    return problem.out_dtype.itemsize == 2 or hopper_width(problem.head_dim_v) <= 128
+    """Whether the output leaves by way of shared memory, not from registers."""
+    rounded = problem.out_dtype.itemsize == 2
+    return rounded or hopper_width(problem.head_dim_v) <= HOPPER_UNROUNDED_WIDTH
 
 
 def hopper_forward_config(
