@@ -15,8 +15,12 @@ from typing import Any
 from onchip.bench.harness import Row
 
 ROOT = Path(__file__).parents[2]
-PICTURES = {"h200-forward": "forward.svg", "h200-backward": "backward.svg", "h200-peak": "peak.svg"}
-PICTURES |= {"h200-train": "curves.svg"}
+PICTURES = {
+    "h200-forward": "forward.svg",
+    "h200-backward": "backward.svg",
+    "h200-peak": "peak.svg",
+    "h200-train": "curves.svg",
+}
 BENCHES = ("forward", "backward", "peak")  # whose rows can be drawn
 OURS = {"color": "#c0392b", "linewidth": 2.2, "marker": "o", "markersize": 4, "zorder": 3}
 PEERS = {
