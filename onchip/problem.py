@@ -18,6 +18,9 @@ from onchip.masks.later import Later
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Of what the two products of the forward are made: q, k and v as they come, or a recipe of
+# onchip/quant/recipes.py; "auto": FP8 where a GPU has a kernel for the call.
+PRECISIONS = (None, "fp8", "int8", "int8_pv16", "auto")
 Window = tuple[int | None, int | None]
 
 
@@ -105,6 +108,7 @@ class Problem(NamedTuple):
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
     beside: Beside | None = None  # for kernels that can; others take no notice
+    precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
 
     @property
     def group_size(self) -> int:
@@ -266,6 +270,7 @@ class Options(NamedTuple):
     precise_delta: bool = False
     return_lse: bool = False
     beside: Beside | None = None
+    precision: str | None = None
 
 
 class Question(NamedTuple):
@@ -392,6 +397,7 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
         has_places=x.places_q is not None,
         precise_delta=bool(options.precise_delta) and out_dtype.itemsize == 2,  # or is not rounded
         return_lse=bool(options.return_lse),
+        precision=options.precision,
     )
     check_extras(problem, x)
     return problem
@@ -509,6 +515,9 @@ def check_options(options: Options, q: Tensor) -> None:
         raise ValueError(f"{dropout_p=} must lie in [0, 1)")
     if options.window_size != (None, None):
         check_window(options.window_size)
+    if options.precision not in PRECISIONS:
+        names = ", ".join(map(repr, PRECISIONS))
+        raise ValueError(f"precision={options.precision!r} is not one of {names}")
     if options.out_dtype is not None:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         if options.out_dtype not in (q.dtype, wide):

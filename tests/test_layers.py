@@ -19,7 +19,7 @@ LAW = {
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
-    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel"},
+    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel", "quant"},
     "fold": {"state", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit"},

@@ -1,0 +1,339 @@
+"""Operands of 8 bits, as onchip/quant/recipes.py defines them, in few passes over q, k and v.
+
+What comes out is laid out for the copy engine, in blocks of 128 tokens of one head and one sequence
+that are whole tiles, zeros past the end: no tile ever meets the numbers of a neighbour. Blocks of a
+head follow one another; in packed calls a sequence begins block first // 128 + its number, which
+leaves each of them room enough and needs no sum over lengths.
+
+- q, k (128, PAD): rotated, keys without the mean of their sequence; e4m3 with a scale for each
+  block, or int8 with one for each token.
+- v (PAD, 128): e4m3 with a scale for each block, keys of every 16 in another order (`key_of`).
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS
+from onchip.kernels.handles import Handle
+from onchip.kernels.triton.eight import quantised, scale_of
+from onchip.kernels.triton.launch import launch_options, padded
+from onchip.kernels.triton.tile import LOG2E, clamped, dot
+from onchip.problem import Problem, Tensors
+from onchip.quant import rotation
+from onchip.quant.recipes import RECIPES
+from onchip.quant.schemes import Scheme
+
+BLOCK = 128  # tokens that share a scale
+SPANS = 64  # parts that keys are summed in, at most
+SHORTEST = 1024  # keys of such a part, at least
+# An accumulator in units of v's scale passes from block to block by the ratio of their scales, which
+# must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
+LEAST = tl.constexpr(448 * 2.0**-70)
+
+_BLOCK = tl.constexpr(BLOCK)
+_LENGTHS = ("seqlen", "total", "seqlen_k", "total_k", "blocks", "span", "spans", "group_size")
+
+
+class Blocks(NamedTuple):
+    """Values (heads * blocks * 128, pad), for v (heads * blocks * pad, 128), and their scales, one
+    for each block or each token. `count`: blocks of a head, of all sequences of a packed call.
+    """
+
+    values: Tensor
+    scales: Tensor
+    count: int
+
+
+class Operands(NamedTuple):
+    q: Blocks
+    k: Blocks
+    v: Blocks | None
+
+
+@triton.jit
+def _sequence(cu_ptr, b, seqlen, total):
+    """(batch entry, first token, tokens) of sequence b."""
+    if cu_ptr is None:
+        return b, 0, seqlen
+    else:
+        first, length = clamped(cu_ptr + b, total)
+        return 0, first, length
+
+
+@triton.jit
+def _first_block(cu_ptr, plane, b, head, first, blocks):
+    """Where the blocks of a sequence and head begin; `blocks` of them belong to a head."""
+    if cu_ptr is None:
+        return plane * blocks
+    else:
+        return head * blocks + first // _BLOCK + b
+
+
+@triton.jit
+def _rows(ptr, entry, token, head, stride_b, stride_s, stride_h):
+    """Pointers to rows of one head."""
+    place = tl.cast(entry, tl.int64) * stride_b + tl.cast(head, tl.int64) * stride_h
+    return ptr + place + token.to(tl.int64) * stride_s
+
+
+@triton.jit
+def _load(rows, exist, DIM: tl.constexpr, PAD: tl.constexpr):
+    dims = tl.arange(0, PAD)
+    inside = exist[:, None] & (dims < DIM)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def sums_kernel(
+    k_ptr, sums_ptr, cu_ptr, stride_b, stride_s, stride_h, seqlen, total, num_heads, span, spans,
+    DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The sum of `span` keys of one head."""
+    part, plane = tl.program_id(0), tl.program_id(1)
+    b, head = plane // num_heads, plane % num_heads
+    entry, first, length = _sequence(cu_ptr, b, seqlen, total)
+    start, stop = part * span, tl.minimum(part * span + span, length)
+    tokens = tl.arange(0, TILE)
+    acc = tl.zeros([TILE, PAD], tl.float32)
+    for t in range(start, stop, TILE):
+        rows = _rows(k_ptr, entry, first + t + tokens, head, stride_b, stride_s, stride_h)
+        acc += _load(rows, t + tokens < stop, DIM, PAD).to(tl.float32)
+    at = (plane.to(tl.int64) * spans + part) * PAD
+    tl.store(sums_ptr + at + tl.arange(0, PAD), tl.sum(acc, 0))
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def means_kernel(
+    sums_ptr, means_ptr, cu_ptr, matrix_ptr, norms_ptr, seqlen, total, num_heads, span, spans,
+    PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The mean of all keys of one sequence and head, rotated."""
+    plane = tl.program_id(0)
+    _, _, length = _sequence(cu_ptr, plane // num_heads, seqlen, total)
+    dims, acc = tl.arange(0, PAD), tl.zeros([PAD], tl.float32)
+    sums_ptr += plane.to(tl.int64) * spans * PAD
+    for d in range(0, PAD, TILE):
+        chunk = d + tl.arange(0, TILE)
+        total_of_chunk = tl.zeros([TILE], tl.float32)
+        for part in range(0, tl.cdiv(length, span)):
+            total_of_chunk += tl.load(sums_ptr + part * PAD + chunk)
+        m = tl.load(matrix_ptr + chunk[:, None] * PAD + dims[None, :]).to(tl.float32)
+        acc += tl.sum(total_of_chunk[:, None] * m, 0)
+    mean = acc * tl.load(norms_ptr + dims) / tl.maximum(length, 1).to(tl.float32)
+    tl.store(means_ptr + plane.to(tl.int64) * PAD + dims, mean)
+
+
+@triton.jit
+def _store(values_ptr, scales_ptr, x, at, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
+    """x, rows and columns of block `at`, with one scale; no largest element counts for less than
+    LEAST_MAX.
+    """
+    largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), LEAST_MAX)
+    scale = scale_of(largest, tl.sum(tl.sum(x * 0.0, 1), 0), DTYPE)
+    tl.store(scales_ptr + at, scale)
+    rows: tl.constexpr = x.shape[0]
+    _store_values(values_ptr, quantised(x, tl.full([rows], 1.0, tl.float32) * scale, DTYPE), at)
+
+
+@triton.jit
+def _store_values(values_ptr, x, at):
+    rows: tl.constexpr = x.shape[0]
+    cols: tl.constexpr = x.shape[1]
+    places = tl.arange(0, rows)[:, None] * cols + tl.arange(0, cols)[None, :]
+    tl.store(values_ptr + tl.cast(at, tl.int64) * (rows * cols) + places, x)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def rotate_kernel(
+    x_ptr, values_ptr, scales_ptr, means_ptr, shift_ptr, cu_ptr, matrix_ptr, norms_ptr,
+    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, blocks, softmax_scale,
+    KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it changes:
+    shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
+    """
+    block, plane = tl.program_id(0), tl.program_id(1)
+    b, head = plane // num_heads, plane % num_heads
+    entry, first, length = _sequence(cu_ptr, b, seqlen, total)
+    if block * _BLOCK >= length:
+        return
+    tokens, dims = block * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, PAD)
+    exist = tokens < length
+    rows = _rows(x_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+    m = tl.load(matrix_ptr + dims[:, None] * PAD + dims[None, :])
+    x = dot(_load(rows, exist, DIM, PAD), m, None) * tl.load(norms_ptr + dims)[None, :]
+    mean = tl.load(means_ptr + (plane // group_size).to(tl.int64) * PAD + dims)
+    if KEYS:
+        x = tl.where(exist[:, None], x - mean[None, :], 0.0)
+    else:
+        shift = tl.sum(x * mean[None, :], 1) * softmax_scale * LOG2E
+        place = tl.cast(entry, tl.int64) * num_heads + head
+        tl.store(shift_ptr + place * total + first + tokens, shift, mask=exist)
+    at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
+    if PER_TOKEN:
+        kind: tl.constexpr = values_ptr.dtype.element_ty
+        scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), kind)
+        tl.store(scales_ptr + at * _BLOCK + tl.arange(0, _BLOCK), scale)
+        _store_values(values_ptr, quantised(x, scale, kind), at)
+    else:
+        _store(values_ptr, scales_ptr, x, at, values_ptr.dtype.element_ty, 0.0)
+
+
+@triton.jit
+def key_of(place):
+    """The key that stands at a place of v: of its bits, the fourth comes after the second. In the
+    accumulator of scores a thread has neighbours 0, 1, 8, 9 of every 16 keys; as an operand of 8 bits
+    it has four in a row.
+    """
+    return (place & -16) | (place & 1) | ((place & 2) << 2) | ((place & 12) >> 1)
+
+
+@triton.jit(do_not_specialize=_LENGTHS)
+def values_kernel(
+    v_ptr, values_ptr, scales_ptr, cu_ptr, stride_b, stride_s, stride_h, seqlen, total, num_heads,
+    blocks, DIM: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """128 tokens of one head of v, transposed."""
+    block, plane = tl.program_id(0), tl.program_id(1)
+    b, head = plane // num_heads, plane % num_heads
+    entry, first, length = _sequence(cu_ptr, b, seqlen, total)
+    if block * _BLOCK >= length:
+        return
+    tokens = block * _BLOCK + key_of(tl.arange(0, _BLOCK))
+    rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+    x = _load(rows, tokens < length, DIM, PAD).to(tl.float32)
+    at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
+    _store(values_ptr, scales_ptr, tl.trans(x), at, values_ptr.dtype.element_ty, LEAST)
+
+
+_sums_kernel = Handle(sums_kernel)
+_means_kernel = Handle(means_kernel)
+_rotate_kernel = Handle(rotate_kernel)
+_values_kernel = Handle(values_kernel)
+
+
+class Side(NamedTuple):
+    """Queries or keys of a call: how many tokens, whose offsets."""
+
+    seqlen: int
+    total: int
+    heads: int
+    cu_seqlens: Tensor | None
+    batch: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a head: of one sequence of a dense call, of all sequences of a packed one."""
+        if self.cu_seqlens is None:
+            return triton.cdiv(self.seqlen, BLOCK)
+        return self.total // BLOCK + self.batch
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return triton.cdiv(self.seqlen, BLOCK), self.batch * self.heads
+
+    def room(self, t: Tensor, pad: int, dtype: torch.dtype, scales_each: int) -> Blocks:
+        """For the blocks of t, a scale for every `scales_each` tokens."""
+        heads = self.heads * (self.batch if self.cu_seqlens is None else 1)
+        values = t.new_empty(heads * self.blocks * BLOCK * pad, dtype=dtype)
+        scales = t.new_empty(heads * self.blocks * (BLOCK // scales_each), dtype=torch.float32)
+        return Blocks(values, scales, self.blocks)
+
+
+class Rotation(NamedTuple):
+    """matrix (pad, pad) of 1, -1 and 0, which 16 bits hold, and what its columns are multiplied
+    with: together `onchip.quant.rotation.matrix`.
+    """
+
+    matrix: Tensor
+    norms: Tensor
+
+
+@lru_cache(maxsize=64)
+def rotation_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> Rotation:
+    pad = padded_width(head_dim)
+    whole = torch.zeros(pad, pad)
+    whole[:head_dim, :head_dim] = rotation.matrix(head_dim)
+    norms = whole.abs().amax(0)
+    return Rotation(whole.sign().to(device, dtype), norms.to(device))
+
+
+def padded_width(head_dim: int) -> int:
+    return max(64, padded(head_dim))
+
+
+def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Operands:
+    """q, k and v as the recipe of problem.precision has them; shift, fp32 and laid out like lse, is
+    filled with what the lse of these operands is short of, in powers of two.
+    """
+    recipe = RECIPES[problem.precision]
+    queries = _side(problem.seqlen_q, problem.batch, x.q, x.cu_seqlens_q)
+    keys = _side(problem.seqlen_k, problem.batch, x.k, x.cu_seqlens_k)
+    rotation = rotation_of(problem.head_dim, x.q.dtype, x.q.device)
+    mean = mean_of_keys(x.k, keys, rotation)
+    q, k = (_room(side, t, scheme, rotation) for side, t, scheme in
+            ((queries, x.q, recipe.q), (keys, x.k, recipe.k)))  # fmt: skip
+    rotated(x.q, queries, q, mean, shift, rotation, problem.softmax_scale, problem.group_size)
+    rotated(x.k, keys, k, mean, None, rotation)
+    return Operands(q, k, None if recipe.v is None else transposed(x.v, keys))
+
+
+def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> "Side":
+    total = seqlen if cu_seqlens is None else t.shape[0]
+    return Side(seqlen, total, t.shape[-2], cu_seqlens, batch)
+
+
+def _room(side: "Side", t: Tensor, scheme: Scheme, rotation: Rotation) -> Blocks:
+    each = 1 if scheme.per == "token" else scheme.block
+    return side.room(t, len(rotation.norms), scheme.format.dtype, each)
+
+
+def mean_of_keys(k: Tensor, side: Side, rotation: Rotation) -> Tensor:
+    """Rotated, fp32 (batch * heads, pad)."""
+    pad, planes = len(rotation.norms), side.batch * side.heads
+    span = max(SHORTEST, triton.next_power_of_2(triton.cdiv(side.seqlen, SPANS)))
+    spans = triton.cdiv(side.seqlen, span)
+    sums = k.new_empty(planes * spans * pad, dtype=torch.float32)
+    means = k.new_empty(planes * pad, dtype=torch.float32)
+    lengths = side.seqlen, side.total, side.heads, span, spans
+    dims = {"PAD": pad, "TILE": TRITON_SUMS.tile_n} | launch_options(TRITON_SUMS)
+    _sums_kernel[(spans, planes)](
+        k, sums, side.cu_seqlens, *_strides(k), *lengths, DIM=k.shape[-1], **dims
+    )
+    _means_kernel[(planes,)](sums, means, side.cu_seqlens, *rotation, *lengths, **dims)
+    return means
+
+
+def rotated(
+    t: Tensor, side: Side, blocks: Blocks, mean: Tensor, shift: Tensor | None, rotation: Rotation,
+    softmax_scale: float = 0.0, group_size: int = 1,
+) -> None:  # fmt: skip
+    """Fill blocks with q, and then also the shift of its lse, or without a shift with k."""
+    _rotate_kernel[side.grid](
+        t, blocks.values, blocks.scales, mean, mean if shift is None else shift, side.cu_seqlens,
+        *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, blocks.count,
+        softmax_scale,
+        KEYS=shift is None, PER_TOKEN=blocks.values.dtype == torch.int8, DIM=t.shape[-1],
+        PAD=len(rotation.norms), **launch_options(TRITON_ROTATE[len(rotation.norms)]),
+    )  # fmt: skip
+
+
+def transposed(v: Tensor, side: Side) -> Blocks:
+    pad = padded_width(v.shape[-1])
+    blocks = side.room(v, pad, torch.float8_e4m3fn, BLOCK)
+    _values_kernel[side.grid](
+        v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
+        side.heads, blocks.count,
+        DIM=v.shape[-1], PAD=pad, **launch_options(TRITON_ROTATE[pad]),
+    )  # fmt: skip
+    return blocks
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, seqlen, heads); a packed tensor has one batch entry."""
+    return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])
