@@ -31,8 +31,8 @@ from onchip.quant.schemes import Scheme
 BLOCK = 128  # tokens that share a scale
 SPANS = 64  # parts that keys are summed in, at most
 SHORTEST = 1024  # keys of such a part, at least
-# An accumulator in units of v's scale passes from block to block by the ratio of their scales, which
-# must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
+# An accumulator in units of v's scale passes from block to block by the ratio of their scales,
+# which must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
 LEAST = tl.constexpr(448 * 2.0**-70)
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -186,9 +186,8 @@ def rotate_kernel(
 
 @triton.jit
 def key_of(place):
-    """The key that stands at a place of v: of its bits, the fourth comes after the second. In the
-    accumulator of scores a thread has neighbours 0, 1, 8, 9 of every 16 keys; as an operand of 8 bits
-    it has four in a row.
+    """The key that stands at a place of v. Of every 16 columns of scores, a thread's accumulator has
+    two and, eight further on, two more; of an operand of 8 bits it has four in a row.
     """
     return (place & -16) | (place & 1) | ((place & 2) << 2) | ((place & 12) >> 1)
 
