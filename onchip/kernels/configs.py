@@ -309,6 +309,16 @@ HOPPER_FORWARD_PAGED = {
 }
 
 
+# Operands of 8 bits, by the larger padded head_dim: tiles of the 128 keys that share a scale. By
+# ptxas reports (2026-11-16, Triton 3.6), not timed. Three consumers beat two in a kernel without
+# scales (H200, head_dim 128: 1.02 to 1.04x). Of 256 columns of values, 128 at a time are summed.
+HOPPER_EIGHT = {
+    64: HopperConfig(128, 3, 4, q_stages=2, **_THREE),
+    128: HopperConfig(128, 3, 4, q_stages=2, **_THREE),
+    256: HopperConfig(128, 2, 2, q_stages=1),
+}
+
+
 HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output has no room in shared memory
 
 

@@ -237,11 +237,10 @@ def skip(pipes, cfg, i, count, C: gl.constexpr):
 
 
 @gluon.jit
-def close_rows(out, job, place, m, l):
+def close_rows(out, job, place, m_log2, l):
     """(maximum in powers of two, sum, what the accumulator must still be multiplied with) of rows
     whose last key tile was folded: with sinks, they join here.
     """
-    m_log2 = m * job.scale.scale_log2
     shrink = gl.full_like(l, 1.0)
     if out.HAS_SINKS:
         sink = gl.load(out.sinks + job.heads(place, job.cfg.S)).to(gl.float32) * LOG2E
@@ -307,7 +306,7 @@ def finish_rows(out, job, place, before, m, l):
     """Store lse: (what the accumulator must still be multiplied with, what the output that lies
     there must be multiplied with)
     """
-    m_log2, l, inverse = close_rows(out, job, place, m, l)
+    m_log2, l, inverse = close_rows(out, job, place, m * job.scale.scale_log2, l)
     if out.SECOND:
         gdc_wait()
     if out.MERGE:
@@ -319,11 +318,13 @@ def finish_rows(out, job, place, before, m, l):
 
 
 @gluon.jit
-def wide_places(out, job, place):
-    """(pointers to 64 rows of the unrounded output, which of its elements exist)"""
+def wide_places(out, job, place, FIRST: gl.constexpr = 0):
+    """(pointers to 64 rows of the unrounded output, from one column on, which of its elements
+    exist)
+    """
     shape, cfg = job.shape, job.cfg
     rows = place.row + shape.queries_of(64, cfg.O)
-    cols = gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
+    cols = FIRST + gl.arange(0, cfg.WIDTH, gl.SliceLayout(0, cfg.O))
     first = place.q0.to(gl.int64)
     if not shape.PACKED:
         first = place.batch.to(gl.int64) * out.room

@@ -51,7 +51,7 @@ class Pipes:
 @aggregate
 class Config:
     """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
-    P that of probabilities on the left of their product.
+    P that of probabilities on the left of their product, of which each has BITS.
     """
 
     TILE_N: gl.constexpr
@@ -70,9 +70,10 @@ class Config:
 
     @gluon.constexpr_function
     def __init__(
-        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD
+        self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD,
+        BITS=16,
     ):  # fmt: skip
-        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 16])
+        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // BITS])
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
@@ -85,7 +86,7 @@ class Config:
         self.HOLD = gl.constexpr(HOLD)
         self.S = gl.constexpr(wide(TILE_N))
         self.O = gl.constexpr(wide(WIDTH))
-        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 2))
+        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 32 // BITS))
 
 
 @aggregate

@@ -13,7 +13,13 @@ from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockLists
 from onchip.problem import Problem, Tensors
 
-_GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_GL_DTYPE = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.int8: gl.int8,
+}
 _FAR = 1 << 30  # as in schedule.Shape.coord
 _MOST = 0x7FFF0000  # no coordinate is larger
 # What heads that are worked on together may fill. The L2 has 50 MB, but each half of the processors
@@ -162,6 +168,12 @@ def span(pages: Tensor) -> int:
 def _tiles(t: Tensor, shape: list[int], strides: list[int], tile: tuple[int, ...]) -> Descriptor:
     block = (1,) * (len(shape) - len(tile)) + tile
     return Descriptor(t, shape, strides, list(block), _layout(t.dtype, block))
+
+
+def matrix(t: Tensor, rows: int, width: int) -> Descriptor:
+    """A contiguous tensor as rows of `width`, of which a tile has `rows`."""
+    layout = _layout(t.dtype, (rows, width))
+    return Descriptor(t, [t.numel() // width, width], [width, 1], [rows, width], layout)
 
 
 def numbers(t: Tensor, block: tuple[int, ...]) -> Descriptor:

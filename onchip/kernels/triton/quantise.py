@@ -36,12 +36,13 @@ SHORTEST = 1024  # keys of such a part, at least
 LEAST = tl.constexpr(448 * 2.0**-70)
 
 _BLOCK = tl.constexpr(BLOCK)
-_LENGTHS = ("seqlen", "total", "seqlen_k", "total_k", "blocks", "span", "spans", "group_size")
+_LENGTHS = ("seqlen", "total", "tiles", "blocks", "span", "spans", "group_size")
 
 
 class Blocks(NamedTuple):
     """Values (heads * blocks * 128, pad), for v (heads * blocks * pad, 128), and their scales, one
-    for each block or each token. `count`: blocks of a head, of all sequences of a packed call.
+    for each block or each token; those of blocks of k and v lie in turns. `count`: blocks of a
+    head, of all sequences of a packed call.
     """
 
     values: Tensor
@@ -94,7 +95,7 @@ def sums_kernel(
     DIM: tl.constexpr, PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The sum of `span` keys of one head."""
-    part, plane = tl.program_id(0), tl.program_id(1)
+    part, plane = tl.program_id(0) % spans, tl.program_id(0) // spans
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
     start, stop = part * span, tl.minimum(part * span + span, length)
@@ -129,13 +130,13 @@ def means_kernel(
 
 
 @triton.jit
-def _store(values_ptr, scales_ptr, x, at, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
+def _store(values_ptr, scale_ptr, x, at, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
     """x, rows and columns of block `at`, with one scale; no largest element counts for less than
     LEAST_MAX.
     """
     largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), LEAST_MAX)
     scale = scale_of(largest, tl.sum(tl.sum(x * 0.0, 1), 0), DTYPE)
-    tl.store(scales_ptr + at, scale)
+    tl.store(scale_ptr, scale)
     rows: tl.constexpr = x.shape[0]
     _store_values(values_ptr, quantised(x, tl.full([rows], 1.0, tl.float32) * scale, DTYPE), at)
 
@@ -151,13 +152,14 @@ def _store_values(values_ptr, x, at):
 @triton.jit(do_not_specialize=_LENGTHS)
 def rotate_kernel(
     x_ptr, values_ptr, scales_ptr, means_ptr, shift_ptr, cu_ptr, matrix_ptr, norms_ptr,
-    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, blocks, softmax_scale,
+    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, tiles, blocks, softmax_scale,
     KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it changes:
     shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
     """
-    block, plane = tl.program_id(0), tl.program_id(1)
+    block, plane = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
     if block * _BLOCK >= length:
@@ -181,12 +183,12 @@ def rotate_kernel(
         tl.store(scales_ptr + at * _BLOCK + tl.arange(0, _BLOCK), scale)
         _store_values(values_ptr, quantised(x, scale, kind), at)
     else:
-        _store(values_ptr, scales_ptr, x, at, values_ptr.dtype.element_ty, 0.0)
+        _store(values_ptr, scales_ptr + at * APART, x, at, values_ptr.dtype.element_ty, 0.0)
 
 
 @triton.jit
 def key_of(place):
-    """The key that stands at a place of v. Of every 16 columns of scores, a thread's accumulator has
+    """The key that stands at a place of v. Of every 16 columns of scores a thread's accumulator has
     two and, eight further on, two more; of an operand of 8 bits it has four in a row.
     """
     return (place & -16) | (place & 1) | ((place & 2) << 2) | ((place & 12) >> 1)
@@ -195,10 +197,10 @@ def key_of(place):
 @triton.jit(do_not_specialize=_LENGTHS)
 def values_kernel(
     v_ptr, values_ptr, scales_ptr, cu_ptr, stride_b, stride_s, stride_h, seqlen, total, num_heads,
-    blocks, DIM: tl.constexpr, PAD: tl.constexpr,
+    tiles, blocks, DIM: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """128 tokens of one head of v, transposed."""
-    block, plane = tl.program_id(0), tl.program_id(1)
+    block, plane = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
     if block * _BLOCK >= length:
@@ -207,7 +209,8 @@ def values_kernel(
     rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
     x = _load(rows, tokens < length, DIM, PAD).to(tl.float32)
     at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
-    _store(values_ptr, scales_ptr, tl.trans(x), at, values_ptr.dtype.element_ty, LEAST)
+    kind: tl.constexpr = values_ptr.dtype.element_ty
+    _store(values_ptr, scales_ptr + at * APART, tl.trans(x), at, kind, LEAST)
 
 
 _sums_kernel = Handle(sums_kernel)
@@ -233,14 +236,25 @@ class Side(NamedTuple):
         return self.total // BLOCK + self.batch
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return triton.cdiv(self.seqlen, BLOCK), self.batch * self.heads
+    def tiles(self) -> int:
+        """Blocks that the longest sequence has of a head."""
+        return triton.cdiv(self.seqlen, BLOCK)
 
-    def room(self, t: Tensor, pad: int, dtype: torch.dtype, scales_each: int) -> Blocks:
-        """For the blocks of t, a scale for every `scales_each` tokens."""
-        heads = self.heads * (self.batch if self.cu_seqlens is None else 1)
-        values = t.new_empty(heads * self.blocks * BLOCK * pad, dtype=dtype)
-        scales = t.new_empty(heads * self.blocks * (BLOCK // scales_each), dtype=torch.float32)
+    @property
+    def planes(self) -> int:
+        return self.batch * self.heads
+
+    @property
+    def all_blocks(self) -> int:
+        """Of all heads and sequences."""
+        return self.heads * self.blocks * (self.batch if self.cu_seqlens is None else 1)
+
+    def room(self, t: Tensor, pad: int, scheme: Scheme, scales: Tensor | None = None) -> Blocks:
+        """For blocks of t; scales of blocks may have a place already."""
+        values = t.new_empty(self.all_blocks * BLOCK * pad, dtype=scheme.format.dtype)
+        if scales is None or scheme.per == "token":
+            each = 1 if scheme.per == "token" else scheme.block
+            scales = t.new_empty(self.all_blocks * BLOCK // each, dtype=torch.float32)
         return Blocks(values, scales, self.blocks)
 
 
@@ -275,36 +289,33 @@ def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Operands:
     keys = _side(problem.seqlen_k, problem.batch, x.k, x.cu_seqlens_k)
     rotation = rotation_of(problem.head_dim, x.q.dtype, x.q.device)
     mean = mean_of_keys(x.k, keys, rotation)
-    q, k = (_room(side, t, scheme, rotation) for side, t, scheme in
-            ((queries, x.q, recipe.q), (keys, x.k, recipe.k)))  # fmt: skip
+    pairs = x.k.new_empty(keys.all_blocks, 2, dtype=torch.float32)
+    q = queries.room(x.q, len(rotation.norms), recipe.q)
+    k = keys.room(x.k, len(rotation.norms), recipe.k, pairs[:, 0])
     rotated(x.q, queries, q, mean, shift, rotation, problem.softmax_scale, problem.group_size)
     rotated(x.k, keys, k, mean, None, rotation)
-    return Operands(q, k, None if recipe.v is None else transposed(x.v, keys))
+    v = None if recipe.v is None else transposed(x.v, keys, recipe.v, pairs[:, 1])
+    return Operands(q, k, v)
 
 
-def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> "Side":
+def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> Side:
     total = seqlen if cu_seqlens is None else t.shape[0]
     return Side(seqlen, total, t.shape[-2], cu_seqlens, batch)
 
 
-def _room(side: "Side", t: Tensor, scheme: Scheme, rotation: Rotation) -> Blocks:
-    each = 1 if scheme.per == "token" else scheme.block
-    return side.room(t, len(rotation.norms), scheme.format.dtype, each)
-
-
 def mean_of_keys(k: Tensor, side: Side, rotation: Rotation) -> Tensor:
     """Rotated, fp32 (batch * heads, pad)."""
-    pad, planes = len(rotation.norms), side.batch * side.heads
+    pad = len(rotation.norms)
     span = max(SHORTEST, triton.next_power_of_2(triton.cdiv(side.seqlen, SPANS)))
     spans = triton.cdiv(side.seqlen, span)
-    sums = k.new_empty(planes * spans * pad, dtype=torch.float32)
-    means = k.new_empty(planes * pad, dtype=torch.float32)
+    sums = k.new_empty(side.planes * spans * pad, dtype=torch.float32)
+    means = k.new_empty(side.planes * pad, dtype=torch.float32)
     lengths = side.seqlen, side.total, side.heads, span, spans
     dims = {"PAD": pad, "TILE": TRITON_SUMS.tile_n} | launch_options(TRITON_SUMS)
-    _sums_kernel[(spans, planes)](
+    _sums_kernel[(spans * side.planes,)](
         k, sums, side.cu_seqlens, *_strides(k), *lengths, DIM=k.shape[-1], **dims
     )
-    _means_kernel[(planes,)](sums, means, side.cu_seqlens, *rotation, *lengths, **dims)
+    _means_kernel[(side.planes,)](sums, means, side.cu_seqlens, *rotation, *lengths, **dims)
     return means
 
 
@@ -313,22 +324,24 @@ def rotated(
     softmax_scale: float = 0.0, group_size: int = 1,
 ) -> None:  # fmt: skip
     """Fill blocks with q, and then also the shift of its lse, or without a shift with k."""
-    _rotate_kernel[side.grid](
+    _rotate_kernel[(side.tiles * side.planes,)](
         t, blocks.values, blocks.scales, mean, mean if shift is None else shift, side.cu_seqlens,
-        *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, blocks.count,
+        *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, side.tiles,
+        blocks.count,
         softmax_scale,
         KEYS=shift is None, PER_TOKEN=blocks.values.dtype == torch.int8, DIM=t.shape[-1],
-        PAD=len(rotation.norms), **launch_options(TRITON_ROTATE[len(rotation.norms)]),
+        PAD=len(rotation.norms), APART=blocks.scales.stride(0),
+        **launch_options(TRITON_ROTATE[len(rotation.norms)]),
     )  # fmt: skip
 
 
-def transposed(v: Tensor, side: Side) -> Blocks:
+def transposed(v: Tensor, side: Side, scheme: Scheme, scales: Tensor) -> Blocks:
     pad = padded_width(v.shape[-1])
-    blocks = side.room(v, pad, torch.float8_e4m3fn, BLOCK)
-    _values_kernel[side.grid](
+    blocks = side.room(v, pad, scheme, scales)
+    _values_kernel[(side.tiles * side.planes,)](
         v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
-        side.heads, blocks.count,
-        DIM=v.shape[-1], PAD=pad, **launch_options(TRITON_ROTATE[pad]),
+        side.heads, side.tiles, blocks.count,
+        DIM=v.shape[-1], PAD=pad, APART=scales.stride(0), **launch_options(TRITON_ROTATE[pad]),
     )  # fmt: skip
     return blocks
 

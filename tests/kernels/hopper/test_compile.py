@@ -36,6 +36,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 HOPPER = DeviceInfo("cuda", "NVIDIA H200", (9, 0))
 SHARED_BYTES = 232448
 FIRST_NUMBER = 8  # of barriers: onchip/kernels/hopper/pipe.py
+MATRIX_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA", "HMMA")  # of 16 bits, FP8 and integers
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
@@ -258,7 +259,7 @@ def _hot_loops(flow: networkx.DiGraph, names: list[str]) -> list[list[int]]:
     """Instructions that reach one another are a loop; without its entries, the loops inside."""
     hot = []
     for loop in networkx.strongly_connected_components(flow):
-        if len(loop) > 1 and any(names[i].startswith(("HGMMA", "HMMA")) for i in loop):
+        if len(loop) > 1 and any(names[i].startswith(MATRIX_PRODUCTS) for i in loop):
             entries = {i for i in loop if any(j not in loop for j in flow.predecessors(i))}
             hot += _hot_loops(flow.subgraph(loop - entries), names) or [sorted(loop)]
     return hot

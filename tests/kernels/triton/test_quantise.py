@@ -81,7 +81,7 @@ def _whole(blocks, t, cu, transposed=False):
         back = [PLACES.index(key) for key in range(16)]
         at = torch.tensor([16 * (i // 16) + back[i % 16] for i in range(BLOCK)]).to(t.device)
         tiles = tiles[:, :, at].transpose(1, 2)
-    scales = blocks.scales.view(len(tiles), -1, 1)
+    scales = blocks.scales.reshape(len(tiles), -1, 1)
     out = torch.zeros(t.shape, device=t.device)
     codes = torch.zeros(t.shape, device=t.device)
     for (b, found), (_, code) in zip(_sequences(out, cu), _sequences(codes, cu), strict=True):
@@ -143,7 +143,8 @@ def test_blocks_of_zeros_and_of_nan():
     """Nothing is divided by nothing; what is not a number stays in its block."""
     v = torch.zeros(1, 300, 1, 64, device=DEVICE, dtype=torch.bfloat16)
     v[0, 130], v[0, 299, 0, 5] = torch.nan, 2.0
-    blocks = quantise.transposed(v, quantise.Side(300, 300, 1, None, 1))
+    scales = torch.empty(3, device=DEVICE)
+    blocks = quantise.transposed(v, quantise.Side(300, 300, 1, None, 1), RECIPES["fp8"].v, scales)
     assert blocks.scales[0] == 2.0**-70 and blocks.scales[1].isnan()
     assert blocks.scales[2] == torch.tensor(2.0) / torch.tensor(448.0)
     tiles = blocks.values.float().view(3, 64, BLOCK)

@@ -1,0 +1,115 @@
+"""From a call to launches of the forward with operands of 8 bits: quantisation, then attention."""
+
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from onchip.kernels.configs import HOPPER_EIGHT, HopperConfig, hopper_width
+from onchip.kernels.handles import Handle
+from onchip.kernels.hopper.forward8 import forward8_kernel
+from onchip.kernels.hopper.tensors import (
+    L2_FORWARD,
+    counter,
+    descriptor,
+    matrix,
+    num_sms,
+    section_of,
+    without_keys,
+)
+from onchip.kernels.protocol import Result, empty_result
+from onchip.problem import Problem, Tensors
+
+LOG2E = 1.4426950408889634
+PART = 128  # columns of values that are summed at once
+
+_forward8_kernel = Handle(forward8_kernel)
+
+
+def forward(problem: Problem, x: Tensors) -> Result:
+    out, lse = empty_result(problem, x)
+    if not out.numel() or not problem.batch:
+        return Result(out, lse)
+    if not x.k.numel() or not problem.seqlen_k:
+        return without_keys(out, lse, x.sinks)
+    # By name, as dispatch loads kernels: portable kernels, and a room of its own.
+    operands = import_module("onchip.kernels.triton.quantise").prepare(problem, x, lse)
+    attend(problem, x, operands, out, lse)
+    return Result(out, lse)
+
+
+def attend(problem: Problem, x: Tensors, operands, out: Tensor, lse: Tensor) -> None:
+    """Fill out and lse, where what `operands` are short of lies already."""
+    q, k, v = operands
+    left, right = problem.window_size
+    right = 0 if problem.causal else right
+    width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
+    part = min(width_v, PART)
+    config = HOPPER_EIGHT[max(width, width_v)]
+    planes = problem.batch * problem.num_heads
+    tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
+    num_tiles = tiles_m * planes
+    programs = min(num_tiles, num_sms(x.q.device))
+    uneven = left is not None or right is not None or problem.packed
+    dynamic = (uneven or config.dynamic) and num_tiles > programs
+    staged = problem.out_dtype.itemsize == 2
+    _forward8_kernel[(programs,)](
+        matrix(q.values, 64, width),
+        matrix(k.values, config.tile_n, width),
+        matrix(v.values, width_v, config.tile_n),
+        descriptor(out, 64, part) if staged else out,
+        lse,
+        lse if x.sinks is None else x.sinks,
+        q.scales,
+        k.scales,
+        lse if x.cu_seqlens_q is None else x.cu_seqlens_q,
+        lse if x.cu_seqlens_k is None else x.cu_seqlens_k,
+        counter(lse) if dynamic else lse.view(torch.int32),
+        problem.seqlen_q,
+        problem.seqlen_k,
+        x.q.shape[0],
+        x.k.shape[0],
+        problem.num_heads,
+        problem.group_size,
+        left or 0,
+        right or 0,
+        problem.head_dim_v,
+        problem.seqlen_q,
+        tiles_m,
+        _section(problem, planes),
+        num_tiles,
+        q.count,
+        k.count,
+        problem.batch,
+        problem.softmax_scale * LOG2E,
+        WIDTH=part,
+        PACKED=problem.packed,
+        HAS_LEFT=left is not None,
+        HAS_RIGHT=right is not None,
+        HAS_SINKS=x.sinks is not None,
+        STAGED=staged,
+        DYNAMIC=uneven or config.dynamic,
+        **_constants(config),
+    )
+
+
+def _section(problem: Problem, planes: int) -> int:
+    per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return section_of(planes, per_head // problem.group_size, L2_FORWARD)
+
+
+@cache
+def _constants(config: HopperConfig) -> dict:
+    return {
+        "TILE_N": config.tile_n,
+        "CONSUMERS": config.consumers,
+        "STAGES": config.num_stages,
+        "Q_STAGES": config.q_stages,
+        "NUMBERED": config.numbered,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+        "num_warps": 4,
+        "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
+    }
