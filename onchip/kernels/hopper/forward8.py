@@ -214,7 +214,10 @@ def add_values(pipes, cfg, p, acc, alpha, i):
         part = pipes.v.slot(i).slice(x * cfg.WIDTH, cfg.WIDTH, 0).permute((1, 0))
         more = warpgroup_mma(p, part, zero, use_acc=False, is_async=True)
         more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
-        added = added + (acc[x] * alpha + more,)
+        more = acc[x] * alpha + more
+        if x + 1 < PARTS:  # or two sums would be in registers at once
+            more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
+        added = added + (more,)
     return added
 
 
