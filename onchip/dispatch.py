@@ -71,10 +71,18 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     return Plan(chosen, reasons)
 
 
+def settled(problem: Problem, device: DeviceInfo) -> str | None:
+    """What precision="auto" means here: "fp8" where the Hopper kernel serves it, else None."""
+    refusal = _ask("hopper", problem._replace(precision="fp8"), device, False, True)
+    return "fp8" if refusal is None else None
+
+
 def _ask(
     name: str, problem: Problem, device: DeviceInfo, backward: bool, named: bool
 ) -> str | None:
     module = kernel_module(name)
+    if problem.precision not in getattr(module, "PRECISIONS", (None,)):
+        return f"computes with q, k and v as they come, not with precision={problem.precision!r}"
     refusal = module.supports(problem, device)
     if refusal is None and not backward and not named and hasattr(module, "defers"):
         return module.defers(problem)

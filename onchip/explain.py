@@ -31,7 +31,7 @@ from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
-NOT_PAGED = ("dropout_p", "precise_delta")
+NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
 
 class Pages(NamedTuple):
@@ -97,8 +97,10 @@ class Explanation(NamedTuple):
 
     @property
     def roofline(self) -> Roofline | None:
-        """Of the forward: which resource binds, and how long it takes, or at least must."""
-        if self.hardware is None:
+        """Of the forward: which resource binds, and how long it takes, or at least must. Of products
+        of 8 bits nothing is known.
+        """
+        if self.hardware is None or self.problem.precision is not None:
             return None
         p, kernel = self.problem, self.plan.kernel
         if is_modelled(p, self.hardware, kernel):
@@ -127,7 +129,8 @@ class Explanation(NamedTuple):
         lines = [
             f"attention of {p.batch} x {p.seqlen_q} queries over {keys} on {where}",
             f"  shape       {p.num_heads} heads over {p.num_kv_heads}, "
-            f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}",
+            f"head_dim {p.head_dim} / {p.head_dim_v}, {str(p.dtype).removeprefix('torch.')}"
+            + (f", multiplied in {p.precision}" if p.precision else ""),
             *(f"  {title:<11} {text}" for title, text in self._kernel_lines()),
             f"  flops       {self.flops:.3e} forward{backward}",
             f"  min bytes   {human_bytes(self.min_bytes)}, "

@@ -2,7 +2,7 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), thirteen scalars (`_scalars`), then the tensors of the mask, or the
+(`Tensors` without its mask), fourteen scalars (`_scalars`), then the tensors of the mask, or the
 one that it will be built from. The plan is made inside: a compiled graph never specialises on it.
 """
 
@@ -48,12 +48,12 @@ _ARGUMENTS = (
     "Tensor? places_q, Tensor? places_k, Tensor? k_scales, Tensor? v_scales, "
     "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
     "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
-    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? kernel, "
-    "Tensor[] mask"
+    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? precision, "
+    "str? kernel, Tensor[] mask"
 )
 
 
-_END = _NUM_TENSORS + 13  # where the mask begins
+_END = _NUM_TENSORS + 14  # where the mask begins
 
 
 def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
@@ -232,6 +232,7 @@ def _scalars(problem: Problem, kernel: str | None) -> tuple:
         problem.return_stats,
         problem.deterministic,
         problem.return_lse,
+        problem.precision,
         kernel,
     )
 
@@ -241,7 +242,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
         _NUM_TENSORS:_END
     ]
-    out_dtype, return_stats, deterministic, return_lse, kernel = rest
+    out_dtype, return_stats, deterministic, return_lse, precision, kernel = rest
     if args[_END]:
         x = x._replace(mask=_mask_object(args[_END], seqlen_q, seqlen_k))
     q, k, v, cu_seqlens_q = x[:4]
@@ -273,6 +274,7 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         has_places=x.places_q is not None,
         return_lse=return_lse,
         page_dtype=None if x.k_scales is None else k.dtype,
+        precision=precision,
     )
     return problem, x, kernel
 
@@ -416,6 +418,8 @@ def _compute_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
+    if problem.precision is not None:  # straight through: the gradient of q, k and v as they come
+        problem, kernel = problem._replace(precision=None), None
     backward = _module(problem, x, kernel, backward=True).backward
     if not is_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)

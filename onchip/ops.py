@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip import library, masks, paged
-from onchip.dispatch import kernel_module
+from onchip.dispatch import kernel_module, settled
 from onchip.dispatch import plan as dispatch
 from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
@@ -54,6 +54,7 @@ def attention(
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
     precise_delta: bool = False,
+    precision: str | None = None,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
@@ -72,6 +73,9 @@ def attention(
     unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
     precise_delta: the backward starts from the unrounded out, of which it keeps what rounding to 16
     bits took away: as many bytes again as out has.
+    precision: "fp8", "int8" or "int8_pv16" narrow what the forward multiplies, as the recipes of
+    onchip.quant say; gradients are those of q, k and v as they come. "auto": "fp8" where a GPU has
+    a kernel for it, None elsewhere.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
     options = Options(
@@ -85,6 +89,7 @@ def attention(
         out_dtype,
         precise_delta=precise_delta,
         return_lse=return_lse,
+        precision=precision,
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
@@ -113,6 +118,7 @@ def varlen_attention(
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
     precise_delta: bool = False,
+    precision: str | None = None,
     kernel: str | None = None,
 ) -> Tensor | tuple:
     """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
@@ -133,6 +139,7 @@ def varlen_attention(
         out_dtype,
         precise_delta=precise_delta,
         return_lse=return_lse,
+        precision=precision,
     )
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -438,7 +445,11 @@ def pose(
     mask = None if mask is None else _block_mask(mask, q, k)
     cu_q, cu_k = (None, None) if packing is None else packing[:2]
     x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
-    question = ask(describe, x, options, () if packing is None else packing[2:])
+    lengths = () if packing is None else packing[2:]
+    question = ask(describe, x, options, lengths)
+    if question.problem.precision == "auto":
+        precision = settled(question.problem, device_info(q.device))
+        question = ask(describe, x, options._replace(precision=precision), lengths)
     if question.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(seed, q))
     return question, x

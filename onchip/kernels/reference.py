@@ -1,5 +1,6 @@
 """Standard attention, unfused: the whole score matrix in memory. The specification in executable
 form, and the slowest kernel. It reads every key, so a NaN in an EMPTY block of a mask reaches it.
+Where operands are to be narrow, the specification is the reference of their recipe.
 """
 
 import torch
@@ -13,19 +14,42 @@ from onchip.kernels.protocol import (
     accumulator_dtype,
     empty_result,
     grad_dtype,
+    lacks,
     row_delta,
 )
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
 from onchip.problem import DeviceInfo, Problem, Tensors
+from onchip.quant import recipes
+
+PRECISIONS = (None, "fp8", "int8", "int8_pv16")
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.dtype == torch.float64 and device.type != "cpu":
         return "float64 is served on the CPU"
-    return None
+    return None if problem.precision is None else _supports_recipe(problem, device)
+
+
+def _supports_recipe(problem: Problem, device: DeviceInfo) -> str | None:
+    if device.type != "cpu":
+        return f"executes the recipe of precision={problem.precision!r} on the CPU alone"
+    options = {
+        "mask": problem.has_mask,
+        "pages": problem.page_size,
+        "softcap": problem.softcap,
+        "alibi_slopes": problem.has_alibi,
+        "bias": problem.has_bias,
+        "sinks": problem.has_sinks,
+        "dropout": problem.dropout_p,
+        "return_stats": problem.return_stats,
+    }
+    reason = lacks(options)
+    return None if reason is None else f"in precision={problem.precision!r} {reason}"
 
 
 def forward(problem: Problem, x: Tensors) -> Result:
+    if problem.precision is not None:
+        return _forward_recipe(problem, x)
     out, lse = empty_result(problem, x)
     stats = Stats(torch.empty_like(lse), torch.empty_like(lse)) if problem.return_stats else None
     for plane in planes(problem, x):
@@ -36,6 +60,19 @@ def forward(problem: Problem, x: Tensors) -> Result:
             plane.of_rows(stats.max_logit).copy_(row[2])
             plane.of_rows(stats.entropy).copy_(row[3])
     return Result(out, lse, stats)
+
+
+def _forward_recipe(problem: Problem, x: Tensors) -> Result:
+    out, lse = recipes.attend(
+        recipes.RECIPES[problem.precision],
+        *(x.q, x.k, x.v),
+        causal=problem.causal,
+        window_size=problem.window_size,
+        softmax_scale=problem.softmax_scale,
+        cu_seqlens_q=x.cu_seqlens_q,
+        cu_seqlens_k=x.cu_seqlens_k,
+    )
+    return Result(out.to(problem.out_dtype), lse)
 
 
 def backward(

@@ -15,6 +15,7 @@ from onchip.kernels.protocol import lacks
 from onchip.problem import DeviceInfo, Problem
 
 READS_PAGES = True
+PRECISIONS = (None, "fp8")
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -24,6 +25,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return "triton is not installed"
     if problem.dtype.itemsize != 2:
         return f"takes bfloat16 and float16, not {problem.dtype}"
+    if problem.precision is not None:
+        return _supports_narrow(problem)
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
         apart = ", and pages whole slots apart" if problem.page_size else ""
         return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
@@ -33,12 +36,22 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
     return _missing(problem)
 
 
+def _supports_narrow(problem: Problem) -> str | None:
+    """Operands of 8 bits are made of tensors in any layout: out alone is stored by TMA."""
+    if problem.head_dim_v % 8:
+        return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
+    options = {"mask": problem.has_mask, "pages": problem.page_size, "softcap": problem.softcap}
+    reason = _missing(problem, options)
+    return None if reason is None else f"in precision={problem.precision!r} {reason}"
+
+
 def splits_keys(problem: Problem) -> bool:
     """Whether the queries are so few, and the keys so many, that the keys are split over programs.
     Where the cuts must not depend on the batch, triton makes them.
     """
     rows = problem.seqlen_q * problem.group_size
-    simple = not (problem.packed or problem.has_mask or problem.deterministic)
+    plain = problem.precision is None
+    simple = plain and not (problem.packed or problem.has_mask or problem.deterministic)
     alike = problem.head_dim == problem.head_dim_v and problem.batch <= HOPPER_DECODE_BATCH
     many = problem.seqlen_k >= FEW_KEYS * problem.seqlen_q
     return simple and alike and many and rows <= HOPPER_DECODE_ROWS
@@ -48,7 +61,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
     empty.
     """
-    if splits_keys(problem) or problem.beside is not None:
+    if splits_keys(problem) or problem.beside is not None or problem.precision is not None:
         return None
     if problem.page_size:
         return _defers_pages(problem)
@@ -81,8 +94,8 @@ def _defers_pages(problem: Problem) -> str | None:
     return None
 
 
-def _missing(problem: Problem) -> str | None:
-    options = {
+def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | None:
+    options = (more or {}) | {
         "8-bit pages": problem.page_dtype is not None,
         "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
@@ -96,9 +109,12 @@ def _missing(problem: Problem) -> str | None:
 
 def forward(problem, x):
     from onchip.kernels.hopper.launch import forward as launch
+    from onchip.kernels.hopper.launch8 import forward as narrow
     from onchip.kernels.hopper.launch_decode import decode
 
     with on_device(x.q):
+        if problem.precision is not None:
+            return narrow(problem, x)
         return (decode if splits_keys(problem) else launch)(problem, x)
 
 
@@ -107,6 +123,7 @@ def merges(problem: Problem) -> bool:
     that it is merged into fit into the registers up to head_dim 128.
     """
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
+    narrow &= problem.precision is None
     dense = not (problem.packed or problem.page_size or problem.return_stats)
     return narrow and dense and not splits_keys(problem)
 

@@ -94,6 +94,19 @@ MERGE = [
     Variant(64, {"out_dtype": torch.float32}),
     Variant(128, {"out_dtype": torch.float32, "mask": True}, (0.0, 0.003)),
 ]
+EIGHT = [
+    Variant(128, {"precision": "fp8", "causal": True}),
+    Variant(64, {"precision": "fp8"}),
+    Variant(64, {"precision": "fp8", **PACKED, "num_kv_heads": 2, "sinks": True}),
+    Variant(128, {"precision": "fp8"}),
+    Variant(128, {"precision": "fp8", **WINDOW, "dtype": FP16}),
+    Variant(128, {"precision": "fp8", **PACKED, "num_kv_heads": 1}),
+    Variant(128, {"precision": "fp8", "out_dtype": torch.float32}),
+    Variant(256, {"precision": "fp8"}),
+    Variant(256, {"precision": "fp8", "causal": True}),
+    Variant(256, {"precision": "fp8", **WINDOW}),
+    Variant(192, {"precision": "fp8", "head_dim_v": 128, **PACKED}),
+]
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),
     Variant(64, {**PAGED, "page_size": 64}),
@@ -277,7 +290,7 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert len(machine.loops) >= 2  # every consumer has one
     assert machine.shared <= SHARED_BYTES
     assert machine.registers <= most_registers
-    assert machine.has("HGMMA") and machine.has("UTMALDG")
+    assert machine.has(*MATRIX_PRODUCTS[:3]) and machine.has("UTMALDG")
     stores = ("STG",) if "out_dtype" in variant.options else ("UTMASTG", "UTMAREDG")
     assert machine.has(*stores)
 
@@ -335,6 +348,18 @@ def test_merging_stays_in_registers(launches, tmp_path, variant):
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
     assert machine.has("DADD")
+
+
+@pytest.mark.parametrize("variant", variants(EIGHT))
+def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
+    problem, x = _pose(variant)
+    assert entry.supports(problem, HOPPER) is None
+    entry.forward(problem, x)
+    *prepared, (kernel, args, kwargs) = launches
+    assert not any(_spills(_compile(*launch, tmp_path).code) for launch in prepared)
+    machine = _compile(kernel, args, kwargs, tmp_path)
+    _check(machine, variant, kwargs["maxnreg"])
+    assert machine.has("QGMMA") and not machine.has("HGMMA")
 
 
 @pytest.mark.parametrize("variant", variants(DECODE))
