@@ -97,8 +97,8 @@ class Explanation(NamedTuple):
 
     @property
     def roofline(self) -> Roofline | None:
-        """Of the forward: which resource binds, and how long it takes, or at least must. Of products
-        of 8 bits nothing is known.
+        """Of the forward: which resource binds, and how long it takes, or at least must. None with
+        a precision of its own, of which there is no model.
         """
         if self.hardware is None or self.problem.precision is not None:
             return None

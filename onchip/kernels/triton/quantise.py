@@ -152,9 +152,9 @@ def _store_values(values_ptr, x, at):
 @triton.jit(do_not_specialize=_LENGTHS)
 def rotate_kernel(
     x_ptr, values_ptr, scales_ptr, means_ptr, shift_ptr, cu_ptr, matrix_ptr, norms_ptr,
-    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, tiles, blocks, softmax_scale,
-    KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    APART: tl.constexpr,
+    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, tiles, blocks,
+    softmax_scale, KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it changes:
     shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
