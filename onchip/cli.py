@@ -86,6 +86,7 @@ def _add_bench(commands) -> None:
         default=(),
         help="paged: these caches against one of 16 bits; serving: with such a cache",
     )
+    p.add_argument("--precision", choices=("fp8",), help="forward: operands of 8 bits")
     p.set_defaults(run=_bench)
 
 
@@ -242,7 +243,7 @@ def _bench(args: argparse.Namespace) -> int:
         for name, what in bench.BENCHES.items():
             print(f"{name:<10} {what}")
         return 0
-    module = bench.load(args.name)
+    module = bench.load(args.name, args.precision)
     _check_bench(args, getattr(module, "PARTS", ()))
     console = Console()
     session = _session(args, console)
@@ -301,6 +302,7 @@ def _session(args: argparse.Namespace, console):
         seconds=args.seconds,
         simulate=args.simulate,
         kv_dtypes=args.kv_dtype,
+        precision=args.precision,
     )
     return session
 

@@ -178,10 +178,15 @@ def fa3_fp8(function: Callable) -> Callable[..., Tensor]:
     """FlashAttention-3 in FP8 as it is released: scales by (batch, head), nothing rotated."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        named = zip(("q_descale", "k_descale", "v_descale"), (q, k, v), strict=True)
-        cast = {name: quantise(x, Scheme(formats.E4M3, "head")) for name, x in named}
-        scales = {name: x.scales for name, x in cast.items()}
-        out = function(*(x.values for x in cast.values()), **scales)
+        values, scales = fa3_operands(q, k, v)
+        out = function(*values, **scales)
         return out[0] if isinstance(out, tuple) else out
 
     return attend
+
+
+def fa3_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """q, k and v as it takes them, and their scales by its names."""
+    named = zip(("q_descale", "k_descale", "v_descale"), (q, k, v), strict=True)
+    cast = {name: quantise(x, Scheme(formats.E4M3, "head")) for name, x in named}
+    return [x.values for x in cast.values()], {name: x.scales for name, x in cast.items()}

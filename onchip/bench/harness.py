@@ -173,7 +173,8 @@ class Session:
     say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
     of a GPU benchmark, only among its PARTS where it has them, flex asks for FlexAttention there,
     seconds says how long a load lasts (0: as long as the benchmark likes), simulate that machines
-    which are not here are asked about, kv_dtypes which caches of 8 bits are.
+    which are not here are asked about, kv_dtypes which caches of 8 bits are, precision which
+    operands of 8 bits.
     watch(start) tells the clocks since then, where what the results file says about the machine, if
     that is not the CPU.
     """
@@ -193,6 +194,7 @@ class Session:
     seconds: float = 0.0
     simulate: bool = False
     kv_dtypes: Sequence[str] = ()
+    precision: str | None = None
     where: dict[str, Any] = field(default_factory=dict)
     watch: Callable[[float], dict[str, Any]] = lambda start: {}
     said: set[str] = field(default_factory=set)

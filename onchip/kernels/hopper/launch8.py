@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,18 @@ def forward(problem: Problem, x: Tensors) -> Result:
         return Result(out, lse)
     if not x.k.numel() or not problem.seqlen_k:
         return without_keys(out, lse, x.sinks)
-    # By name, as dispatch loads kernels: portable kernels, and a room of its own.
-    operands = import_module("onchip.kernels.triton.quantise").prepare(problem, x, lse)
-    attend(problem, x, operands, out, lse)
+    attend(problem, x, prepare(problem, x, lse), out, lse)
     return Result(out, lse)
 
 
-def attend(problem: Problem, x: Tensors, operands, out: Tensor, lse: Tensor) -> None:
+def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
+    """Its Operands, and what their lse is short of; by name, as dispatch loads kernels, because
+    they are portable kernels in a room of their own.
+    """
+    return import_module("onchip.kernels.triton.quantise").prepare(problem, x, shift)
+
+
+def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse, where what `operands` are short of lies already."""
     q, k, v = operands
     left, right = problem.window_size
