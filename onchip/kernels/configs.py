@@ -317,6 +317,15 @@ HOPPER_EIGHT = {
     128: HopperConfig(128, 3, 4, q_stages=2, **_THREE),
     256: HopperConfig(128, 2, 2, q_stages=1),
 }
+# Integers have a scale for each key of a tile, 32 registers of a thread: two consumers.
+_INTS = HopperConfig(128, 2, 4, q_stages=2)
+HOPPER_INT8 = {64: _INTS, 128: _INTS, 256: HopperConfig(128, 2, 2)}
+HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
+
+
+def hopper_eight_config(precision: str | None, width: int) -> HopperConfig:
+    tables = {"fp8": HOPPER_EIGHT, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
+    return tables[precision or "fp8"][width]
 
 
 HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output has no room in shared memory

@@ -15,7 +15,7 @@ from onchip.kernels.protocol import lacks
 from onchip.problem import DeviceInfo, Problem
 
 READS_PAGES = True
-PRECISIONS = (None, "fp8")
+PRECISIONS = (None, "fp8", "int8", "int8_pv16")
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -40,6 +40,10 @@ def _supports_narrow(problem: Problem) -> str | None:
     """Operands of 8 bits are made of tensors in any layout: out alone is stored by TMA."""
     if problem.head_dim_v % 8:
         return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
+    if problem.precision == "int8_pv16" and not problem.aligned:
+        return "TMA needs 16-byte aligned rows, strides and base addresses"
+    if problem.precision == "int8_pv16" and max(problem.head_dim, problem.head_dim_v) > 128:
+        return "in precision='int8_pv16' has no room for head_dim > 128 on the chip"
     options = {"mask": problem.has_mask, "pages": problem.page_size, "softcap": problem.softcap}
     reason = _missing(problem, options)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"

@@ -11,6 +11,8 @@ Programs, tickets and rings are those of forward.py. What differs:
   to a sum of their own, which one multiply-add takes into the accumulator in place of the rescaling
   multiply: promoted every 128 keys at the price of none. The accumulator is in units of v's scale.
 - p is 2^8 times as large as it is, or small weights would vanish in e4m3; so are l and acc.
+- q and k may be integers with a scale for each token (INTS): a number for each row and each column
+  of scores. v, and with it p, may be of 16 bits, as it came (WIDE).
 """
 
 from triton.experimental import gluon
@@ -62,18 +64,25 @@ class Scales:
 @aggregate
 class Narrow:
     """Where the blocks of a call lie, and their scales: blocks_q (blocks_k) of them to a head, of
-    one sequence of a dense call, of all `batch` of a packed one.
+    one sequence of a dense call, of all `batch` of a packed one. kv_scales: of blocks of k and v in
+    turns, of k only where q and k are no integers, which have k_tokens.
     """
 
     q_scales: gl.tensor
     kv_scales: gl.tensor
+    k_tokens: gl.tensor
     blocks_q: gl.tensor
     blocks_k: gl.tensor
+    INTS: gl.constexpr
+    WIDE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, q_scales, kv_scales, blocks_q, blocks_k):
+    def __init__(self, q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INTS, WIDE):
         self.q_scales = q_scales
         self.kv_scales = kv_scales
+        self.k_tokens = k_tokens
+        self.INTS = gl.constexpr(INTS)
+        self.WIDE = gl.constexpr(WIDE)
         self.blocks_q = blocks_q
         self.blocks_k = blocks_k
 
@@ -97,9 +106,37 @@ class Narrow:
 
     @gluon.jit
     def scales(self, first, n):
-        """Of key tile n; asked for before its products, they are there after them."""
+        """Of key tile n; asked for before its products, they are there after them. 1 where there
+        is none.
+        """
         at = self.kv_scales + 2 * (first + n)
-        return Scales(gl.load(at), gl.load(at + 1))
+        k = 1.0
+        if not self.INTS:
+            k = gl.load(at)
+        v = 1.0
+        if not self.WIDE:
+            v = gl.load(at + 1)
+        return Scales(gl.to_tensor(k), gl.to_tensor(v))
+
+    @gluon.jit
+    def query_scales(self, shape, place, layout: gl.constexpr):
+        """Of 64 queries, one for all or one for each; past the end there need not be any."""
+        last = gl.maximum(place.seqlen_q - 1, 0)
+        first = self.queries(shape, place)
+        if self.INTS:
+            rows = place.row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            return gl.load(self.q_scales + first * BLOCK + gl.minimum(rows, last))
+        else:
+            return gl.load(self.q_scales + first + gl.minimum(place.row, last) // BLOCK)
+
+    @gluon.jit
+    def token_scales(self, first, n, layout: gl.constexpr):
+        """Of the keys of tile n, as a row, where each has one."""
+        if self.INTS:
+            cols = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            return gl.load(self.k_tokens + (first + n) * BLOCK + cols)[None, :]
+        else:
+            return ()
 
 
 @gluon.jit
@@ -121,7 +158,13 @@ def produce(q_desc, k_desc, v_desc, counter, pipes, job, narrow):
             if n == gl.minimum(keys.lo + 1, keys.hi - 1):  # a ticket takes longer than a key tile
                 after, drawn = hand_out_next(counter, pipes, job, drawn)
             pipes.k.wait_empty(i + 1)  # the next keys' slot, and that of these values: see Pipes
-            pipes.v.load(i, v_desc, [(first + n) * WIDTH_V, 0])
+            if narrow.WIDE:
+                kv_head = place.head // shape.group_size
+                row = n * cfg.TILE_N
+                at = shape.coord(place.batch, kv_head, place.k0, place.seqlen_k, row)
+                pipes.v.load(i, v_desc, at)
+            else:
+                pipes.v.load(i, v_desc, [(first + n) * WIDTH_V, 0])
             i += 1
         if keys.hi == keys.lo:
             load_queries(pipes, q_desc, job, narrow, place, t)
@@ -183,14 +226,16 @@ def _keep(compare: gl.constexpr, s, cols, bound):
 
 
 @gluon.jit
-def weigh(s, m, factor, MASKED: gl.constexpr):
+def weigh(s, m, factor, MASKED: gl.constexpr, ROWS: gl.constexpr):
     """(p * 2^LIFT, row maximum, factor for what was folded before) of products whose scores, in
-    powers of two, are `factor` times as large.
+    powers of two, are `factor` times as large: a number, or one for each of the ROWS.
     """
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
     pivot = m_new
     if MASKED:
         pivot = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+    if ROWS:
+        factor = factor[:, None]
     p = gl.exp2(s * factor - (pivot - LIFT)[:, None])
     return p, m_new, gl.exp2(m - pivot)
 
@@ -202,7 +247,7 @@ def thread_sums(p):
 
 
 @gluon.jit
-def add_values(pipes, cfg, p, acc, alpha, i):
+def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
     """acc * alpha + p v of filling i, a part of v's columns after the other: each is a sum of its
     own until it is added.
     """
@@ -211,7 +256,11 @@ def add_values(pipes, cfg, p, acc, alpha, i):
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, cfg.O))[:, None]
     added = ()
     for x in gl.static_range(PARTS):
-        part = pipes.v.slot(i).slice(x * cfg.WIDTH, cfg.WIDTH, 0).permute((1, 0))
+        part = pipes.v.slot(i)
+        if WIDE:
+            part = part.slice(x * cfg.WIDTH, cfg.WIDTH, 1)
+        else:
+            part = part.slice(x * cfg.WIDTH, cfg.WIDTH, 0).permute((1, 0))
         more = warpgroup_mma(p, part, zero, use_acc=False, is_async=True)
         more = warpgroup_mma_wait(num_outstanding=0, deps=(more,))
         more = acc[x] * alpha + more
@@ -223,8 +272,8 @@ def add_values(pipes, cfg, p, acc, alpha, i):
 
 @aggregate
 class Task:
-    """64 queries of one head, what their scores are multiplied with, and the first block of the
-    keys that they meet.
+    """64 queries of one head, what their scores are multiplied with (a number, or one for each),
+    and the first block of the keys that they meet.
     """
 
     place: Place
@@ -243,11 +292,21 @@ class Task:
 @gluon.jit
 def make_task(pipes, job, narrow, place, filling):
     shape = job.shape
-    last = gl.maximum(place.seqlen_q - 1, 0)  # past the end there need not be a scale
-    block = narrow.queries(shape, place) + gl.minimum(place.row, last) // BLOCK
     k0, _ = shape.keys(place.batch)
-    factor = gl.load(narrow.q_scales + block) * job.scale.scale_log2
+    factor = narrow.query_scales(shape, place, job.cfg.S) * job.scale.scale_log2
     return Task(place, pipes.q.slot(filling), factor, narrow.keys(shape, place, k0))
+
+
+@gluon.jit
+def products(pipes, cfg, q, i, INTS: gl.constexpr):
+    """q k of filling i, integers of integers."""
+    if INTS:
+        zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
+        k = pipes.k.slot(i).permute((1, 0))
+        s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    else:
+        s = score(pipes, cfg, q, i)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 
 
 @gluon.jit
@@ -257,17 +316,24 @@ def fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED: gl.conste
     """
     cfg, place = job.cfg, task.place
     scales = narrow.scales(task.first, n)
+    tokens = narrow.token_scales(task.first, n, cfg.S)
     pipes.k.wait_full(i)
-    s = warpgroup_mma_wait(num_outstanding=0, deps=(score(pipes, cfg, task.q, i),))
+    s = products(pipes, cfg, task.q, i, narrow.INTS)
     pipes.k.release(i)
+    if narrow.INTS:
+        s = s.to(gl.float32) * tokens
     if MASKED:
         s = seen(job, place, s, n)
     factor = gl.maximum(task.factor * scales.k, LEAST)
-    p, m, alpha = weigh(s, m, factor, MASKED)
+    p, m, alpha = weigh(s, m, factor, MASKED, narrow.INTS)
     l = l * beside_lane_sums(alpha, l) + thread_sums(p)
     alpha = alpha * (unit * approximate("rcp", scales.v))
     pipes.v.wait_full(i)
-    return add_values(pipes, cfg, operand(p, cfg), acc, alpha, i), m, l, scales.v
+    if narrow.WIDE:
+        p = gl.convert_layout(p.to(pipes.v.slots.dtype), cfg.P)
+    else:
+        p = operand(p, cfg)
+    return add_values(pipes, cfg, p, acc, alpha, i, narrow.WIDE), m, l, scales.v
 
 
 @gluon.jit
@@ -370,7 +436,7 @@ _RUNTIME = [
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward8_kernel(
-    q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, q_scales, kv_scales,
+    q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, q_scales, kv_scales, k_tokens,
     cu_seqlens_q, cu_seqlens_k, counter,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, dim, room,
     tiles_m, section, num_tiles, blocks_q, blocks_k, batch, scale_log2,
@@ -380,8 +446,11 @@ def forward8_kernel(
     DYNAMIC: gl.constexpr, NUMBERED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    PARTS: gl.constexpr = v_desc.block_shape[0] // WIDTH
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, False, DYNAMIC, False, "always", 0, False, 0, 8)
+    INTS: gl.constexpr = q_desc.dtype == gl.int8
+    WIDE: gl.constexpr = v_desc.dtype != gl.float8e4nv
+    PARTS: gl.constexpr = v_desc.block_shape[-1 if WIDE else 0] // WIDTH
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, False, DYNAMIC, False, "always", 0, False, 0,
+                 16 if WIDE else 8, 8)  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip
     none = counter
@@ -389,7 +458,7 @@ def forward8_kernel(
     pages = make_pages(none, none, batch, batch, batch, batch, batch, 0, TILE_N)
     order = Order(tiles_m, section, num_tiles, HAS_RIGHT)
     job = Job(shape, blocks, pages, order, Scale(scale_log2, scale_log2, False), cfg, batch)
-    narrow = Narrow(q_scales, kv_scales, blocks_q, blocks_k)
+    narrow = Narrow(q_scales, kv_scales, k_tokens, blocks_q, blocks_k, INTS, WIDE)
     q = make_ring(q_desc, Q_STAGES * CONSUMERS, 1)
     k = make_ring(k_desc, STAGES, CONSUMERS, 1, NUMBERED)
     v = make_ring(v_desc, STAGES, CONSUMERS)

@@ -51,7 +51,8 @@ class Pipes:
 @aggregate
 class Config:
     """How it is computed. S is the layout of scores (64, TILE_N), O that of the output (64, WIDTH),
-    P that of probabilities on the left of their product, of which each has BITS.
+    P that of probabilities on the left of their product. Of these each has BITS, of the operands of
+    scores S_BITS.
     """
 
     TILE_N: gl.constexpr
@@ -71,9 +72,9 @@ class Config:
     @gluon.constexpr_function
     def __init__(
         self, TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, OUT_IN_Q, RESCALE, POLY, UNDER, HOLD,
-        BITS=16,
+        BITS=16, S_BITS=16,
     ):  # fmt: skip
-        wide = lambda n: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // BITS])
+        wide = lambda n, bits: gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, 256 // bits])
         self.TILE_N = gl.constexpr(TILE_N)
         self.WIDTH = gl.constexpr(WIDTH)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
@@ -84,9 +85,9 @@ class Config:
         self.POLY = gl.constexpr(POLY)
         self.UNDER = gl.constexpr(UNDER)
         self.HOLD = gl.constexpr(HOLD)
-        self.S = gl.constexpr(wide(TILE_N))
-        self.O = gl.constexpr(wide(WIDTH))
-        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH), 32 // BITS))
+        self.S = gl.constexpr(wide(TILE_N, S_BITS))
+        self.O = gl.constexpr(wide(WIDTH, BITS))
+        self.P = gl.constexpr(gl.DotOperandLayout(0, wide(WIDTH, BITS), 32 // BITS))
 
 
 @aggregate

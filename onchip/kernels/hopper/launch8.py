@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HOPPER_EIGHT, HopperConfig, hopper_width
+from onchip.kernels.configs import HopperConfig, hopper_eight_config, hopper_width
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward8 import forward8_kernel
 from onchip.kernels.hopper.tensors import (
@@ -47,12 +47,12 @@ def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
 
 def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse, where what `operands` are short of lies already."""
-    q, k, v = operands
+    q, k, v, pairs = operands
     left, right = problem.window_size
     right = 0 if problem.causal else right
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     part = min(width_v, PART)
-    config = HOPPER_EIGHT[max(width, width_v)]
+    config = hopper_eight_config(problem.precision, max(width, width_v))
     planes = problem.batch * problem.num_heads
     tiles_m = -(-problem.seqlen_q // (64 * config.consumers))
     num_tiles = tiles_m * planes
@@ -63,11 +63,14 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
     _forward8_kernel[(programs,)](
         matrix(q.values, 64, width),
         matrix(k.values, config.tile_n, width),
-        matrix(v.values, width_v, config.tile_n),
+        descriptor(x.v, config.tile_n, width_v)
+        if v is None
+        else matrix(v.values, width_v, config.tile_n),
         descriptor(out, 64, part) if staged else out,
         lse,
         lse if x.sinks is None else x.sinks,
         q.scales,
+        pairs,
         k.scales,
         lse if x.cu_seqlens_q is None else x.cu_seqlens_q,
         lse if x.cu_seqlens_k is None else x.cu_seqlens_k,

@@ -41,8 +41,7 @@ _LENGTHS = ("seqlen", "total", "tiles", "blocks", "span", "spans", "group_size")
 
 class Blocks(NamedTuple):
     """Values (heads * blocks * 128, pad), for v (heads * blocks * pad, 128), and their scales, one
-    for each block or each token; those of blocks of k and v lie in turns. `count`: blocks of a
-    head, of all sequences of a packed call.
+    for each block or each token. `count`: blocks of a head, of all sequences of a packed call.
     """
 
     values: Tensor
@@ -51,9 +50,12 @@ class Blocks(NamedTuple):
 
 
 class Operands(NamedTuple):
+    """pairs (blocks, 2): the scales of blocks of k and of v, where there are such."""
+
     q: Blocks
     k: Blocks
     v: Blocks | None
+    pairs: Tensor
 
 
 @triton.jit
@@ -295,7 +297,7 @@ def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Operands:
     rotated(x.q, queries, q, mean, shift, rotation, problem.softmax_scale, problem.group_size)
     rotated(x.k, keys, k, mean, None, rotation)
     v = None if recipe.v is None else transposed(x.v, keys, recipe.v, pairs[:, 1])
-    return Operands(q, k, v)
+    return Operands(q, k, v, pairs)
 
 
 def _side(seqlen: int, batch: int, t: Tensor, cu_seqlens: Tensor | None) -> Side:

@@ -102,10 +102,17 @@ EIGHT = [
     Variant(128, {"precision": "fp8", **WINDOW, "dtype": FP16}),
     Variant(128, {"precision": "fp8", **PACKED, "num_kv_heads": 1}),
     Variant(128, {"precision": "fp8", "out_dtype": torch.float32}),
-    Variant(256, {"precision": "fp8"}),
+    Variant(256, {"precision": "fp8"}, (0.0, 0.002)),
     Variant(256, {"precision": "fp8", "causal": True}),
     Variant(256, {"precision": "fp8", **WINDOW}),
     Variant(192, {"precision": "fp8", "head_dim_v": 128, **PACKED}),
+    Variant(64, {"precision": "int8", "causal": True}),
+    Variant(128, {"precision": "int8"}),
+    Variant(128, {"precision": "int8", **PACKED, "num_kv_heads": 1}),
+    Variant(256, {"precision": "int8", "causal": True}),
+    Variant(64, {"precision": "int8_pv16", **WINDOW}),
+    Variant(128, {"precision": "int8_pv16", "causal": True, "dtype": FP16}),
+    Variant(128, {"precision": "int8_pv16", **PACKED, "num_kv_heads": 1}),
 ]
 DECODE = [
     Variant(128, {**PAGED, "page_size": 16}),
@@ -358,7 +365,9 @@ def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
     kernel, args, kwargs = launches[-1]  # before it, operands are made: see below
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
-    assert machine.has("QGMMA") and not machine.has("HGMMA")
+    products = {"fp8": ("QGMMA",), "int8": ("IGMMA", "QGMMA"), "int8_pv16": ("IGMMA", "HGMMA")}
+    for name in MATRIX_PRODUCTS[:3]:
+        assert machine.has(name) == (name in products[problem.precision])
 
 
 @pytest.mark.slow
