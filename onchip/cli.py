@@ -86,7 +86,8 @@ def _add_bench(commands) -> None:
         default=(),
         help="paged: these caches against one of 16 bits; serving: with such a cache",
     )
-    p.add_argument("--precision", choices=("fp8",), help="forward: operands of 8 bits")
+    narrow = ("fp8", "int8", "int8_pv16")
+    p.add_argument("--precision", choices=narrow, help="forward: operands of 8 bits")
     p.set_defaults(run=_bench)
 
 

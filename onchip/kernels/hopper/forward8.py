@@ -183,10 +183,18 @@ def load_queries(pipes, q_desc, job, narrow, place, t):
 
 
 @gluon.jit
-def operand(p, cfg):
-    """p as e4m3 on the left of its product, columns in the order of v's keys: four neighbours are
-    what a thread has.
+def operand(p, cfg, dtype: gl.constexpr):
+    """p on the left of its product, in the type of v; e4m3 with its columns in the order of v's
+    keys: four neighbours are what a thread has.
     """
+    if dtype == gl.float8e4nv:
+        return _operand8(p, cfg)
+    else:
+        return gl.convert_layout(p.to(dtype), cfg.P)
+
+
+@gluon.jit
+def _operand8(p, cfg):
     TILE_N: gl.constexpr = cfg.TILE_N
     p = p.reshape([64, TILE_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, TILE_N])
     return gl.inline_asm_elementwise(
@@ -329,10 +337,7 @@ def fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED: gl.conste
     l = l * beside_lane_sums(alpha, l) + thread_sums(p)
     alpha = alpha * (unit * approximate("rcp", scales.v))
     pipes.v.wait_full(i)
-    if narrow.WIDE:
-        p = gl.convert_layout(p.to(pipes.v.slots.dtype), cfg.P)
-    else:
-        p = operand(p, cfg)
+    p = operand(p, cfg, pipes.v.slots.dtype)
     return add_values(pipes, cfg, p, acc, alpha, i, narrow.WIDE), m, l, scales.v
 
 

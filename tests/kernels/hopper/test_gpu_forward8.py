@@ -51,6 +51,18 @@ def test_outliers(dim, dtype):
     assert_follows("fp8", attend(q, k, v), q, k, v)
 
 
+INTEGERS = [("int8", dim) for dim in DIMS] + [("int8_pv16", 64), ("int8_pv16", 128)]
+
+
+@pytest.mark.parametrize("precision, dim", INTEGERS)
+@pytest.mark.parametrize("distribution", ["normal", "outlier"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_integers(precision, dim, distribution, options):
+    q, k, v = inputs(333, 700, dim, distribution=distribution)
+    got = attend(q, k, v, precision=precision, **options)
+    assert_follows(precision, got, q, k, v, **options)
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_channels_that_all_keys_share(dim):
     """They cost nothing, and lse has them."""
@@ -91,15 +103,16 @@ def test_head_dims_are_padded(dim, dim_v):
     assert_follows("fp8", attend(q, k, v, causal=True), q, k, v, causal=True)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("precision, dim", [("fp8", dim) for dim in DIMS] + INTEGERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_packed(dim, options):
+def test_packed(precision, dim, options):
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": dim, "dtype": torch.bfloat16}
     x = make_packed([1, 300, 0, 64, 200], [130, 257, 5, 0, 200], device="cuda", **shape)
     cu = {"cu_seqlens_q": x.cu_seqlens_q, "cu_seqlens_k": x.cu_seqlens_k}
-    told = {"kernel": "hopper", "precision": "fp8", "out_dtype": torch.float32, "return_lse": True}
-    out, lse = onchip.varlen_attention(x.q, x.k, x.v, *cu.values(), 300, 257, **told, **options)
-    want, want_lse = quant.attend(RECIPES["fp8"], x.q, x.k, x.v, **cu, **options)
+    told = {"kernel": "hopper", "precision": precision, "return_lse": True}
+    told |= {"out_dtype": torch.float32, **options}
+    out, lse = onchip.varlen_attention(x.q, x.k, x.v, *cu.values(), 300, 257, **told)
+    want, want_lse = quant.attend(RECIPES[precision], x.q, x.k, x.v, **cu, **options)
     assert rmse(out, want) <= 0.02 * want.square().mean().sqrt()
     torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-2)
 
