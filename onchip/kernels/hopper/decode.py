@@ -42,7 +42,7 @@ EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multipl
 @aggregate
 class Lengths:
     """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
-    Windows count from the diagonal. `known`: what `all` has found.
+    Windows count from the diagonal. `known`: those of cache_seqlens, for all warps to agree on.
     """
 
     cache_seqlens: gl.tensor
@@ -82,20 +82,20 @@ class Lengths:
 
     @gluon.jit
     def ask(self, BATCH: gl.constexpr):
-        """cache_seqlens as it is now, BATCH is not below the number of sequences."""
+        """Those of all pages' sequences as they are now, BATCH is not below their number."""
         e = gl.arange(0, BATCH, THREADS)
-        return gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
+        asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
+        return gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
 
     @gluon.jit
-    def all(self, asked, BATCH: gl.constexpr):
-        """Of all sequences, paged ones as `asked`; -1 where there is none. Every warp has them for
+    def all(self, BATCH: gl.constexpr):
+        """Of all sequences, paged ones as `known`; -1 where there is none. Every warp has them for
         itself, though each asks for a part of them only: one thread would wait for one after
         another.
         """
         each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
         seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
         if self.PAGED:
-            self.known.keep(gl.minimum(gl.maximum(asked, 0), self.seqlen_k))
             seqlens = self.known.kept(BATCH, each)
         return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
 
@@ -629,23 +629,28 @@ def start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 
 
 @gluon.jit
-def differ(a, b):
-    return gl.max((a != b).to(gl.int32), 0) != 0
+def differ(numbers, lookups):
+    """Whether they are other numbers than those that are kept. All warps find the same: what each
+    of them has read before the wait need not be.
+    """
+    kept = lookups.kept(numbers.shape[0], THREADS)
+    return gl.max((numbers != kept).to(gl.int32), 0) != 0
 
 
 @gluon.jit
-def settle(k_desc, v_desc, boxes, lengths, pages, asked, guess, mine, kv_head, number, most, least,
+def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
            BATCH: gl.constexpr):  # fmt: skip
     """(the range of a program, how many of its fillings are started) after the wait for the call
-    before, which has seldom changed the lengths that were `asked` or the page ids that were
-    guessed: keys come while that is checked. If it has, nothing that was started counts.
+    before, which has seldom changed the lengths and page ids that were kept before it: keys come
+    while that is checked. If it has, nothing that was started counts.
     """
-    first, seqlens = pages.first(lengths, mine), lengths.ask(BATCH)
+    seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
     started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
-    if differ(seqlens, asked) | differ(first, guess):
+    if differ(seqlens, lengths.known) | differ(first, pages.ids):
         boxes.restart(started)
         started = started * 0
-        mine = range_of(lengths, lengths.all(seqlens, BATCH), number, most, least)
+        lengths.known.keep(seqlens)
+        mine = range_of(lengths, lengths.all(BATCH), number, most, least)
         pages.ids.keep(pages.first(lengths, mine))
     return mine, started
 
@@ -687,20 +692,18 @@ def decode_kernel(
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
-    asked = seqlen_k
     if PAGE_SIZE:
-        asked = lengths.ask(BATCH)  # the call before may still write them, though it seldom does
-    mine = range_of(lengths, lengths.all(asked, BATCH), number, most, least)
+        lengths.known.keep(lengths.ask(BATCH))  # the call before may still write them
+    mine = range_of(lengths, lengths.all(BATCH), number, most, least)
     if PAGE_SIZE:
-        guess = pages.first(lengths, mine)
-        pages.ids.keep(guess)
+        pages.ids.keep(pages.first(lengths, mine))
     gdc_wait()
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     started = 0
     if PAGE_SIZE:
-        mine, started = settle(k_desc, v_desc, boxes, lengths, pages, asked, guess, mine, kv_head,
-                               number, most, least, BATCH)  # fmt: skip
+        mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
+                               least, BATCH)  # fmt: skip
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip
