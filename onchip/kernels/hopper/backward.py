@@ -36,8 +36,10 @@ from onchip.kernels.hopper.schedule import (
     Order,
     Shape,
     block_tiles,
+    end_tickets,
     hide_transposed,
     keys_of,
+    next_ticket,
     padded_tile,
     visible,
 )
@@ -280,12 +282,10 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
                     pipes.dout.load(i, dout_desc, at)
                     i += 1
             t += 1
-        if cfg.DYNAMIC:
-            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        else:
-            ticket += gl.num_programs(0)
+        ticket = next_ticket(counter, ticket, job.order.num_tiles, cfg.DYNAMIC)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, (ticket,))
+    end_tickets(counter, job.order.num_tiles, cfg.DYNAMIC)
 
 
 @gluon.jit

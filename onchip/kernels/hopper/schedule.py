@@ -486,11 +486,28 @@ def plus(a, b):
 
 
 @gluon.jit
-def next_ticket(counter, num_tiles):
-    """The next of `num_tiles`, all of them if there is none. With a program for each tile nobody
-    draws a second one: then the counter is not touched, and need not be at 0.
+def next_ticket(counter, ticket, num_tiles, DYNAMIC: gl.constexpr):
+    """The ticket after this one, num_tiles or more if there is none. With a program for each tile
+    nobody draws a second one: then the counter is not touched, and need not be one.
     """
-    ticket = num_tiles
-    if num_tiles > gl.num_programs(0):
-        ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    return ticket
+    if DYNAMIC:
+        ticket = num_tiles
+        if num_tiles > gl.num_programs(0):
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # it orders nothing else
+            ticket = drawn + gl.num_programs(0)
+        return ticket
+    else:
+        return ticket + gl.num_programs(0)
+
+
+@gluon.jit
+def end_tickets(counter, num_tiles, DYNAMIC: gl.constexpr):
+    """This program draws no more. The last of them leaves the counter as the launch found it, at 0,
+    and so the number of those that have ended, which lies behind it. How often programs draw may
+    depend on lengths; that each ends does not. See kernels/counters.py.
+    """
+    if DYNAMIC and num_tiles > gl.num_programs(0):
+        ended = gl.atomic_add(counter + 1, 1)  # after all of its draws
+        is_last = ended == gl.num_programs(0) - 1
+        gl.store(counter, 0, mask=is_last)
+        gl.store(counter + 1, 0, mask=is_last)
