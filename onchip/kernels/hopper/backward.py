@@ -36,7 +36,6 @@ from onchip.kernels.hopper.schedule import (
     Order,
     Shape,
     block_tiles,
-    end_tickets,
     hide_transposed,
     keys_of,
     next_ticket,
@@ -285,7 +284,6 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
         ticket = next_ticket(counter, ticket, job.order.num_tiles, cfg.DYNAMIC)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, (ticket,))
-    end_tickets(counter, job.order.num_tiles, cfg.DYNAMIC)
 
 
 @gluon.jit

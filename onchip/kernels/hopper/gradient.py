@@ -34,7 +34,6 @@ from onchip.kernels.hopper.schedule import (
     Order,
     Shape,
     block_tiles,
-    end_tickets,
     hide,
     hide_transposed,
     keys_of,
@@ -285,7 +284,6 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, job):
         ticket = next_ticket(counter, ticket, job.order.num_tiles, cfg.DYNAMIC)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, (ticket,))
-    end_tickets(counter, job.order.num_tiles, cfg.DYNAMIC)
 
 
 @aggregate

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch
-from onchip.kernels.hopper.schedule import end_tickets, next_ticket
+from onchip.kernels.hopper.schedule import end_sparse, next_ticket
 
 
 @gluon.jit
@@ -68,7 +68,7 @@ class Drawn:
 
 @gluon.jit
 def following(counter, job, ticket):
-    return next_ticket(counter, ticket, job.order.num_tiles, job.cfg.DYNAMIC)
+    return next_ticket(counter, ticket, job.order.num_tiles, job.cfg.DYNAMIC, job.SPARSE)
 
 
 @gluon.jit
@@ -145,4 +145,5 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
             after, drawn = hand_out_next(counter, pipes, job, drawn)
         place = after
         t += 1
-    end_tickets(counter, job.order.num_tiles, cfg.DYNAMIC)
+    if job.SPARSE:
+        end_sparse(counter, job.order.num_tiles)

@@ -486,14 +486,18 @@ def plus(a, b):
 
 
 @gluon.jit
-def next_ticket(counter, ticket, num_tiles, DYNAMIC: gl.constexpr):
-    """The ticket after this one, num_tiles or more if there is none. With a program for each tile
-    nobody draws a second one: then the counter is not touched, and need not be one.
+def next_ticket(counter, ticket, num_tiles, DYNAMIC: gl.constexpr, SPARSE: gl.constexpr = False):
+    """The ticket after this one, num_tiles or more if there is none. Each of num_tiles tickets
+    leads to one draw, and the last draw leaves the counter as the launch found it, at 0 (SPARSE:
+    see end_sparse). With a program for each tile nobody draws: it is not touched, and may be
+    anything.
     """
     if DYNAMIC:
         ticket = num_tiles
         if num_tiles > gl.num_programs(0):
-            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # it orders nothing else
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # a number, and no data behind it
+            if not SPARSE:
+                gl.store(counter, 0, mask=drawn == num_tiles - 1)
             ticket = drawn + gl.num_programs(0)
         return ticket
     else:
@@ -501,12 +505,11 @@ def next_ticket(counter, ticket, num_tiles, DYNAMIC: gl.constexpr):
 
 
 @gluon.jit
-def end_tickets(counter, num_tiles, DYNAMIC: gl.constexpr):
-    """This program draws no more. The last of them leaves the counter as the launch found it, at 0,
-    and so the number of those that have ended, which lies behind it. How often programs draw may
-    depend on lengths; that each ends does not. See kernels/counters.py.
+def end_sparse(counter, num_tiles):
+    """Where lengths decide how often programs draw, and may be wrong, the last program to end
+    leaves the counter at 0, and so the number of those that have ended, which lies behind it.
     """
-    if DYNAMIC and num_tiles > gl.num_programs(0):
+    if num_tiles > gl.num_programs(0):
         ended = gl.atomic_add(counter + 1, 1)  # after all of its draws
         is_last = ended == gl.num_programs(0) - 1
         gl.store(counter, 0, mask=is_last)

@@ -58,7 +58,8 @@ def plain(module, device, **stand_ins):
     world = {**vars(schedule), **vars(module)}
     for name, found in world.items():
         if hasattr(found, "fn"):
-            world[name] = FunctionType(found.fn.__code__, world)
+            code, defaults = found.fn.__code__, found.fn.__defaults__
+            world[name] = FunctionType(code, world, name, defaults)
     world.update(gl=device, **stand_ins)
     return world["produce"]
 
@@ -129,6 +130,17 @@ def test_forward(lengths, sparse):
         device.launch(produce, None, None, None, None, 0, pipes(), job)
         assert sorted(handed_out) == existing and device.words == [0, 0]
         assert device.draws == len(existing if sparse else range(job.order.num_tiles))
+
+
+@pytest.mark.parametrize("apart", [0, 2, 100])
+def test_wrong_lengths_leave_no_trace(apart):
+    """Tiles where none can be, or the same one for ever, as far as a launch ends."""
+    device = Device()
+    job, _ = forward_job(LENGTHS["packed"], True, [])
+    end = 3 * job.order.num_tiles
+    job.find = lambda number, *at: (number * apart if number < end else end, *at)
+    device.launch(forward_of(device), None, None, None, None, 0, pipes(), job)
+    assert device.words == [0, 0]
 
 
 def test_with_a_program_for_each_tile_nothing_is_drawn():
