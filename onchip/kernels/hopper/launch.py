@@ -13,12 +13,12 @@ from onchip.kernels.configs import (
     hopper_stages_out,
     hopper_width,
 )
+from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     Descriptor,
-    counter,
     descriptor,
     grouped,
     mask_arguments,
@@ -84,7 +84,7 @@ def _launch(
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
+        counter(lse.device) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -117,7 +117,7 @@ def _launch(
 
 def is_second(problem: Problem) -> bool:
     """Whether the call runs beside its predecessor (problem.Beside), with a program for every tile:
-    a counter, from which they would be drawn otherwise, has to be cleared by a launch before it.
+    the predecessor may still use the counter from which they would be drawn otherwise.
     """
     beside = problem.beside
     return beside is not None and beside.second and _cut(problem).num_tiles <= beside.programs
