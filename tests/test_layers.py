@@ -55,6 +55,7 @@ LAW = {
 FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune", "lab"}
 LEAVES = {
     "__init__",
+    "counters",
     "handles",
     "flat",
     "tapes",

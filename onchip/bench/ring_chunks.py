@@ -25,6 +25,7 @@ from onchip.parallel.rounds import (
     Rule,
     attend,
     gradients,
+    last_rows,
     schedule,
     total_of,
 )
@@ -43,7 +44,7 @@ BARS = (
         optional=True,
     ),
 )
-CALL = Call()
+CALL = Call(out_dtype=torch.bfloat16)
 attention = cast(Callable[..., Tensor], onchip.attention)  # it may return more, if asked to
 
 
@@ -136,10 +137,10 @@ def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
     share = cut.shares[rank]
     total = total_of(share.q, share.v.shape[-1])
     with cut.lanes.of(rank):
-        for source, at in share.rounds:
-            total.fold(CALL, at, share.q, *cut.shares[source][1:3])
-        out, lse = total.result()
-        return out.to(torch.bfloat16), lse
+        last = last_rows([at for _, at in share.rounds])
+        for (source, at), rows in zip(share.rounds, last, strict=True):
+            total.fold(CALL, at, share.q, *cut.shares[source][1:3], rows)
+        return total.result(CALL.out_dtype)
 
 
 def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:

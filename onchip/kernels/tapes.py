@@ -5,7 +5,8 @@ Calls are alike if they pose the same problem with tensors of the same shapes, s
 alignment on the same device: all that a kernel's host code looks at. The second of them is recorded
 while it runs: its allocations (seen by a dispatch mode) and its launches (told by `Handle`). The
 recording is a tape if there was nothing else, if no tensor took part that the call was not given
-and did not allocate, and if the launches can be flattened. Otherwise such calls run as ever.
+and did not allocate (but for counters, which are asked for anew), and if the launches can be
+flattened. Otherwise such calls run as ever.
 
 A tape holds no tensor and no address. It runs on the current stream, allocates where a call would,
 and can be captured in a CUDA graph.
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.kernels import flat
+from onchip.kernels.counters import counter, is_slot
 from onchip.kernels.handles import listening, on_device
 from onchip.problem import Problem, Question, Tensors, kept
 
@@ -132,10 +134,18 @@ class _Recorder(TorchDispatchMode):
         for i, given in enumerate(self.tensors):
             if t is given:
                 return i, 0
+        if is_slot(t):
+            return self._place_counter(t), 0
         for i, made in enumerate(self.made, len(self.tensors)):
             if t.untyped_storage().data_ptr() == made.data_ptr():
                 return i, int(t.storage_offset()) * t.element_size()
         raise flat.Unknown
+
+    def _place_counter(self, t: Tensor) -> int:
+        """A launch may be given it several times: it also stands for what is not read."""
+        if not any(t is made for made in self.made):
+            self._allocated(_counter, t)
+        return len(self.tensors) + next(i for i, made in enumerate(self.made) if t is made)
 
     def tape(self, result: Any) -> Any:
         """The Tape, or _AS_EVER."""
@@ -147,6 +157,11 @@ class _Recorder(TorchDispatchMode):
             return _AS_EVER
         returned = [None if whole is None else wholes.index(whole) for whole in found]
         return Tape(self.buffers, self.launches, type(result), returned)
+
+
+def _counter(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Made as a Buffer is: that of the stream or of the graph in which the tape is played."""
+    return counter(device)
 
 
 def _whole(t: Any) -> tuple:

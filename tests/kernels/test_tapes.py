@@ -12,6 +12,7 @@ import torch
 
 import onchip
 from onchip.kernels import flat, tapes
+from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats
 from onchip.problem import Options, Question, Tensors, describe, forget_questions
@@ -101,6 +102,47 @@ def test_a_part_of_a_buffer_keeps_its_place(log, monkeypatch, compute):
         tapes.replayed(compute, asked, x, None)
     (rows,) = (t for t in made[-3:] if t.shape == (3, 5))
     assert log[0][2][2] == rows[2].data_ptr()
+
+
+def drawing_kernel():
+    """One whose launch draws, and has the counter also in the place of what is not read."""
+    handle = Handle(Kernel())
+
+    def compute(problem, x, kernel):
+        out, drawn = torch.empty_like(x.q), counter(x.q.device)
+        handle[GRID](drawn, out, drawn, 7)
+        return Result(out, x.q.new_empty(5))
+
+    return compute
+
+
+def test_counters_are_those_of_where_a_tape_is_played(log, now):
+    x, compute = tensors(), drawing_kernel()
+    asked = question(x)
+    play = lambda: tapes.replayed(compute, asked, x, None)
+    for _ in range(3):
+        play()
+    now.stream = 9
+    play()
+    now.capturing = True
+    for _ in range(2):
+        play()
+    now.capturing = False
+    play()
+    drawn = [addresses[0] for _, _, addresses in log]
+    assert drawn == [addresses[2] for _, _, addresses in log]
+    assert len(set(drawn[:4])) == 4 and drawn[4] == drawn[1] == counter(x.q.device).data_ptr()
+
+
+def test_the_counters_of_a_device_are_no_buffer_of_the_call_that_made_them(log, now):
+    x, compute = tensors(), drawing_kernel()
+    asked = question(x)
+    now.capturing = True
+    tapes.replayed(compute, asked, x, None)
+    now.capturing = False
+    tapes.replayed(compute, asked, x, None)
+    (tape,) = asked.known.values()
+    assert now.waits == 1 and len(tape.buffers) == 3
 
 
 KEPT = torch.zeros(8)

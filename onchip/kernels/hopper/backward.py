@@ -38,6 +38,7 @@ from onchip.kernels.hopper.schedule import (
     block_tiles,
     hide_transposed,
     keys_of,
+    next_ticket,
     padded_tile,
     visible,
 )
@@ -280,10 +281,7 @@ def produce(q_desc, rows_desc, dout_desc, k_desc, v_desc, counter, pipes, job):
                     pipes.dout.load(i, dout_desc, at)
                     i += 1
             t += 1
-        if cfg.DYNAMIC:
-            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        else:
-            ticket += gl.num_programs(0)
+        ticket = next_ticket(counter, ticket, job.order.num_tiles, cfg.DYNAMIC)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, (ticket,))
 

@@ -24,7 +24,6 @@ from onchip.kernels.hopper.pipe import (
     fetched,
     make_boxes,
     make_lookups,
-    prefetch,
 )
 from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.schedule import plus
@@ -35,13 +34,15 @@ KEYS = gl.constexpr(16)  # of a warp in a tile
 TILE_N = gl.constexpr(64)
 THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
+# What is read before and after the wait for the call before: the L1 would hold on to the first.
+PAST_L1 = gl.constexpr(".cg")
 EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 
 
 @aggregate
 class Lengths:
     """The sequences of a call. Paged ones have the lengths of cache_seqlens, others seqlen_k keys.
-    Windows count from the diagonal. `known`: what `all` has found.
+    Windows count from the diagonal. `known`: those of cache_seqlens, for all warps to agree on.
     """
 
     cache_seqlens: gl.tensor
@@ -80,18 +81,21 @@ class Lengths:
             return self.seqlen_k
 
     @gluon.jit
+    def ask(self, BATCH: gl.constexpr):
+        """Those of all pages' sequences as they are now, BATCH is not below their number."""
+        e = gl.arange(0, BATCH, THREADS)
+        asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=PAST_L1)
+        return gl.minimum(gl.maximum(asked, 0), self.seqlen_k)
+
+    @gluon.jit
     def all(self, BATCH: gl.constexpr):
-        """Of all sequences, BATCH is not below their number; -1 where there is none. Every warp has
-        them for itself, though each asks for a part of them only: one thread would wait for one
-        after another.
+        """Of all sequences, paged ones as `known`; -1 where there is none. Every warp has them for
+        itself, though each asks for a part of them only: one thread would wait for one after
+        another.
         """
         each: gl.constexpr = gl.BlockedLayout([BATCH // 32], [32], [WARPS], [0])
         seqlens = gl.full([BATCH], self.seqlen_k, gl.int32, each)
         if self.PAGED:
-            e = gl.arange(0, BATCH, THREADS)
-            # Past the L1: it may hold what was there before the call before has ended.
-            asked = gl.load(self.cache_seqlens + e, e < self.batch, 0, cache_modifier=".cg")
-            self.known.keep(gl.minimum(gl.maximum(asked, 0), self.seqlen_k))
             seqlens = self.known.kept(BATCH, each)
         return gl.where(gl.arange(0, BATCH, each) < self.batch, seqlens, -1)
 
@@ -220,6 +224,15 @@ def range_of(lengths, seqlens, number, most, least):
 
 
 @gluon.jit
+def of_first(lengths, mine):
+    """How many tiles of a range are of its first sequence: none if there is no such range, which
+    may stand behind the end of a sequence.
+    """
+    _, tiles = lengths.tiles(mine.seqlen)
+    return gl.maximum(gl.minimum(mine.count, tiles - mine.tile), 0)
+
+
+@gluon.jit
 def pass_empty(lengths, b, layout: gl.constexpr):
     """(b, seqlen) of the next sequence that has keys, from sequence b on; of the last if none."""
     b = gl.minimum(b, lengths.batch - 1)
@@ -303,25 +316,32 @@ class Pages:
 
     @gluon.jit
     def first(self, lengths, mine):
-        """Where the ids of the first fillings of a range are, for every warp."""
+        """The ids of the first fillings of a range, for every warp."""
         part = gl.arange(0, self.PARTS * LOOKUPS, THREADS)
         first, _ = lengths.tiles(mine.seqlen)
         key = (first + mine.tile) * TILE_N + part * self.PART
         key = gl.minimum(key, gl.maximum(mine.seqlen - 1, 0))
-        return self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
+        cells = self.table + mine.b.to(gl.int64) * self.stride + key // self.SIZE
+        return gl.load(cells, mask=mine.count > 0, other=0, cache_modifier=PAST_L1)
 
     @gluon.jit
     def coord(self, i, kv_head, x: gl.constexpr):
-        """Where part x of filling i begins. Ids are clamped to pages that there are."""
-        page = gl.minimum(gl.maximum(self.ids.number(i, x), 0), self.num_pages - 1)
-        key = self.tiles.number(i, 0) * TILE_N + x * self.PART
+        """Where part x of filling i begins."""
+        return self.at(self.ids.number(i, x), self.tiles.number(i, 0), kv_head, x)
+
+    @gluon.jit
+    def at(self, page, tile, kv_head, x: gl.constexpr):
+        """Where part x of a tile begins, in a page. Ids are clamped to pages that there are."""
+        page = gl.minimum(gl.maximum(page, 0), self.num_pages - 1)
+        key = tile * TILE_N + x * self.PART
         return [page, kv_head, key % self.SIZE, 0]
 
 
 @gluon.jit
-def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+def produce(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
+    """The first `started` fillings are on their way."""
     if lengths.PAGED:
-        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
+        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)
     else:
         at = enter(lengths, mine.b, mine.tile, mine.seqlen)
         for i in range(mine.count):
@@ -331,7 +351,7 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
 
 
 @gluon.jit
-def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
     """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
     the first tiles are there already, as far as they are of one sequence.
     """
@@ -341,7 +361,7 @@ def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
         pages.look_up(i + AHEAD, at, wanted & ((i >= 0) | (at.b != mine.b)))
         if wanted:
             at = at.next(lengths)
-        if i >= 0:
+        if i >= started:
             pages.ids.wait()
             boxes.announce(i, k_desc, v_desc)
             for x in gl.static_range(pages.PARTS):
@@ -594,17 +614,45 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
 
 
 @gluon.jit
-def settle(lengths, pages, likely, mine, number, most, least, BATCH: gl.constexpr):
-    """The range of a program, once lengths are what they will be, and its first page ids in their
-    slots. They are asked for together with the lengths, which are seldom other than `likely`.
+def start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head):
+    """Start the first fillings of a range with the page ids that are kept, as many as are of one
+    sequence and have room: their number.
     """
-    first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
-    seqlens = lengths.all(BATCH)
-    if gl.max((seqlens != likely).to(gl.int32), 0) != 0:
-        mine = range_of(lengths, seqlens, number, most, least)
-        first = gl.load(pages.first(lengths, mine), mask=mine.count > 0, other=0)
-    pages.ids.keep(first)
-    return mine
+    first, _ = lengths.tiles(mine.seqlen)
+    started = gl.minimum(of_first(lengths, mine), boxes.num_stages)
+    for i in range(started):
+        boxes.expect(i, k_desc, v_desc)
+        for x in gl.static_range(pages.PARTS):
+            page = pages.ids.number_in(i, x, THREADS)
+            boxes.load(i, x, k_desc, v_desc, pages.at(page, first + mine.tile + i, kv_head, x))
+    return started
+
+
+@gluon.jit
+def differ(numbers, lookups):
+    """Whether they are other numbers than those that are kept. All warps find the same: what each
+    of them has read before the wait need not be.
+    """
+    kept = lookups.kept(numbers.shape[0], THREADS)
+    return gl.max((numbers != kept).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
+           BATCH: gl.constexpr):  # fmt: skip
+    """(the range of a program, how many of its fillings are started) after the wait for the call
+    before, which has seldom changed the lengths and page ids that were kept before it: keys come
+    while that is checked. If it has, nothing that was started counts.
+    """
+    seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
+    started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
+    if differ(seqlens, lengths.known) | differ(first, pages.ids):
+        boxes.restart(started)
+        started = started * 0
+        lengths.known.keep(seqlens)
+        mine = range_of(lengths, lengths.all(BATCH), number, most, least)
+        pages.ids.keep(pages.first(lengths, mine))
+    return mine, started
 
 
 _RUNTIME = [
@@ -644,20 +692,23 @@ def decode_kernel(
     num_kv_heads = num_heads // GROUP
     kv_head = gl.program_id(0) % num_kv_heads
     number = gl.program_id(0) // num_kv_heads
-    likely = lengths.all(BATCH)  # the call before may still write them, though it seldom does
-    mine = range_of(lengths, likely, number, most, least)
     if PAGE_SIZE:
-        prefetch(pages.first(lengths, mine))
+        lengths.known.keep(lengths.ask(BATCH))  # the call before may still write them
+    mine = range_of(lengths, lengths.all(BATCH), number, most, least)
+    if PAGE_SIZE:
+        pages.ids.keep(pages.first(lengths, mine))
     gdc_wait()
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
+    started = 0
     if PAGE_SIZE:
-        mine = settle(lengths, pages, likely, mine, number, most, least, BATCH)
+        mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
+                               least, BATCH)  # fmt: skip
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
-        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, kv_head)),
+        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip
     boxes.close()

@@ -37,6 +37,7 @@ from onchip.kernels.hopper.schedule import (
     hide,
     hide_transposed,
     keys_of,
+    next_ticket,
     padded_tile,
     visible,
 )
@@ -280,10 +281,7 @@ def produce(a0_desc, a1_desc, b0_desc, b1_desc, rows_desc, counter, pipes, job):
                     pipes.b1.wait_empty(i)
                     pipes.b1.load(i, b1_desc, at)
                     i += 1
-        if cfg.DYNAMIC:
-            ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        else:
-            ticket += gl.num_programs(0)
+        ticket = next_ticket(counter, ticket, job.order.num_tiles, cfg.DYNAMIC)
     if cfg.DYNAMIC:
         pipes.tickets.give(given, (ticket,))
 

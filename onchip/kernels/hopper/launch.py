@@ -13,12 +13,12 @@ from onchip.kernels.configs import (
     hopper_stages_out,
     hopper_width,
 )
+from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
     Descriptor,
-    counter,
     descriptor,
     grouped,
     mask_arguments,
@@ -46,16 +46,31 @@ def forward(problem: Problem, x: Tensors) -> Result:
     return Result(out, lse)
 
 
-def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None:
+class Final(NamedTuple):
+    """Rows into which nothing more will be merged, and where they go instead of the state: some
+    tokens of a whole output, as many as the state has. `rows` are whole tiles of 64, or end with
+    the last.
+    """
+
+    out: Tensor
+    rows: slice
+
+
+def forward_into(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, final: Final | None = None
+) -> None:
     """Merge the result into a state that the same queries have over other keys: fp32 (batch,
     seqlen, heads, head_dim_v) and fp64 (batch, heads, seqlen), both some tokens of a whole state.
     """
     if out.numel() and x.k.numel():
-        _launch(problem, x, out, lse, room=lse.stride(1))
+        _launch(problem, x, out, lse, room=lse.stride(1), final=final)
 
 
-def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
+def _launch(
+    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int, final: Final | None = None
+) -> None:
     cut = _cut(problem)
+    rows_of = lambda t: grouped(t, 64, cut.group, hopper_width(problem.head_dim_v))
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -63,12 +78,13 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     lists, list_strides = mask_arguments(rows, tiles, anything)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
-        grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
+        rows_of(out) if staged else out,
+        anything if final is None else rows_of(final.out),
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
         anything if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
+        counter(lse.device) if cut.dynamic and cut.num_tiles > programs else lse.view(torch.int32),
         *lists,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -81,6 +97,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         *list_strides,
         problem.head_dim_v,
         room,
+        *((0, 0) if final is None else (final.rows.start, final.rows.stop)),
         cut.tiles_m,
         cut.section,
         cut.num_tiles,
@@ -91,6 +108,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         HAS_SINKS=x.sinks is not None,
         STAGED=staged,
         MERGE=lse.dtype == torch.float64,
+        ROUND=final is not None,
         SECOND=second,
         **_constants(cut.config),
         launch_pdl=second,
@@ -99,7 +117,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
 
 def is_second(problem: Problem) -> bool:
     """Whether the call runs beside its predecessor (problem.Beside), with a program for every tile:
-    a counter, from which they would be drawn otherwise, has to be cleared by a launch before it.
+    the predecessor may still use the counter from which they would be drawn otherwise.
     """
     beside = problem.beside
     return beside is not None and beside.second and _cut(problem).num_tiles <= beside.programs

@@ -23,13 +23,13 @@ from onchip.kernels.configs import (
     hopper_gradient_config,
     hopper_width,
 )
+from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
     Frame,
-    counter,
     descriptor,
     gradient_tiles,
     num_sms,
@@ -139,9 +139,9 @@ class Queries(NamedTuple):
         """What the keys of x contribute. sums are dk and dv to add to, fp32 and some tokens of
         whole ones; without them, dk and dv are returned.
         """
-        call = self.call._replace(counters=counter(x.q))
         dk, dv = found = sums or (_empty(problem, x.k), _empty(problem, x.v))
         with on_device(x.q):
+            call = self.call._replace(counters=counter(x.q.device))
             _gradients(problem, call, x, self.dout, dk, dv, add=sums is not None)
         return None if sums is not None else found
 

@@ -294,16 +294,33 @@ class Boxes:
     @gluon.jit
     def announce(self, i, k_desc, v_desc):
         """Producer: once filling i - num_stages is released, say how much filling i will be."""
-        s = i % self.num_stages
-        mbarrier.wait(self.empty.index(s), ((i // self.num_stages) & 1) ^ 1)
+        mbarrier.wait(self.empty.index(i % self.num_stages), ((i // self.num_stages) & 1) ^ 1)
+        self.expect(i, k_desc, v_desc)
+
+    @gluon.jit
+    def expect(self, i, k_desc, v_desc):
+        """The same for the first num_stages fillings, which need no wait."""
         nbytes: gl.constexpr = k_desc.block_type.nbytes + v_desc.block_type.nbytes
-        mbarrier.expect(self.full.index(s), self.PARTS * nbytes)
+        mbarrier.expect(self.full.index(i % self.num_stages), self.PARTS * nbytes)
 
     @gluon.jit
     def load(self, i, part: gl.constexpr, k_desc, v_desc, coord):
         s = i % self.num_stages
         _load(k_desc, coord, self.full.index(s), self.k.index(s * self.PARTS + part))
         _load(v_desc, coord, self.full.index(s), self.v.index(s * self.PARTS + part))
+
+    @gluon.jit
+    def restart(self, started):
+        """All threads, before there is a producer: as if the first fillings had not been started,
+        once they have come. No copy may be under way to a slot that is filled anew.
+        """
+        for i in range(started):
+            self.wait_full(i)
+        meet()
+        for s in gl.static_range(self.num_stages):
+            mbarrier.invalidate(self.full.index(s))
+            mbarrier.init(self.full.index(s), count=1)
+        fence_async_shared()
 
     @gluon.jit
     def wait_full(self, i):

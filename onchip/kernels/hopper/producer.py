@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch
-from onchip.kernels.hopper.schedule import next_ticket
+from onchip.kernels.hopper.schedule import end_sparse, next_ticket
 
 
 @gluon.jit
@@ -68,10 +68,7 @@ class Drawn:
 
 @gluon.jit
 def following(counter, job, ticket):
-    if job.cfg.DYNAMIC:
-        return next_ticket(counter, job.order.num_tiles)
-    else:
-        return ticket + gl.num_programs(0)
+    return next_ticket(counter, ticket, job.order.num_tiles, job.cfg.DYNAMIC, job.SPARSE)
 
 
 @gluon.jit
@@ -148,3 +145,5 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
             after, drawn = hand_out_next(counter, pipes, job, drawn)
         place = after
         t += 1
+    if job.SPARSE:
+        end_sparse(counter, job.order.num_tiles)

@@ -486,11 +486,31 @@ def plus(a, b):
 
 
 @gluon.jit
-def next_ticket(counter, num_tiles):
-    """The next of `num_tiles`, all of them if there is none. With a program for each tile nobody
-    draws a second one: then the counter is not touched, and need not be at 0.
+def next_ticket(counter, ticket, num_tiles, DYNAMIC: gl.constexpr, SPARSE: gl.constexpr = False):
+    """The ticket after this one, num_tiles or more if there is none. Each of num_tiles tickets
+    leads to one draw, and the last draw leaves the counter as the launch found it, at 0 (SPARSE:
+    see end_sparse). With a program for each tile nobody draws: it is not touched, and may be
+    anything.
     """
-    ticket = num_tiles
+    if DYNAMIC:
+        ticket = num_tiles
+        if num_tiles > gl.num_programs(0):
+            drawn = gl.atomic_add(counter, 1, sem="relaxed")  # a number, and no data behind it
+            if not SPARSE:
+                gl.store(counter, 0, mask=drawn == num_tiles - 1)
+            ticket = drawn + gl.num_programs(0)
+        return ticket
+    else:
+        return ticket + gl.num_programs(0)
+
+
+@gluon.jit
+def end_sparse(counter, num_tiles):
+    """Where lengths decide how often programs draw, and may be wrong, the last program to end
+    leaves the counter at 0, and so the number of those that have ended, which lies behind it.
+    """
     if num_tiles > gl.num_programs(0):
-        ticket = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    return ticket
+        ended = gl.atomic_add(counter + 1, 1)  # after all of its draws
+        is_last = ended == gl.num_programs(0) - 1
+        gl.store(counter, 0, mask=is_last)
+        gl.store(counter + 1, 0, mask=is_last)

@@ -1,4 +1,4 @@
-"""What the launches of the Hopper kernels share: TMA descriptors, counters, sections of the L2."""
+"""What the launches of the Hopper kernels share: TMA descriptors, frames, sections of the L2."""
 
 import math
 from functools import cache, lru_cache
@@ -85,11 +85,6 @@ def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -
         "SOFTCAP": softcap,
         "DYNAMIC": packed or left or right or mask,
     }
-
-
-def counter(like: Tensor) -> Tensor:
-    """Where programs draw their tickets, at 0."""
-    return torch.zeros(1, dtype=torch.int32, device=like.device)
 
 
 def scales(problem: Problem) -> tuple[float, float]:

@@ -27,6 +27,8 @@ class Float(np.ndarray):
 
 
 class Int(np.ndarray):
+    type = SimpleNamespace(layout=None)
+
     def to(self, dtype):
         return np.asarray(self).astype(dtype).view(Float)
 
@@ -94,3 +96,52 @@ def test_dense_ranges_cover_all_tiles_and_name_sequences_that_there_are(batch, t
     covered = [b * tiles + tile + i for b, _, tile, count, *_ in ranges for i in range(count)]
     assert covered == list(range(batch * tiles))
     assert all(0 <= b < batch for b, *_ in ranges)
+
+
+LANGUAGE = SimpleNamespace(
+    int32=np.int32,
+    float32=np.float32,
+    arange=lambda start, stop, layout: np.arange(start, stop, dtype=np.int32),
+    associative_scan=lambda x, axis, plus: np.cumsum(x),
+    sum=lambda x, axis: np.asarray(x).sum(),
+    max=lambda x, axis: np.asarray(x).max(),
+    minimum=np.minimum,
+    maximum=np.maximum,
+    where=lambda *args: np.where(*args).view(Int),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 30 * 64), min_size=1, max_size=20),
+    st.integers(1, 40),
+    st.sampled_from([None, 100, 700]),
+)
+def test_programs_start_only_tiles_of_their_first_sequence(seqlens, most, left):
+    """Those beyond the last range stand where they may, and start none."""
+    window = {"HAS_LEFT": left is not None, "left": left, "seqlen_q": 1}
+    lengths = SimpleNamespace(PAGED=True, batch=len(seqlens), **window)
+    lengths.start = lambda seqlen: run(decode.Lengths.start, lengths, seqlen)
+    lengths.tiles = lambda seqlen: run(decode.Lengths.tiles, lengths, seqlen)
+    parts = lambda total, *_: paged_cut(total, most)
+    fields = ["b", "seqlen", "tile", "count", "before", "cut", "has_empty"]
+    made = lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
+    names = {"gl": LANGUAGE, "cut": parts, "Range": made, "SWITCH": 4, "TILE_N": 64, "plus": None}
+    names["switch"] = lambda b, tiles: run(switch, b, tiles)
+    switch = decode.switch
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setattr(decode, name, value)
+        for number in range(most):
+            mine = run(decode.range_of, lengths, integers(seqlens), integers(number), most, 4)
+            started = int(run(decode.of_first, lengths, mine))
+            first, tiles = lengths.tiles(integers(seqlens[int(mine.b)]))
+            assert 0 <= started <= int(mine.count)
+            assert started == 0 or int(mine.tile) + started <= int(tiles)
+
+
+def paged_cut(total, most):
+    """As `decode.cut`, with ranges of 4 units at least."""
+    parts = cut_into(int(total), min(most, max(int(total) // 4, 1)))
+    parts.stop = lambda r: parts.start(integers(r + (r < parts.ranges)))
+    return parts

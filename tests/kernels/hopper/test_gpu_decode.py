@@ -132,6 +132,48 @@ def test_graphs_replay_with_other_lengths_and_reused_scratch_memory():
         assert torch.equal(again, expected)
 
 
+def late_writer():
+    """A kernel that lets the next call begin, and copies numbers when that has looked at them."""
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
+
+    @triton.jit
+    def write(to, source, count, NANOSECONDS: tl.constexpr):
+        gdc_launch_dependents()
+        start = globaltimer()
+        while globaltimer() - start < NANOSECONDS:
+            pass
+        for i in range(count):
+            tl.store(to + i, tl.load(source + i))
+
+    return write
+
+
+@pytest.mark.parametrize("changed", [{"lengths"}, {"pages"}, {"lengths", "pages"}, set()])
+def test_lengths_and_pages_written_while_the_call_begins(changed):
+    """The call has begun to copy keys by what it saw before, and must notice."""
+    write = late_writer()
+    q, _, pages = paged(1, [9000, 0, 3000, 64, 700, 5])
+    k, v = (torch.cat([t, 2 * t]) for t in pages[:2])
+    other = {"lengths": [17, 0, 2999, 0, 699, 5], "pages": len(pages.k_pages)}
+    table, seqlens = pages.page_table, pages.cache_seqlens
+    lengths = torch.tensor(other["lengths"]).to(seqlens) if "lengths" in changed else seqlens
+    moved = table + other["pages"] if "pages" in changed else table
+    room = torch.cat([seqlens, table.flatten()])
+    states = [room.clone(), torch.cat([lengths, moved.flatten()])]
+    views = room[len(seqlens) :].view(table.shape), room[: len(seqlens)]
+    expected = []
+    for state in states:
+        room.copy_(state)
+        expected.append(onchip.paged_attention(q, k, v, *views, kernel="hopper"))
+    outs = []
+    for i in range(100):
+        write[(1,)](room, states[i % 2], len(room), NANOSECONDS=30_000)
+        outs.append(onchip.paged_attention(q, k, v, *views, kernel="hopper"))
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
+
+
 def test_two_streams_do_not_meet():
     q, _, pages = paged(1, [9000, 12345])
     expected = onchip.paged_attention(q, *pages, kernel="hopper")

@@ -1,0 +1,28 @@
+"""What tests of the kernels' host code share where there is no GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from onchip.kernels import counters
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The current stream, whether it is captured, and how often it was waited for: stand-ins, for
+    which counters are on the CPU.
+    """
+    state = SimpleNamespace(stream=0, capturing=False, waits=0)
+
+    def wait():
+        state.waits += 1
+
+    stream = SimpleNamespace(synchronize=wait)
+    monkeypatch.setattr(counters, "_pools", {})
+    monkeypatch.setattr(counters, "has_streams", lambda device: True)
+    raw = lambda device: state.stream
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return state

@@ -1,0 +1,186 @@
+"""The producers of the Hopper kernels, run as plain Python on several threads: every tile is handed
+out once, and the counter is at 0 after a launch as before it.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+from types import FunctionType, SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+pytest.importorskip("triton")
+from onchip.kernels.hopper import backward, gradient, producer, schedule  # noqa: E402
+
+PROGRAMS = 5
+QUERIES = 4  # of a tile
+
+
+class Device:
+    """What the kernels ask of Gluon. A pointer to the counter is an index into `words`."""
+
+    def __init__(self):
+        self.words = [0, 0]
+        self.draws = 0
+        self._lock = threading.Lock()
+        self._here = threading.local()
+        self.minimum, self.maximum, self.static_range = min, max, range
+
+    def num_programs(self, axis):
+        return PROGRAMS
+
+    def program_id(self, axis):
+        return self._here.program
+
+    def atomic_add(self, at, n, sem="acq_rel"):
+        sleep(0)  # others may come first
+        with self._lock:
+            self.draws += at == 0
+            self.words[at] += n
+            return self.words[at] - n
+
+    def store(self, at, value, mask=True):
+        if mask:
+            self.words[at] = value
+
+    def launch(self, produce, *args):
+        def run(program):
+            self._here.program = program
+            produce(*args)
+
+        with ThreadPoolExecutor(PROGRAMS) as pool:
+            list(pool.map(run, range(PROGRAMS)))
+
+
+def plain(module, device, **stand_ins):
+    """`produce` of a module, and all that it calls but the stand-ins, as Python runs them."""
+    world = {**vars(schedule), **vars(module)}
+    for name, found in world.items():
+        if hasattr(found, "fn"):
+            code, defaults = found.fn.__code__, found.fn.__defaults__
+            world[name] = FunctionType(code, world, name, defaults)
+    world.update(gl=device, **stand_ins)
+    return world["produce"]
+
+
+def job_of(num_tiles, **more):
+    cfg = SimpleNamespace(DYNAMIC=True, CONSUMERS=2, TILE_N=1, TILE_M=1, TILE=1, VALUES=False)
+    cfg.KEYS = False
+    off = SimpleNamespace(ON=False)
+    order = SimpleNamespace(num_tiles=num_tiles)
+    shape, pages = MagicMock(group_size=1), SimpleNamespace(SIZE=0)
+    return SimpleNamespace(cfg=cfg, blocks=off, order=order, shape=shape, pages=pages, **more)
+
+
+def forward_job(lengths, sparse, handed_out):
+    """A job over sequences of so many queries, each of which has as many tickets as the longest."""
+    tiles = -(-max(lengths) // QUERIES)
+    num_tiles = tiles * len(lengths)
+    rows = [(n % tiles * QUERIES, lengths[n // tiles]) for n in range(num_tiles)]
+    existing = [n for n, (row, length) in enumerate(rows) if row < length]
+
+    def place(ticket):
+        row, length = rows[ticket] if ticket < num_tiles else (-1, 0)
+        return SimpleNamespace(
+            ticket=ticket, row=row, seqlen_q=length, seqlen_k=length, batch=0, head=0, k0=0
+        )
+
+    def find(number, block, passed):
+        return existing[number] if number < len(existing) else num_tiles, block, passed
+
+    def keys(place, consumers):
+        handed_out.append(place.ticket)
+        return SimpleNamespace(lo=0, hi=place.ticket % 4)  # none for some
+
+    job = job_of(num_tiles, SPARSE=sparse, place=place, find=find, keys=keys)
+    job.words = lambda place: ()
+    return job, existing
+
+
+def forward_of(device):
+    nothing = lambda *args: None
+    state = lambda *args: SimpleNamespace(
+        **dict(zip(("ticket", "given", "block", "passed"), args, strict=True))
+    )
+    return plain(producer, device, load_rows=nothing, load_totals=nothing, Drawn=state)
+
+
+def pipes():
+    return MagicMock(**{"k.num_stages": 2, "q.num_stages": 2, "dout.num_stages": 1})
+
+
+LENGTHS = {
+    "equal": [40] * 3,
+    "packed": [40, 0, 3, 0, 0, 17, 39, 1],
+    "nothing after the first": [100, 0, 0, 0],
+    "nothing at all but one": [0, 0, 0, 0, 0, 0, 1, 0],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("sparse", [False, True], ids=["", "sparse"])
+def test_forward(lengths, sparse):
+    device = Device()
+    produce = forward_of(device)
+    for _ in range(3):  # each launch leaves the counter to the next
+        handed_out = []
+        job, existing = forward_job(lengths, sparse, handed_out)
+        device.draws = 0
+        device.launch(produce, None, None, None, None, 0, pipes(), job)
+        assert sorted(handed_out) == existing and device.words == [0, 0]
+        assert device.draws == len(existing if sparse else range(job.order.num_tiles))
+
+
+@pytest.mark.parametrize("apart", [0, 2, 100])
+def test_wrong_lengths_leave_no_trace(apart):
+    """Tiles where none can be, or the same one for ever, as far as a launch ends."""
+    device = Device()
+    job, _ = forward_job(LENGTHS["packed"], True, [])
+    end = 3 * job.order.num_tiles
+    job.find = lambda number, *at: (number * apart if number < end else end, *at)
+    device.launch(forward_of(device), None, None, None, None, 0, pipes(), job)
+    assert device.words == [0, 0]
+
+
+def test_with_a_program_for_each_tile_nothing_is_drawn():
+    """And in the place of a counter may be anything."""
+    device = Device()
+    device.words = ["anything", "at all"]
+    handed_out = []
+    job, existing = forward_job([QUERIES] * PROGRAMS, False, handed_out)
+    device.launch(forward_of(device), None, None, None, None, 0, pipes(), job)
+    assert sorted(handed_out) == existing and device.words == ["anything", "at all"]
+
+
+@pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
+def test_backward(num_tiles):
+    device, handed_out = Device(), []
+
+    def place(ticket):
+        handed_out.append(ticket)
+        return 0, 0, ticket
+
+    walk = SimpleNamespace(count=0)
+    produce = plain(backward, device, walk_of=lambda *args: walk)
+    for _ in range(3):
+        job = job_of(num_tiles, place=place)
+        job.shape.sequence.return_value = (0, 9, 0, 9)
+        device.launch(produce, None, None, None, None, None, 0, pipes(), job)
+        assert sorted(handed_out) == list(range(num_tiles)) and device.words == [0, 0]
+        handed_out.clear()
+
+
+@pytest.mark.parametrize("num_tiles", [PROGRAMS + 1, 41])
+def test_gradient(num_tiles):
+    device, handed_out = Device(), []
+
+    def place(ticket, part):
+        handed_out.append(ticket)
+        return SimpleNamespace(row=0, length=0)
+
+    for _ in range(3):
+        job = job_of(num_tiles, place=place)
+        device.launch(plain(gradient, device), None, None, None, None, None, 0, pipes(), job)
+        assert sorted(handed_out) == list(range(num_tiles)) and device.words == [0, 0]
+        handed_out.clear()
