@@ -472,7 +472,8 @@ def forward8_kernel(
     if STAGED:
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED, False, False)
+    out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, none, batch, batch, HAS_SINKS,
+              STAGED, False, False, False)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, counter, pipes, job, narrow)
     if CONSUMERS == 2:
         gl.warp_specialize([

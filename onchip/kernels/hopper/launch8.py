@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import HopperConfig, hopper_eight_config, hopper_width
+from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward8 import forward8_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
-    counter,
     descriptor,
     matrix,
     num_sms,
@@ -74,7 +74,7 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         k.scales,
         lse if x.cu_seqlens_q is None else x.cu_seqlens_q,
         lse if x.cu_seqlens_k is None else x.cu_seqlens_k,
-        counter(lse) if dynamic else lse.view(torch.int32),
+        counter(lse.device) if dynamic else lse.view(torch.int32),
         problem.seqlen_q,
         problem.seqlen_k,
         x.q.shape[0],
