@@ -19,6 +19,7 @@ from onchip.kernels.hopper.pipe import (
     make_baton,
     make_ring,
     make_tickets,
+    prefetch,
     store_tile,
     store_wait,
     tensor_descriptor,
@@ -277,6 +278,16 @@ def store_lse(out, job, place, m_log2, l):
 
 
 @gluon.jit
+def expect_lse(out, job, place):
+    """Bring what the lse of 64 rows will be merged into nearer: there are no registers to hold it,
+    and the producer has none to find it.
+    """
+    if out.MERGE:
+        at, exist = lse_places(out, job, place)
+        prefetch(gl.where(exist, at, out.lse))
+
+
+@gluon.jit
 def lse_before(out, job, place):
     """What the lse of 64 rows will be merged into, asked for before it is needed."""
     if out.MERGE:
@@ -453,6 +464,7 @@ def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     filling = t * cfg.CONSUMERS + C
     s, i = first_scores(pipes, cfg, work, filling, i, C)
     release_total(out, cfg, t - 1, C)
+    expect_lse(out, job, work.place)
     p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
     if EARLY:
         pipes.q.release(filling)
