@@ -356,10 +356,9 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
 
 def merging(
     question: Question, x: Tensors, kernel: str | None
-) -> Callable[[Tensor, Tensor, tuple[Tensor, slice] | None], None] | None:
+) -> Callable[[Tensor, Tensor], None] | None:
     """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
-    over other keys, in place; None if the kernel of this problem has no such way. Its third
-    argument: an output of as many tokens, to which these rows go instead, rounded.
+    over other keys, in place; None if the kernel of this problem has no such way.
     """
     module = _module(question.problem, x, kernel)
     if not hasattr(module, "merges") or not module.merges(question.problem):

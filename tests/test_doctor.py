@@ -144,7 +144,7 @@ def test_it_says_how_a_model_would_run(tmp_path, capsys):
     models.save(models.builtin.tiny(), tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert "llama, 4 layers, torch.float32" in told and "Runs natively" in told
+    assert "llama, 7 layers, torch.float32" in told and "Runs natively" in told
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     pytest.importorskip("transformers")
     assert main(["doctor", str(tmp_path)]) == 1

@@ -76,6 +76,8 @@ def run(session: Session) -> None:
     torch.set_num_threads(session.threads)
     if torch.cuda.is_available():
         session.where = {"device": torch.cuda.get_device_name(), "clocks": {}}
+    if session.only:
+        session.where |= {"flags": f"--only {' '.join(session.only)}"}
     start = time.perf_counter()
     asked = session.only or PARTS
     steps = [step for part in PARTS if part in asked for step in STEPS[part](session)]

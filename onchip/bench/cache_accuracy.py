@@ -6,7 +6,7 @@ Kullback-Leibler divergence of the next byte, how often the likeliest byte is an
 perplexity (of a byte), which is what users see. All is computed in fp32 but what lies in the pages,
 so that the differences are the cache's alone.
 
-    python -m onchip.bench.cache_accuracy    # a table; some ten seconds on one core
+    python -m onchip.bench.cache_accuracy    # a table; half a minute on one core
 """
 
 import lzma

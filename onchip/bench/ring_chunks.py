@@ -25,7 +25,6 @@ from onchip.parallel.rounds import (
     Rule,
     attend,
     gradients,
-    last_rows,
     schedule,
     total_of,
 )
@@ -44,7 +43,7 @@ BARS = (
         optional=True,
     ),
 )
-CALL = Call(out_dtype=torch.bfloat16)
+CALL = Call()
 attention = cast(Callable[..., Tensor], onchip.attention)  # it may return more, if asked to
 
 
@@ -137,10 +136,10 @@ def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
     share = cut.shares[rank]
     total = total_of(share.q, share.v.shape[-1])
     with cut.lanes.of(rank):
-        last = last_rows([at for _, at in share.rounds])
-        for (source, at), rows in zip(share.rounds, last, strict=True):
-            total.fold(CALL, at, share.q, *cut.shares[source][1:3], rows)
-        return total.result(CALL.out_dtype)
+        for source, at in share.rounds:
+            total.fold(CALL, at, share.q, *cut.shares[source][1:3])
+        out, lse = total.result()
+        return out.to(torch.bfloat16), lse
 
 
 def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tensor]]:

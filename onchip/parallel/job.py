@@ -45,9 +45,7 @@ class Job(NamedTuple):
         """(out, lse, residual of out, if it is kept) of local queries. A sink enters after the keys
         of all ranks, once.
         """
-        as_is = sinks is None and not self.call.precise_delta
-        call = self.call._replace(out_dtype=self.out_dtype if as_is else None)
-        out, lse = self.strategy.forward(self.comm, self.schedule, call, q, k, v)
+        out, lse = self.strategy.forward(self.comm, self.schedule, self.call, q, k, v)
         if sinks is not None:
             state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
             out, lse = finalize(state)

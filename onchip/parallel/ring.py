@@ -15,19 +15,18 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Backward, Call, Pair, Schedule, last_rows, total_of
+from onchip.parallel.rounds import Backward, Call, Pair, Schedule, total_of
 
 
 def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
-    """(out, lse) of local queries over the keys of all ranks, unrounded or in call.out_dtype."""
+    """(out, lse) of local queries over the keys of all ranks, unrounded."""
     total = total_of(q, v.shape[-1])
-    rounds = zip(schedule.rounds, last_rows(schedule.rounds), strict=True)
-    for (round, last), (k_here, v_here) in zip(
-        rounds, _segments(comm, schedule, k, v), strict=True
+    for round, (k_here, v_here) in zip(
+        schedule.rounds, _segments(comm, schedule, k, v), strict=True
     ):
         if round is not None:
-            total.fold(call, round, q, k_here, v_here, last)
-    return total.result(call.out_dtype)
+            total.fold(call, round, q, k_here, v_here)
+    return total.result()
 
 
 def backward(

@@ -8,7 +8,7 @@ window. Any other round is a block mask. ALiBi and dropout go by positions in th
 which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -87,27 +87,6 @@ class Round(NamedTuple):
         rows, keys = (s.stop - s.start for s in (self.rows, self.keys))
         lo, hi = Rule(keys, self.causal, self.window_size).spans(torch.arange(rows) + keys - rows)
         return batch * heads * int((hi - lo).clamp(min=0).sum())
-
-
-def last_rows(rounds: Sequence[Round | None]) -> list[slice | None]:
-    """Of the rows of every round, those that no later one sees: one slice of them; None where there
-    are none or where they are not one.
-    """
-    found, later = [], slice(0, 0)  # what later rounds see lies in one slice
-    for round in reversed(rounds):
-        parts = [] if round is None else _outside(round.rows, later)
-        found.append(parts[0] if len(parts) == 1 else None)
-        if round is not None:
-            seen = [round.rows, later] if later.stop else [round.rows]
-            later = slice(min(s.start for s in seen), max(s.stop for s in seen))
-    return found[::-1]
-
-
-def _outside(rows: slice, other: slice) -> list[slice]:
-    """What rows have before and after the other ones."""
-    before = slice(rows.start, min(rows.stop, other.start))
-    after = slice(max(rows.start, other.stop), rows.stop)
-    return [part for part in (before, after) if part.start < part.stop]
 
 
 class Schedule(NamedTuple):
@@ -273,7 +252,6 @@ class Call(NamedTuple):
     first_head: int = 0
     wide_grads: bool = True  # needed where gradients of rounds are summed
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
-    out_dtype: torch.dtype | None = None  # of the total of all rounds, if it may be rounded
 
 
 def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,10 +319,8 @@ class Total:
         self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
         self._state: State | None = None
 
-    def fold(
-        self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, last: slice | None = None
-    ) -> None:
-        """One more round. `last`: rows that no later one sees, see last_rows."""
+    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """One more round."""
         self.add(round.rows, *attend(call, round, q, k, v))
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -360,10 +336,9 @@ class Total:
         total_out.lerp_(out, share.transpose(1, 2)[..., None])
         total_lse.copy_(merged)
 
-    def result(self, dtype: torch.dtype | None = None) -> State:
-        """(out, rounded if a dtype is given; lse)"""
+    def result(self) -> State:
         out, lse = self._begun()
-        return out.to(dtype or out.dtype), lse.to(out.dtype)
+        return out, lse.to(out.dtype)
 
     def _begun(self) -> State:
         if self._state is None:
@@ -375,23 +350,17 @@ class Total:
 
 class Patient(Total):
     """A total on a GPU. A kernel that merges its result into the total reads and writes it while
-    others of its programs compute, and rounds rows that it is the last to write. Rounds of other
-    kernels wait for one another: to merge them costs to read the total and to write it, which one
-    launch does for several of them.
+    others of its programs compute. Rounds of other kernels wait for one another: to merge them
+    costs to read the total and to write it, which one launch does for several of them.
     """
 
     WAITING = 4
-    TILE = 64  # rows that a kernel rounds together
 
     def __init__(self, q: Tensor, head_dim_v: int):
         super().__init__(q, head_dim_v)
         self._waiting: list[tuple[int, Tensor, Tensor]] = []
-        self._rounded: Tensor | None = None
-        self._unrounded = [slice(0, q.shape[1])]
 
-    def fold(
-        self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, last: slice | None = None
-    ) -> None:
+    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
         question, x = pose(call, round, q, k, v)
         merge = library.merging(question, x, call.kernel)
         begins = self._state is None and round.rows == slice(0, self._shape[1])
@@ -401,35 +370,17 @@ class Patient(Total):
             super().add(round.rows, *library.run(question, x, call.kernel)[:2])
         else:
             out, lse = self._begun()
-            final = self._final(call, round.rows, last)
-            merge(out[:, round.rows], lse[:, :, round.rows], final)
-
-    def _final(self, call: Call, rows: slice, last: slice | None) -> tuple[Tensor, slice] | None:
-        """The rows that a kernel may round, counted from the first of the round, and where to."""
-        if last is None or self._waiting or call.out_dtype in (None, self._like.dtype):
-            return None
-        start, stop = last.start - rows.start, last.stop - rows.start
-        if start % self.TILE or (stop % self.TILE and last.stop != rows.stop):
-            return None
-        if self._rounded is None:
-            self._rounded = self._like.new_empty(self._shape, dtype=call.out_dtype)
-        self._unrounded = [part for each in self._unrounded for part in _outside(each, last)]
-        return self._rounded[:, rows], slice(start, stop)
+            merge(out[:, round.rows], lse[:, :, round.rows])
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         self._waiting.append((rows.start, out, lse))
         if len(self._waiting) == self.WAITING:
             self._merge()
 
-    def result(self, dtype: torch.dtype | None = None) -> State:
+    def result(self) -> State:
         if self._waiting:
             self._merge()
-        if self._rounded is None:
-            return super().result(dtype)
-        out, lse = self._begun()
-        for rows in self._unrounded:
-            self._rounded[:, rows] = out[:, rows]
-        return self._rounded, lse.to(out.dtype)
+        return super().result()
 
     def _merge(self) -> None:
         fresh = self._state is None

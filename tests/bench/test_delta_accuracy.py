@@ -24,8 +24,11 @@ def test_roundings_of_a_row_add_up_in_delta(rows, kernel):
 
 @pytest.mark.parametrize("kernel", bench.ON_CPU)
 def test_roundings_of_one_sign_do_not_average_out(rows, kernel):
+    """How many go that way depends on the CPU: where the rest of a row is lost in fp32, the order
+    of additions decides (tiled: -7e-4 on a Neoverse N1, -1.6e-3 on a Xeon).
+    """
     plain, precise = (rows["biased ties", kernel, x] for x in (False, True))
-    assert plain["drift"] < -1e-3 and abs(precise["drift"]) < 1e-5
+    assert plain["drift"] < -100 * abs(precise["drift"]) and abs(precise["drift"]) < 1e-5
     assert plain["dk"] > 0.5 and precise["dk"] < 2e-3
 
 

@@ -8,7 +8,7 @@ import torch
 
 from onchip import attention, library
 from onchip.parallel import rounds
-from onchip.parallel.rounds import Backward, Call, Patient, Round, Total, last_rows
+from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
 from onchip.state import merge_at_rest
 from onchip.testing import make_qkv
 from tests.parallel.judge import Case, in_process
@@ -62,8 +62,7 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     """Rounds over five parts of the keys, the first of which may be of some rows only."""
     monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
-    run = lambda: (0, *library.run(*posed, None)[:2])
-    merge = lambda out, lse, final: fold((out, lse), [run()], fresh=False)
+    merge = lambda out, lse: fold((out, lse), [(0, *library.run(*posed, None)[:2])], fresh=False)
 
     def merging(*args):
         posed[:] = args[:2]
@@ -80,54 +79,6 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     out, lse = total.result()
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
-
-
-ALL, FRONT, BACK = slice(0, 7), slice(0, 4), slice(4, 7)
-
-
-@pytest.mark.parametrize(
-    "seen, last",
-    [
-        ([], []),
-        ([ALL], [ALL]),
-        ([ALL, ALL, BACK, BACK], [None, FRONT, None, BACK]),  # a zigzag
-        ([ALL, None, FRONT, BACK], [None, None, FRONT, BACK]),
-        ([BACK, None], [BACK, None]),
-        ([ALL, slice(2, 4)], [None, slice(2, 4)]),  # rows before and after: two slices
-        ([slice(2, 4), slice(0, 1), slice(6, 7)], [None, slice(0, 1), slice(6, 7)]),
-    ],
-)
-def test_rows_that_no_later_round_sees(seen, last):
-    found = [None if rows is None else Round(rows, slice(0, 1)) for rows in seen]
-    assert last_rows(found) == last
-
-
-@pytest.mark.parametrize("tile, rounded", [(2, [(0, 4), (0, 3)]), (3, [(0, 3)])])
-def test_a_kernel_that_merges_rounds_the_rows_that_are_done(tile, rounded, monkeypatch):
-    """Whole tiles of them. What it rounds is nowhere else."""
-    monkeypatch.setattr(Patient, "TILE", tile)
-    q, *pairs = make_qkv(1, 7, 15, num_heads=2, head_dim=8)
-    call, total, done = Call(out_dtype=torch.bfloat16), Patient(q, 8), []
-
-    def merge(x, problem, out, lse, final):
-        fold((out, lse), [(0, *library.run(x, problem, None)[:2])], fresh=False)
-        if final is not None:
-            final[0][:, final[1]] = out[:, final[1]]
-            out[:, final[1]] = torch.nan
-            done.append(final[1])
-
-    monkeypatch.setattr(library, "merging", lambda x, problem, kernel: partial(merge, x, problem))
-    steps = [Round(rows, slice(0, 3)) for rows in (ALL, ALL, ALL, BACK, BACK)]
-    visible = torch.zeros(7, 15, dtype=torch.bool)
-    for i, (round, last) in enumerate(zip(steps, last_rows(steps), strict=True)):
-        keys = slice(3 * i, 3 * i + 3)
-        total.fold(call, round, q, *(t[:, keys] for t in pairs), last)
-        visible[round.rows, keys] = True
-    out, lse = total.result(call.out_dtype)
-    want, want_lse = attention(q, *pairs, mask=visible, return_lse=True)
-    torch.testing.assert_close(out, want.bfloat16(), rtol=2**-7, atol=1e-6)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
-    assert [(rows.start, rows.stop) for rows in done] == rounded  # counted from the round's first
 
 
 class Adder:

@@ -15,7 +15,7 @@ from .app import Options, Server
 from .keys import Keyring, read_keys
 from .run import Address, Process, raise_file_limit, url_of
 
-BUILTIN_PAGES = 2049  # of the built-in model, 64 MB; the live page draws all but the null page
+BUILTIN_PAGES = 2049  # of the built-in model, 112 MiB; the live page draws all but the null page
 
 
 def serve(args: argparse.Namespace) -> int:

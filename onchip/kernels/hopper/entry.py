@@ -132,12 +132,11 @@ def merges(problem: Problem) -> bool:
     return narrow and dense and not splits_keys(problem)
 
 
-def forward_into(problem, x, out, lse, final=None):
-    from onchip.kernels.hopper.launch import Final
+def forward_into(problem, x, out, lse):
     from onchip.kernels.hopper.launch import forward_into as launch
 
     with on_device(x.q):
-        launch(problem, x, out, lse, final and Final(*final))
+        launch(problem, x, out, lse)
 
 
 def adds(problem: Problem) -> bool:

@@ -19,7 +19,7 @@ from onchip.kernels.hopper.pipe import (
     make_baton,
     make_ring,
     make_tickets,
-    reinterpret,
+    prefetch,
     store_tile,
     store_wait,
     tensor_descriptor,
@@ -55,8 +55,7 @@ class Out:
     """Where results go: out by TMA through `slots` (STAGED), or straight from registers; lse
     directly; and the sinks that join at the end. MERGE: what lies there, `room` tokens to a
     batch entry and lse in fp64, is the state of the same queries over other keys, and merged in:
-    out comes and goes through `totals`, a slot for each consumer. ROUND: nothing more will be
-    merged into rows from final_lo to final_hi, whole tiles, and they go to `rounded` instead.
+    out comes and goes through `totals`, a slot for each consumer.
     SECOND: the call before may still use the memory that they go to, and is waited for.
     """
 
@@ -67,20 +66,13 @@ class Out:
     sinks: gl.tensor
     dim: gl.tensor
     room: gl.tensor
-    rounded: gl.tensor | tensor_descriptor
-    final_lo: gl.tensor
-    final_hi: gl.tensor
     HAS_SINKS: gl.constexpr
     STAGED: gl.constexpr
     MERGE: gl.constexpr
-    ROUND: gl.constexpr
     SECOND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self, ref, slots, totals, lse, sinks, dim, room, rounded, final_lo, final_hi, HAS_SINKS,
-        STAGED, MERGE, ROUND, SECOND,
-    ):  # fmt: skip
+    def __init__(self, ref, slots, totals, lse, sinks, dim, room, HAS_SINKS, STAGED, MERGE, SECOND):
         self.ref = ref
         self.slots = slots
         self.totals = totals
@@ -88,13 +80,9 @@ class Out:
         self.sinks = sinks
         self.dim = dim
         self.room = room
-        self.rounded = rounded
-        self.final_lo = final_lo
-        self.final_hi = final_hi
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.STAGED = gl.constexpr(STAGED)
         self.MERGE = gl.constexpr(MERGE)
-        self.ROUND = gl.constexpr(ROUND)
         self.SECOND = gl.constexpr(SECOND)
 
 
@@ -289,6 +277,16 @@ def store_lse(out, job, place, m_log2, l):
 
 
 @gluon.jit
+def expect_lse(out, job, place):
+    """Bring what the lse of 64 rows will be merged into nearer: there are no registers to hold it,
+    and the producer has none to find it.
+    """
+    if out.MERGE:
+        at, exist = lse_places(out, job, place)
+        prefetch(gl.where(exist, at, out.lse))
+
+
+@gluon.jit
 def lse_before(out, job, place):
     """What the lse of 64 rows will be merged into, asked for before it is needed."""
     if out.MERGE:
@@ -362,21 +360,8 @@ def merge_out(out, job, place, acc_next, inverse, rest, filling):
     out.totals.wait_full(filling)
     before = normalised(out.totals.slot(filling).load(job.cfg.O), rest, job.cfg)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc_next,))
-    store_total(out, job, place, before + normalised(acc, inverse, job.cfg), filling)
-
-
-@gluon.jit
-def store_total(out, job, place, acc, filling):
-    """64 rows of a total, through the slot in which they have come."""
-    at, slot = job.rows_at(place), out.totals.tile(filling)
-    if out.ROUND:
-        if (place.row >= out.final_lo) & (place.row < out.final_hi):
-            rounded = reinterpret(slot, out.rounded)
-            store_tile(out.rounded, at, rounded, acc.to(out.rounded.dtype))
-        else:
-            store_tile(out.ref, at, slot, acc)
-    else:
-        store_tile(out.ref, at, slot, acc)
+    acc = before + normalised(acc, inverse, job.cfg)
+    store_tile(out.ref, job.rows_at(place), out.totals.tile(filling), acc)
 
 
 @gluon.jit
@@ -480,6 +465,7 @@ def attend(out, pipes, job, work, t, i, C: gl.constexpr):
     filling = t * cfg.CONSUMERS + C
     s, i = first_scores(pipes, cfg, work, filling, i, C)
     release_total(out, cfg, t - 1, C)
+    expect_lse(out, job, work.place)
     p, acc, alpha, m, l, i = fold(pipes, job, work, pipes.q.slot(filling), s, i, C)
     if EARLY:
         pipes.q.release(filling)
@@ -509,9 +495,6 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     release_total(out, cfg, t - 1, C)
     if out.MERGE:
         out.totals.wait_full(filling)
-        if out.ROUND:
-            total = out.totals.slot(filling).load(cfg.O)
-            store_total(out, job, work.place, total, filling)
     else:
         m = gl.full([64], float("-inf"), gl.float32, rows)
         finish_rows(out, job, work.place, (), m, gl.zeros([64], gl.float32, rows))
@@ -541,22 +524,21 @@ def consume(out, pipes, job, C: gl.constexpr):
 # would not be a tensor.
 _RUNTIME = [
     "seqlen_q", "seqlen_k", "total_q", "total_k", "num_heads", "group_size", "left", "right",
-    "mask_b", "mask_h", "dim", "room", "final_lo", "final_hi", "tiles_m", "section",
-    "num_tiles", "table_stride", "columns", "num_pages", "span_k", "span_v", "batch",
+    "mask_b", "mask_h", "dim", "room", "tiles_m", "section", "num_tiles",
+    "table_stride", "columns", "num_pages", "span_k", "span_v", "batch",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ref, rounded, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k,
-    counter,
+    q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
-    room, final_lo, final_hi, tiles_m, section, num_tiles, scale_log2, inner,
+    room, tiles_m, section, num_tiles, scale_log2, inner,
     page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_MASK: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGED: gl.constexpr,
-    MERGE: gl.constexpr, ROUND: gl.constexpr, SECOND: gl.constexpr,
+    MERGE: gl.constexpr, SECOND: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, OUT_IN_Q: gl.constexpr, RESCALE: gl.constexpr,
     POLY: gl.constexpr, UNDER: gl.constexpr, HOLD: gl.constexpr, NUMBERED: gl.constexpr,
@@ -585,8 +567,8 @@ def forward_kernel(
     totals = q
     if MERGE:
         totals = make_ring(out_ref, CONSUMERS, 1)
-    out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, rounded, final_lo, final_hi,
-              HAS_SINKS, STAGED, MERGE, ROUND, SECOND)  # fmt: skip
+    out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED,
+              MERGE, SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
     if SECOND:  # every program has a tile, so each waits for the call before it ends
         gdc_launch_dependents()

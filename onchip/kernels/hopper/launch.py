@@ -46,31 +46,16 @@ def forward(problem: Problem, x: Tensors) -> Result:
     return Result(out, lse)
 
 
-class Final(NamedTuple):
-    """Rows into which nothing more will be merged, and where they go instead of the state: some
-    tokens of a whole output, as many as the state has. `rows` are whole tiles of 64, or end with
-    the last.
-    """
-
-    out: Tensor
-    rows: slice
-
-
-def forward_into(
-    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, final: Final | None = None
-) -> None:
+def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None:
     """Merge the result into a state that the same queries have over other keys: fp32 (batch,
     seqlen, heads, head_dim_v) and fp64 (batch, heads, seqlen), both some tokens of a whole state.
     """
     if out.numel() and x.k.numel():
-        _launch(problem, x, out, lse, room=lse.stride(1), final=final)
+        _launch(problem, x, out, lse, room=lse.stride(1))
 
 
-def _launch(
-    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int, final: Final | None = None
-) -> None:
+def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
     cut = _cut(problem)
-    rows_of = lambda t: grouped(t, 64, cut.group, hopper_width(problem.head_dim_v))
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -78,8 +63,7 @@ def _launch(
     lists, list_strides = mask_arguments(rows, tiles, anything)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
-        rows_of(out) if staged else out,
-        anything if final is None else rows_of(final.out),
+        grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
         lse,
         anything if x.sinks is None else x.sinks,
         anything if x.cu_seqlens_q is None else x.cu_seqlens_q,
@@ -97,7 +81,6 @@ def _launch(
         *list_strides,
         problem.head_dim_v,
         room,
-        *((0, 0) if final is None else (final.rows.start, final.rows.stop)),
         cut.tiles_m,
         cut.section,
         cut.num_tiles,
@@ -108,7 +91,6 @@ def _launch(
         HAS_SINKS=x.sinks is not None,
         STAGED=staged,
         MERGE=lse.dtype == torch.float64,
-        ROUND=final is not None,
         SECOND=second,
         **_constants(cut.config),
         launch_pdl=second,

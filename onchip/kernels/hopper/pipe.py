@@ -369,9 +369,9 @@ _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def prefetch(cells):
-    """Bring what these pointers point to into the L2, if it is not there. Nobody waits for it."""
+    """Bring what these pointers point to into the L1, if it is not there. Nobody waits for it."""
     gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [cells], gl.int32, False, 1
+        "prefetch.global.L1 [$1];\n mov.b32 $0, 0;", "=r,l", [cells], gl.int32, False, 1
     )
 
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from onchip.kernels.hopper.pipe import AHEAD, LANES, prefetch
+from onchip.kernels.hopper.pipe import AHEAD
 from onchip.kernels.hopper.schedule import end_sparse, next_ticket
 
 
@@ -36,15 +36,9 @@ def load_rows(ring, desc, job, place, t):
 
 @gluon.jit
 def load_totals(out, job, place, t):
-    """What the output of the t-th tile is merged into; what its lse is, to the L2."""
+    """What the output of the t-th tile is merged into."""
     if out.MERGE:
-        shape = job.shape
         load_rows(out.totals, out.ref, job, place, t)
-        for x in gl.static_range(2 * job.cfg.CONSUMERS):
-            r = 32 * x + gl.arange(0, 32, LANES)
-            row = gl.minimum(place.row + r // shape.GROUP, place.seqlen_q - 1)
-            plane = place.batch.to(gl.int64) * shape.num_heads + place.head + r % shape.GROUP
-            prefetch(out.lse + plane * out.room + row)
 
 
 @aggregate

@@ -268,28 +268,3 @@ def test_totals_come_and_go_over_many_tiles(dim, keys, options):
         entry.forward_into(problem, x, out, lse)
         torch.testing.assert_close(out, new, rtol=0, atol=2e-6)
         torch.testing.assert_close(lse, new_lse.double() + math.log(times), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("dim", [64, 72, 128])
-@pytest.mark.parametrize("rows", [(0, 1000), (64, 640), (128, 1000), (0, 64), (0, 0)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (100, 30)}], ids=str)
-def test_rows_that_are_done_leave_rounded(dim, rows, options):
-    """They are what merging makes of them, rounded, and the state is left as it was there."""
-    q, k, v = inputs(1000, 300, dim)
-    x, final = Tensors(q, k, v), slice(*rows)
-    problem = describe(x, Options(**options, out_dtype=torch.float32), ())
-    batch, _, heads, _ = q.shape
-    before = torch.randn(batch, 1100, heads, dim, device="cuda")
-    lse = torch.randn(batch, heads, 1100, device="cuda", dtype=torch.float64)
-    mine, state = slice(37, 1037), [(before.clone(), lse.clone()) for _ in range(2)]
-    rounded = torch.full_like(before, torch.nan, dtype=q.dtype)
-    to = rounded[:, mine], final
-    for (out, sums), where in zip(state, (None, to), strict=True):
-        entry.forward_into(problem, x, out[:, mine], sums[:, :, mine], where)
-    (merged, merged_lse), (out, lse) = state
-    at = slice(37 + rows[0], 37 + rows[1])
-    assert torch.equal(lse, merged_lse)
-    assert torch.equal(rounded[:, at], merged[:, at].to(q.dtype))
-    assert rounded.isnan().sum() == rounded[:, : 1100 - rows[1] + rows[0]].numel()
-    merged[:, at] = before[:, at]
-    assert torch.equal(out, merged)
