@@ -280,29 +280,29 @@ def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
 
 @aggregate
 class Task:
-    """64 queries of one head, what their scores are multiplied with (a number, or one for each),
-    and the first block of the keys that they meet.
+    """64 queries of one head, which filling of their ring they are, what their scores are
+    multiplied with (a number, or one for each), and the first block of the keys that they meet.
     """
 
     place: Place
-    q: gl.shared_memory_descriptor
+    filling: gl.tensor
     factor: gl.tensor
     first: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, place, q, factor, first):
+    def __init__(self, place, filling, factor, first):
         self.place = place
-        self.q = q
+        self.filling = filling
         self.factor = factor
         self.first = first
 
 
 @gluon.jit
-def make_task(pipes, job, narrow, place, filling):
+def make_task(job, narrow, place, filling):
     shape = job.shape
     k0, _ = shape.keys(place.batch)
     factor = narrow.query_scales(shape, place, job.cfg.S) * job.scale.scale_log2
-    return Task(place, pipes.q.slot(filling), factor, narrow.keys(shape, place, k0))
+    return Task(place, filling, factor, narrow.keys(shape, place, k0))
 
 
 @gluon.jit
@@ -318,7 +318,7 @@ def products(pipes, cfg, q, i, INTS: gl.constexpr):
 
 
 @gluon.jit
-def fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED: gl.constexpr):
+def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.constexpr):
     """Fold filling i, key tile n. acc comes in units of the last tile's scale of v, and goes in
     units of this one's.
     """
@@ -326,7 +326,7 @@ def fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED: gl.conste
     scales = narrow.scales(task.first, n)
     tokens = narrow.token_scales(task.first, n, cfg.S)
     pipes.k.wait_full(i)
-    s = products(pipes, cfg, task.q, i, narrow.INTS)
+    s = products(pipes, cfg, q, i, narrow.INTS)
     pipes.k.release(i)
     if narrow.INTS:
         s = s.to(gl.float32) * tokens
@@ -343,9 +343,13 @@ def fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED: gl.conste
 
 @gluon.jit
 def fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i, hi, lo, MASKED: gl.constexpr):
-    """Key tiles from hi down to lo."""
+    """Key tiles from hi down to lo. Each loop over them has an address of the queries that ptxas
+    cannot know to be the other loops': it took for one what another, which had no tiles, had not
+    computed (docs/notebook.md, products of nothing).
+    """
+    q = pipes.q.steady_slot(task.filling, i)
     for n in range(hi - 1, lo - 1, -1):
-        acc, m, l, unit = fold_tile(pipes, job, narrow, task, acc, m, l, unit, i, n, MASKED)
+        acc, m, l, unit = fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED)
         i += 1
     return acc, m, l, unit, i
 
@@ -413,7 +417,7 @@ def attend(out, pipes, job, narrow, work, t, i, C: gl.constexpr, PARTS: gl.const
     mine = within(work.mine, keys)
     filling = t * cfg.CONSUMERS + C
     i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
-    task = make_task(pipes, job, narrow, place, filling)
+    task = make_task(job, narrow, place, filling)
     pipes.q.wait_full(filling)
     acc, m, l, unit, i = fold(pipes, job, narrow, task, mine, i, PARTS)
     pipes.q.release(filling)
@@ -472,8 +476,7 @@ def forward8_kernel(
     if STAGED:
         shape_out: gl.constexpr = [CONSUMERS] + out_ref.block_shape
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
-    out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, none, batch, batch, HAS_SINKS,
-              STAGED, False, False, False)  # fmt: skip
+    out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED, False, False)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job, narrow)
     if CONSUMERS == 2:
         gl.warp_specialize([

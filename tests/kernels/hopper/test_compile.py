@@ -233,7 +233,9 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
-    code, loops = _instructions(_tool("-sass", cubin))
+    sass = _tool("-sass", cubin)
+    assert not _doubtful_addresses(sass), "an address that may not have been computed"
+    code, loops = _instructions(sass)
     allocated = _allocated(compiled.asm["ttgir"])
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
@@ -255,11 +257,17 @@ def _tool(option: str, cubin: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
-    """Names of all instructions, and by innermost loop that
-    multiplies matrices, the shortest loop first."""
+class Instruction(NamedTuple):
+    at: int
+    predicate: str | None
+    name: str
+    operands: str
+
+
+def _flow(sass: str) -> tuple[list[Instruction], networkx.DiGraph]:
+    """All instructions, and which of them may follow one another, but for computed jumps."""
     pattern = r"/\*([0-9a-f]{4,5})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
-    found = [(int(m[1], 16), m[2], m[3], m[4]) for m in re.finditer(pattern, sass)]
+    found = [Instruction(int(m[1], 16), m[2], m[3], m[4]) for m in re.finditer(pattern, sass)]
     place = {at: i for i, (at, *_) in enumerate(found)}
     flow = networkx.DiGraph()
     flow.add_nodes_from(range(len(found)))
@@ -270,7 +278,14 @@ def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
         leaves = name.startswith(("BRA", "BRX", "EXIT", "RET"))
         if (predicate or not leaves) and i + 1 < len(found):
             flow.add_edge(i, i + 1)
-    names = [name for _, _, name, _ in found]
+    return found, flow
+
+
+def _instructions(sass: str) -> tuple[list[str], list[list[str]]]:
+    """Names of all instructions, and by innermost loop that
+    multiplies matrices, the shortest loop first."""
+    found, flow = _flow(sass)
+    names = [x.name for x in found]
     loops = [[names[i] for i in loop] for loop in _hot_loops(flow, names)]
     return names, sorted(loops, key=len)
 
@@ -283,6 +298,56 @@ def _hot_loops(flow: networkx.DiGraph, names: list[str]) -> list[list[int]]:
             entries = {i for i in loop if any(j not in loop for j in flow.predecessors(i))}
             hot += _hot_loops(flow.subgraph(loop - entries), names) or [sorted(loop)]
     return hot
+
+
+def _doubtful_addresses(sass: str) -> list[str]:
+    """Matrix products with an operand in shared memory whose address is not set by one instruction
+    alone: four uniform registers from gdesc[] on, of which the first two are of no account where
+    the left operand is in registers. ptxas took what a loop computes for computed where another
+    loop came after it, though the first may have no turn: whatever lay in the registers then was
+    an address.
+    """
+    found, flow = _flow(sass)
+    jumps = [i for i, x in enumerate(found) if x.name.startswith("BRX")]
+    starts = [i for i in flow if i and not flow.pred[i]]
+    flow.add_edges_from((i, start) for i in jumps for start in starts)
+    doubtful = []
+    for i, x in enumerate(found):
+        first = re.search(r"gdesc\[UR(\d+)\]", x.operands) if "GMMA" in x.name else None
+        if first:
+            skipped = 2 if re.match(r"\s*R\d+, R\d+", x.operands) else 0
+            registers = range(int(first[1]) + skipped, int(first[1]) + 4)
+            if any(len(_origins(found, flow, i, register)) != 1 for register in registers):
+                doubtful.append(f"{x.at:x} {x.name}{x.operands}")
+    return doubtful
+
+
+def _origins(
+    found: list[Instruction], flow: networkx.DiGraph, at: int, register: int
+) -> set[int | None]:
+    """The instructions that may have set a uniform register last, None if there may be none."""
+    origins, seen, ahead = set(), set(), [at]
+    while ahead:
+        i = ahead.pop()
+        if i == 0:
+            origins.add(None)
+        for before in flow.pred[i]:
+            sets = register in _sets(found[before])
+            if sets:
+                origins.add(before)
+            if before not in seen and (found[before].predicate or not sets):
+                seen.add(before)
+                ahead.append(before)
+    return origins
+
+
+def _sets(x: Instruction) -> range:
+    """Uniform registers that an instruction sets."""
+    first = re.match(r"\s*(?:U?P\w+, )*UR(\d+)\b", x.operands)
+    if not first or not x.name.startswith(("U", "R2UR", "S2UR", "REDUX")):
+        return range(0)
+    wide = ".64" in x.name or "WIDE" in x.name
+    return range(int(first[1]), int(first[1]) + 1 + wide)
 
 
 def _spills(loop: list[str]) -> int:
@@ -474,3 +539,18 @@ def test_loops_are_found_by_their_flow():
     )  # fmt: skip
     names, loops = _instructions("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
     assert len(names) == 9 and loops == [["HGMMA.64x8x16", "LDL", "BRA"]]
+
+
+@pytest.mark.parametrize("skips, doubtful", [("0x30", []), ("0x40", ["0050"])])
+def test_addresses_that_a_loop_without_turns_leaves_out(skips, doubtful):
+    """The first product's address must be set on every way there; of the second's, its left operand
+    being in registers, that of the right one alone.
+    """
+    lines = (
+        (0, "ULDC.64 UR6, c[0x0][0x208]"), (16, f"@!P0 BRA {skips}"), (32, "MOV R1, R2"),
+        (48, "UIADD3.64 UR4, UR8, 0x2, URZ"), (64, "UMOV UR18, UR6"), (72, "UMOV UR19, UR7"),
+        (80, "QGMMA.64x64x32.F32 R24, gdesc[UR4], R24"), (96, "@P1 BRA 0x50"),
+        (112, "QGMMA.64x64x32.F32 R24, R8, gdesc[UR16], R24"), (128, "EXIT"),
+    )  # fmt: skip
+    found = _doubtful_addresses("\n".join(f"/*{at:04x}*/ {text} ;" for at, text in lines))
+    assert [f"{x.split()[0]:>04}" for x in found] == doubtful

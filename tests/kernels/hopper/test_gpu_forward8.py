@@ -37,7 +37,9 @@ def assert_follows(recipe, got, q, k, v, **options):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (63, 111), (333, 700), (700, 333)])
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(1, 1), (63, 111), (333, 700), (700, 333), (192, 512)]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_lengths_and_windows(dim, seqlen_q, seqlen_k, options):
     q, k, v = inputs(seqlen_q, seqlen_k, dim)
@@ -55,10 +57,12 @@ INTEGERS = [("int8", dim) for dim in DIMS] + [("int8_pv16", 64), ("int8_pv16", 1
 
 
 @pytest.mark.parametrize("precision, dim", INTEGERS)
-@pytest.mark.parametrize("distribution", ["normal", "outlier"])
+@pytest.mark.parametrize(
+    "seqlen_k, distribution", [(700, "normal"), (700, "outlier"), (512, "normal")]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_integers(precision, dim, distribution, options):
-    q, k, v = inputs(333, 700, dim, distribution=distribution)
+def test_integers(precision, dim, seqlen_k, distribution, options):
+    q, k, v = inputs(333, seqlen_k, dim, distribution=distribution)
     got = attend(q, k, v, precision=precision, **options)
     assert_follows(precision, got, q, k, v, **options)
 
