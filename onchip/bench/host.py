@@ -28,6 +28,7 @@ from onchip.bench.harness import Bar, Case, Refused, Row, Rows, Session
 from onchip.bench.peers import Attend
 
 CALLS = 100  # of one round: at most a few hundred launches, and the queue holds a thousand
+CALLS_PROFILED = 2000
 SHAPES = ((64, 64, "none"), (197, 64, "causal"), (64, 128, "causal"), (64, 256, "none"))
 PASSES = ("host", "host grad", "host backward")
 KERNELS = (None, "triton")  # what a plain call gets, and the portable kernels by name
@@ -156,7 +157,7 @@ class Spent(NamedTuple):
     times: float  # calls of the function per call of the job
 
 
-def breakdown(call: Job, calls: int = 2000) -> list[Spent]:
+def breakdown(call: Job, calls: int = CALLS_PROFILED) -> list[Spent]:
     """Where the time of a call goes, most first. Profiling itself adds about a microsecond to every
     Python function that is entered: read the order and the counts, not the sum.
     """
@@ -178,7 +179,7 @@ def _place(file: str, line: int, function: str) -> str:
     return f"{short}:{line} {function}" if line else function
 
 
-def main(rows: int = 16) -> int:
+def main(rows: int = 16, calls: int = CALLS_PROFILED) -> int:
     """Print the breakdown of every pass, on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inputs = gpu.draw(Case("host", "none", torch.bfloat16, 64, 64), device)
@@ -186,7 +187,7 @@ def main(rows: int = 16) -> int:
         call = job(bench, onchip.attention, inputs)
         warm_up({"onchip": call})
         print(f"{bench} on {device}: us of one call, own / with callees, calls, where")
-        for spent in breakdown(call)[:rows]:
+        for spent in breakdown(call, calls)[:rows]:
             print(f"{spent.own_us:8.2f} {spent.all_us:8.2f} {spent.times:6.1f}  {spent.where}")
     return 0
 

@@ -165,8 +165,11 @@ def test_gradients_of_a_position_bias():
         return {n: w.grad.clone() for n, w in one.named_parameters() if "relative" in n}
 
     eager, ours = both("t5", compute)
+    exact = compute(copy.deepcopy(as_name(families.model("t5"), "eager")).double())
     assert len(ours) == 2
-    equal_gradients(ours, eager)
+    for name, expected in exact.items():  # each sums thousands of terms, in whatever order
+        error, least = ((found[name] - expected).abs().max() for found in (ours, eager))
+        assert error <= max(1e-5 * expected.abs().max(), 2 * least), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

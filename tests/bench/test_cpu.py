@@ -14,7 +14,7 @@ def tiny(monkeypatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(cpu, "LENGTHS", (65,))
     monkeypatch.setattr(cpu, "HEAD_DIMS", (16,))
-    monkeypatch.setattr(cpu, "MASKED_LENGTH", 300)
+    monkeypatch.setattr(cpu, "MASKED_LENGTH", 130)
     monkeypatch.setattr(cpu, "PACKED_LENGTHS", [3, 17, 40])
     monkeypatch.setattr(cpu, "MASK_TOKENS", 4096)
     monkeypatch.setattr(cpu, "child", lambda code: "1e6" if "peak" in code else "0.01")

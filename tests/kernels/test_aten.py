@@ -4,6 +4,7 @@ If one of the `trap` tests fails, torch has changed: the workaround it justifies
 """
 
 import math
+import platform
 import subprocess
 import sys
 
@@ -53,6 +54,7 @@ class TestBlindRows:
 
 
 class TestZeroLengths:
+    @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere n / 0 is a number")
     @pytest.mark.parametrize("seqlen_q, seqlen_k", [(2, 0), (0, 2)])
     def test_trap(self, seqlen_q, seqlen_k):
         code = (

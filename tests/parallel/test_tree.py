@@ -1,5 +1,7 @@
 """Decoding over a cache of several ranks is decoding over the whole of it."""
 
+import platform
+
 import pytest
 import torch
 
@@ -123,7 +125,8 @@ def test_keys_may_lie_anywhere_where_all_are_seen(seqlen_q, causal):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
     """n bytes of state: gathered, (P - 1) n in P - 1 messages; reduced, 2 (P - 1) / P n in twice as
-    many. All ranks have the same bits, both ways.
+    many. All ranks have the same bits, and both ways have, where torch computes a number alike
+    wherever it lies (on ARM it does not: the last ones of a tensor are computed one by one).
     """
     batch, heads, head_dim_v = 3, 8, 5
     q, k, v = make_qkv(batch, 1, 64, num_heads=heads, head_dim=7, head_dim_v=head_dim_v)
@@ -137,8 +140,10 @@ def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
     small = run_ranks(size, decode)
     monkeypatch.setattr(tree, "WORTH_A_MESSAGE_BYTES", 0)
     large = run_ranks(size, decode)
-    for out, _, _ in small + large:
-        assert torch.equal(out, small[0][0])
+    for way in (small, large):
+        assert all(torch.equal(out, way[0][0]) for out, _, _ in way)
+    tolerance = 0.0 if platform.machine() == "x86_64" else 1e-6
+    torch.testing.assert_close(large[0][0], small[0][0], rtol=0, atol=tolerance)
     for _, messages, sent in small:
         assert sum(messages.values()) == messages["gather"] == size - 1
         assert sum(sent.values()) == (size - 1) * n
