@@ -43,7 +43,7 @@ def single(pool, rounds=5_000):
     return [b - a for a, b in zip(marks, marks[1:], strict=False)]
 
 
-def best(measure, pool, times=15):
+def best(measure, pool, times=100):
     """The least seconds of each operation: what other processes do to the clock is not ours."""
     gc.disable()
     try:
