@@ -27,6 +27,7 @@ from onchip.kernels.hopper.tensors import (
     scales,
     section_of,
     span,
+    tile_constants,
     with_rows,
     without_keys,
 )
@@ -193,23 +194,13 @@ def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
 
 @cache
 def _constants(config: HopperConfig) -> dict:
-    return {
-        "TILE_N": config.tile_n,
-        "CONSUMERS": config.consumers,
-        "STAGES": config.num_stages,
-        "Q_STAGES": config.q_stages,
+    return tile_constants(config) | {
         "PINGPONG": config.pingpong,
         "OUT_IN_Q": config.out_in_q,
         "RESCALE": config.rescale,
         "POLY": config.poly,
         "UNDER": config.under,
         "HOLD": config.hold,
-        "NUMBERED": config.numbered,
-        "CONSUMER_REGS": config.consumer_regs,
-        "PRODUCER_REGS": config.producer_regs,
-        "num_warps": 4,
-        "maxnreg": config.entry_regs,
-        "enable_fp_fusion": True,
     }
 
 

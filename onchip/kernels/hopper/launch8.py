@@ -1,13 +1,12 @@
 """From a call to launches of the forward with operands of 8 bits: quantisation, then attention."""
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import HopperConfig, hopper_eight_config, hopper_width
+from onchip.kernels.configs import hopper_eight_config, hopper_width
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward8 import forward8_kernel
@@ -17,6 +16,7 @@ from onchip.kernels.hopper.tensors import (
     matrix,
     num_sms,
     section_of,
+    tile_constants,
     without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
@@ -99,26 +99,10 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         HAS_SINKS=x.sinks is not None,
         STAGED=staged,
         DYNAMIC=uneven or config.dynamic,
-        **_constants(config),
+        **tile_constants(config),
     )
 
 
 def _section(problem: Problem, planes: int) -> int:
     per_head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     return section_of(planes, per_head // problem.group_size, L2_FORWARD)
-
-
-@cache
-def _constants(config: HopperConfig) -> dict:
-    return {
-        "TILE_N": config.tile_n,
-        "CONSUMERS": config.consumers,
-        "STAGES": config.num_stages,
-        "Q_STAGES": config.q_stages,
-        "NUMBERED": config.numbered,
-        "CONSUMER_REGS": config.consumer_regs,
-        "PRODUCER_REGS": config.producer_regs,
-        "num_warps": 4,
-        "maxnreg": config.entry_regs,
-        "enable_fp_fusion": True,
-    }

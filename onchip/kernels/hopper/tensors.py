@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.kernels.configs import HopperConfig
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockLists
 from onchip.problem import Problem, Tensors
@@ -84,6 +85,23 @@ def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -
         "HAS_MASK": mask,
         "SOFTCAP": softcap,
         "DYNAMIC": packed or left or right or mask,
+    }
+
+
+@cache
+def tile_constants(config: HopperConfig) -> dict:
+    """What every forward is compiled for, out of its row of a tile table."""
+    return {
+        "TILE_N": config.tile_n,
+        "CONSUMERS": config.consumers,
+        "STAGES": config.num_stages,
+        "Q_STAGES": config.q_stages,
+        "NUMBERED": config.numbered,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+        "num_warps": 4,
+        "maxnreg": config.entry_regs,
+        "enable_fp_fusion": True,
     }
 
 
