@@ -1,10 +1,11 @@
 """`onchip tune`: the tile tables of kernels/configs.py, measured anew on this GPU.
 
 Nothing is tuned while calls run. Here, every row of a table is searched: the rows that differ from
-it in one field (`--quick`) or in at most two are compiled, held to the accuracy rule at odd
-lengths, then timed in turns by graph replay like the contenders of a benchmark. A row is worth
-replacing if another is faster by more than a per cent and by more than the noise. What to write
-into configs.py is printed. VARIED says which values of which field are tried.
+it in one field (`--quick`) or in at most two are compiled, held to the accuracy rule (or, in 8
+bits, to their recipe) at odd lengths, then timed in turns by graph replay like the contenders of a
+benchmark. A row is worth replacing if another is faster by more than a per cent and by more than
+the noise. What to write into configs.py is printed. VARIED says which values of which field are
+tried.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 import onchip
+from onchip import quant
 from onchip.bench import gpu, patterns
 from onchip.bench.harness import Case, Row, Session, geomean
 from onchip.kernels import configs
-from onchip.testing import assert_accurate, make_qkv
+from onchip.testing import assert_accurate, make_qkv, oracle, rmse
 
 VARIED: dict[str, dict[str, tuple]] = {
     "HopperConfig": {
@@ -71,6 +73,20 @@ class Table(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     options: tuple[tuple[str, Any], ...] = ()
     teams: bool = False  # the number of consumers may change
+    fields: tuple[str, ...] = ()  # those of VARIED that its kernel knows; (): all
+
+    @property
+    def precision(self) -> str | None:
+        return dict(self.options).get("precision")
+
+
+def _narrow(name: str, precision: str) -> Table:
+    """Tiles of 8 bits are as wide as the blocks that share a scale, and consumers overlap one
+    another: fields of tiles and of orders inside a consumer mean nothing there.
+    """
+    fields = ("num_stages", "q_stages", "numbered", "dynamic")
+    options = (("precision", precision),)
+    return Table(name, "hopper", "forward", options=options, teams=True, fields=fields)
 
 
 HOPPER = (
@@ -80,6 +96,9 @@ HOPPER = (
     Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",)),
     Table("HOPPER_BACKWARD", "hopper", "backward"),
     Table("HOPPER_GRADIENT", "hopper", "backward", options=(("deterministic", True),)),
+    _narrow("HOPPER_EIGHT", "fp8"),
+    _narrow("HOPPER_INT8", "int8"),
+    _narrow("HOPPER_INT8_PV16", "int8_pv16"),
 )
 TRITON = (
     Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,)),
@@ -146,8 +165,9 @@ def knobs(
     head_dims: Sequence[int] = (),
 ) -> list[Knob]:
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
-    single queries in fp32 are left as they are, and the tables that serve paged calls alone:
-    TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED.
+    single queries in fp32 are left as they are, and the tables that serve paged calls alone
+    (TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED) or the quantisation before a call
+    (TRITON_ROTATE).
     """
     found = [Knob(t, key) for t in tables(capability) for key in getattr(configs, t.name)]
     known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]
@@ -167,7 +187,8 @@ def candidates(knob: Knob, most: int) -> dict[str, Any]:
     changes = [
         [{name: value} for value in values if value != getattr(row, name)]
         for name, values in VARIED[type(row).__name__].items()
-        if not _follows_the_call(name, getattr(row, name))
+        if name in (knob.table.fields or row._fields)
+        and not _follows_the_call(name, getattr(row, name))
     ]
     if knob.table.teams:
         changes.append([team for team in TEAMS if team["consumers"] != row.consumers])
@@ -252,7 +273,10 @@ class Search:
             if mask == "blocks":
                 options["mask"] = onchip.masks.mod(lambda b, h, q, k: (q // 128 + k) % 3 != 0)
             qkv = make_qkv(2, *lengths, distribution=distribution, **shape)
-            assert_accurate(attend, *qkv, grad=self.knob.way == "backward", **options)
+            if self.knob.table.precision:
+                _assert_follows_recipe(attend, *qkv, **options)
+            else:
+                assert_accurate(attend, *qkv, grad=self.knob.way == "backward", **options)
 
     def time(self, session: Session, case: Case) -> list[Row]:
         """All candidates in turns; one row each."""
@@ -294,6 +318,15 @@ class Search:
             if gain >= GAIN and geomean([r.low for r in self.ratios[name]]) > 1.0:
                 return name
         return CURRENT
+
+
+def _assert_follows_recipe(attend: Callable, q, k, v, *, precision: str, causal: bool) -> None:
+    """As exact as the executable reference of `precision`."""
+    exact = oracle(q, k, v, causal=causal).out
+    recipe, _ = quant.attend(quant.recipes.RECIPES[precision], q, k, v, causal=causal)
+    got = attend(q, k, v, precision=precision, causal=causal, out_dtype=torch.float32)
+    error, bound = rmse(got, exact), 1.1 * rmse(recipe, exact)
+    assert error <= bound, f"its RMSE is {error:.2e}, and the recipe's allows {bound:.2e}"
 
 
 def calls(session: Session, knob: Knob, case: Case) -> gpu.Contender:

@@ -1,16 +1,18 @@
 """The search for better tiles, without a GPU: a capture is as fast as the row it is made with."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
-from onchip import tune
+from onchip import quant, tune
 from onchip.bench import gpu
 from onchip.bench.gpu import Lane
 from onchip.bench.harness import Session
 from onchip.cli import main
 from onchip.kernels import configs
+from onchip.testing import make_qkv
 from onchip.tune import CURRENT, Knob, Search, Table
 
 CPU = torch.device("cpu")
@@ -128,6 +130,7 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
     assert names(9, 0) | names(8, 0) == tables - {
         "TRITON_CHUNK",
         "TRITON_EIGHT",
+        "TRITON_ROTATE",
         "HOPPER_FORWARD_PAGED",
         "HOPPER_DECODE_STAGES",
         "HOPPER_DECODE_STAGES_DENSE",
@@ -140,6 +143,28 @@ def test_every_table_is_searched_on_the_devices_that_use_it():
 def test_a_key_is_shown_as_python_and_knows_its_head_dim():
     knob = Knob(Table("HOPPER_FORWARD", "hopper", "forward"), 64)
     assert (str(knob), knob.head_dim) == ("HOPPER_FORWARD[64]", 64)
+
+
+def test_rows_of_8_bits_vary_in_what_their_kernel_knows():
+    (table,) = [t for t in tune.tables((9, 0)) if t.name == "HOPPER_EIGHT"]
+    rows = tune.candidates(Knob(table, 128), 1)
+    assert {row.tile_n for row in rows.values()} == {128}
+    assert {row.consumers for row in rows.values()} == {2, 3}
+    assert not any(name.startswith(("hold", "rescale", "pingpong")) for name in rows)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8", "int8_pv16"])
+def test_rows_of_8_bits_are_judged_by_their_recipe(precision):
+    q, k, v = make_qkv(1, 40, 150, num_heads=2, head_dim=64)
+    judge = partial(tune._assert_follows_recipe, q=q, k=k, v=v, precision=precision, causal=True)
+
+    def attend(q, k, v, *, precision, causal, out_dtype, noise=0.0):
+        out, _ = quant.attend(quant.recipes.RECIPES[precision], q, k, v, causal=causal)
+        return out.to(out_dtype) + noise * torch.randn_like(out, dtype=out_dtype)
+
+    judge(attend)
+    with pytest.raises(AssertionError, match="the recipe's allows"):
+        judge(partial(attend, noise=0.1))
 
 
 def test_queries_do_not_arrive_where_the_output_leaves():
