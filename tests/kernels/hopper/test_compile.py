@@ -355,11 +355,20 @@ def _spills(loop: list[str]) -> int:
     return sum(name.startswith(("LDL", "STL")) for name in loop)
 
 
+def _one_by_one(loop: list[str]) -> bool:
+    """Whether ptxas gave up on asynchronous products: it then puts an arrival before each of their
+    instructions, of which a product has several.
+    """
+    instructions = sum(name.startswith(MATRIX_PRODUCTS[:3]) for name in loop)
+    return 0 < instructions <= loop.count("WARPGROUP.ARRIVE")
+
+
 def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     allowed = variant.spills[0 if triton.__version__.startswith("3.6") else 1]
     for loop in machine.loops:
         spilled = _spills(loop)
         assert spilled <= allowed * len(loop), f"{spilled} of {len(loop)} instructions are spills"
+        assert not _one_by_one(loop), "each instruction of a product waits for the last"
     assert len(machine.loops) >= 2  # every consumer has one
     assert machine.shared <= SHARED_BYTES
     assert machine.registers <= most_registers
