@@ -128,6 +128,7 @@ def step_row(asked: Asked, parts: Parts) -> Row:
         "x of the longer",
         devices=RANKS,
         message_share=asked.message_share,
+        link_ms=1e3 * max(part["link"] for part in parts),
         **{f"{name}_ms": ms for name, ms in best.items()},
         messages=parts[0]["messages"],
         sent_bytes=parts[0]["bytes"],
@@ -162,8 +163,9 @@ def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
     step = lambda comm: _step(comm, asked, q, k, v, dout)
     step(counted)  # also the warm-up, and the agreement
     kernels = min(_timed(comm, lambda: step(Still(comm))) for _ in range(3))
-    if asked.message_share:
-        comm = cast(Comm, Link(comm, asked.message_share * kernels))
+    link = asked.message_share * kernels
+    if link:
+        comm = cast(Comm, Link(comm, link))
     sent = [torch.zeros(2, e.bytes, dtype=torch.uint8) for e in counted.log if e.kind == "shift"]
     jobs = {"step": lambda: step(comm), "kernels": lambda: step(Still(comm))}
     jobs["messages"] = lambda: [comm.shift(*rooms).wait() for rooms in sent]
@@ -173,6 +175,7 @@ def measure(comm: Comm, asked: Asked) -> dict[str, Any]:
     start, trace = traced(comm, step)
     return {
         "seconds": seconds,
+        "link": link,
         "messages": sum(counted.messages.values()),
         "bytes": sum(counted.bytes.values()),
         "trace": [[round(1e3 * (t - start), 4) for t in event] for event in trace],

@@ -71,16 +71,16 @@ def test_two_processes_measure_a_step_and_its_parts(measured):
 
 
 def test_a_slow_link_is_slow(measured):
-    """Messages take four fifths of the first of two rounds, or a little more."""
+    """Messages take as long as they are told to, four fifths of a round as it was timed before."""
     [row] = [r for r in measured if r.get("message_share")]
-    assert row["messages_ms"] >= 0.3 * row["kernels_ms"]
+    assert row["messages_ms"] >= row["link_ms"] > 0
     assert row["step_ms"] < 5 * (row["messages_ms"] + row["kernels_ms"])
 
 
 def test_a_busy_machine_is_told(monkeypatch):
     """Rows that others disturbed say so, and are judged by no bar."""
     monkeypatch.setattr(ring_ranks, "QUICK_TOKENS", (4096,))  # shorter steps have no bar
-    part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1}
+    part = {"seconds": dict.fromkeys(ring_ranks.JOBS, [1.0]), "messages": 1, "bytes": 1, "link": 0}
     ranks = [[part | {"trace": [[0.1, 0.2, 0.3]]}] * 6] * 2
     monkeypatch.setattr(ring_ranks, "run_processes", lambda *args, **options: ranks)
     for busy, counts in ((0.5, False), (0.01, True)):

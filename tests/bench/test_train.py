@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from onchip.bench import curves, train, train_report
+from onchip.bench import curves, gpu, train, train_report
 from onchip.bench.gpu import Race
 from onchip.bench.harness import Inaccurate, Session, judge
 from onchip.bench.trainer import Trainer
@@ -19,7 +19,12 @@ from onchip.models import ModelConfig, num_parameters
 CPU = torch.device("cpu")
 
 
-def test_the_whole_of_it_runs_here(tmp_path, capsys):
+def test_the_whole_of_it_runs_here(tmp_path, capsys, monkeypatch):
+    """In few steps: a CPU without bf16 takes a second for each."""
+    monkeypatch.setattr(train, "ROUNDS", 2)
+    monkeypatch.setattr(gpu, "TRIES", 1)
+    monkeypatch.setattr(train, "TOY_TOKENS", 256)
+    monkeypatch.setattr(curves, "TOY_STEPS", 5)
     results, picture = tmp_path / "train.json", tmp_path / "curves.svg"
     told = ["--json", str(results), "--plot", str(picture), "--threads", "1"]
     assert main(["bench", "train", *told]) == 0
