@@ -15,7 +15,7 @@ import torch
 
 import onchip
 from onchip.eightbit import FORMATS as KV_DTYPES
-from onchip.problem import find_device
+from onchip.problem import NARROW, find_device
 
 DTYPES = {
     "fp64": torch.float64,
@@ -86,8 +86,7 @@ def _add_bench(commands) -> None:
         default=(),
         help="paged: these caches against one of 16 bits; serving: with such a cache",
     )
-    narrow = ("fp8", "int8", "int8_pv16")
-    p.add_argument("--precision", choices=narrow, help="forward: operands of 8 bits")
+    p.add_argument("--precision", choices=NARROW, help="forward: operands of 8 bits")
     p.set_defaults(run=_bench)
 
 

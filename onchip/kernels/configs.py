@@ -324,8 +324,10 @@ HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
 
 
 def hopper_eight_config(precision: str | None, width: int) -> HopperConfig:
+    """By a precision that is not None."""
+    tables: dict[str | None, dict[int, HopperConfig]]
     tables = {"fp8": HOPPER_EIGHT, "int8": HOPPER_INT8, "int8_pv16": HOPPER_INT8_PV16}
-    return tables[precision or "fp8"][width]
+    return tables[precision][width]
 
 
 HOPPER_UNROUNDED_WIDTH = 128  # a wider unrounded output has no room in shared memory

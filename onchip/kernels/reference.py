@@ -18,10 +18,10 @@ from onchip.kernels.protocol import (
     row_delta,
 )
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
-from onchip.problem import DeviceInfo, Problem, Tensors
+from onchip.problem import NARROW, DeviceInfo, Problem, Tensors
 from onchip.quant import recipes
 
-PRECISIONS = (None, "fp8", "int8", "int8_pv16")
+PRECISIONS = (None, *NARROW)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -65,7 +65,9 @@ def forward(problem: Problem, x: Tensors) -> Result:
 def _forward_recipe(problem: Problem, x: Tensors) -> Result:
     out, lse = recipes.attend(
         recipes.RECIPES[problem.precision],
-        *(x.q, x.k, x.v),
+        x.q,
+        x.k,
+        x.v,
         causal=problem.causal,
         window_size=problem.window_size,
         softmax_scale=problem.softmax_scale,

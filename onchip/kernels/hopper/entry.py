@@ -12,10 +12,10 @@ from onchip.kernels.configs import (
 )
 from onchip.kernels.handles import on_device
 from onchip.kernels.protocol import lacks
-from onchip.problem import DeviceInfo, Problem
+from onchip.problem import NARROW, DeviceInfo, Problem
 
 READS_PAGES = True
-PRECISIONS = (None, "fp8", "int8", "int8_pv16")
+PRECISIONS = (None, *NARROW)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -54,11 +54,10 @@ def splits_keys(problem: Problem) -> bool:
     Where the cuts must not depend on the batch, triton makes them.
     """
     rows = problem.seqlen_q * problem.group_size
-    plain = problem.precision is None
-    simple = plain and not (problem.packed or problem.has_mask or problem.deterministic)
+    special = problem.packed or problem.has_mask or problem.deterministic or problem.precision
     alike = problem.head_dim == problem.head_dim_v and problem.batch <= HOPPER_DECODE_BATCH
     many = problem.seqlen_k >= FEW_KEYS * problem.seqlen_q
-    return simple and alike and many and rows <= HOPPER_DECODE_ROWS
+    return not special and alike and many and rows <= HOPPER_DECODE_ROWS
 
 
 def defers(problem: Problem) -> str | None:
@@ -112,14 +111,15 @@ def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | N
 
 
 def forward(problem, x):
-    from onchip.kernels.hopper.launch import forward as launch
-    from onchip.kernels.hopper.launch8 import forward as narrow
-    from onchip.kernels.hopper.launch_decode import decode
+    if problem.precision is not None:
+        from onchip.kernels.hopper.launch8 import forward as launch
+    elif splits_keys(problem):
+        from onchip.kernels.hopper.launch_decode import decode as launch
+    else:
+        from onchip.kernels.hopper.launch import forward as launch
 
     with on_device(x.q):
-        if problem.precision is not None:
-            return narrow(problem, x)
-        return (decode if splits_keys(problem) else launch)(problem, x)
+        return launch(problem, x)
 
 
 def merges(problem: Problem) -> bool:
@@ -127,9 +127,8 @@ def merges(problem: Problem) -> bool:
     that it is merged into fit into the registers up to head_dim 128.
     """
     narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    narrow &= problem.precision is None
-    dense = not (problem.packed or problem.page_size or problem.return_stats)
-    return narrow and dense and not splits_keys(problem)
+    plain = not (problem.packed or problem.page_size or problem.return_stats or problem.precision)
+    return narrow and plain and not splits_keys(problem)
 
 
 def forward_into(problem, x, out, lse):

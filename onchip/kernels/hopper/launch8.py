@@ -15,6 +15,7 @@ from onchip.kernels.hopper.tensors import (
     descriptor,
     matrix,
     num_sms,
+    scales,
     section_of,
     tile_constants,
     without_keys,
@@ -22,7 +23,6 @@ from onchip.kernels.hopper.tensors import (
 from onchip.kernels.protocol import Result, empty_result
 from onchip.problem import Problem, Tensors
 
-LOG2E = 1.4426950408889634
 PART = 128  # columns of values that are summed at once
 
 _forward8_kernel = Handle(forward8_kernel)
@@ -91,7 +91,7 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         q.count,
         k.count,
         problem.batch,
-        problem.softmax_scale * LOG2E,
+        scales(problem)[0],
         WIDTH=part,
         PACKED=problem.packed,
         HAS_LEFT=left is not None,

@@ -36,6 +36,7 @@ from onchip.kernels.hopper.tensors import (
     numbers,
     scales,
     section_of,
+    team,
 )
 from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.problem import Problem, Tensors
@@ -340,11 +341,7 @@ def _constants(config: HopperBackwardConfig) -> dict:
         "TILE_N": config.tile_n,
         "Q_STAGES": config.q_stages,
         "DOUT_STAGES": config.dout_stages,
-        "CONSUMER_REGS": config.consumer_regs,
-        "PRODUCER_REGS": config.producer_regs,
-        "num_warps": 4,
-        "maxnreg": config.entry_regs,
-        "enable_fp_fusion": True,
+        **team(config),
     }
 
 

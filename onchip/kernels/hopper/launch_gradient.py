@@ -24,6 +24,7 @@ from onchip.kernels.hopper.tensors import (
     numbers,
     scales,
     section_of,
+    team,
 )
 from onchip.kernels.protocol import grad_dtype
 from onchip.problem import Problem, Tensors
@@ -124,9 +125,5 @@ def _constants(config: HopperGradientConfig) -> dict:
         "B0_STAGES": config.b0_stages,
         "B1_STAGES": config.b1_stages,
         "HELD": config.held and _CAN_HOLD,
-        "CONSUMER_REGS": config.consumer_regs,
-        "PRODUCER_REGS": config.producer_regs,
-        "num_warps": 4,
-        "maxnreg": config.entry_regs,
-        "enable_fp_fusion": True,
+        **team(config),
     }
