@@ -34,7 +34,7 @@ from onchip.kernels.hopper.forward import (
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import make_baton, make_ring, make_tickets, store_tile, store_wait
 from onchip.kernels.hopper.producer import Drawn, hand_out, hand_out_next
-from onchip.kernels.hopper.schedule import Blocks, Keys, Order, Shape, make_pages
+from onchip.kernels.hopper.schedule import Blocks, Keys, Order, Shape, make_pages, visible
 from onchip.kernels.hopper.softmax import (
     Scale,
     approximate,
@@ -205,35 +205,6 @@ def _operand8(p, cfg):
 
 
 @gluon.jit
-def seen(job, place, s, n):
-    """schedule.visible with fewer registers: a thread's columns are constants and a number of its
-    own, which is taken off the bounds of its two rows.
-    """
-    shape, cfg = job.shape, job.cfg
-    col = n * cfg.TILE_N
-    cols = gl.arange(0, cfg.TILE_N, gl.SliceLayout(0, cfg.S))
-    diagonal = place.row + place.seqlen_k - place.seqlen_q - col
-    rows = diagonal + gl.arange(0, 64, gl.SliceLayout(1, cfg.S))
-    last = gl.zeros_like(rows) + (place.seqlen_k - 1 - col)
-    if shape.HAS_RIGHT:
-        last = gl.minimum(last, rows + shape.right)
-    s = _keep("le", s, cols, last)
-    if shape.HAS_LEFT:
-        s = _keep("ge", s, cols, rows - shape.left)
-    return s
-
-
-@gluon.jit
-def _keep(compare: gl.constexpr, s, cols, bound):
-    OWN: gl.constexpr = 6  # bits of a column that tell threads apart
-    constant, bound = gl.broadcast((cols & ~OWN)[None, :], bound[:, None] - (cols & OWN)[None, :])
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp." + compare + ".s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
-        "=f,f,r,r", [s, constant, bound], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def weigh(s, m, factor, MASKED: gl.constexpr, ROWS: gl.constexpr):
     """(p * 2^LIFT, row maximum, factor for what was folded before) of products whose scores, in
     powers of two, are `factor` times as large: a number, or one for each of the ROWS.
@@ -331,7 +302,8 @@ def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.con
     if narrow.INTS:
         s = s.to(gl.float32) * tokens
     if MASKED:
-        s = seen(job, place, s, n)
+        col = n * cfg.TILE_N
+        s = visible(job.shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
     factor = gl.maximum(task.factor * scales.k, LEAST)
     p, m, alpha = weigh(s, m, factor, MASKED, narrow.INTS)
     l = l * beside_lane_sums(alpha, l) + thread_sums(p)

@@ -259,13 +259,17 @@ def visible(shape, s, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
     return s
 
 
+OWN = gl.constexpr(6)  # bits of a column that tell threads apart in scores of matrix products
+
+
 @gluon.jit
 def _keep(compare: gl.constexpr, s, cols, bound):
     """s where `cols compare bound`, else -inf. In assembly, because the compiler would hoist the
     comparisons above the product and park 64 predicates in integer registers (390 instructions
-    instead of 160).
+    instead of 160). What a thread's columns have of its own is taken off the bounds of its two
+    rows, so that they are constants, not registers.
     """
-    cols, bound = gl.broadcast(cols[None, :], bound[:, None])
+    cols, bound = gl.broadcast((cols & ~OWN)[None, :], bound[:, None] - (cols & OWN)[None, :])
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp." + compare + ".s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r,r", [s, cols, bound], dtype=gl.float32, is_pure=True, pack=1,
