@@ -108,6 +108,7 @@ TRITON = (
 TRITON_WIDE = (
     Table("TRITON_SM90", "triton"),
     Table("TRITON_SM90_MASK", "triton", masks=("blocks",)),
+    Table("TRITON_SHORT", "triton", "forward", lengths=(configs.TRITON_SHORT_KEYS,)),
 )
 WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "decode"}
 
@@ -265,6 +266,7 @@ class Search:
         nearly all the weight.
         """
         lengths = (1, 1777) if self.knob.way == "decode" else (333, 555)
+        lengths = tuple(min(n, self.knob.table.lengths[-1] - 3) for n in lengths)
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": self.knob.head_dim}
         shape |= {"dtype": self.knob.table.dtype, "device": device}
         attend = partial(onchip.attention, kernel=self.knob.table.kernel)

@@ -21,6 +21,7 @@ from onchip.kernels.configs import (
     DECODE_ROWS,
     FIXED_KEYS,
     SPLIT_KEYS,
+    TRITON_SHORT_KEYS,
     TritonConfig,
 )
 from onchip.kernels.handles import Handle
@@ -415,14 +416,21 @@ def config_of(problem: Problem, call: Call, processors: int) -> TritonConfig:
     rows = problem.seqlen_q * problem.group_size
     if rows > DECODE_ROWS or (problem.packed and problem.deterministic):
         return call.config("chunk")
-    full = problem.batch * problem.num_kv_heads >= 2 * processors
-    kernel = ("paged_full" if full else "paged") if problem.page_size else "decode"
-    config, tile_m = call.config(kernel), padded(rows)
+    config, tile_m = call.config(_kernel(problem, processors)), padded(rows)
     if problem.page_dtype is None:
         return config._replace(tile_m=tile_m)
     if tile_m > 16:  # has accumulators that do not fit into fewer registers
         config = config._replace(max_registers=0)
     return config._replace(tile_m=min(tile_m, call.config("chunk").tile_m))
+
+
+def _kernel(problem: Problem, processors: int) -> str:
+    """Which rows of the tile tables, if queries are few. Where splits are fixed, tiles are too."""
+    if problem.page_size:
+        full = problem.batch * problem.num_kv_heads >= 2 * processors
+        return "paged_full" if full else "paged"
+    short = problem.seqlen_k <= TRITON_SHORT_KEYS and not problem.deterministic
+    return "short" if short else "decode"
 
 
 def plan_launch(problem: Problem, total_q: int, config: TritonConfig, hardware: Hardware) -> Launch:

@@ -178,6 +178,7 @@ SLOW = [
     (80, BF16, D256, EVERYTHING),
     (80, FP32, D64, {"causal": True}),
     (90, BF16, D128, {"lengths": (1, 4000), "sinks": True}),
+    (90, BF16, D64, {"lengths": (64, 64), "causal": True}),
     (80, BF16, D256 | {"num_kv_heads": 1}, {"lengths": (30, 4000), "causal": True}),
     (90, FP32, D256 | {"num_kv_heads": 1}, {"lengths": (30, 4000), "softcap": 5.0}),
     (100, BF16, D128, {"causal": True}),
