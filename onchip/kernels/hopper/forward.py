@@ -570,8 +570,9 @@ def forward_kernel(
     out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED,
               MERGE, SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
-    if SECOND:  # every program has a tile, so each waits for the call before it ends
-        gdc_launch_dependents()
+    if not SECOND:  # which waits before it writes: each of its programs has a tile
+        gdc_wait()
+    gdc_launch_dependents()
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, job, 0)),

@@ -94,7 +94,6 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         MERGE=lse.dtype == torch.float64,
         SECOND=second,
         **_constants(cut.config),
-        launch_pdl=second,
     )
 
 

@@ -90,7 +90,9 @@ def _variant(packed: bool, left: bool, right: bool, mask: bool, softcap: bool) -
 
 @cache
 def tile_constants(config: HopperConfig) -> dict:
-    """What every forward is compiled for, out of its row of a tile table."""
+    """What every forward is compiled for, out of its row of a tile table. Programs may start and
+    open their barriers while the call before ends, for which they then wait.
+    """
     return {
         "TILE_N": config.tile_n,
         "CONSUMERS": config.consumers,
@@ -111,6 +113,7 @@ def team(config: HopperConfig | HopperBackwardConfig | HopperGradientConfig) -> 
         "num_warps": 4,
         "maxnreg": config.entry_regs,
         "enable_fp_fusion": True,
+        "launch_pdl": True,
     }
 
 

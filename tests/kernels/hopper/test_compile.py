@@ -377,6 +377,11 @@ def _check(machine: Machine, variant: Variant, most_registers: int) -> None:
     assert machine.has(*stores)
 
 
+def _starts_early(machine: Machine, options: dict) -> None:
+    """Beside the call before, for which it waits, and lets the next one do so."""
+    assert options["launch_pdl"] and machine.has("ACQBULK") and machine.has("PREEXIT")
+
+
 def _holds(machine: Machine, expected: Footprint) -> None:
     """The tile tables say what lies on the chip: every buffer, and no more registers."""
     assert machine.allocated == expected.shared_bytes
@@ -413,8 +418,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
-    beside = problem.beside is not None
-    assert kwargs["launch_pdl"] == beside == machine.has("ACQBULK") == machine.has("PREEXIT")
+    _starts_early(machine, kwargs)
 
 
 @pytest.mark.parametrize("variant", variants(MERGE))
@@ -429,6 +433,7 @@ def test_merging_stays_in_registers(launches, tmp_path, variant):
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
+    _starts_early(machine, kwargs)
     assert machine.has("DADD")
 
 
@@ -440,6 +445,7 @@ def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
     kernel, args, kwargs = launches[-1]  # before it, operands are made: see below
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
+    _starts_early(machine, kwargs)
     assert not _doubtful_addresses(machine.sass), "an address that may not have been computed"
     products = {"fp8": ("QGMMA",), "int8": ("IGMMA", "QGMMA"), "int8_pv16": ("IGMMA", "HGMMA")}
     for name in MATRIX_PRODUCTS[:3]:

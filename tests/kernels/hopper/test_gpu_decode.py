@@ -10,7 +10,7 @@ from onchip.kernels.configs import HOPPER_PAGE_SIZES
 from onchip.kernels.hopper.entry import splits_keys
 from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed, make_pages
-from tests.kernels.gpu import DIMS, inputs
+from tests.kernels.gpu import DIMS, inputs, late_writer
 
 pytestmark = [
     pytest.mark.hopper,
@@ -130,24 +130,6 @@ def test_graphs_replay_with_other_lengths_and_reused_scratch_memory():
         expected, expected_lse = call()
         assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
         assert torch.equal(again, expected)
-
-
-def late_writer():
-    """A kernel that lets the next call begin, and copies numbers when that has looked at them."""
-    triton = pytest.importorskip("triton")
-    import triton.language as tl
-    from triton.language.extra.cuda import gdc_launch_dependents, globaltimer
-
-    @triton.jit
-    def write(to, source, count, NANOSECONDS: tl.constexpr):
-        gdc_launch_dependents()
-        start = globaltimer()
-        while globaltimer() - start < NANOSECONDS:
-            pass
-        for i in range(count):
-            tl.store(to + i, tl.load(source + i))
-
-    return write
 
 
 @pytest.mark.parametrize("changed", [{"lengths"}, {"pages"}, {"lengths", "pages"}, set()])

@@ -10,7 +10,7 @@ from onchip.kernels import configs, tapes
 from onchip.kernels.hopper import entry
 from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed
-from tests.kernels.gpu import DIMS, inputs
+from tests.kernels.gpu import DIMS, inputs, late_writer
 
 pytestmark = pytest.mark.hopper
 
@@ -268,3 +268,33 @@ def test_totals_come_and_go_over_many_tiles(dim, keys, options):
         entry.forward_into(problem, x, out, lse)
         torch.testing.assert_close(out, new, rtol=0, atol=2e-6)
         torch.testing.assert_close(lse, new_lse.double() + math.log(times), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_tensors_written_while_the_call_begins(dim, options):
+    """Programs start beside the call before, and must read nothing until it has ended."""
+    write = late_writer()
+    states = [torch.stack(inputs(150, dim=dim, num_kv_heads=8)) for _ in range(2)]
+    states[1] *= 1.5
+    expected = [attend(*state, **options)[0] for state in states]
+    room, outs = states[0].clone(), []
+    for i in range(50):
+        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
+        outs.append(attend(*room, **options)[0])
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
+
+
+def test_lengths_written_while_the_call_begins():
+    write = late_writer()
+    q, k, v = (t.flatten(0, 1) for t in inputs(300, batch=2))
+    states = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 300, 600], [0, 7, 9])]
+    attend_packed = lambda cu: onchip.varlen_attention(
+        q, k, v, cu, cu, 300, 300, causal=True, kernel="hopper"
+    )
+    expected = [attend_packed(state)[:9] for state in states]  # past the last end nothing is stored
+    room, outs = states[0].clone(), []
+    for i in range(50):
+        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
+        outs.append(attend_packed(room)[:9])
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
