@@ -20,6 +20,7 @@ from onchip.kernels.hopper.pipe import (
     Rider,
     Ring,
     Tickets,
+    follow,
     make_exchange,
     make_rider,
     make_ring,
@@ -564,6 +565,7 @@ def backward_kernel(
     )
     slots = gl.allocate_shared_memory(dq_desc.dtype, [2] + dq_desc.block_shape, dq_desc.layout)
     out = Out(dq_desc, dk_desc, dv_desc, slots)
+    follow()
     gl.warp_specialize([
         (consume, (out, pipes, job, 0)),
         (consume, (out, pipes, job, 1)),

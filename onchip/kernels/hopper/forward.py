@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
 from onchip.kernels.hopper.pipe import (
     Ring,
+    follow,
     make_baton,
     make_ring,
     make_tickets,
@@ -570,9 +571,10 @@ def forward_kernel(
     out = Out(out_ref, slots, totals, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED,
               MERGE, SECOND)  # fmt: skip
     loader = (q_desc, k_desc, v_desc, out, counter, pipes, job)
-    if not SECOND:  # which waits before it writes: each of its programs has a tile
-        gdc_wait()
-    gdc_launch_dependents()
+    if SECOND:  # each of its programs has a tile, and waits before it is stored
+        gdc_launch_dependents()
+    else:
+        follow()
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, job, 0)),

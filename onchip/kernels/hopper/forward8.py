@@ -19,7 +19,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.hopper.forward import (
     Out,
@@ -33,7 +32,14 @@ from onchip.kernels.hopper.forward import (
     wide_places,
 )
 from onchip.kernels.hopper.job import Config, Job, Pipes, Place
-from onchip.kernels.hopper.pipe import make_baton, make_ring, make_tickets, store_tile, store_wait
+from onchip.kernels.hopper.pipe import (
+    follow,
+    make_baton,
+    make_ring,
+    make_tickets,
+    store_tile,
+    store_wait,
+)
 from onchip.kernels.hopper.producer import Drawn, hand_out, hand_out_next
 from onchip.kernels.hopper.schedule import Blocks, Keys, Order, Shape, make_pages, visible
 from onchip.kernels.hopper.softmax import (
@@ -451,8 +457,7 @@ def forward8_kernel(
         slots = gl.allocate_shared_memory(out_ref.dtype, shape_out, out_ref.layout)
     out = Out(out_ref, slots, q, lse_ptr, sinks_ptr, dim, room, HAS_SINKS, STAGED, False, False)
     loader = (q_desc, k_desc, v_desc, counter, pipes, job, narrow)
-    gdc_wait()
-    gdc_launch_dependents()
+    follow()
     if CONSUMERS == 2:
         gl.warp_specialize([
             (consume, (out, pipes, job, narrow, 0, PARTS)),

@@ -21,6 +21,7 @@ from onchip.kernels.hopper.pipe import (
     Rider,
     Ring,
     Tickets,
+    follow,
     make_rider,
     make_ring,
     make_tickets,
@@ -536,6 +537,7 @@ def gradient_kernel(
     b0 = make_ring(b0_desc, B0_STAGES, 2)
     b1 = make_ring(b1_desc, B1_STAGES, 2)
     pipes = Pipes(a0, a1, b0, b1, make_rider(rows_desc, B0_STAGES), make_tickets(2, 1))
+    follow()
     gl.warp_specialize([
         (consume, (out_desc, pipes, job, 0)),
         (consume, (out_desc, pipes, job, 1)),

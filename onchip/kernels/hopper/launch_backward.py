@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.kernels.configs import (
     HopperBackwardConfig,
@@ -181,6 +182,8 @@ def prepare_kernel(
     rowsum(out * dout) - dlse; rows that see no key and rows past the end have lse = +inf, so that p
     = exp2(s - lse) = 0. delta is also stored beside lse if delta_ptr is given.
     """
+    gdc_wait()
+    gdc_launch_dependents()
     program = tl.program_id(0)
     if program == 0:
         tl.store(counters_ptr + tl.arange(0, 16), tl.zeros([16], tl.int32))
@@ -224,6 +227,8 @@ def finish_kernel(
     """
     PARTS: tl.constexpr = TILE_M * WIDTH // PART
     ACROSS: tl.constexpr = WIDTH // 64
+    gdc_wait()
+    gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
     h, first, _, length, tile, padded = _place(
         cu_seqlens_q, num_heads, seqlen_q, total_q, num_sequences, num_tiles,
@@ -270,6 +275,7 @@ def _prepare(
         WIDTH=call.width,
         TILE_M=call.tile_m,
         enable_fp_fusion=True,
+        launch_pdl=True,
     )
     return dout.to(problem.dtype)  # that of out may be wider
 
@@ -290,6 +296,7 @@ def _finish(
         TILE_M=call.tile_m,
         ADD=add,
         enable_fp_fusion=True,
+        launch_pdl=True,
     )
 
 

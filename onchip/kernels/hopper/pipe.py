@@ -11,6 +11,7 @@ from triton.experimental.gluon.language._core import _unwrap_if_constexpr, built
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
@@ -359,6 +360,15 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
     full, empty, warm = _open(num_stages, 1), _open(num_stages, 1), _open(1, 1).index(0)
     layout: gl.constexpr = _matrices(warps, ROWS, k_desc.block_shape[-1])
     return Boxes(k, v, full, empty, warm, num_stages, PARTS, warps, layout)
+
+
+@gluon.jit
+def follow():
+    """By all programs of a kernel, after what can be done beside the call before: wait until that
+    has ended, and let the next one begin.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp of a producer

@@ -531,6 +531,7 @@ def _check_backward(problem, x, launches, tmp_path, variant):
     assert sum(kernel.is_gluon() for kernel, _, _ in launches) >= 1
     for kernel, args, kwargs in launches:
         machine = _compile(kernel, args, kwargs, tmp_path)
+        _starts_early(machine, kwargs)
         if kernel.is_gluon():
             _check(machine, variant, kwargs["maxnreg"])
             _holds(machine, _gradient(problem, kwargs))

@@ -7,7 +7,7 @@ import onchip
 from onchip import library, masks
 from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed, oracle, rmse
-from tests.kernels.gpu import DIMS, inputs
+from tests.kernels.gpu import DIMS, inputs, late_writer
 
 pytestmark = pytest.mark.hopper
 
@@ -388,3 +388,20 @@ def test_lengths_are_not_specialised():
     for n in range(1, 1000, 97):
         gradients(*(t[:, :n] for t in x), causal=True)
     assert len(cache) - before <= 1
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_gradients_written_while_the_call_begins(dim):
+    """Programs start beside the call before, and must read nothing until it has ended."""
+    write = late_writer()
+    q, k, v = (t.detach().requires_grad_() for t in inputs(300, dim=dim))
+    out = attend(q, k, v, causal=True)
+    states = [torch.randn_like(out) for _ in range(2)]
+    grads = lambda dout: torch.autograd.grad(out, (k, v), dout, retain_graph=True)
+    expected = [grads(state) for state in states]
+    room, found = states[0].clone(), []
+    for i in range(50):
+        write[(1,)](room, states[i % 2], room.numel(), NANOSECONDS=30_000)
+        found.append(grads(room))
+    for i, (dk, dv) in enumerate(found):
+        assert torch.equal(dk, expected[i % 2][0]) and torch.equal(dv, expected[i % 2][1])
