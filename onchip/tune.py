@@ -168,7 +168,7 @@ def knobs(
     """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
     single queries in fp32 are left as they are, and the tables that serve paged calls alone
     (TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED) or the quantisation before a call
-    (TRITON_ROTATE).
+    (TRITON_ROTATE, TRITON_TRANSPOSE).
     """
     found = [Knob(t, key) for t in tables(capability) for key in getattr(configs, t.name)]
     known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]

@@ -201,10 +201,12 @@ TRITON_GATE = _T(0, 1024, 4, 1)  # elements of a row: 16 bytes of gate and of up
 TRITON_SCAN, TRITON_PICK = _T(0, 4096, 8, 1), _T(0, 4096, 8, 1)
 TRITON_CUT = _T(0, 1024, 16, 1)
 COPY_ELEMENTS = 2048  # of a page, to one program of a copy
-# Operands of 8 bits: sums of keys and, by padded head_dim, 128 tokens times a Hadamard matrix. By
-# ptxas reports (2026-11-16, Triton 3.6): no spills.
+# Operands of 8 bits: sums of keys and, by padded head_dim, 128 tokens times a Hadamard matrix, or
+# transposed. By ptxas reports (2026-11-16, Triton 3.6), not timed: no spills but 1 to 3 % of the
+# instructions at head_dim 256, and 16 warps on a processor at 64 and 128.
 TRITON_SUMS = _T(0, 32, 4, 1)
-TRITON_ROTATE = {64: _T(128, 0, 4, 1), 128: _T(128, 0, 8, 1), 256: _T(128, 0, 8, 1)}
+TRITON_ROTATE = {64: _T(128, 0, 4, 2), 128: _T(128, 0, 16, 2), 256: _T(128, 0, 8, 1)}
+TRITON_TRANSPOSE = {64: _T(128, 0, 8, 1), 128: _T(128, 0, 16, 1), 256: _T(128, 0, 8, 1)}
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 
 

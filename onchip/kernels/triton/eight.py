@@ -164,5 +164,11 @@ def scale_of(largest, nothing, DTYPE: tl.constexpr):
 
 @triton.jit
 def quantised(x, scale, DTYPE: tl.constexpr):
-    """x (heads, dim) over its scales (heads,), rounded to nearest even."""
-    return rounded(tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape)), DTYPE)
+    """x over its scale, one for all or for each row (rows, 1), rounded to nearest even. A product
+    with the reciprocal and what it leaves over make the quotient of a division, in 3 instructions
+    instead of 12.
+    """
+    inverse = tl.div_rn(1.0, scale)
+    near = x * inverse
+    left = tl.fma(-near, scale, x)
+    return rounded(tl.fma(left, inverse, near), DTYPE)

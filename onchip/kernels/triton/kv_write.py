@@ -55,7 +55,7 @@ def _copy_token(
         x = x.to(tl.float32)
         scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), target.dtype.element_ty)
         tl.store(scales + head.to(tl.int64) * stride_scales, scale, mask=head < num_heads)
-        x = quantised(x, scale, target.dtype.element_ty)
+        x = quantised(x, scale[:, None], target.dtype.element_ty)
     tl.store(target + heads * stride_target + dims, x, mask=inside)
 
 

@@ -144,7 +144,10 @@ def _turn(
         FORM: tl.constexpr = target.dtype.element_ty
         scale = scale_of(largest, nothing, FORM)
         tl.store(scales + heads.to(tl.int64) * stride_scales, scale, mask=heads < num_heads)
-        a, b, c = quantised(x, scale, FORM), quantised(y, scale, FORM), quantised(z, scale, FORM)
+        column = scale[:, None]
+        a, b, c = (
+            quantised(x, column, FORM), quantised(y, column, FORM), quantised(z, column, FORM),
+        )  # fmt: skip
     target += rows.to(tl.int64) * stride
     tl.store(target + cols, a, mask=turned)
     tl.store(target + HALF + cols, b, mask=turned)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS
+from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
 from onchip.kernels.handles import Handle
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, padded
@@ -31,12 +31,15 @@ from onchip.quant.schemes import Scheme
 BLOCK = 128  # tokens that share a scale
 SPANS = 64  # parts that keys are summed in, at most
 SHORTEST = 1024  # keys of such a part, at least
+# Blocks follow one another in a program, which loads the next while it computes, as long as there
+# are so many programs: four for each processor of an H200.
+PROGRAMS, LONGEST_STRIP = 528, 8
 # An accumulator in units of v's scale passes from block to block by the ratio of their scales,
 # which must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
 LEAST = tl.constexpr(448 * 2.0**-70)
 
-_BLOCK = tl.constexpr(BLOCK)
-_LENGTHS = ("seqlen", "total", "tiles", "blocks", "span", "spans", "group_size")
+_BLOCK, _SPANS = tl.constexpr(BLOCK), tl.constexpr(SPANS)
+_LENGTHS = ("seqlen", "total", "tiles", "strip", "blocks", "span", "spans", "group_size")
 
 
 class Blocks(NamedTuple):
@@ -103,7 +106,7 @@ def sums_kernel(
     start, stop = part * span, tl.minimum(part * span + span, length)
     tokens = tl.arange(0, TILE)
     acc = tl.zeros([TILE, PAD], tl.float32)
-    for t in range(start, stop, TILE):
+    for t in tl.range(start, stop, TILE, num_stages=4):  # said here, or loads would not run ahead
         rows = _rows(k_ptr, entry, first + t + tokens, head, stride_b, stride_s, stride_h)
         acc += _load(rows, t + tokens < stop, DIM, PAD).to(tl.float32)
     at = (plane.to(tl.int64) * spans + part) * PAD
@@ -120,13 +123,15 @@ def means_kernel(
     _, _, length = _sequence(cu_ptr, plane // num_heads, seqlen, total)
     dims, acc = tl.arange(0, PAD), tl.zeros([PAD], tl.float32)
     sums_ptr += plane.to(tl.int64) * spans * PAD
+    part = tl.arange(0, _SPANS)
+    exist = part < tl.cdiv(length, span)
     for d in range(0, PAD, TILE):
         chunk = d + tl.arange(0, TILE)
-        total_of_chunk = tl.zeros([TILE], tl.float32)
-        for part in range(0, tl.cdiv(length, span)):
-            total_of_chunk += tl.load(sums_ptr + part * PAD + chunk)
+        sums = tl.load(
+            sums_ptr + part[:, None] * PAD + chunk[None, :], mask=exist[:, None], other=0.0
+        )
         m = tl.load(matrix_ptr + chunk[:, None] * PAD + dims[None, :]).to(tl.float32)
-        acc += tl.sum(total_of_chunk[:, None] * m, 0)
+        acc += tl.sum(tl.sum(sums, 0)[:, None] * m, 0)
     mean = acc * tl.load(norms_ptr + dims) / tl.maximum(length, 1).to(tl.float32)
     tl.store(means_ptr + plane.to(tl.int64) * PAD + dims, mean)
 
@@ -139,8 +144,7 @@ def _store(values_ptr, scale_ptr, x, at, DTYPE: tl.constexpr, LEAST_MAX: tl.cons
     largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), LEAST_MAX)
     scale = scale_of(largest, tl.sum(tl.sum(x * 0.0, 1), 0), DTYPE)
     tl.store(scale_ptr, scale)
-    rows: tl.constexpr = x.shape[0]
-    _store_values(values_ptr, quantised(x, tl.full([rows], 1.0, tl.float32) * scale, DTYPE), at)
+    _store_values(values_ptr, quantised(x, scale, DTYPE), at)
 
 
 @triton.jit
@@ -151,41 +155,50 @@ def _store_values(values_ptr, x, at):
     tl.store(values_ptr + tl.cast(at, tl.int64) * (rows * cols) + places, x)
 
 
+@triton.jit
+def _strip_of(tiles, strip):
+    """(plane, first block) of this program: `strip` blocks of one head."""
+    strips = tl.cdiv(tiles, strip)
+    return tl.program_id(0) // strips, tl.program_id(0) % strips * strip
+
+
 @triton.jit(do_not_specialize=_LENGTHS)
 def rotate_kernel(
     x_ptr, values_ptr, scales_ptr, means_ptr, shift_ptr, cu_ptr, matrix_ptr, norms_ptr,
-    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, tiles, blocks,
+    stride_b, stride_s, stride_h, seqlen, total, num_heads, group_size, tiles, strip, blocks,
     softmax_scale, KEYS: tl.constexpr, PER_TOKEN: tl.constexpr, DIM: tl.constexpr,
     PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it changes:
-    shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
+    """Blocks of 128 tokens of one head of k (KEYS) or of q, which meets the keys' mean for what it
+    changes: shift, laid out like lse, is softmax_scale * q.mean, in powers of two.
     """
-    block, plane = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    plane, start = _strip_of(tiles, strip)
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
-    if block * _BLOCK >= length:
-        return
-    tokens, dims = block * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, PAD)
-    exist = tokens < length
-    rows = _rows(x_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+    dims = tl.arange(0, PAD)
+    kind: tl.constexpr = values_ptr.dtype.element_ty
     m = tl.load(matrix_ptr + dims[:, None] * PAD + dims[None, :])
-    x = dot(_load(rows, exist, DIM, PAD), m, None) * tl.load(norms_ptr + dims)[None, :]
-    mean = tl.load(means_ptr + (plane // group_size).to(tl.int64) * PAD + dims)
-    if KEYS:
-        x = tl.where(exist[:, None], x - mean[None, :], 0.0)
-    else:
-        shift = tl.sum(x * mean[None, :], 1) * softmax_scale * LOG2E
-        place = tl.cast(entry, tl.int64) * num_heads + head
-        tl.store(shift_ptr + place * total + first + tokens, shift, mask=exist)
-    at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
-    if PER_TOKEN:
-        kind: tl.constexpr = values_ptr.dtype.element_ty
-        scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), kind)
-        tl.store(scales_ptr + at * _BLOCK + tl.arange(0, _BLOCK), scale)
-        _store_values(values_ptr, quantised(x, scale, kind), at)
-    else:
-        _store(values_ptr, scales_ptr + at * APART, x, at, values_ptr.dtype.element_ty, 0.0)
+    means_ptr += (plane // group_size).to(tl.int64) * PAD
+    at = _first_block(cu_ptr, plane, b, head, first, blocks)
+    for block in range(start, tl.minimum(start + strip, tl.cdiv(length, _BLOCK))):
+        tokens = block * _BLOCK + tl.arange(0, _BLOCK)
+        exist = tokens < length
+        rows = _rows(x_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+        x = dot(_load(rows, exist, DIM, PAD), m, None)
+        x *= tl.load(norms_ptr + dims)[None, :]  # anew, or there would be no registers for it
+        mean = tl.load(means_ptr + dims)
+        if KEYS:
+            x = tl.where(exist[:, None], x - mean[None, :], 0.0)
+        else:
+            shift = tl.sum(x * mean[None, :], 1) * softmax_scale * LOG2E
+            place = tl.cast(entry, tl.int64) * num_heads + head
+            tl.store(shift_ptr + place * total + first + tokens, shift, mask=exist)
+        if PER_TOKEN:
+            scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x * 0.0, 1), kind)
+            tl.store(scales_ptr + (at + block) * _BLOCK + tl.arange(0, _BLOCK), scale)
+            _store_values(values_ptr, quantised(x, scale[:, None], kind), at + block)
+        else:
+            _store(values_ptr, scales_ptr + (at + block) * APART, x, at + block, kind, 0.0)
 
 
 @triton.jit
@@ -199,20 +212,20 @@ def key_of(place):
 @triton.jit(do_not_specialize=_LENGTHS)
 def values_kernel(
     v_ptr, values_ptr, scales_ptr, cu_ptr, stride_b, stride_s, stride_h, seqlen, total, num_heads,
-    tiles, blocks, DIM: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
+    tiles, strip, blocks, DIM: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """128 tokens of one head of v, transposed."""
-    block, plane = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    """Blocks of 128 tokens of one head of v, transposed."""
+    plane, start = _strip_of(tiles, strip)
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
-    if block * _BLOCK >= length:
-        return
-    tokens = block * _BLOCK + key_of(tl.arange(0, _BLOCK))
-    rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
-    x = _load(rows, tokens < length, DIM, PAD).to(tl.float32)
-    at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
-    kind: tl.constexpr = values_ptr.dtype.element_ty
-    _store(values_ptr, scales_ptr + at * APART, tl.trans(x), at, kind, LEAST)
+    at = _first_block(cu_ptr, plane, b, head, first, blocks)
+    end = tl.minimum(start + strip, tl.cdiv(length, _BLOCK))
+    for block in tl.range(start, end, num_stages=2):
+        tokens = block * _BLOCK + key_of(tl.arange(0, _BLOCK))
+        rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+        x = tl.trans(_load(rows, tokens < length, DIM, PAD)).to(tl.float32)
+        kind: tl.constexpr = values_ptr.dtype.element_ty
+        _store(values_ptr, scales_ptr + (at + block) * APART, x, at + block, kind, LEAST)
 
 
 _sums_kernel = Handle(sums_kernel)
@@ -245,6 +258,15 @@ class Side(NamedTuple):
     @property
     def planes(self) -> int:
         return self.batch * self.heads
+
+    @property
+    def strip(self) -> int:
+        """Blocks to a program."""
+        return min(max(1, self.tiles * self.planes // PROGRAMS), self.tiles, LONGEST_STRIP)
+
+    @property
+    def programs(self) -> int:
+        return triton.cdiv(self.tiles, self.strip) * self.planes
 
     @property
     def all_blocks(self) -> int:
@@ -326,10 +348,10 @@ def rotated(
     softmax_scale: float = 0.0, group_size: int = 1,
 ) -> None:  # fmt: skip
     """Fill blocks with q, and then also the shift of its lse, or without a shift with k."""
-    _rotate_kernel[(side.tiles * side.planes,)](
+    _rotate_kernel[(side.programs,)](
         t, blocks.values, blocks.scales, mean, mean if shift is None else shift, side.cu_seqlens,
         *rotation, *_strides(t), side.seqlen, side.total, side.heads, group_size, side.tiles,
-        blocks.count,
+        side.strip, blocks.count,
         softmax_scale,
         KEYS=shift is None, PER_TOKEN=blocks.values.dtype == torch.int8, DIM=t.shape[-1],
         PAD=len(rotation.norms), APART=blocks.scales.stride(0),
@@ -340,10 +362,10 @@ def rotated(
 def transposed(v: Tensor, side: Side, scheme: Scheme, scales: Tensor) -> Blocks:
     pad = padded_width(v.shape[-1])
     blocks = side.room(v, pad, scheme, scales)
-    _values_kernel[(side.tiles * side.planes,)](
+    _values_kernel[(side.programs,)](
         v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
-        side.heads, side.tiles, blocks.count,
-        DIM=v.shape[-1], PAD=pad, APART=scales.stride(0), **launch_options(TRITON_ROTATE[pad]),
+        side.heads, side.tiles, side.strip, blocks.count,
+        DIM=v.shape[-1], PAD=pad, APART=scales.stride(0), **launch_options(TRITON_TRANSPOSE[pad]),
     )  # fmt: skip
     return blocks
 

@@ -128,6 +128,21 @@ def test_operands_are_those_of_the_recipe(case, precision):
 
 
 @here
+@pytest.mark.parametrize("case", [DENSE[2], "packed"], ids=str)
+def test_blocks_of_a_strip_are_those_of_programs_of_their_own(case, monkeypatch):
+    x, lengths = _packed() if case == "packed" else _dense(*case)
+    problem = describe(x, Options(precision="fp8"), lengths)
+    found = []
+    for programs in (1, 1 << 30):
+        monkeypatch.setattr(quantise, "PROGRAMS", programs)
+        shift = torch.zeros(*x.q.shape[:-3], x.q.shape[-2], x.q.shape[-3], device=DEVICE)
+        q, k, v, _ = quantise.prepare(problem, x, shift)
+        whole = _whole(q, x.q, x.cu_seqlens_q), _whole(k, x.k, x.cu_seqlens_k)
+        found.append((shift, *sum(whole, ()), *_whole(v, x.v, x.cu_seqlens_k, transposed=True)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@here
 def test_a_mean_of_many_keys():
     """More than one span, of which the last is short."""
     k = torch.randn(1, 2500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
