@@ -93,7 +93,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         STAGED=staged,
         MERGE=lse.dtype == torch.float64,
         SECOND=second,
-        **_constants(cut.config),
+        **_constants(cut.config, second or out.dtype != torch.float32),
     )
 
 
@@ -192,8 +192,12 @@ def _page_arguments(x: Tensors, anything: Tensor) -> tuple:
 
 
 @cache
-def _constants(config: HopperConfig) -> dict:
+def _constants(config: HopperConfig, early: bool) -> dict:
+    """early: programs start beside the end of the call before. Not those of a ring's rounds, whose
+    results are not rounded: they would wait on processors that a round of another stream could use.
+    """
     return tile_constants(config) | {
+        "launch_pdl": early,
         "PINGPONG": config.pingpong,
         "OUT_IN_Q": config.out_in_q,
         "RESCALE": config.rescale,
