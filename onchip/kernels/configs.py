@@ -205,8 +205,8 @@ COPY_ELEMENTS = 2048  # of a page, to one program of a copy
 # transposed. By ptxas reports (2026-11-16, Triton 3.6), not timed: no spills but 1 to 3 % of the
 # instructions at head_dim 256, and 16 warps on a processor at 64 and 128.
 TRITON_SUMS = _T(0, 32, 4, 1)
-TRITON_ROTATE = {64: _T(128, 0, 4, 2), 128: _T(128, 0, 16, 2), 256: _T(128, 0, 8, 1)}
-TRITON_TRANSPOSE = {64: _T(128, 0, 8, 1), 128: _T(128, 0, 16, 1), 256: _T(128, 0, 8, 1)}
+TRITON_ROTATE = {64: _T(128, 0, 4, 2), 128: _T(128, 0, 8, 2, 128), 256: _T(128, 0, 8, 1)}
+TRITON_TRANSPOSE = {64: _T(128, 0, 8, 1, 80), 128: _T(128, 0, 8, 1, 128), 256: _T(128, 0, 16, 1)}
 BIAS_PROGRAMS = 512  # what fills a GPU, where the bias itself has fewer tiles
 
 
@@ -322,13 +322,13 @@ HOPPER_FORWARD_PAGED = {
 # ptxas reports (2026-11-16, Triton 3.6), not timed. Three consumers beat two in a kernel without
 # scales (H200, head_dim 128: 1.02 to 1.04x). Of 256 columns of values, 128 at a time are summed.
 HOPPER_EIGHT = {
-    64: HopperConfig(128, 3, 4, q_stages=2, **_THREE),
-    128: HopperConfig(128, 3, 4, q_stages=2, **_THREE),
-    256: HopperConfig(128, 2, 2, q_stages=1),
+    64: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
+    128: HopperConfig(128, 3, 4, q_stages=2, pingpong=True, dynamic=True, **_THREE),
+    256: HopperConfig(128, 2, 2, pingpong=True, dynamic=True),
 }
 # Integers have a scale for each key of a tile, 32 registers of a thread: two consumers.
-_INTS = HopperConfig(128, 2, 4, q_stages=2)
-HOPPER_INT8 = {64: _INTS, 128: _INTS, 256: HopperConfig(128, 2, 2)}
+_INTS = HopperConfig(128, 2, 4, q_stages=2, pingpong=True, dynamic=True)
+HOPPER_INT8 = {64: _INTS, 128: _INTS, 256: HopperConfig(128, 2, 2, pingpong=True, dynamic=True)}
 HOPPER_INT8_PV16 = {64: _INTS, 128: _INTS._replace(num_stages=2)}
 
 

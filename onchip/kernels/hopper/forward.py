@@ -225,12 +225,14 @@ def fold_blocks(pipes, job, place, entries, count, q, p, acc, m, l, i, C: gl.con
 
 
 @gluon.jit
-def skip(pipes, cfg, i, count, C: gl.constexpr):
-    """Let `count` key tiles pass that other consumers see and this one does not."""
+def skip(pipes, cfg, i, count, C: gl.constexpr, turns=0):
+    """Let `count` key tiles pass that other consumers see and this one does not. turns: how often
+    it has had the baton beside once for each key tile.
+    """
     for _ in range(count):
         pipes.k.wait_full(i)
         if cfg.PINGPONG:
-            pipes.baton.take(C, i)
+            pipes.baton.take(C, i + turns)
             pipes.baton.pass_on(C)
         pipes.k.release(i)
         pipes.v.wait_full(i)  # unseen, it could pass for the next filling of its slot

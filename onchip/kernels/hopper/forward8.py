@@ -6,7 +6,8 @@ Programs, tickets and rings are those of forward.py. What differs:
 - p goes from the accumulator of scores to the operand of the next product inside a thread, because
   v's keys are permuted; and not through the loop, where bytes would lie in registers of their own
   (200 of 645 instructions). So the products of a tile stay in one iteration, and consumers overlap
-  one another.
+  one another: who has the baton (PINGPONG) adds the values of a tile and starts the scores of the
+  next, while the others exponentiate.
 - FP8 products are added with about 14 bits (onchip/quant/accumulator.py). The values of a tile come
   to a sum of their own, which one multiply-add takes into the accumulator in place of the rescaling
   multiply: promoted every 128 keys at the price of none. The accumulator is in units of v's scale.
@@ -260,51 +261,60 @@ def add_values(pipes, cfg, p, acc, alpha, i, WIDE: gl.constexpr):
 class Task:
     """64 queries of one head, which filling of their ring they are, what their scores are
     multiplied with (a number, or one for each), and the first block of the keys that they meet.
+    Consumer C has had the baton `turns` times beside once for each key tile.
     """
 
     place: Place
     filling: gl.tensor
     factor: gl.tensor
     first: gl.tensor
+    turns: gl.tensor
+    C: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, place, filling, factor, first):
+    def __init__(self, place, filling, factor, first, turns, C):
         self.place = place
         self.filling = filling
         self.factor = factor
         self.first = first
+        self.turns = turns
+        self.C = gl.constexpr(C)
 
 
 @gluon.jit
-def make_task(job, narrow, place, filling):
+def make_task(job, narrow, place, t, C: gl.constexpr):
+    """Consumer C's part of the t-th tile of queries."""
     shape = job.shape
     k0, _ = shape.keys(place.batch)
     factor = narrow.query_scales(shape, place, job.cfg.S) * job.scale.scale_log2
-    return Task(place, filling, factor, narrow.keys(shape, place, k0))
+    filling = t * job.cfg.CONSUMERS + C
+    return Task(place, filling, factor, narrow.keys(shape, place, k0), t, C)
 
 
 @gluon.jit
-def products(pipes, cfg, q, i, INTS: gl.constexpr):
-    """q k of filling i, integers of integers."""
+def products(pipes, cfg, q, i, INTS: gl.constexpr, C: gl.constexpr):
+    """q k of filling i, integers of integers. Consumer C passes the baton on."""
     if INTS:
         zero = gl.zeros([64, cfg.TILE_N], gl.int32, cfg.S)
         k = pipes.k.slot(i).permute((1, 0))
         s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     else:
         s = score(pipes, cfg, q, i)
+    if cfg.PINGPONG:
+        pipes.baton.pass_on(C)
     return warpgroup_mma_wait(num_outstanding=0, deps=(s,))
 
 
 @gluon.jit
 def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.constexpr):
     """Fold filling i, key tile n. acc comes in units of the last tile's scale of v, and goes in
-    units of this one's.
+    units of this one's. The baton is held before and after.
     """
     cfg, place = job.cfg, task.place
     scales = narrow.scales(task.first, n)
     tokens = narrow.token_scales(task.first, n, cfg.S)
     pipes.k.wait_full(i)
-    s = products(pipes, cfg, q, i, narrow.INTS)
+    s = products(pipes, cfg, q, i, narrow.INTS, task.C)
     pipes.k.release(i)
     if narrow.INTS:
         s = s.to(gl.float32) * tokens
@@ -317,6 +327,8 @@ def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.con
     alpha = alpha * (unit * approximate("rcp", scales.v))
     pipes.v.wait_full(i)
     p = operand(p, cfg, pipes.v.slots.dtype)
+    if cfg.PINGPONG:
+        pipes.baton.take(task.C, i + 1 + task.turns)
     return add_values(pipes, cfg, p, acc, alpha, i, narrow.WIDE), m, l, scales.v
 
 
@@ -343,6 +355,8 @@ def fold(pipes, job, narrow, task, mine, i, PARTS: gl.constexpr):
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
     l = thread_sums(gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S))
     unit = 1.0
+    if cfg.PINGPONG:
+        pipes.baton.take(task.C, i + task.turns)
     acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
                                     mine.hi, mine.full_hi, True)  # fmt: skip
     acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
@@ -350,6 +364,8 @@ def fold(pipes, job, narrow, task, mine, i, PARTS: gl.constexpr):
     if job.shape.HAS_LEFT:
         acc, m, l, unit, i = fold_tiles(pipes, job, narrow, task, acc, m, l, unit, i,
                                         mine.full_lo, mine.lo, True)  # fmt: skip
+    if cfg.PINGPONG:
+        pipes.baton.pass_on(task.C)
     return acc, m, whole_sums(l, cfg.S), unit, i
 
 
@@ -394,15 +410,14 @@ def attend(out, pipes, job, narrow, work, t, i, C: gl.constexpr, PARTS: gl.const
     """One consumer's 64 queries: (the next work, i)."""
     cfg, place, keys = job.cfg, work.place, work.keys
     mine = within(work.mine, keys)
-    filling = t * cfg.CONSUMERS + C
-    i = skip(pipes, cfg, i, keys.hi - mine.hi, C)
-    task = make_task(job, narrow, place, filling)
-    pipes.q.wait_full(filling)
+    i = skip(pipes, cfg, i, keys.hi - mine.hi, C, t)
+    task = make_task(job, narrow, place, t, C)
+    pipes.q.wait_full(task.filling)
     acc, m, l, unit, i = fold(pipes, job, narrow, task, mine, i, PARTS)
-    pipes.q.release(filling)
+    pipes.q.release(task.filling)
     after = take_work(pipes, job, t + 1, C)
     finish(out, job, place, acc, m, l, unit, C)
-    return after, skip(pipes, cfg, i, mine.lo - keys.lo, C)
+    return after, skip(pipes, cfg, i, mine.lo - keys.lo, C, t + 1)
 
 
 @gluon.jit
@@ -431,13 +446,13 @@ def forward8_kernel(
     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     HAS_SINKS: gl.constexpr, STAGED: gl.constexpr,
     TILE_N: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    DYNAMIC: gl.constexpr, NUMBERED: gl.constexpr,
+    PINGPONG: gl.constexpr, DYNAMIC: gl.constexpr, NUMBERED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     INTS: gl.constexpr = q_desc.dtype == gl.int8
     WIDE: gl.constexpr = v_desc.dtype != gl.float8e4nv
     PARTS: gl.constexpr = v_desc.block_shape[-1 if WIDE else 0] // WIDTH
-    cfg = Config(TILE_N, WIDTH, CONSUMERS, False, DYNAMIC, False, "always", 0, False, 0,
+    cfg = Config(TILE_N, WIDTH, CONSUMERS, PINGPONG, DYNAMIC, False, "always", 0, False, 0,
                  16 if WIDE else 8, 8)  # fmt: skip
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT)  # fmt: skip

@@ -98,6 +98,7 @@ def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor
         HAS_RIGHT=right is not None,
         HAS_SINKS=x.sinks is not None,
         STAGED=staged,
+        PINGPONG=config.pingpong,
         DYNAMIC=uneven or config.dynamic,
         **tile_constants(config),
     )

@@ -137,14 +137,16 @@ def means_kernel(
 
 
 @triton.jit
-def _store(values_ptr, scale_ptr, x, at, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
-    """x, rows and columns of block `at`, with one scale; no largest element counts for less than
-    LEAST_MAX.
+def _scale(x, scale_ptr, DTYPE: tl.constexpr, LEAST_MAX: tl.constexpr):
+    """The one scale of a block, stored; no largest element counts for less than LEAST_MAX. As
+    integers magnitudes have the same order, and what is not finite is the largest.
     """
-    largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), LEAST_MAX)
-    scale = scale_of(largest, tl.sum(tl.sum(x * 0.0, 1), 0), DTYPE)
+    bits: tl.constexpr = tl.int32 if x.dtype == tl.float32 else tl.int16
+    top = tl.max(tl.abs(x).to(bits, bitcast=True)).to(bits)
+    largest = top.to(x.dtype, bitcast=True).to(tl.float32)
+    scale = scale_of(tl.maximum(largest, LEAST_MAX), largest * 0.0, DTYPE)
     tl.store(scale_ptr, scale)
-    _store_values(values_ptr, quantised(x, scale, DTYPE), at)
+    return scale
 
 
 @triton.jit
@@ -198,7 +200,8 @@ def rotate_kernel(
             tl.store(scales_ptr + (at + block) * _BLOCK + tl.arange(0, _BLOCK), scale)
             _store_values(values_ptr, quantised(x, scale[:, None], kind), at + block)
         else:
-            _store(values_ptr, scales_ptr + (at + block) * APART, x, at + block, kind, 0.0)
+            scale = _scale(x, scales_ptr + (at + block) * APART, kind, 0.0)
+            _store_values(values_ptr, quantised(x, scale, kind), at + block)
 
 
 @triton.jit
@@ -212,20 +215,21 @@ def key_of(place):
 @triton.jit(do_not_specialize=_LENGTHS)
 def values_kernel(
     v_ptr, values_ptr, scales_ptr, cu_ptr, stride_b, stride_s, stride_h, seqlen, total, num_heads,
-    tiles, strip, blocks, DIM: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
+    tiles, blocks, DIM: tl.constexpr, PAD: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of 128 tokens of one head of v, transposed."""
-    plane, start = _strip_of(tiles, strip)
+    """128 tokens of one head of v, transposed."""
+    block, plane = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, head = plane // num_heads, plane % num_heads
     entry, first, length = _sequence(cu_ptr, b, seqlen, total)
-    at = _first_block(cu_ptr, plane, b, head, first, blocks)
-    end = tl.minimum(start + strip, tl.cdiv(length, _BLOCK))
-    for block in tl.range(start, end, num_stages=2):
-        tokens = block * _BLOCK + key_of(tl.arange(0, _BLOCK))
-        rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
-        x = tl.trans(_load(rows, tokens < length, DIM, PAD)).to(tl.float32)
-        kind: tl.constexpr = values_ptr.dtype.element_ty
-        _store(values_ptr, scales_ptr + (at + block) * APART, x, at + block, kind, LEAST)
+    if block * _BLOCK >= length:
+        return
+    tokens = block * _BLOCK + key_of(tl.arange(0, _BLOCK))
+    rows = _rows(v_ptr, entry, first + tokens, head, stride_b, stride_s, stride_h)
+    x = _load(rows, tokens < length, DIM, PAD)
+    at = _first_block(cu_ptr, plane, b, head, first, blocks) + block
+    kind: tl.constexpr = values_ptr.dtype.element_ty
+    scale = _scale(x, scales_ptr + at * APART, kind, LEAST)
+    _store_values(values_ptr, tl.trans(quantised(x.to(tl.float32), scale, kind)), at)
 
 
 _sums_kernel = Handle(sums_kernel)
@@ -362,9 +366,9 @@ def rotated(
 def transposed(v: Tensor, side: Side, scheme: Scheme, scales: Tensor) -> Blocks:
     pad = padded_width(v.shape[-1])
     blocks = side.room(v, pad, scheme, scales)
-    _values_kernel[(side.programs,)](
+    _values_kernel[(side.tiles * side.planes,)](
         v, blocks.values, blocks.scales, side.cu_seqlens, *_strides(v), side.seqlen, side.total,
-        side.heads, side.tiles, side.strip, blocks.count,
+        side.heads, side.tiles, blocks.count,
         DIM=v.shape[-1], PAD=pad, APART=scales.stride(0), **launch_options(TRITON_TRANSPOSE[pad]),
     )  # fmt: skip
     return blocks
