@@ -207,9 +207,11 @@ def _forward(problem: Problem, hardware: Hardware, density: float) -> Phase:
 def forward_step(
     config: HopperConfig, width: int, width_v: int, hardware: Hardware, dtype: torch.dtype
 ) -> Step:
-    """64 queries and tile_n keys. The copies of keys and values serve all consumers."""
+    """64 queries and tile_n keys. The copies of keys and values serve all consumers. The output so
+    far is rescaled in every step, or where a maximum moves, which is seldom after the first.
+    """
     pairs = 64 * config.tile_n
-    ops = FORWARD_OPS * pairs + 64 * width_v  # and the output so far is rescaled
+    ops = FORWARD_OPS * pairs + (64 * width_v if config.rescale == "always" else 0)
     copied = config.tile_n * (width + width_v) * dtype.itemsize / config.consumers
     return Step(
         2 * pairs * (width + width_v) / hardware.flops_clock(dtype),

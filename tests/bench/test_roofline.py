@@ -22,7 +22,7 @@ def rows():
 
 def test_every_bar_is_met_with_every_cell(rows):
     verdicts = judge(rows, roofline.BARS)
-    assert [v.ok for v in verdicts] == [True] * 3 and len(rows) == 36 + 35 + 35 + 9
+    assert [v.ok for v in verdicts] == [True] * 3 and len(rows) == 36 + 35 + 35 + 16
 
 
 def test_a_cell_holds_both_times(rows):
@@ -45,7 +45,7 @@ def test_the_table_has_a_line_for_each_mask_and_dim(rows):
 
 def test_what_was_held_out_has_a_table_and_no_bar(rows):
     _, body = roofline_report.SHEETS["held-out"](rows)
-    assert len(body) == 9 and not any(line[-1].startswith("bound") for line in body)
+    assert len(body) == 16 and not any(line[-1].startswith("bound") for line in body)
     assert not any(bar.selects({"bench": roofline.HELD_OUT}) for bar in roofline.BARS)
 
 

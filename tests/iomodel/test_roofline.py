@@ -49,8 +49,8 @@ def test_every_measured_cell_is_predicted_within_the_bar(bench):
         assert predicted.seconds == pytest.approx(measured_s, rel=BAR), (r["head_dim"], r["mask"])
 
 
-def test_held_out_short_calls_are_underestimated():
-    """Rows that nobody had looked at: all take longer than predicted, by a third at most."""
+def test_held_out_short_calls_are_predicted_within_a_fifth():
+    """Rows that the model was not made with."""
     rows = json.loads((RESULTS / "h200-short.json").read_text())["rows"]
     shares = []
     for r in rows:
@@ -58,8 +58,8 @@ def test_held_out_short_calls_are_underestimated():
         found = predict(pose(*shape, causal=r["mask"] == "causal"), H200, "hopper")
         if r["kernel"] == "hopper" and found.modelled:
             shares.append(1e6 * found.seconds / r["value"])
-    assert len(shares) == 9 and min(shares) > 2 / 3 and max(shares) < 1.05
-    assert sum(share >= 0.85 for share in shares) == 2
+    assert len(shares) == 16 and min(shares) > 0.8 and max(shares) < 1.2
+    assert sum(0.85 <= share <= 1.15 for share in shares) == 14
 
 
 def test_one_consumer_waits_for_every_unit_and_many_for_the_slowest_alone():
@@ -143,6 +143,6 @@ def test_pipelines_are_those_of_hopper_alone():
 
 def test_sentences():
     text = str(predict(pose(1, 16384, 16, 128), H200, "hopper"))
-    assert text.startswith("3.3 ms: tensor cores need 2.22 ms of it; exp unit 1.74 ms, ")
+    assert text.startswith("3.2 ms: tensor cores need 2.22 ms of it; exp unit 1.6 ms, ")
     unknown = hardware.Hardware("x", 1, 0.0, H200.levels[:1], {}, 0, 0, 0, "")
     assert str(predict(pose(1, 64, 1, 64), unknown)) == "at least 6.88 ns: HBM needs 6.88 ns of it"

@@ -95,7 +95,7 @@ MERGE = [
     Variant(128, {"out_dtype": torch.float32, "mask": True}, (0.0, 0.003)),
 ]
 EIGHT = [
-    Variant(128, {"precision": "fp8", "causal": True}),
+    Variant(128, {"precision": "fp8", "causal": True}, (0.003, 0.0)),
     Variant(64, {"precision": "fp8"}),
     Variant(64, {"precision": "fp8", **PACKED, "num_kv_heads": 2, "sinks": True}),
     Variant(128, {"precision": "fp8"}),

@@ -118,6 +118,14 @@ def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
     judge(*sizes, options, form)
 
 
+@here
+@pytest.mark.parametrize("batch", [33, pytest.param(300, marks=pytest.mark.slow)])
+def test_batches_of_every_bucket(batch):
+    """Those of more than 256 sequences come here from Hopper, too."""
+    lengths = [300 * LONG] + [1 + 7 * b % 30 * LONG for b in range(batch - 1)]
+    judge([1] * batch, lengths, 16, heads(4), BF16, {})
+
+
 GROUPS, PAGE_SIZES = (1, 3, 4, 8, 12), (1, 2, 16, 64, 256)
 PAIRS = [(g, PAGE_SIZES[(i + shift) % 5]) for i, g in enumerate(GROUPS) for shift in (0, 2)]
 
