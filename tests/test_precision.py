@@ -54,13 +54,20 @@ def test_a_compiled_call_says_what_an_eager_one_says():
     assert torch.equal(compiled(q, k, v), onchip.attention(q, k, v, precision="fp8"))
 
 
-def test_auto_is_fp8_where_a_gpu_has_a_kernel_for_it():
+def test_auto_is_fp8_where_a_gpu_has_a_kernel_for_it_and_gains():
     q, k, v = inputs()
     assert torch.equal(onchip.attention(q, k, v, precision="auto"), onchip.attention(q, k, v))
-    problem = describe(Tensors(q, k, v), Options(precision="auto"))
+    short = describe(Tensors(q, k, v), Options(precision="auto"))
+    problem = short._replace(seqlen_q=8192, seqlen_k=8192)
     assert dispatch.settled(problem, HOPPER) == "fp8"
     assert dispatch.settled(problem._replace(softcap=3.0), HOPPER) is None
     assert dispatch.settled(problem, AMPERE) is None
+    assert dispatch.settled(short, HOPPER) is None
+    causal = problem._replace(causal=True)
+    assert dispatch.settled(causal, HOPPER) is None
+    assert dispatch.settled(causal._replace(seqlen_q=16384, seqlen_k=16384), HOPPER) == "fp8"
+    window = problem._replace(seqlen_k=65536, window_size=(1024, None))
+    assert dispatch.settled(window, HOPPER) is None
 
 
 def test_who_serves():

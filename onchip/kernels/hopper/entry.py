@@ -5,6 +5,7 @@ from onchip.kernels.configs import (
     FEW_KEYS,
     HOPPER_DECODE_BATCH,
     HOPPER_DECODE_ROWS,
+    HOPPER_EIGHT_KEYS,
     HOPPER_FEW,
     HOPPER_PAGE_SIZES,
     HOPPER_PAGED_ROWS,
@@ -47,6 +48,15 @@ def _supports_narrow(problem: Problem) -> str | None:
     options = {"mask": problem.has_mask, "pages": problem.page_size, "softcap": problem.softcap}
     reason = _missing(problem, options)
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
+
+
+def narrow_pays(problem: Problem) -> bool:
+    """Whether products of 8 bits save more than it costs to make their operands, by the keys that a
+    query sees on average.
+    """
+    keys = problem.seqlen_k - (problem.seqlen_q // 2 if problem.causal else 0)
+    left, _ = problem.window_size
+    return (keys if left is None else min(keys, left)) >= HOPPER_EIGHT_KEYS
 
 
 def splits_keys(problem: Problem) -> bool:
