@@ -72,8 +72,8 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
 
 
 def settled(problem: Problem, device: DeviceInfo) -> str | None:
-    """What precision="auto" means here: "fp8" where the Hopper kernel serves it and gains by it, else
-    None.
+    """What precision="auto" means here: "fp8" where the Hopper kernel serves it and gains by it,
+    else None.
     """
     refusal = _ask("hopper", problem._replace(precision="fp8"), device, False, True)
     return "fp8" if refusal is None and kernel_module("hopper").narrow_pays(problem) else None
