@@ -403,8 +403,8 @@ HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}  # out of pages, which take many 
 HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
-# More sequences take too long to count in every program; and the variant that counts up to 2,048 of
-# them did not come to an end on an H200 (300 sequences, 2026-11-16, cause unknown).
+# More sequences go to triton until the variant that counts up to 2,048 of them has run since it was
+# mended (docs/notebook.md, a word that two things share).
 HOPPER_DECODE_BATCH = 256
 
 

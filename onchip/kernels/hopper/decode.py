@@ -24,6 +24,7 @@ from onchip.kernels.hopper.pipe import (
     fetched,
     make_boxes,
     make_lookups,
+    meet,
 )
 from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.schedule import plus
@@ -704,6 +705,9 @@ def decode_kernel(
     if PAGE_SIZE:
         mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
                                least, BATCH)  # fmt: skip
+        # What is handed to the producer lies where all warps have just read whether lengths differ,
+        # and the compiler lets none of them wait for the others: some would settle anew, for ever.
+        meet()
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
                       Fragments(D))  # fmt: skip

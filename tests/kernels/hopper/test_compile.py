@@ -237,6 +237,7 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
     sass = _tool("-sass", cubin)
     code, loops = _instructions(sass)
+    assert not _late_reads(sass), "arguments are written over what a warp may still have to read"
     allocated = _allocated(compiled.asm["ttgir"])
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
@@ -349,6 +350,28 @@ def _sets(x: Instruction) -> range:
         return range(0)
     wide = ".64" in x.name or "WIDE" in x.name
     return range(int(first[1]), int(first[1]) + 1 + wide)
+
+
+def _late_reads(sass: str) -> list[Instruction]:
+    """Loads of shared memory that some warps may not have come to when others wake those that wait.
+    Triton hands these their arguments in memory that a reduction may have left its result in.
+    """
+    found, flow = _flow(sass)
+    late: set[int] = set()
+    ahead = [i for i in flow if _is_start(found, i)]
+    while ahead:
+        for before in flow.pred[ahead.pop()]:
+            if before not in late and not found[before].name.startswith("BAR.SYNC"):
+                late.add(before)
+                ahead.append(before)
+    return [found[i] for i in late if found[i].name.startswith("LDS")]
+
+
+def _is_start(found: list[Instruction], at: int) -> bool:
+    """Whether warps that wait are woken here: arguments stored, a barrier, registers taken over."""
+    names = [x.name for x in found[max(at - 1, 0) : at + 3]]
+    wakes = found[at].name.startswith("BAR.SYNC") and found[at].operands.strip() == "0x1"
+    return wakes and names[0].startswith("STS") and any(n.startswith("USETMAXREG") for n in names)
 
 
 def _spills(loop: list[str]) -> int:
@@ -484,6 +507,18 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     assert _spills(loop) <= allowed * len(loop)
     assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
     _holds(machine, footprint.hopper_decode(hopper_width(problem.head_dim), problem.page_size))
+
+
+@pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
+def test_warps_that_count_many_sequences_agree_before_a_producer_starts(launches, tmp_path, batch):
+    from onchip.kernels.hopper.launch_decode import decode
+
+    problem, x = _pose(Variant(128, {**PAGED, "page_size": 16, "lengths": (1, 300)}))
+    decode(problem, x)
+    ((kernel, args, kwargs),) = launches
+    machine = _compile(kernel, args, kwargs | {"BATCH": batch}, tmp_path)
+    found, _ = _flow(machine.sass)
+    assert sum(_is_start(found, i) for i in range(len(found))) == 1
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
