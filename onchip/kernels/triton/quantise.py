@@ -31,8 +31,8 @@ from onchip.quant.schemes import Scheme
 BLOCK = 128  # tokens that share a scale
 SPANS = 64  # parts that keys are summed in, at most
 SHORTEST = 1024  # keys of such a part, at least
-# Blocks follow one another in a program, which loads the next while it computes, as long as there
-# are so many programs: four for each processor of an H200.
+# Blocks of q and k follow one another in a program, which loads the next while it computes, as long
+# as there are so many programs: four for each processor of an H200.
 PROGRAMS, LONGEST_STRIP = 528, 8
 # An accumulator in units of v's scale passes from block to block by the ratio of their scales,
 # which must not leave fp32: of blocks of smaller values than this, 2^-61, some bits are lost.
