@@ -131,7 +131,7 @@ BACKWARD = [
     Variant(128, {}, (0.0, 0.06)),
     Variant(128, {"dtype": FP16, **WINDOW}, FEW),
     Variant(128, PACKED, FEW),
-    Variant(128, {"causal": True, "softcap": 5.0}, SOME),
+    Variant(128, {"causal": True, "softcap": 5.0}, (0.045, SOME[1])),
     Variant(64, {"mask": True}, (0.0, 0.01)),
     Variant(128, {"mask": True}, (0.02, 0.08)),
     Variant(256, {}),
@@ -237,7 +237,6 @@ def _compile(kernel, args, kwargs, folder: Path) -> Machine:
     (registers,) = re.findall(r"REG:(\d+)", _tool("-res-usage", cubin))
     sass = _tool("-sass", cubin)
     code, loops = _instructions(sass)
-    assert not _late_reads(sass), "arguments are written over what a warp may still have to read"
     allocated = _allocated(compiled.asm["ttgir"])
     opened, closed = (compiled.asm["ptx"].count(f"mbarrier.{x}.") for x in ("init", "inval"))
     assert opened == closed, "memory of a barrier that is never closed is given to tiles"
@@ -369,9 +368,9 @@ def _late_reads(sass: str) -> list[Instruction]:
 
 def _is_start(found: list[Instruction], at: int) -> bool:
     """Whether warps that wait are woken here: arguments stored, a barrier, registers taken over."""
-    names = [x.name for x in found[max(at - 1, 0) : at + 3]]
     wakes = found[at].name.startswith("BAR.SYNC") and found[at].operands.strip() == "0x1"
-    return wakes and names[0].startswith("STS") and any(n.startswith("USETMAXREG") for n in names)
+    stored = any(x.name.startswith("STS") for x in found[max(at - 4, 0) : at])
+    return wakes and stored and any(x.name.startswith("USETMAXREG") for x in found[at : at + 3])
 
 
 def _spills(loop: list[str]) -> int:
@@ -506,6 +505,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     (loop,) = machine.loops
     assert _spills(loop) <= allowed * len(loop)
     assert machine.shared <= SHARED_BYTES and machine.has("LDSM") and machine.has("UTMALDG")
+    assert not _late_reads(machine.sass)
     _holds(machine, footprint.hopper_decode(hopper_width(problem.head_dim), problem.page_size))
 
 
@@ -519,6 +519,7 @@ def test_warps_that_count_many_sequences_agree_before_a_producer_starts(launches
     machine = _compile(kernel, args, kwargs | {"BATCH": batch}, tmp_path)
     found, _ = _flow(machine.sass)
     assert sum(_is_start(found, i) for i in range(len(found))) == 1
+    assert not _late_reads(machine.sass)
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
