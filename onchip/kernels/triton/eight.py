@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from onchip.kernels.triton.tile import State, dot, rounded, weigh
+from onchip.kernels.triton.tile import INTERPRETED, State, dot, rounded, weigh
 
 _E4M3 = tl.constexpr("""{
     .reg .b32 t;
@@ -168,7 +168,10 @@ def quantised(x, scale, DTYPE: tl.constexpr):
     with the reciprocal and what it leaves over make the quotient of a division, in 3 instructions
     instead of 12.
     """
-    inverse = tl.div_rn(1.0, scale)
-    near = x * inverse
-    left = tl.fma(-near, scale, x)
-    return rounded(tl.fma(left, inverse, near), DTYPE)
+    if INTERPRETED:  # where a fused multiply-add rounds twice
+        return rounded(x / scale, DTYPE)
+    else:
+        inverse = tl.div_rn(1.0, scale)
+        near = x * inverse
+        left = tl.fma(-near, scale, x)
+        return rounded(tl.fma(left, inverse, near), DTYPE)
