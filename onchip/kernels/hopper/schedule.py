@@ -472,7 +472,8 @@ def find_tile(shape, order, batch, number, block, passed, ROWS: gl.constexpr):
     sequence = block + gl.sum(before.to(gl.int32), 0)
     stop = passed + gl.min(gl.where(before, 1 << 30, stops), 0)
     ticket = (sequence * planes + number % planes) * order.tiles_m + stop - 1 - tile
-    return gl.where(sequence < batch, ticket, order.num_tiles), block, passed
+    exists = (sequence < batch) & (number < order.num_tiles)  # bad lengths have more than were cut
+    return gl.where(exists, ticket, order.num_tiles), block, passed
 
 
 @gluon.jit

@@ -77,7 +77,7 @@ def test_heads_more_or_fewer_than_processors(heads):
     judge(1, [700, 300], {"num_heads": heads[0], "num_kv_heads": heads[1]})
 
 
-@pytest.mark.parametrize("batch", [33, 256])
+@pytest.mark.parametrize("batch", [33, 256, 300])
 def test_batches_of_every_bucket(batch):
     judge(1, [5000] + [1 + 7 * b % 90 for b in range(batch - 1)])
 
