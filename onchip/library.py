@@ -91,7 +91,10 @@ def _unrounded(question: Question) -> Question:
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split, in one launch on a GPU. out is contiguous."""
+    """protocol.split, in one launch on a GPU. out is contiguous. What is compiled calls the op:
+    Inductor would see that something is rounded and widened again, take the rounding back, and find
+    no residual.
+    """
     return _residuals(out).split(out, dtype)
 
 
@@ -171,7 +174,7 @@ class _Attention(torch.autograd.Function):
         mask, residual = list(args[_END:]), None
         out, lse, stats = _forward_op(mask)(*args[:_END], mask)
         if precise_delta:
-            out, residual = split(out, args[0].dtype)
+            out, residual = torch.ops.onchip.split(out, args[0].dtype)
         ctx.scalars = args[_NUM_TENSORS:_END]
         ctx.save_for_backward(*args[:_NUM_TENSORS], *mask, out, lse, residual)
         ctx.set_materialize_grads(False)
@@ -459,6 +462,10 @@ def _backward_fake(dout, dlse, out, lse, *args):
     return dq, dk, dv, *extras
 
 
+def _split_fake(out, dtype):
+    return torch.empty_like(out, dtype=dtype), torch.empty_like(out, dtype=dtype)
+
+
 def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0)  # an op returns tensors, so an absent one is empty
 
@@ -506,9 +513,12 @@ for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
     torch.library.register_fake(f"onchip::backward{_name}", _backward_fake, lib=_LIB)
     torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
 _LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
+_LIB.define("split(Tensor out, ScalarType dtype) -> (Tensor, Tensor)")
 for _key in _BACKENDS:
     _LIB.impl("mask", _keep_mask, _key)
+    _LIB.impl("split", split, _key)
 torch.library.register_fake("onchip::mask", _spaced, lib=_LIB)
+torch.library.register_fake("onchip::split", _split_fake, lib=_LIB)
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
 _FORWARD_LATER = torch.ops.onchip.forward_later.default

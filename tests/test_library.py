@@ -1,5 +1,7 @@
 """The torch op: opcheck, compile, export, vmap, autocast, and what autograd may and may not do."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -334,14 +336,18 @@ def test_precise_delta_is_the_gradient_of_the_unrounded_out(name, kernel):
     assert (precise[0] - wide[0]).norm() < 1e-3 * wide[0].norm()
 
 
-@pytest.mark.parametrize("name", ["causal", "mask", "sinks"])
-def test_precise_delta_compiles(name):
+@pytest.mark.parametrize(
+    "name, backend",
+    [*product(["causal", "mask", "sinks"], ["aot_eager"]), ("causal", "inductor")],
+)
+def test_precise_delta_compiles(name, backend):
+    """Inductor takes roundings back where it sees them."""
     torch._dynamo.reset()
     options = dict(PRECISE[name][1])
     if "mask" in options:
         options["mask"] = options["mask"].build(1, 2, 199, 199)
     fn = lambda *x: onchip.attention(*x, precise_delta=True, **options)
-    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
     x, dout = ties()
     outs = fn(*x), compiled(*x)
     torch.testing.assert_close(*outs, rtol=0, atol=0)

@@ -8,8 +8,6 @@ others, and whatever is cut has to be merged. With n programs of s tiles on P pr
     call + ceil(n / P) * s * step + merge         step: one tile, as long as P of them come at once
 
 which is within a tenth of what decoding over pages took on an H200 (tests/iomodel/test_splits.py).
-Where a processor runs b programs beside each other, and there are more than P * b, they come in
-waves of so many: ceil(n / (P * b)) * b in place of ceil(n / P).
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.iomodel.hardware import Hardware
-from onchip.kernels.configs import SPLIT_MOST_WAVES, SPLIT_PIECES, SPLIT_WAVES
+from onchip.kernels.configs import SPLIT_MOST_WAVES, SPLIT_WAVES
 from onchip.problem import Problem
 
 
@@ -75,13 +73,9 @@ def even_splits(tiles: int, most: int) -> int:
     return max(1, -(-tiles // each))
 
 
-def seconds(
-    tiles: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool, beside: int = 1
-) -> float:
-    """Of a call; merged: by a second launch, which costs its time also where nothing was cut.
-    beside: programs that a processor runs at a time.
-    """
-    steps = _busiest(parts, tiles.num_kv_heads, hardware.processors, beside)
+def seconds(tiles: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool) -> float:
+    """Of a call; merged: by a second launch, which costs its time also where nothing was cut."""
+    steps = _busiest(parts, tiles.num_kv_heads, hardware.processors)
     read = hardware.call_s + steps * tiles.step_s(hardware)
     if not merged:
         return read
@@ -89,16 +83,14 @@ def seconds(
     return read + hardware.merge_s + 2 * states * tiles.state_bytes / hardware.memory_bytes_s
 
 
-def _busiest(parts: Sequence[Part], num_kv_heads: int, processors: int, beside: int) -> float:
+def _busiest(parts: Sequence[Part], num_kv_heads: int, processors: int) -> float:
     """Tiles of keys of the processor that ends last: programs that are alike come in waves, others
     fill what the longer ones leave.
     """
     longest = max((part.longest for part in parts), default=0)
     if all(part.longest == longest for part in parts):
         programs = num_kv_heads * sum(part.number * part.splits for part in parts)
-        if programs <= processors * beside:
-            beside = 1  # one wave, however full
-        return -(-programs // (processors * beside)) * beside * longest
+        return -(-programs // processors) * longest
     work = num_kv_heads * sum(part.number * part.tiles for part in parts)
     return max(longest, work / processors + longest / 2)
 
@@ -116,11 +108,9 @@ def cut_evenly(part: Part, units: int | None, least: int) -> Part:
     return part._replace(splits=even_splits(part.tiles, most))
 
 
-def predicted(
-    tiles: Tiles, part: Part, units: int | None, least: int, on: Hardware, beside: int = 1
-) -> float:
+def predicted(tiles: Tiles, part: Part, units: int | None, least: int, on: Hardware) -> float:
     """Seconds of a call whose keys are cut for so many units."""
-    return seconds(tiles, [cut_evenly(part, units, least)], on, units is not None, beside)
+    return seconds(tiles, [cut_evenly(part, units, least)], on, units is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -134,20 +124,11 @@ def choose(tiles: Tiles, part: Part, least: int, hardware: Hardware) -> int | No
 
 
 @lru_cache(maxsize=4096)
-def choose_unseen(
-    tiles: Tiles, part: Part, least: int, hardware: Hardware, beside: int = 1
-) -> int | None:
+def choose_unseen(tiles: Tiles, part: Part, least: int, hardware: Hardware) -> int | None:
     """The same where only the device knows the lengths, part.tiles at most: it cuts them by what
     there is, for SPLIT_WAVES programs on every processor. Nothing is cut, and no merge launched, if
-    that would take longer even were one sequence all there is: others only fill processors. Where
-    it is known how many programs run beside each other, each sequence is cut into a few more if
-    that fills the last wave of them.
+    that would take longer even were one sequence all there is: others only fill processors.
     """
     units = filling(SPLIT_WAVES, tiles.num_kv_heads, hardware.processors)
     one = part._replace(number=1)
-    if predicted(tiles, one, None, least, hardware) <= predicted(tiles, one, units, least, hardware):
-        return None
-    if beside == 1:
-        return units
-    pieces = [units, *(splits * part.number for splits in range(2, SPLIT_PIECES + 1))]
-    return min(pieces, key=lambda n: predicted(tiles, part, n, least, hardware, beside))
+    return min((None, units), key=lambda n: predicted(tiles, one, n, least, hardware))

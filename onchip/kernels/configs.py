@@ -87,21 +87,12 @@ def paper_product_tiles(sram: int, inner: int) -> ProductConfig:
     return ProductConfig(cube, cube, cube)
 
 
-REGISTERS = 65536  # of an NVIDIA processor
-
-
 class TritonConfig(NamedTuple):
     tile_m: int  # queries; tiles divide the 128 of a mask's blocks
     tile_n: int  # keys
     num_warps: int
     num_stages: int
     max_registers: int = 0  # of a thread, where the compiler would take more; 0 leaves it to it
-
-    @property
-    def beside(self) -> int:
-        """Programs that a processor has the registers for at a time, 1 where nobody has said."""
-        used = 32 * self.num_warps * self.max_registers
-        return max(1, REGISTERS // used) if used else 1
 
 
 _T = TritonConfig
@@ -198,7 +189,6 @@ DECODE_ROWS = 64  # queries x heads of a group; more have work enough for the pl
 FEW_KEYS = 8
 SPLIT_WAVES = 2  # programs per processor, where sequences are cut: one starts while another reads
 SPLIT_MOST_WAVES = 4  # that run side by side: registers of four times four warps
-SPLIT_PIECES = 8  # of a sequence, where there are more than run at a time
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program and its share of the merge
 FIXED_KEYS = 1024  # of a split, when cuts must not depend on the batch
 TRITON_STREAMED = _T(16, 0, 4, 1)  # delta: bound by memory, any tile of some kB will do

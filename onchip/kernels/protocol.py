@@ -63,9 +63,9 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out in dtype, the residual that this rounding leaves, in dtype, too). out is used up."""
+    """(out in dtype, the residual that this rounding leaves, in dtype, too)"""
     rounded = out.to(dtype)
-    return rounded, out.sub_(rounded).to(dtype)
+    return rounded, (out - rounded).to(dtype)
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:

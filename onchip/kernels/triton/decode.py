@@ -466,9 +466,8 @@ def _even_cuts(problem: Problem, config: TritonConfig, whole: Launch, hardware: 
     """
     tiles, tiles_q = triton.cdiv(problem.seqlen_k, config.tile_n), whole.num_units
     least = max(1, SPLIT_KEYS // config.tile_n)
-    asked = Tiles.of(problem, *config[:2]), Part(tiles_q, tiles), least, hardware
-    unseen = problem.packed or problem.page_size
-    units = choose_unseen(*asked, config.beside) if unseen else choose(*asked)
+    ask = choose_unseen if problem.packed or problem.page_size else choose
+    units = ask(Tiles.of(problem, *config[:2]), Part(tiles_q, tiles), least, hardware)
     if units is None:
         return whole
     num_units = min(units + tiles_q, tiles_q * triton.cdiv(tiles, least))
