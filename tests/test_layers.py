@@ -58,6 +58,7 @@ LEAVES = {
     "counters",
     "handles",
     "flat",
+    "unpack",
     "tapes",
     "protocol",
     "planes",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import (
+    HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
     HOPPER_UNROUNDED_WIDTH,
@@ -93,12 +94,16 @@ def _threads(
     return 128 * (consumers + 1), config.entry_regs, roles
 
 
-def hopper_decode(width: int, page_size: int = 0) -> Footprint:
+def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footprint:
     """Few queries, of this sequence and of the next: tiles of 64 keys in flight, and the states of
-    four warps that are merged.
+    four warps that are merged. eight: pages are of 8 bits.
     """
     stages = (HOPPER_DECODE_STAGES if page_size else HOPPER_DECODE_STAGES_DENSE)[width]
-    buffers = {"k": 2 * stages * 64 * width, "v": 2 * stages * 64 * width}
+    stages = HOPPER_DECODE_EIGHT_STAGES if eight else stages
+    tiles = stages * 64 * width * (1 if eight else 2)
+    buffers = {"k": tiles, "v": tiles}
+    if eight:
+        buffers["scales"] = FP32 * 2 * stages * 64
     buffers["q"] = 2 * 2 * 16 * width
     buffers["exchange"] = FP32 * 4 * 16 * (width + 2)
     if page_size:

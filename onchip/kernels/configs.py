@@ -282,7 +282,8 @@ class HopperConfig(NamedTuple):
 
 
 _THREE = {"consumer_regs": 160, "producer_regs": 32, "entry_regs": 128}
-_D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)  # 2 consumers: 0.87x at 4k
+# 2 consumers: 0.87x at 4k. Turns end when a consumer has its scores: 1.01x over when it has asked.
+_D64 = HopperConfig(128, 3, 2, q_stages=2, pingpong=True, **_THREE)
 _D64_TWO = HopperConfig(128, 2, 4, q_stages=2)
 # Where no maximum moves, nothing is rescaled: 1.01-1.03x, and the same bits.
 # Exponentials under the values' product 1.01-1.03x from 4k on, numbered barriers 1.01x.
@@ -292,10 +293,15 @@ _D128 = HopperConfig(
 # 64 keys a tile: the accumulator takes 128 registers; q and two stages of k and v fill 192 kB.
 # dynamic: ptxas then waits for the values' product in the middle of the softmax, not before it.
 _D256 = HopperConfig(64, 2, 2, out_in_q=True, dynamic=True)
-# By head_dim, bf16 on an H200, 2026-11-15; docs/notebook.md has the runs.
-HOPPER_FORWARD = {64: _D64, 128: _D128, 256: _D256}
-# Numbered barriers: 1.03x in dense calls of head_dim 256; causal ones, with more code, spill.
-HOPPER_FORWARD_DENSE = {256: _D256._replace(numbered=True)}
+# By head_dim, bf16 on an H200, 2026-11-16; docs/notebook.md has the runs.
+HOPPER_FORWARD = {
+    64: _D64,
+    128: _D128._replace(hold=8),
+    256: _D256._replace(rescale="moved", hold=4, numbered=True),
+}
+# The wait for values behind 4 exponentials: 1.08x in dense calls of head_dim 256, where more or
+# numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbers and fewer products.
+HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(hold=4)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
 # waste what does not fill the last one; at 512 tokens both are as fast.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
@@ -403,6 +409,8 @@ HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}  # out of pages, which take many 
 HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
+# 8-bit pages, head_dim 65 to 128: unpacking takes more warps than one program has.
+HOPPER_DECODE_EIGHT_STAGES, HOPPER_DECODE_EIGHT_PROGRAMS, HOPPER_DECODE_EIGHT_REGISTERS = 3, 2, 128
 HOPPER_DECODE_BATCH = 2048  # more go to triton: their lengths would not fit beside the tiles
 
 

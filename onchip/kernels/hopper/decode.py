@@ -28,7 +28,8 @@ from onchip.kernels.hopper.pipe import (
 )
 from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.schedule import plus
-from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.softmax import Scale, approximate
+from onchip.kernels.hopper.words import Halves, halves, in_order, numbers
 
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
@@ -338,11 +339,42 @@ class Pages:
         return [page, kv_head, key % self.SIZE, 0]
 
 
+@aggregate
+class Scales:
+    """Of 8-bit pages, of one kv head: where those of keys and of values are."""
+
+    k: gl.tensor
+    v: gl.tensor
+    k_page: gl.tensor
+    k_slot: gl.tensor
+    v_page: gl.tensor
+    v_slot: gl.tensor
+    ON: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k, v, k_page, k_slot, v_page, v_slot, ON):
+        self.k = k
+        self.v = v
+        self.k_page = k_page
+        self.k_slot = k_slot
+        self.v_page = v_page
+        self.v_slot = v_slot
+        self.ON = gl.constexpr(ON)
+
+    @gluon.jit
+    def fetch(self, boxes, i, x: gl.constexpr, at, PART: gl.constexpr):
+        """Start to copy those of part x of filling i, which begins at a place in a page."""
+        page = at[0].to(gl.int64)
+        slots = at[2] + gl.arange(0, PART, LANES)
+        boxes.fetch_scales(i, x, self.k + page * self.k_page + slots * self.k_slot,
+                           self.v + page * self.v_page + slots * self.v_slot)  # fmt: skip
+
+
 @gluon.jit
-def produce(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
+def produce(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head):
     """The first `started` fillings are on their way."""
     if lengths.PAGED:
-        produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)
+        produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)
     else:
         at = enter(lengths, mine.b, mine.tile, mine.seqlen)
         for i in range(mine.count):
@@ -352,7 +384,7 @@ def produce(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
 
 
 @gluon.jit
-def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head):
+def produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head):
     """As above, with pages looked up on the way, AHEAD tiles before their keys are copied. Those of
     the first tiles are there already, as far as they are of one sequence.
     """
@@ -366,16 +398,24 @@ def produce_pages(k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)
             pages.ids.wait()
             boxes.announce(i, k_desc, v_desc)
             for x in gl.static_range(pages.PARTS):
-                boxes.load(i, x, k_desc, v_desc, pages.coord(i, kv_head, x))
+                place = pages.coord(i, kv_head, x)
+                boxes.load(i, x, k_desc, v_desc, place)
+                if scales.ON:
+                    scales.fetch(boxes, i, x, place, pages.PART)
+            if scales.ON:
+                boxes.scales_fetched(i)
 
 
 @aggregate
 class Fragments:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread. C, without one, of copies.
+    the states of all warps in every thread. C, without one, of copies. EIGHT: keys and values are
+    words of two 8-bit numbers, E4M3 or integers.
     """
 
     D: gl.constexpr
+    EIGHT: gl.constexpr
+    E4M3: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
     B: gl.constexpr
@@ -383,9 +423,11 @@ class Fragments:
     W: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, D):
+    def __init__(self, D, EIGHT, E4M3):
         S = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
         self.D = gl.constexpr(D)
+        self.EIGHT = gl.constexpr(EIGHT)
+        self.E4M3 = gl.constexpr(E4M3)
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
         self.B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
@@ -445,8 +487,20 @@ class Queries:
     def read(self, t):
         """Those of the t-th sequence, for every warp, once they are there."""
         f = self.f
-        q = self.slots.index(t % 2).load(gl.SliceLayout(0, f.A))
-        return gl.broadcast(q[None, :, :], gl.zeros([WARPS, ROWS, f.D], q.dtype, f.A))[0]
+        slot = self.slots.index(t % 2)
+        if f.EIGHT:
+            even, odd, short = halves(slot.load(f.C))
+            short = gl.convert_layout(short, f.line(f.S, 1))[None, :, None]
+            return Halves(self._spread(even), self._spread(odd), short)
+        else:
+            return self._spread(slot.load(gl.SliceLayout(0, f.A)))
+
+    @gluon.jit
+    def _spread(self, q):
+        """The same rows for every warp, on the left of a product."""
+        A: gl.constexpr = self.f.A
+        q = gl.convert_layout(q, gl.SliceLayout(0, A))[None, :, :]
+        return gl.broadcast(q, gl.zeros([WARPS, ROWS, q.shape[2]], q.dtype, A))[0]
 
 
 @gluon.jit
@@ -467,7 +521,15 @@ def hide(lengths, s, v, n, seqlen, GROUP: gl.constexpr, f):
     jv = gl.arange(0, WARPS, f.line(f.B, 0))[:, None, None] * KEYS
     jv = col + jv + gl.arange(0, KEYS, f.line(f.B, 1))[None, :, None]
     seen = (jv < seqlen) & (jv >= lengths.start(seqlen))
-    return gl.where(keep, s, float("-inf")), gl.where(seen, v, 0.0)
+    return gl.where(keep, s, float("-inf")), gl.where(seen, v, gl.zeros_like(v))
+
+
+@gluon.jit
+def hide_scales(lengths, scales, n, seqlen, f):
+    """Of the values of key tile n, with zeros at those that no row sees."""
+    j = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(1, f.S)))[:, None] * KEYS
+    j = n * TILE_N + j + gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(1, f.S)))[None, :]
+    return gl.where((j < seqlen) & (j >= lengths.start(seqlen)), scales, 0.0)
 
 
 @gluon.jit
@@ -475,9 +537,18 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
     """Every warp folds its 16 keys of filling i, key tile n."""
     boxes.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
-    s = mma_v2(q, boxes.keys(i).permute((0, 2, 1)).load(f.B), zero)
-    v = boxes.values(i).load(f.B)
-    boxes.release(i)
+    k = boxes.keys(i).permute((0, 2, 1)).load(f.B)
+    if f.EIGHT:
+        v = boxes.values(i).load(f.B)
+        k_scales, v_scales = boxes.scales(i, gl.SliceLayout(1, f.S))
+        boxes.release(i)
+        even, odd = numbers(k, f.E4M3)
+        s = mma_v2(q.odd, odd, mma_v2(q.even, even, zero))
+        s = s * (q.short * k_scales[:, None, :])
+    else:
+        s = mma_v2(q, k, zero)
+        v = boxes.values(i).load(f.B)
+        boxes.release(i)
     s = scale.bend(s)
     whole = seqlen
     if lengths.HAS_RIGHT:
@@ -487,13 +558,34 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
         cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
     if cut:
         s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
+        if f.EIGHT:
+            v_scales = hide_scales(lengths, v_scales, n, seqlen, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
     alpha = gl.exp2(m - pivot)
     l = l * alpha + gl.sum(p, 2)
-    acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
+    if f.EIGHT:
+        acc = add_words(acc, alpha, p, v, v_scales, f)
+    else:
+        acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
     return m_new, l, acc
+
+
+@gluon.jit
+def add_words(acc, alpha, p, words, scales, f):
+    """acc * alpha + p v, even and odd columns apart. p times a scale could be too small for fp16,
+    so that the largest of a warp's keys waits outside of the product.
+    """
+    top = gl.max(scales, 1)
+    top = gl.where(top > 0.0, top, 1.0)[:, None]
+    p = p * (scales * approximate("rcp", top))[:, None, :]
+    p = gl.convert_layout(p.to(gl.float16), f.A)
+    zero = gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S)
+    even, odd = numbers(words, f.E4M3)
+    alpha, top = alpha[:, :, None], top[:, None, :]
+    return (acc[0] * alpha + mma_v2(p, even, zero) * top,
+            acc[1] * alpha + mma_v2(p, odd, zero) * top)  # fmt: skip
 
 
 @aggregate
@@ -585,7 +677,10 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             gdc_launch_dependents()
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
-        acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
+        if f.EIGHT:
+            acc = (gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S),) * 2
+        else:
+            acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
         for n in range(first + tile, first + stop):
             if not HELD:
                 q = queries.read(t)
@@ -593,7 +688,10 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
                                   out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
-        m, l, acc = exchange.merged(m, l, acc, f)
+        if f.EIGHT:
+            m, l, acc = exchange.merged(m, l, in_order(acc[0], acc[1]), f)
+        else:
+            m, l, acc = exchange.merged(m, l, acc, f)
         start = before + switch(b, tiles)
         before = start + tiles
         if stop - tile == tiles:
@@ -640,13 +738,16 @@ def differ(numbers, lookups):
 
 @gluon.jit
 def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
-           BATCH: gl.constexpr):  # fmt: skip
+           BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
     """(the range of a program, how many of its fillings are started) after the wait for the call
     before, which has seldom changed the lengths and page ids that were kept before it: keys come
-    while that is checked. If it has, nothing that was started counts.
+    while that is checked. If it has, nothing that was started counts. Scales are for the producer
+    to fetch, so that of 8-bit pages nothing is started.
     """
     seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
-    started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
+    started = mine.count * 0
+    if not EIGHT:
+        started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
     if differ(seqlens, lengths.known) | differ(first, pages.ids):
         boxes.restart(started)
         started = started * 0
@@ -659,13 +760,17 @@ def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, l
 _RUNTIME = [
     "stride_qb", "stride_qs", "stride_qh", "stride_table", "seqlen_q", "seqlen_k", "batch",
     "num_pages", "num_heads", "dim", "left", "right", "most", "least", "num_slots", "nonce",
+    "stride_ksp", "stride_kss", "stride_ksh", "stride_vsp", "stride_vss", "stride_vsh",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_RUNTIME)
 def decode_kernel(
-    q_ptr, k_desc, v_desc, page_table, cache_seqlens, sinks_ptr, out_ptr, lse_ptr, scratch_ptr,
-    stride_qb, stride_qs, stride_qh, stride_table, seqlen_q, seqlen_k, batch, num_pages, num_heads,
+    q_ptr, k_desc, v_desc, page_table, cache_seqlens, sinks_ptr, k_scales_ptr, v_scales_ptr,
+    out_ptr, lse_ptr, scratch_ptr,
+    stride_qb, stride_qs, stride_qh, stride_table,
+    stride_ksp, stride_kss, stride_ksh, stride_vsp, stride_vss, stride_vsh,
+    seqlen_q, seqlen_k, batch, num_pages, num_heads,
     dim, left, right, most, least, num_slots, nonce, scale_log2, inner,
     D: gl.constexpr, GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, HAS_SINKS: gl.constexpr, SOFTCAP: gl.constexpr, STAGES: gl.constexpr,
@@ -702,17 +807,21 @@ def decode_kernel(
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     started = 0
+    EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if PAGE_SIZE:
         mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
-                               least, BATCH)  # fmt: skip
+                               least, BATCH, EIGHT)  # fmt: skip
         # What is handed to the producer lies where all warps have just read whether lengths differ,
         # and the compiler lets none of them wait for the others: some would settle anew, for ever.
         meet()
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
-                      Fragments(D))  # fmt: skip
+                      Fragments(D, EIGHT, k_desc.dtype == gl.float8e4nv))  # fmt: skip
+    head = kv_head.to(gl.int64)
+    scales = Scales(k_scales_ptr + head * stride_ksh, v_scales_ptr + head * stride_vsh,
+                    stride_ksp, stride_kss, stride_vsp, stride_vss, EIGHT)  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
-        (produce, (k_desc, v_desc, boxes, pages, lengths, mine, started, kv_head)),
+        (produce, (k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)),
     ], [1], [PRODUCER_REGS])  # fmt: skip
     boxes.close()

@@ -70,6 +70,14 @@ def splits_keys(problem: Problem) -> bool:
     return not special and alike and many and rows <= HOPPER_DECODE_ROWS
 
 
+def _decodes_eight(problem: Problem) -> bool:
+    """Whether the kernel of few queries serves 8-bit pages: of one width alone, whose rows TMA
+    copies.
+    """
+    fits = 64 < problem.head_dim <= 128 and problem.head_dim % 16 == 0
+    return splits_keys(problem) and fits
+
+
 def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
     empty.
@@ -109,7 +117,7 @@ def _defers_pages(problem: Problem) -> str | None:
 
 def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | None:
     options = (more or {}) | {
-        "8-bit pages": problem.page_dtype is not None,
+        "8-bit pages": problem.page_dtype is not None and not _decodes_eight(problem),
         "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,

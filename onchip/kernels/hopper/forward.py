@@ -161,11 +161,9 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(i - 1)
     acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-    if cfg.PINGPONG == 1:
-        pipes.baton.pass_on(C)
     words = bit_words(job, place, n, bits)
     s_next = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
-    if cfg.PINGPONG == 2:
+    if cfg.PINGPONG:
         pipes.baton.pass_on(C)
     s = job.scale.bend(s_next)
     s = masked(job, place, s, n, bits, words, MASKED)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import (
+    HOPPER_DECODE_EIGHT_PROGRAMS,
+    HOPPER_DECODE_EIGHT_REGISTERS,
+    HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
@@ -41,7 +44,9 @@ def decode(problem: Problem, x: Tensors) -> Result:
     right = 0 if problem.causal else right
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
     is_first = problem.beside is not None and not problem.beside.second
-    programs = problem.beside.programs if is_first else num_sms(out.device)
+    eight = problem.page_dtype is not None
+    side_by_side = HOPPER_DECODE_EIGHT_PROGRAMS if eight else 1
+    programs = problem.beside.programs if is_first else side_by_side * num_sms(out.device)
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -54,11 +59,15 @@ def decode(problem: Problem, x: Tensors) -> Result:
         anything if x.page_table is None else with_rows(x.page_table),
         anything if x.cache_seqlens is None else x.cache_seqlens.contiguous(),
         anything if x.sinks is None else x.sinks,
+        anything if x.k_scales is None else x.k_scales,
+        anything if x.v_scales is None else x.v_scales,
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
         *(stride // EIGHT.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
+        *_scale_strides(x.k_scales),
+        *_scale_strides(x.v_scales),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.batch,
@@ -82,9 +91,14 @@ def decode(problem: Problem, x: Tensors) -> Result:
         SOFTCAP=problem.softcap != 0,
         BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
         MOST=max(128, 1 << (most - 1).bit_length()),
-        **_constants(width, x.page_table is not None),
+        **_constants(width, x.page_table is not None, eight),
     )
     return Result(out, lse)
+
+
+def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """(page, slot, head) of the scales of 8-bit pages."""
+    return (0, 0, 0) if scales is None else scales.stride()
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:
@@ -104,12 +118,14 @@ def _bucket(batch: int) -> int:
 
 
 @cache
-def _constants(width: int, paged: bool) -> dict:
-    return {
+def _constants(width: int, paged: bool, eight: bool) -> dict:
+    stages = (HOPPER_DECODE_STAGES if paged else HOPPER_DECODE_STAGES_DENSE)[width]
+    constants = {
         "D": width,
-        "STAGES": (HOPPER_DECODE_STAGES if paged else HOPPER_DECODE_STAGES_DENSE)[width],
+        "STAGES": HOPPER_DECODE_EIGHT_STAGES if eight else stages,
         "PRODUCER_REGS": 40,
         "num_warps": 4,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
+    return constants | ({"maxnreg": HOPPER_DECODE_EIGHT_REGISTERS} if eight else {})

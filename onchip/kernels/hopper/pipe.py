@@ -37,8 +37,10 @@ def reinterpret(smem, desc, _semantic=None):
 
 @builtin
 def _as_matrices(smem, shape, layout, _semantic=None):
+    """Numbers of 8 bits as words of 16."""
     shape = [_unwrap_if_constexpr(n) for n in shape]
-    return _semantic.memdesc_reinterpret(smem, smem.dtype, shape, _unwrap_if_constexpr(layout))
+    dtype = gl.int16 if smem.dtype.primitive_bitwidth == 8 else smem.dtype
+    return _semantic.memdesc_reinterpret(smem, dtype, shape, _unwrap_if_constexpr(layout))
 
 
 # Triton 3.6 has the instruction but no name for it
@@ -253,29 +255,41 @@ def _matrices(warps, part, dim):
 @aggregate
 class Boxes:
     """A ring of key tiles and value tiles, each brought in PARTS boxes and read as WARPS matrices
-    of 16 rows.
+    of 16 rows and COLUMNS of 16 bits. Keys and values of 8 bits have scales, which the producer's
+    lanes fetch: ARRIVALS at `full` for each filling are theirs and one more.
     """
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
+    k_scales: gl.shared_memory_descriptor
+    v_scales: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     warm: gl.shared_memory_descriptor
     num_stages: gl.constexpr
     PARTS: gl.constexpr
     WARPS: gl.constexpr
+    COLUMNS: gl.constexpr
+    ARRIVALS: gl.constexpr
     LAYOUT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k, v, full, empty, warm, num_stages, PARTS, WARPS, LAYOUT):
+    def __init__(
+        self, k, v, k_scales, v_scales, full, empty, warm, num_stages, PARTS, WARPS, COLUMNS,
+        ARRIVALS, LAYOUT,
+    ):  # fmt: skip
         self.k = k
         self.v = v
+        self.k_scales = k_scales
+        self.v_scales = v_scales
         self.full = full
         self.empty = empty
         self.warm = warm
         self.num_stages = gl.constexpr(num_stages)
         self.PARTS = gl.constexpr(PARTS)
         self.WARPS = gl.constexpr(WARPS)
+        self.COLUMNS = gl.constexpr(COLUMNS)
+        self.ARRIVALS = gl.constexpr(ARRIVALS)
         self.LAYOUT = gl.constexpr(LAYOUT)
 
     @gluon.jit
@@ -311,6 +325,18 @@ class Boxes:
         _load(v_desc, coord, self.full.index(s), self.v.index(s * self.PARTS + part))
 
     @gluon.jit
+    def fetch_scales(self, i, part: gl.constexpr, k_cells, v_cells):
+        """Producer: start to copy the scales of a box of filling i."""
+        at = (i % self.num_stages) * self.PARTS + part
+        _fetch(self.k_scales.index(at), k_cells)
+        _fetch(self.v_scales.index(at), v_cells)
+
+    @gluon.jit
+    def scales_fetched(self, i):
+        """Producer: filling i is full when all that was fetched has come, too."""
+        async_copy.mbarrier_arrive(self.full.index(i % self.num_stages), increment_count=False)
+
+    @gluon.jit
     def restart(self, started):
         """All threads, before there is a producer: as if the first fillings had not been started,
         once they have come. No copy may be under way to a slot that is filled anew.
@@ -320,7 +346,7 @@ class Boxes:
         meet()
         for s in gl.static_range(self.num_stages):
             mbarrier.invalidate(self.full.index(s))
-            mbarrier.init(self.full.index(s), count=1)
+            mbarrier.init(self.full.index(s), count=self.ARRIVALS)
         fence_async_shared()
 
     @gluon.jit
@@ -333,14 +359,25 @@ class Boxes:
 
     @gluon.jit
     def keys(self, i):
-        """Filling i: (WARPS, 16, dim)."""
-        shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.k.shape[-1]]
-        return _as_matrices(self.k, shape, self.LAYOUT).index(i % self.num_stages)
+        """Filling i: (WARPS, 16, COLUMNS)."""
+        return self._matrices(self.k, i)
 
     @gluon.jit
     def values(self, i):
-        shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.v.shape[-1]]
-        return _as_matrices(self.v, shape, self.LAYOUT).index(i % self.num_stages)
+        return self._matrices(self.v, i)
+
+    @gluon.jit
+    def _matrices(self, tiles, i):
+        shape: gl.constexpr = [self.num_stages, self.WARPS, 16, self.COLUMNS]
+        return _as_matrices(tiles, shape, self.LAYOUT).index(i % self.num_stages)
+
+    @gluon.jit
+    def scales(self, i, layout: gl.constexpr):
+        """Of the keys of filling i and of its values, (WARPS, 16) each."""
+        shape: gl.constexpr = [self.num_stages, self.WARPS, 16]
+        s = i % self.num_stages
+        k_scales = _as_matrices(self.k_scales, shape, _ROWS).index(s).load(layout)
+        return k_scales, _as_matrices(self.v_scales, shape, _ROWS).index(s).load(layout)
 
     @gluon.jit
     def close(self):
@@ -354,12 +391,20 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
     """Tiles of tile_n keys, in boxes as k_desc and v_desc load them."""
     ROWS: gl.constexpr = k_desc.block_shape[-2]
     PARTS: gl.constexpr = tile_n // ROWS
+    EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    ARRIVALS: gl.constexpr = 33 if EIGHT else 1
+    COLUMNS: gl.constexpr = k_desc.block_shape[-1] // 2 if EIGHT else k_desc.block_shape[-1]
     shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
     k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
-    full, empty, warm = _open(num_stages, 1), _open(num_stages, 1), _open(1, 1).index(0)
-    layout: gl.constexpr = _matrices(warps, ROWS, k_desc.block_shape[-1])
-    return Boxes(k, v, full, empty, warm, num_stages, PARTS, warps, layout)
+    k_scales, v_scales = k, v
+    if EIGHT:
+        k_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
+        v_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
+    full, empty, warm = _open(num_stages, ARRIVALS), _open(num_stages, 1), _open(1, 1).index(0)
+    layout: gl.constexpr = _matrices(warps, ROWS, COLUMNS)
+    return Boxes(k, v, k_scales, v_scales, full, empty, warm, num_stages, PARTS, warps, COLUMNS,
+                 ARRIVALS, layout)  # fmt: skip
 
 
 @gluon.jit
@@ -375,6 +420,7 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the one warp o
 AHEAD = gl.constexpr(6)  # fillings between a look-up and its use
 LOOKUPS = gl.constexpr(8)  # fillings that a ring of them holds
 _PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit

@@ -14,26 +14,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from onchip.kernels import unpack
 from onchip.kernels.triton.tile import INTERPRETED, State, dot, rounded, weigh
 
-_E4M3 = tl.constexpr("""{
-    .reg .b32 t;
-    .reg .b16 even, odd;
-    prmt.b32 t, $2, 0, 0x3120;
-    mov.b32 {even, odd}, t;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-}""")
-# The byte of x + 128 as the last of a number from 1024 on, of which 1152 is taken off again.
-_INT8 = tl.constexpr("""{
-    .reg .b32 even, odd, offset;
-    mov.b32 offset, 0x64806480;
-    shr.u32 odd, $2, 8;
-    lop3.b32 even, $2, 0x00ff00ff, offset, 0x6a;
-    lop3.b32 odd, odd, 0x00ff00ff, offset, 0x6a;
-    sub.f16x2 $0, even, offset;
-    sub.f16x2 $1, odd, offset;
-}""")
+_E4M3, _INT8 = tl.constexpr(unpack.E4M3), tl.constexpr(unpack.INT8)
 
 
 class Scales(NamedTuple):
@@ -60,7 +44,7 @@ def as_words(ptr):
 @triton.jit
 def numbers(words, E4M3: tl.constexpr, PTX: tl.constexpr):
     """The even and the odd elements of int16 words, in fp16. E4M3: not int8. PTX: the device has
-    the instructions of the texts above.
+    the instructions of kernels/unpack.py.
     """
     if not PTX:
         return _number(words << 8, E4M3), _number(words & -256, E4M3)

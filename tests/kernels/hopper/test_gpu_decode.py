@@ -10,6 +10,7 @@ from onchip.kernels.configs import HOPPER_PAGE_SIZES
 from onchip.kernels.hopper.entry import splits_keys
 from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed, make_pages
+from tests.eightbit import FORMS, eight, on_grid
 from tests.kernels.gpu import DIMS, inputs, late_writer
 
 pytestmark = [
@@ -31,11 +32,19 @@ def paged(seqlen_q, lengths, page_size=16, num_heads=8, num_kv_heads=2, dim=128,
     return packed.q.unflatten(0, (len(lengths), seqlen_q)), packed, pages
 
 
-def judge(seqlen_q, lengths, shape=None, **options) -> None:
+def judge(seqlen_q, lengths, shape=None, form=None, **options) -> None:
+    """The accuracy rule; with a form, over 8-bit pages of numbers that these hold."""
     q, packed, pages = paged(seqlen_q, lengths, **shape or {})
+    scales = {}
+    if form is not None:
+        packed = packed._replace(k=on_grid(packed.k, form), v=on_grid(packed.v, form))
+        pages = make_pages(*packed[1:3], packed.cu_seqlens_k, pages.k_pages.shape[1])
+        (k_pages, v_pages), scales = eight(*pages[:2], form)
+        pages = pages._replace(k_pages=k_pages, v_pages=v_pages)
 
     def attention(*_, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-        out, lse = onchip.paged_attention(q, *pages, return_lse=True, kernel="hopper", **options)
+        call = {"return_lse": True, "kernel": "hopper"} | scales | options
+        out, lse = onchip.paged_attention(q, *pages, **call)
         return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
     assert_accurate(attention, *packed[:3], **{"causal": True} | options, **packed.options)
@@ -80,6 +89,65 @@ def test_heads_more_or_fewer_than_processors(heads):
 @pytest.mark.parametrize("batch", [33, 256, 300])
 def test_batches_of_every_bucket(batch):
     judge(1, [5000] + [1 + 7 * b % 90 for b in range(batch - 1)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("page_size", HOPPER_PAGE_SIZES)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_pages_of_8_bits(form, page_size, dtype):
+    judge(1, LENGTHS, {"page_size": page_size, "dtype": dtype}, form)
+    judge(3, [n + 3 for n in LENGTHS], {"page_size": page_size, "dtype": dtype}, form, causal=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [(100, None), (3, 0), (0, 0), (1000, 2)])
+def test_windows_over_pages_of_8_bits(form, window):
+    judge(2, [n + 4 for n in LENGTHS], None, form, window_size=window)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", [33, 256, 300])
+def test_batches_over_pages_of_8_bits(form, batch):
+    judge(1, [5000] + [1 + 7 * b % 90 for b in range(batch - 1)], None, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (40, 40), (160, 160)])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_heads_over_pages_of_8_bits(form, heads, dim):
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "dim": dim}
+    sinks = torch.randn(heads[0], device="cuda")
+    judge(1, [700, 300, 1], shape, form, softcap=5.0, sinks=sinks, out_dtype=FP32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_8_bits_far_from_one_another(form):
+    """Keys and values of 2^-20 to 2^20, queries of 1e-3 and 1e6: as near as triton's kernel is."""
+    q, k, v = (torch.randn(1, n, 2, 128, device="cuda") for n in (2, 300, 300))
+    size = torch.exp2(torch.randint(-20, 21, (1, 300, 2, 1), device="cuda").float())
+    q *= torch.tensor([1e-3, 1e6], device="cuda")[:, None, None]
+    cu = torch.tensor([0, 300], dtype=torch.int32)
+    *pages, table, seqlens = make_pages((k * size / size.max())[0], (v * size)[0], cu, 16)
+    (k8, v8), scales = eight(*pages, form)
+    call = {"return_lse": True, "softmax_scale": 1e-4, "out_dtype": FP32, **scales}
+    ours, theirs = (
+        onchip.paged_attention(q.to(BF16), k8, v8, table, seqlens, kernel=name, **call)
+        for name in ("hopper", "triton")
+    )
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-4)
+    close = 2e-3 * float(theirs[0].abs().max())
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2e-3, atol=close)
+
+
+def test_scales_of_any_strides_and_a_thousand_repeats():
+    q, packed, pages = paged(1, [20000, 3, 17777])
+    (k8, v8), scales = eight(*pages[:2], FORMS[0])
+    call = {"return_lse": True, "kernel": "hopper"}
+    expected = onchip.paged_attention(q, k8, v8, *pages[2:], **scales, **call)
+    turned = {n: s.transpose(1, 2).contiguous().transpose(1, 2) for n, s in scales.items()}
+    for _ in range(1000):
+        got = onchip.paged_attention(q, k8, v8, *pages[2:], **turned, **call)
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize("dim", DIMS)
