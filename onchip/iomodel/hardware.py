@@ -175,7 +175,7 @@ H200 = Hardware(
     levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
     source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
     # Both of bench/results/h200-paged.json; tests compare. Decoding over pages; and in one call of
-    # 64 sequences that share 8,192 or 32,768 keys: of its 277 and 1,010 us all but 32 and 54 us are
+    # 64 sequences that share 8,192 or 32,768 keys: of its 259 and 1,030 us all but 32 and 54 us are
     # for keys that are read again.
     stream_bytes_s=4.5e12,
     again_bytes_s=8.6e12,

@@ -98,12 +98,12 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # (backward, causal, head_dim): bench/results/h200-forward.json and h200-backward.json; a test
 # compares. 16k tokens and 2,048 of hidden size in each call, bf16.
 H200_KERNELS = {
-    (False, False, 64): Kernel((406, 435, 491, 500, 536, 556)),
-    (False, True, 64): Kernel((270, 349, 405, 456, 513, 533)),
-    (False, False, 128): Kernel((561, 636, 668, 703, 731, 757)),
-    (False, True, 128): Kernel((373, 485, 578, 650, 696, 733)),
-    (False, False, 256): Kernel((532, 618, 676, 707, 721, 728)),
-    (False, True, 256): Kernel((363, 503, 605, 681, 718, 734)),
+    (False, False, 64): Kernel((406, 439, 496, 507, 536, 559)),
+    (False, True, 64): Kernel((273, 350, 411, 458, 514, 538)),
+    (False, False, 128): Kernel((564, 626, 667, 698, 724, 752)),
+    (False, True, 128): Kernel((372, 484, 581, 650, 697, 723)),
+    (False, False, 256): Kernel((533, 636, 699, 734, 756, 783)),
+    (False, True, 256): Kernel((361, 499, 615, 686, 740, 753)),
     (True, False, 64): Kernel((318, 387, 434, 459, 476, 480)),
     (True, True, 64): Kernel((197, 291, 372, 429, 461, 481)),
     (True, False, 128): Kernel((363, 448, 507, 541, 558, 578)),

@@ -314,7 +314,7 @@ class TestLength:
         points = tab.evaluate("lab.figures.length.measured()")
         heads = papers.HEADS[tab.evaluate("lab.figures.length.chosen.heads")]
         flops = 4 * 16384**2 * 128 * heads
-        assert points[-1][1] == pytest.approx(flops / 756.5e12, rel=1e-3)
+        assert points[-1][1] == pytest.approx(flops / 751.7e12, rel=1e-3)
         choose(tab, "length-device", 0)
         assert tab.evaluate("lab.figures.length.measured()") == []
 

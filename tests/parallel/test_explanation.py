@@ -119,7 +119,7 @@ def test_it_is_told_in_sentences():
         "measured on an NVIDIA H200 at head_dim 128",
         "NVLink 4: 100% forward, hides",
         "100 GbE: 32% forward, shows",
-        "hides from 27,840 positions a rank on",
+        "hides from 27,880 positions a rank on",
     ):
         assert words in text, text
     odd = masks.mod(lambda b, h, q, k: (q + k) % 2 == 0)
