@@ -44,7 +44,6 @@ from onchip.quant.recipes import RECIPES
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "bench" / "results" / "cpu-accuracy.json"
-CACHE = COMMITTED.with_name("cpu-cache-accuracy.json")
 SMALL = Shape(2, 37, 111, 48)
 BF16, FP16 = torch.bfloat16, torch.float16
 INF = math.inf
@@ -377,12 +376,6 @@ class TestCommitted:
         verdicts = judge(committed, accuracy_bars.BARS)
         assert tuple(v.bar.name for v in verdicts if not v.ok) == self.MISSED
         assert all(v.measured is not None for v in verdicts)
-
-    def test_the_cache_of_the_model_of_now_meets_the_same_bars(self):
-        """The rest was measured with the model before it."""
-        rows = json.loads(CACHE.read_text(encoding="utf-8"))["rows"]
-        verdicts = judge(rows, [bar for bar in accuracy_bars.BARS if " cache: " in bar.name])
-        assert len(verdicts) == 4 and all(v.ok for v in verdicts)
 
     def test_every_kernel_type_and_family_of_now_is_there(self, committed, quick):
         """If this fails because one was added, run `onchip bench accuracy` again."""
