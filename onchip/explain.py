@@ -25,7 +25,12 @@ from onchip.iomodel.roofline import (
     predict,
 )
 from onchip.iomodel.splits import Part, Tiles, even_splits, filling, seconds
-from onchip.kernels.configs import HOPPER_DECODE_KEYS, HOPPER_DECODE_ROWS, TileConfig
+from onchip.kernels.configs import (
+    HOPPER_DECODE_KEYS,
+    HOPPER_DECODE_ROWS,
+    TileConfig,
+    hopper_decode_programs,
+)
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import Extras, Packing, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
@@ -389,7 +394,7 @@ def even_ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]
     """What kernels/hopper/decode.py will do on the device with these lengths."""
     hardware, config = planned_for(x.q.device), TileConfig(HOPPER_DECODE_ROWS, 64)
     processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n
-    most = filling(1, problem.num_kv_heads, processors)
+    most = filling(hopper_decode_programs(problem), problem.num_kv_heads, processors)
     tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
     total = sum(tiles)
     ranges = min(most, max(1, total // least))

@@ -104,7 +104,7 @@ def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor
 
 
 def _residuals(t: Tensor) -> ModuleType:
-    """What compilers see are operations of torch, which they fuse themselves."""
+    """What compilers see of with_residual are operations of torch, which they fuse themselves."""
     fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
     return kernel_module("triton") if fused else protocol
 

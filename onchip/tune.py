@@ -32,7 +32,7 @@ VARIED: dict[str, dict[str, tuple]] = {
         "pingpong": (False, True),
         "rescale": ("always", "moved", "stale"),
         "under": (False, True),
-        "hold": (0, 8, 16, 24),
+        "hold": (0, 2, 4, 8, 16, 24),
         "numbered": (False, True),
         "poly": (0, 8),
         "dynamic": (False, True),

@@ -55,17 +55,41 @@ def test_hopper_leaves_half_empty_tiles_to_triton(num_kv_heads, seqlen, fields, 
     assert plan(asked, H200).kernel == kernel
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 512])
-@pytest.mark.parametrize("page_dtype", [torch.int8, torch.float8_e4m3fn])
-def test_pages_of_8_bits_are_read_by_triton_and_refused_by_hopper(seqlen_q, page_dtype):
-    asked = problem(seqlen_q, 4096, page_size=16, page_dtype=page_dtype)
-    found = plan(asked, H200)
-    assert found.kernel == "triton" and found.reasons["hopper"] == "has no 8-bit pages"
-    with pytest.raises(onchip.UnsupportedError, match="'hopper' cannot serve this call"):
-        plan(asked, H200, "hopper")
+EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("page_dtype", EIGHT_BITS)
+def test_few_queries_over_pages_of_8_bits_go_to_hopper(page_dtype):
+    asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)
+    assert plan(asked, H200).kernel == plan(asked._replace(batch=2048), H200).kernel == "hopper"
     assert plan(asked, DeviceInfo("cuda", "A100", (8, 0))).kernel == "triton"
     odd = plan(asked._replace(head_dim=63), H200)
     assert odd.kernel == "tiled" and "words of two" in odd.reasons["triton"]
+
+
+@pytest.mark.parametrize("page_dtype", EIGHT_BITS)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"seqlen_q": 512},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"head_dim": 72, "head_dim_v": 72},
+        {"head_dim": 256, "head_dim_v": 256},
+        {"deterministic": True},
+        {"batch": 2049},
+    ],
+)
+def test_other_calls_over_pages_of_8_bits_go_to_triton(page_dtype, changed):
+    asked = problem(1, 4096, page_size=16, page_dtype=page_dtype)._replace(**changed)
+    found = plan(asked, H200)
+    assert found.kernel == "triton" and "8-bit pages for few queries" in found.reasons["hopper"]
+    with pytest.raises(onchip.UnsupportedError, match="'hopper' cannot serve this call"):
+        plan(asked, H200, "hopper")
+
+
+def test_small_pages_of_8_bits_go_to_triton():
+    found = plan(problem(1, 4096, page_size=8, page_dtype=torch.int8), H200)
+    assert found.kernel == "triton" and "not of 8" in found.reasons["hopper"]
 
 
 def test_a_kernel_that_is_named_does_not_defer():

@@ -233,6 +233,17 @@ def test_the_times_that_a_cut_was_chosen_by():
     assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
+def test_pages_of_8_bits_have_twice_the_ranges():
+    """Two programs to a processor share its part of the memory's rate."""
+    q = torch.empty(1, 1, 32, 128, dtype=torch.bfloat16, device="meta")
+    problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=q.dtype)
+    problem = problem._replace(page_size=16, page_dtype=torch.int8)
+    found = even_ranges(problem, Tensors(q, q, q), [(1, 1 << 17)])
+    assert (found.counts, found.programs) == ((33,), 264)
+    step = 64 * 2 * (problem.head_dim + 4) * 132 / H200.memory_bytes_s
+    assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)
+
+
 def test_bad_questions_are_refused_like_the_call():
     arguments = call([100])
     with pytest.raises(ValueError, match="cache_seqlens"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import (
+    HOPPER_DECODE_EIGHT_REGISTERS,
     HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
@@ -110,7 +111,8 @@ def hopper_decode(width: int, page_size: int = 0, eight: bool = False) -> Footpr
         parts = 64 // min(64, page_size)
         buffers["page ids"] = 4 * LOOKUPS * (parts + 1)  # and the sequence that each tile is of
         buffers["lengths"] = 4 * 32  # of sequences; larger batches have 256 or 2,048
-    return Footprint(buffers, 2 * stages + 1, 160)
+    registers = HOPPER_DECODE_EIGHT_REGISTERS if eight else 255
+    return Footprint(buffers, 2 * stages + 1, 160, registers)
 
 
 def hopper_backward(

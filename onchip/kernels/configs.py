@@ -174,7 +174,7 @@ TRITON_CHUNK = {
     (4, 128): _T(32, 16, 8, 2),
     (4, 256): _T(32, 16, 8, 2),
 }
-# 8-bit pages under 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9), not timed.
+# 8-bit pages under 16-bit queries, by ptxas reports (2026-11-15, Triton 3.6 and 3.9).
 # decode: as many bytes a tile as above, so twice the keys; with fewer a row is loaded 4 bytes at a
 # time. chunk: a warpgroup product takes keys from shared memory, where the unpacked ones would have
 # to go first: with 64 rows that spills 5 % of the loop, with 32 there are other products.
@@ -300,7 +300,7 @@ HOPPER_FORWARD = {
     256: _D256._replace(rescale="moved", hold=4, numbered=True),
 }
 # The wait for values behind 4 exponentials: 1.08x in dense calls of head_dim 256, where more or
-# numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbers and fewer products.
+# numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbered barriers and rescale="moved".
 HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(hold=4)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
 # waste what does not fill the last one; at 512 tokens both are as fast.
@@ -409,9 +409,14 @@ HOPPER_DECODE_STAGES = {64: 6, 128: 3, 256: 2}  # out of pages, which take many 
 HOPPER_DECODE_STAGES_DENSE = {64: 6, 128: 2, 256: 2}
 HOPPER_DECODE_KEYS = 256  # fewer are not worth a program and its share of the merge
 HOPPER_DECODE_ROWS = 16  # queries x heads of a group: one tensor-core product
-# 8-bit pages, head_dim 65 to 128: unpacking takes more warps than one program has.
+# 8-bit pages, head_dim 80 to 128: unpacking takes more warps than one program has.
 HOPPER_DECODE_EIGHT_STAGES, HOPPER_DECODE_EIGHT_PROGRAMS, HOPPER_DECODE_EIGHT_REGISTERS = 3, 2, 128
 HOPPER_DECODE_BATCH = 2048  # more go to triton: their lengths would not fit beside the tiles
+
+
+def hopper_decode_programs(problem: Problem) -> int:
+    """Programs of few queries that a processor runs beside each other."""
+    return 1 if problem.page_dtype is None else HOPPER_DECODE_EIGHT_PROGRAMS
 
 
 class HopperBackwardConfig(NamedTuple):

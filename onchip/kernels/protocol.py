@@ -64,7 +64,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(out in dtype, the residual that this rounding leaves, in dtype, too)"""
-    rounded = out.to(dtype)
+    rounded = out.to(dtype, copy=True)  # an op returns no tensor that it was given
     return rounded, (out - rounded).to(dtype)
 
 

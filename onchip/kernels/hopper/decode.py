@@ -38,7 +38,7 @@ THREADS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # of the consumer
 SWITCH = gl.constexpr(4)  # tiles that stream by while a program turns to another sequence
 # What is read before and after the wait for the call before: the L1 would hold on to the first.
 PAST_L1 = gl.constexpr(".cg")
-EIGHT = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
+ALIGN = gl.constexpr(8)  # numbers of 16 bytes: strides and head_dim are multiples of it
 
 
 @aggregate
@@ -409,12 +409,12 @@ def produce_pages(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, 
 @aggregate
 class Fragments:
     """Layouts, with a leading dimension of warps: S of products, A and B of their operands, W of
-    the states of all warps in every thread. C, without one, of copies. WORDS: keys and values are
+    the states of all warps in every thread. C, without one, of copies. EIGHT: keys and values are
     words of two 8-bit numbers, E4M3 or integers.
     """
 
     D: gl.constexpr
-    WORDS: gl.constexpr
+    EIGHT: gl.constexpr
     E4M3: gl.constexpr
     S: gl.constexpr
     A: gl.constexpr
@@ -423,10 +423,10 @@ class Fragments:
     W: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, D, WORDS, E4M3):
+    def __init__(self, D, EIGHT, E4M3):
         S = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
         self.D = gl.constexpr(D)
-        self.WORDS = gl.constexpr(WORDS)
+        self.EIGHT = gl.constexpr(EIGHT)
         self.E4M3 = gl.constexpr(E4M3)
         self.S = gl.constexpr(S)
         self.A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
@@ -488,7 +488,7 @@ class Queries:
         """Those of the t-th sequence, for every warp, once they are there."""
         f = self.f
         slot = self.slots.index(t % 2)
-        if f.WORDS:
+        if f.EIGHT:
             even, odd, short = halves(slot.load(f.C))
             short = gl.convert_layout(short, f.line(f.S, 1))[None, :, None]
             return Halves(self._spread(even), self._spread(odd), short)
@@ -538,7 +538,7 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
     boxes.wait_full(i)
     zero = gl.zeros([WARPS, ROWS, KEYS], gl.float32, f.S)
     k = boxes.keys(i).permute((0, 2, 1)).load(f.B)
-    if f.WORDS:
+    if f.EIGHT:
         v = boxes.values(i).load(f.B)
         k_scales, v_scales = boxes.scales(i, gl.SliceLayout(1, f.S))
         boxes.release(i)
@@ -558,14 +558,14 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
         cut = cut | (n * TILE_N < seqlen - 1 - lengths.left)
     if cut:
         s, v = hide(lengths, s, v, n, seqlen, GROUP, f)
-        if f.WORDS:
+        if f.EIGHT:
             v_scales = hide_scales(lengths, v_scales, n, seqlen, f)
     m_new = gl.maximum(m, gl.max(s, 2) * scale.scale_log2)
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale.scale_log2 - pivot[:, :, None])
     alpha = gl.exp2(m - pivot)
     l = l * alpha + gl.sum(p, 2)
-    if f.WORDS:
+    if f.EIGHT:
         acc = add_words(acc, alpha, p, v, v_scales, f)
     else:
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
@@ -578,7 +578,7 @@ def add_words(acc, alpha, p, words, scales, f):
     so that the largest of a warp's keys waits outside of the product.
     """
     top = gl.max(scales, 1)
-    top = gl.where(top > 0.0, top, 1.0)[:, None]
+    top = gl.where(top >= 2.0**-126, top, 1.0)[:, None]  # of smaller ones there is no reciprocal
     p = p * (scales * approximate("rcp", top))[:, None, :]
     p = gl.convert_layout(p.to(gl.float16), f.A)
     zero = gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S)
@@ -677,7 +677,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
             gdc_launch_dependents()
         m = gl.full([WARPS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, f.S))
         l = gl.zeros([WARPS, ROWS], gl.float32, gl.SliceLayout(2, f.S))
-        if f.WORDS:
+        if f.EIGHT:
             acc = (gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S),) * 2
         else:
             acc = gl.zeros([WARPS, ROWS, f.D], gl.float32, f.S)
@@ -688,7 +688,7 @@ def consume(queries, out, boxes, exchange, lengths, scale, mine):
                                   out.GROUP, f)  # fmt: skip
             i += 1
         count -= stop - tile
-        if f.WORDS:
+        if f.EIGHT:
             m, l, acc = exchange.merged(m, l, in_order(acc[0], acc[1]), f)
         else:
             m, l, acc = exchange.merged(m, l, acc, f)
@@ -738,7 +738,7 @@ def differ(numbers, lookups):
 
 @gluon.jit
 def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, least,
-           BATCH: gl.constexpr, WORDS: gl.constexpr):  # fmt: skip
+           BATCH: gl.constexpr, EIGHT: gl.constexpr):  # fmt: skip
     """(the range of a program, how many of its fillings are started) after the wait for the call
     before, which has seldom changed the lengths and page ids that were kept before it: keys come
     while that is checked. If it has, nothing that was started counts. Scales are for the producer
@@ -746,7 +746,7 @@ def settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most, l
     """
     seqlens, first = lengths.ask(BATCH), pages.first(lengths, mine)
     started = mine.count * 0
-    if not WORDS:
+    if not EIGHT:
         started = start(k_desc, v_desc, boxes, pages, lengths, mine, kv_head)
     if differ(seqlens, lengths.known) | differ(first, pages.ids):
         boxes.restart(started)
@@ -783,10 +783,10 @@ def decode_kernel(
                   make_lookups(1), PAGE_SIZE, PART)  # fmt: skip
     boxes = make_boxes(k_desc, v_desc, STAGES, TILE_N, WARPS)
     exchange = make_exchange(D)
-    dim *= EIGHT  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
-    stride_qb *= EIGHT
-    stride_qs *= EIGHT
-    stride_qh *= EIGHT
+    dim *= ALIGN  # so that the compiler knows of it, and of rows, that they lie on 16 bytes
+    stride_qb *= ALIGN
+    stride_qs *= ALIGN
+    stride_qh *= ALIGN
     flags = scratch_ptr + num_slots.to(gl.int64) * (seqlen_q * GROUP * (D // 2))
     part_lses = (flags + num_slots).to(gl.pointer_type(gl.float32))
     parts = scratch_ptr.to(gl.pointer_type(gl.float32))
@@ -807,19 +807,19 @@ def decode_kernel(
     if FIRST:  # all that was before this call is there, which is all that the next one reads
         gdc_launch_dependents()
     started = 0
-    WORDS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     if PAGE_SIZE:
         mine, started = settle(k_desc, v_desc, boxes, lengths, pages, mine, kv_head, number, most,
-                               least, BATCH, WORDS)  # fmt: skip
+                               least, BATCH, EIGHT)  # fmt: skip
         # What is handed to the producer lies where all warps have just read whether lengths differ,
         # and the compiler lets none of them wait for the others: some would settle anew, for ever.
         meet()
     scale = Scale(scale_log2, inner, SOFTCAP)
     queries = Queries(q_ptr, stride_qb, stride_qs, stride_qh, kv_head, dim, q_slots, GROUP,
-                      Fragments(D, WORDS, k_desc.dtype == gl.float8e4nv))  # fmt: skip
+                      Fragments(D, EIGHT, k_desc.dtype == gl.float8e4nv))  # fmt: skip
     head = kv_head.to(gl.int64)
     scales = Scales(k_scales_ptr + head * stride_ksh, v_scales_ptr + head * stride_vsh,
-                    stride_ksp, stride_kss, stride_vsp, stride_vss, WORDS)  # fmt: skip
+                    stride_ksp, stride_kss, stride_vsp, stride_vss, EIGHT)  # fmt: skip
     gl.warp_specialize([
         (consume, (queries, out, boxes, exchange, lengths, scale, mine)),
         (produce, (k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head)),

@@ -28,6 +28,8 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
         return f"takes bfloat16 and float16, not {problem.dtype}"
     if problem.precision is not None:
         return _supports_narrow(problem)
+    if problem.page_dtype is not None and not _decodes_eight(problem):
+        return "reads 8-bit pages for few queries alone, of head_dim 80, 96, 112 or 128"
     if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
         apart = ", and pages whole slots apart" if problem.page_size else ""
         return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
@@ -117,7 +119,6 @@ def _defers_pages(problem: Problem) -> str | None:
 
 def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | None:
     options = (more or {}) | {
-        "8-bit pages": problem.page_dtype is not None and not _decodes_eight(problem),
         "tree_mask": problem.has_tree_mask,
         "alibi_slopes": problem.has_alibi,
         "bias": problem.has_bias,

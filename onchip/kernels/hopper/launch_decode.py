@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import (
-    HOPPER_DECODE_EIGHT_PROGRAMS,
     HOPPER_DECODE_EIGHT_REGISTERS,
     HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_STAGES,
     HOPPER_DECODE_STAGES_DENSE,
+    hopper_decode_programs,
     hopper_width,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.hopper.decode import EIGHT, TILE_N, decode_kernel
+from onchip.kernels.hopper.decode import ALIGN, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
     num_sms,
@@ -44,9 +44,8 @@ def decode(problem: Problem, x: Tensors) -> Result:
     right = 0 if problem.causal else right
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
     is_first = problem.beside is not None and not problem.beside.second
-    eight = problem.page_dtype is not None
-    side_by_side = HOPPER_DECODE_EIGHT_PROGRAMS if eight else 1
-    programs = problem.beside.programs if is_first else side_by_side * num_sms(out.device)
+    all_programs = hopper_decode_programs(problem) * num_sms(out.device)
+    programs = problem.beside.programs if is_first else all_programs
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -64,7 +63,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         out,
         lse,
         _scratch(problem, num_slots, width, lse),
-        *(stride // EIGHT.value for stride in x.q.stride()[:3]),
+        *(stride // ALIGN.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
         *_scale_strides(x.k_scales),
         *_scale_strides(x.v_scales),
@@ -73,7 +72,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
         problem.batch,
         x.k.shape[0],
         problem.num_heads,
-        problem.head_dim // EIGHT.value,
+        problem.head_dim // ALIGN.value,
         left or 0,
         right or 0,
         most,
@@ -91,14 +90,14 @@ def decode(problem: Problem, x: Tensors) -> Result:
         SOFTCAP=problem.softcap != 0,
         BATCH=_bucket(problem.batch) if problem.page_size else _bucket(1),
         MOST=max(128, 1 << (most - 1).bit_length()),
-        **_constants(width, x.page_table is not None, eight),
+        **_constants(width, x.page_table is not None, problem.page_dtype is not None),
     )
     return Result(out, lse)
 
 
-def _scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+def _scale_strides(of: Tensor | None) -> tuple[int, ...]:
     """(page, slot, head) of the scales of 8-bit pages."""
-    return (0, 0, 0) if scales is None else scales.stride()
+    return (0, 0, 0) if of is None else of.stride()
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:

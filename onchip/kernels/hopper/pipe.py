@@ -37,7 +37,7 @@ def reinterpret(smem, desc, _semantic=None):
 
 @builtin
 def _as_matrices(smem, shape, layout, _semantic=None):
-    """Numbers of 8 bits as words of 16."""
+    """The same memory in another shape; numbers of 8 bits become words of 16."""
     shape = [_unwrap_if_constexpr(n) for n in shape]
     dtype = gl.int16 if smem.dtype.primitive_bitwidth == 8 else smem.dtype
     return _semantic.memdesc_reinterpret(smem, dtype, shape, _unwrap_if_constexpr(layout))
@@ -392,12 +392,12 @@ def make_boxes(k_desc, v_desc, num_stages: gl.constexpr, tile_n: gl.constexpr, w
     ROWS: gl.constexpr = k_desc.block_shape[-2]
     PARTS: gl.constexpr = tile_n // ROWS
     EIGHT: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
-    ARRIVALS: gl.constexpr = 33 if EIGHT else 1
+    ARRIVALS: gl.constexpr = 1 + 32 if EIGHT else 1  # all lanes of the producer, and its copies
     COLUMNS: gl.constexpr = k_desc.block_shape[-1] // 2 if EIGHT else k_desc.block_shape[-1]
     shape: gl.constexpr = [num_stages * PARTS] + k_desc.block_shape
     k = gl.allocate_shared_memory(k_desc.dtype, shape, k_desc.layout)
     v = gl.allocate_shared_memory(v_desc.dtype, shape, v_desc.layout)
-    k_scales, v_scales = k, v
+    k_scales, v_scales = k, v  # stand for what nobody reads
     if EIGHT:
         k_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)
         v_scales = gl.allocate_shared_memory(gl.float32, [num_stages * PARTS, ROWS], _PLAIN)

@@ -42,7 +42,7 @@ def halves(q):
     divided by a power of two: elements below 2^-14 of the largest of a row lose bits, 2^-25 of it
     at most.
     """
-    short = gl.full_like(gl.max(q.to(gl.float32), 1), 1.0)
+    short = gl.full([q.shape[0]], 1.0, gl.float32, gl.SliceLayout(1, q.type.layout))
     if q.dtype == gl.bfloat16:
         q = q.to(gl.float32)
         exponent = gl.max(gl.abs(q), 1).to(gl.int32, bitcast=True) & 0x7F800000

@@ -528,11 +528,15 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     _holds(machine, footprint.hopper_decode(width, problem.page_size, eight), halves)
 
 
+@pytest.mark.parametrize("form", [None, FORMS[0]])
 @pytest.mark.parametrize("batch", [256, pytest.param(2048, marks=pytest.mark.slow)])
-def test_warps_that_count_many_sequences_agree_before_a_producer_starts(launches, tmp_path, batch):
+def test_warps_that_count_many_sequences_agree_before_a_producer_starts(
+    launches, tmp_path, batch, form
+):
     from onchip.kernels.hopper.launch_decode import decode
 
-    problem, x = _pose(Variant(128, {**PAGED, "page_size": 16, "lengths": (1, 300)}))
+    options = {**PAGED, "page_size": 16, "lengths": (1, 300), "form": form}
+    problem, x = _pose(Variant(128, options))
     decode(problem, x)
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs | {"BATCH": batch}, tmp_path)

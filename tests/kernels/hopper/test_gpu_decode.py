@@ -181,9 +181,19 @@ def test_a_thousand_repeats_and_no_state_left_between_calls():
         assert all(map(torch.equal, got, expected))
 
 
-def test_graphs_replay_with_other_lengths_and_reused_scratch_memory():
+def as_eight(pages, form):
+    """The same pages of 8 bits, if there is a form, and their scales."""
+    if form is None:
+        return pages, {}
+    (k_pages, v_pages), scales = eight(*pages[:2], form)
+    return pages._replace(k_pages=k_pages, v_pages=v_pages), scales
+
+
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_graphs_replay_with_other_lengths_and_reused_scratch_memory(form):
     q, _, pages = paged(1, [3000, 5000, 117, 900])
-    call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="hopper")
+    pages, scales = as_eight(pages, form)
+    call = lambda: onchip.paged_attention(q, *pages, return_lse=True, kernel="hopper", **scales)
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -200,12 +210,16 @@ def test_graphs_replay_with_other_lengths_and_reused_scratch_memory():
         assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.parametrize("changed", [{"lengths"}, {"pages"}, {"lengths", "pages"}, set()])
-def test_lengths_and_pages_written_while_the_call_begins(changed):
+def test_lengths_and_pages_written_while_the_call_begins(changed, form):
     """The call has begun to copy keys by what it saw before, and must notice."""
     write = late_writer()
     q, _, pages = paged(1, [9000, 0, 3000, 64, 700, 5])
-    k, v = (torch.cat([t, 2 * t]) for t in pages[:2])
+    double = pages._replace(k_pages=2 * pages.k_pages, v_pages=2 * pages.v_pages)
+    both = [as_eight(p, form) for p in (pages, double)]
+    k, v = (torch.cat([p[x] for p, _ in both]) for x in (0, 1))
+    scales = {name: torch.cat([s[name] for _, s in both]) for name in both[0][1]}
     other = {"lengths": [17, 0, 2999, 0, 699, 5], "pages": len(pages.k_pages)}
     table, seqlens = pages.page_table, pages.cache_seqlens
     lengths = torch.tensor(other["lengths"]).to(seqlens) if "lengths" in changed else seqlens
@@ -216,11 +230,11 @@ def test_lengths_and_pages_written_while_the_call_begins(changed):
     expected = []
     for state in states:
         room.copy_(state)
-        expected.append(onchip.paged_attention(q, k, v, *views, kernel="hopper"))
+        expected.append(onchip.paged_attention(q, k, v, *views, kernel="hopper", **scales))
     outs = []
     for i in range(100):
         write[(1,)](room, states[i % 2], len(room), NANOSECONDS=30_000)
-        outs.append(onchip.paged_attention(q, k, v, *views, kernel="hopper"))
+        outs.append(onchip.paged_attention(q, k, v, *views, kernel="hopper", **scales))
     assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
 
 
@@ -259,12 +273,14 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
     assert torch.equal(left, expected)
 
 
-def test_bad_tables_and_lengths_give_wrong_rows_not_a_wild_access():
+@pytest.mark.parametrize("form", [None, *FORMS])
+def test_bad_tables_and_lengths_give_wrong_rows_not_a_wild_access(form):
     q, _, pages = paged(1, [300, 200, 100])
+    pages, scales = as_eight(pages, form)
     table = torch.full_like(pages.page_table, 10**9)
     table[1] = -(10**9)
     seqlens = torch.tensor([10**9, -5, 100], dtype=torch.int32, device="cuda")
-    onchip.paged_attention(q, *pages[:2], table, seqlens, kernel="hopper")
+    onchip.paged_attention(q, *pages[:2], table, seqlens, kernel="hopper", **scales)
     torch.cuda.synchronize()
 
 

@@ -121,7 +121,7 @@ def test_pages_of_8_bits_keep_the_rule_of_the_queries(case, form):
 @here
 @pytest.mark.parametrize("batch", [33, pytest.param(300, marks=pytest.mark.slow)])
 def test_batches_of_every_bucket(batch):
-    """Those of more than 256 sequences come here from Hopper, too."""
+    """Those of more than 2,048 sequences come here from Hopper, too."""
     lengths = [300 * LONG] + [1 + 7 * b % 30 * LONG for b in range(batch - 1)]
     judge([1] * batch, lengths, 16, heads(4), BF16, {})
 
