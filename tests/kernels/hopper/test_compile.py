@@ -7,6 +7,7 @@ tables and signatures are tested together. A new variant is one line of FORWARD,
 import math
 import re
 import subprocess
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -384,7 +385,8 @@ def _is_start(found: list[Instruction], at: int) -> bool:
     """Whether warps that wait are woken here: arguments stored, a barrier, registers taken over."""
     wakes = found[at].name.startswith("BAR.SYNC") and found[at].operands.strip() == "0x1"
     stored = any(x.name.startswith("STS") for x in found[max(at - 4, 0) : at])
-    return wakes and stored and any(x.name.startswith("USETMAXREG") for x in found[at : at + 3])
+    after = takewhile(lambda x: x.name != "EXIT", found[at : at + 5])
+    return wakes and stored and any(x.name.startswith("USETMAXREG") for x in after)
 
 
 def _spills(loop: list[str]) -> int:
