@@ -75,6 +75,11 @@ def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor
     return -row_delta(residual, dout, dlse).contiguous()
 
 
+def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
+    """(page, slot, head) of the scales of 8-bit pages."""
+    return (0, 0, 0) if scales is None else scales.stride()
+
+
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """dsinks (heads): a sink is a key with probability exp(sink - lse) and value zero, so its
     score's gradient is -p * delta.

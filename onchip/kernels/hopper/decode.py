@@ -28,8 +28,8 @@ from onchip.kernels.hopper.pipe import (
 )
 from onchip.kernels.hopper.results import WARPS, Out
 from onchip.kernels.hopper.schedule import plus
-from onchip.kernels.hopper.softmax import Scale, approximate
-from onchip.kernels.hopper.words import Halves, halves, in_order, numbers
+from onchip.kernels.hopper.softmax import Scale
+from onchip.kernels.hopper.words import Halves, Scales, add_words, halves, in_order, numbers
 
 ROWS = gl.constexpr(16)  # of a product: queries x heads of a group, the rest is padding
 KEYS = gl.constexpr(16)  # of a warp in a tile
@@ -339,37 +339,6 @@ class Pages:
         return [page, kv_head, key % self.SIZE, 0]
 
 
-@aggregate
-class Scales:
-    """Of 8-bit pages, of one kv head: where those of keys and of values are."""
-
-    k: gl.tensor
-    v: gl.tensor
-    k_page: gl.tensor
-    k_slot: gl.tensor
-    v_page: gl.tensor
-    v_slot: gl.tensor
-    ON: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, k_page, k_slot, v_page, v_slot, ON):
-        self.k = k
-        self.v = v
-        self.k_page = k_page
-        self.k_slot = k_slot
-        self.v_page = v_page
-        self.v_slot = v_slot
-        self.ON = gl.constexpr(ON)
-
-    @gluon.jit
-    def fetch(self, boxes, i, x: gl.constexpr, at, PART: gl.constexpr):
-        """Start to copy those of part x of filling i, which begins at a place in a page."""
-        page = at[0].to(gl.int64)
-        slots = at[2] + gl.arange(0, PART, LANES)
-        boxes.fetch_scales(i, x, self.k + page * self.k_page + slots * self.k_slot,
-                           self.v + page * self.v_page + slots * self.v_slot)  # fmt: skip
-
-
 @gluon.jit
 def produce(k_desc, v_desc, boxes, pages, scales, lengths, mine, started, kv_head):
     """The first `started` fillings are on their way."""
@@ -570,22 +539,6 @@ def fold_tile(boxes, lengths, scale, q, m, l, acc, i, n, seqlen, GROUP: gl.const
     else:
         acc = mma_v2(gl.convert_layout(p.to(q.dtype), f.A), v, acc * alpha[:, :, None])
     return m_new, l, acc
-
-
-@gluon.jit
-def add_words(acc, alpha, p, words, scales, f):
-    """acc * alpha + p v, even and odd columns apart. p times a scale could be too small for fp16,
-    so that the largest of a warp's keys waits outside of the product.
-    """
-    top = gl.max(scales, 1)
-    top = gl.where(top >= 2.0**-126, top, 1.0)[:, None]  # of smaller ones there is no reciprocal
-    p = p * (scales * approximate("rcp", top))[:, None, :]
-    p = gl.convert_layout(p.to(gl.float16), f.A)
-    zero = gl.zeros([WARPS, ROWS, f.D // 2], gl.float32, f.S)
-    even, odd = numbers(words, f.E4M3)
-    alpha, top = alpha[:, :, None], top[:, None, :]
-    return (acc[0] * alpha + mma_v2(p, even, zero) * top,
-            acc[1] * alpha + mma_v2(p, odd, zero) * top)  # fmt: skip
 
 
 @aggregate

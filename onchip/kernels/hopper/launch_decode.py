@@ -24,7 +24,7 @@ from onchip.kernels.hopper.tensors import (
     with_rows,
     without_keys,
 )
-from onchip.kernels.protocol import Result, empty_result
+from onchip.kernels.protocol import Result, empty_result, scale_strides
 from onchip.problem import Problem, Tensors
 
 _decode_kernel = Handle(decode_kernel)
@@ -65,8 +65,8 @@ def decode(problem: Problem, x: Tensors) -> Result:
         _scratch(problem, num_slots, width, lse),
         *(stride // ALIGN.value for stride in x.q.stride()[:3]),
         0 if x.page_table is None else x.page_table.stride(0),
-        *_scale_strides(x.k_scales),
-        *_scale_strides(x.v_scales),
+        *scale_strides(x.k_scales),
+        *scale_strides(x.v_scales),
         problem.seqlen_q,
         problem.seqlen_k,
         problem.batch,
@@ -93,11 +93,6 @@ def decode(problem: Problem, x: Tensors) -> Result:
         **_constants(width, x.page_table is not None, problem.page_dtype is not None),
     )
     return Result(out, lse)
-
-
-def _scale_strides(of: Tensor | None) -> tuple[int, ...]:
-    """(page, slot, head) of the scales of 8-bit pages."""
-    return (0, 0, 0) if of is None else of.stride()
 
 
 def _scratch(problem: Problem, num_slots: int, width: int, like: Tensor) -> Tensor:

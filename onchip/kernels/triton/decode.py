@@ -25,7 +25,7 @@ from onchip.kernels.configs import (
     TritonConfig,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Result, Stats, empty_result
+from onchip.kernels.protocol import Result, Stats, empty_result, scale_strides
 from onchip.kernels.triton.eight import (
     Scales,
     as_words,
@@ -42,7 +42,6 @@ from onchip.kernels.triton.launch import (
     dependent_options,
     packed,
     padded,
-    scale_strides,
 )
 from onchip.kernels.triton.merge import merge_kernel
 from onchip.kernels.triton.splits import RECORD, Cut, Lengths, unit_of

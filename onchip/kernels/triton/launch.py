@@ -86,11 +86,6 @@ def packed(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.is_contiguous() else t.contiguous()
 
 
-def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """(page, slot, head) of the scales of 8-bit pages."""
-    return (0, 0, 0) if scales is None else scales.stride()
-
-
 def _narrow(t: Tensor) -> Tensor:
     return t if t.stride(-3) < WIDE else t.contiguous()
 
