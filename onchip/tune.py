@@ -93,7 +93,7 @@ HOPPER = (
     Table("HOPPER_FORWARD", "hopper", "forward", teams=True),
     Table("HOPPER_FORWARD_DENSE", "hopper", "forward", ("none",)),
     Table("HOPPER_FORWARD_SHORT", "hopper", "forward", ("causal",), (512, 1024), teams=True),
-    Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",)),
+    Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",), teams=True),
     Table("HOPPER_BACKWARD", "hopper", "backward"),
     Table("HOPPER_GRADIENT", "hopper", "backward", options=(("deterministic", True),)),
     _narrow("HOPPER_EIGHT", "fp8"),

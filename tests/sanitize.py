@@ -46,6 +46,7 @@ CALLS = {
     "softcap": {"softcap": 5.0, "sinks": True},
     "deterministic": {"deterministic": True, "causal": True},
     "mask": {"mask": True},
+    "strips": {"mask": True, "lengths": ((200, 1100), (65, 1025))},  # of a mask, from 1025 keys on
     "modified": {"alibi_slopes": True, "bias": True, "dropout_p": 0.2, "return_stats": True},
     "packed": {"packed": True, "causal": True},
     "fp8": {"precision": "fp8", "window_size": (50, 9)},
@@ -63,12 +64,14 @@ def main(names: list[str]) -> int:
     refused: Counter[str] = Counter()
     failed = 0
     for name in names or CALLS:
+        options = dict(CALLS[name])
+        own_lengths = options.pop("lengths", LENGTHS)
         for kernel in KERNELS:
             for dims in DIMS:
-                for lengths in LENGTHS:
+                for lengths in own_lengths:
                     shown = f"{name} {kernel} {dims} {lengths}"
                     try:
-                        call(kernel, lengths, dims, dict(CALLS[name]), device)
+                        call(kernel, lengths, dims, dict(options), device)
                     except onchip.UnsupportedError as error:
                         refused[str(error)] += 1
                     except RuntimeError as error:

@@ -182,8 +182,8 @@ class HostRows(NamedTuple):
     @classmethod
     def of(cls, mask: BlockMask) -> "HostRows":
         lists = BlockLists(*(t.cpu() for t in mask.rows))
-        full_offsets = _flat_offsets(lists.full_offsets)
-        partial_offsets = _flat_offsets(lists.partial_offsets)
+        full_offsets = flat_offsets(lists.full_offsets)
+        partial_offsets = flat_offsets(lists.partial_offsets)
         stride = num_blocks(mask.seqlen_k) + 1  # one more than fits, so that runs end with the row
         full_rows = _owners(full_offsets) * stride + lists.full_indices
         partial_rows = _owners(partial_offsets) * stride + lists.partial_indices
@@ -260,7 +260,7 @@ def _planes(
     return kept, [torch.cat([t[own] for own in owned]) for t in entries]
 
 
-def _flat_offsets(offsets: Tensor) -> Tensor:
+def flat_offsets(offsets: Tensor) -> Tensor:
     """(planes_b, planes_h, rows + 1) offsets as one list of all rows, and the end."""
     return torch.cat([offsets[..., :-1].flatten(), offsets.flatten()[-1:]]).long()
 

@@ -32,6 +32,8 @@ from onchip.kernels.hopper.schedule import (
     Keys,
     Order,
     Shape,
+    Share,
+    Strips,
     hide,
     make_pages,
     visible,
@@ -88,7 +90,7 @@ class Out:
 
 
 @gluon.jit
-def bit_words(job, place, n, bits):
+def words_of(job, place, n, bits):
     """What key tile n has of its bit tile; asked for before its scores are there."""
     if job.blocks.ON:
         return job.blocks.words(bits, place.row, n * job.cfg.TILE_N, job.cfg.TILE_N, job.cfg.S)
@@ -103,8 +105,7 @@ def masked(job, place, s, n, bits, words, MASKED: gl.constexpr):
     col = n * cfg.TILE_N
     if blocks.ON:
         if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > place.seqlen_k):
-            s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
-            s = hide(s, words, cfg.S)
+            s = hide(shape, s, words, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
     elif MASKED:
         s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
     return s
@@ -137,7 +138,7 @@ def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
     s = job.scale.bend(s)
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
-        s = masked(job, place, s, n, bits, bit_words(job, place, n, bits), True)
+        s = masked(job, place, s, n, bits, words_of(job, place, n, bits), True)
     m = gl.max(s, 1)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
@@ -146,11 +147,11 @@ def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
+def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last, n, bits,
               MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Fold filling i, key tile n: its scores are computed while the values of filling i - 1 are
-    added. If UNDER, acc is still to be multiplied with alpha, which is done under the product of
-    the scores; else alpha passes through.
+    """Fold filling i, key tile n: its scores are computed while the values of filling `last`, i - 1
+    or i - 2, are added. If UNDER, acc is still to be multiplied with alpha, which is done under the
+    product of the scores; else alpha passes through.
     """
     cfg = job.cfg
     pipes.k.wait_full(i)
@@ -159,9 +160,9 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
     s_next = score(pipes, cfg, q, i)
     if cfg.UNDER:
         acc = rescaled(acc, alpha, cfg)
-    pipes.v.wait_full(i - 1)
-    acc_next = warpgroup_mma(p, pipes.v.slot(i - 1), acc, is_async=True)
-    words = bit_words(job, place, n, bits)
+    pipes.v.wait_full(last)
+    acc_next = warpgroup_mma(p, pipes.v.slot(last), acc, is_async=True)
+    words = words_of(job, place, n, bits)
     s_next = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
@@ -193,19 +194,19 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
     for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):
         n = mine.hi - 2 - x
         if n >= mine.full_hi:
-            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
-                                            True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     whole_hi = gl.minimum(mine.full_hi, mine.hi - 1)
     for n in range(whole_hi - 1, mine.full_lo - 1, -1):
-        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
-                                        False, C)  # fmt: skip
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+                                        n, -1, False, C)  # fmt: skip
         i += 1
     for x in gl.static_range(CUTS if shape.HAS_LEFT else 0):
         n = gl.minimum(mine.full_lo, whole_hi) - 1 - x
         if n >= mine.lo:
-            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, -1,
-                                            True, C)  # fmt: skip
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+                                            n, -1, True, C)  # fmt: skip
             i += 1
     return p, acc, alpha, m, l, i
 
@@ -217,12 +218,40 @@ def fold_blocks(pipes, job, place, entries, count, q, p, acc, m, l, i, C: gl.con
     n, bits = job.blocks.tile(entries, 1, job.cfg.TILE_N)
     for j in range(1, count):
         n_next, bits_next = job.blocks.tile(entries, j + 1, job.cfg.TILE_N)
-        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
-                                        True, C)  # fmt: skip
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+                                        n, bits, True, C)  # fmt: skip
         i += 1
         n = n_next
         bits = bits_next
     return p, acc, alpha, m, l, i
+
+
+@gluon.jit
+def fold_strip(pipes, job, place, share, q, p, acc, m, l, last, C: gl.constexpr):
+    """The same for a share of a strip, the first tile of which has filling `last`. Between two of
+    its own there may be one that is not. It is let pass when the values before it are added; not at
+    the end of that turn, where the compiler would pack all weights behind the branch.
+    """
+    alpha = gl.full_like(m, 1.0)
+    end = last + share.entry(0)
+    i = end - share.entry(1)
+    n, bits = job.blocks.tile(share, 1)
+    passed = last  # all fillings before it
+    for j in range(1, share.count):
+        if passed < last:
+            skip(pipes, job.cfg, passed, 1, C)
+        i_next = end - share.entry(j + 1)
+        n_next, bits_next = job.blocks.tile(share, j + 1)
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last,
+                                        n, bits, True, C)  # fmt: skip
+        passed = last + 1
+        last = i
+        i = i_next
+        n = n_next
+        bits = bits_next
+    if passed < last:
+        skip(pipes, job.cfg, passed, 1, C)
+    return p, acc, alpha, m, l, last + 1
 
 
 @gluon.jit
@@ -387,7 +416,7 @@ class Work:
     place: Place
     keys: Keys
     mine: Keys
-    entries: Entries
+    entries: Entries | Share
 
     @gluon.constexpr_function
     def __init__(self, exists, place, keys, mine, entries):
@@ -408,7 +437,13 @@ def take_work(pipes, job, t, C: gl.constexpr):
     first = job.told(pipes.tickets.take(t))
     place = job.part(first, C)
     zero = t * 0
-    if job.blocks.ON:
+    if job.STRIPS:
+        entries = job.share(first, place)
+        total = entries.total()
+        keys = Keys(zero, zero, total, total)
+        behind = gl.where(entries.count > 0, entries.entry(entries.count - 1), total)
+        mine = Keys(behind, behind, behind, entries.entry(0) + 1)
+    elif job.blocks.ON:
         entries, count = job.listed(first)
         keys = Keys(zero, zero, count, count)
         mine = keys
@@ -452,7 +487,11 @@ def fold(pipes, job, work, q, s, i, C: gl.constexpr):
     """All key tiles of `work`, the first of which has the products s and filling i."""
     place, mine = work.place, work.mine
     acc = gl.zeros([64, job.cfg.WIDTH], gl.float32, job.cfg.O)
-    if job.blocks.ON:
+    if job.STRIPS:
+        n, bits = job.blocks.tile(work.entries, 0)
+        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
+        return fold_strip(pipes, job, place, work.entries, q, p, acc, m, l, i, C)
+    elif job.blocks.ON:
         n, bits = job.blocks.tile(work.entries, 0, job.cfg.TILE_N)
         p, m, l = finish_first(job, place, s, n, bits, q.dtype)
         return fold_blocks(pipes, job, place, work.entries, mine.hi, q, p, acc, m, l, i + 1, C)
@@ -537,6 +576,7 @@ _RUNTIME = [
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ref, lse_ptr, sinks_ptr, cu_seqlens_q, cu_seqlens_k, counter,
     full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles, tiles,
+    strip_heads, strip_entries,
     seqlen_q, seqlen_k, total_q, total_k, num_heads, group_size, left, right, mask_b, mask_h, dim,
     room, tiles_m, section, num_tiles, scale_log2, inner,
     page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v, batch,
@@ -553,8 +593,12 @@ def forward_kernel(
     shape = Shape(cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
                   num_heads, group_size, left, right, PACKED, HAS_LEFT, HAS_RIGHT,
                   GROUP)  # fmt: skip
-    blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices, partial_tiles,
-                    tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
+    if HAS_MASK and CONSUMERS == 3:
+        gl.static_assert(TILE_N == 128 and not PINGPONG)
+        blocks = Strips(strip_heads, strip_entries, tiles, mask_b, mask_h)
+    else:
+        blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices,
+                        partial_tiles, tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip
     pages = make_pages(page_table, cache_seqlens, table_stride, columns, num_pages, span_k, span_v,
                        PAGE_SIZE, TILE_N)  # fmt: skip
     LONGEST_FIRST: gl.constexpr = (HAS_RIGHT or HAS_MASK) and not (PACKED and PAGE_SIZE)

@@ -341,13 +341,13 @@ def masked(job, place, walk, s, n, bits):
     else:
         cut = cut | (n < walk.full_lo) | (n >= walk.full_hi)
     if cut:
-        s = visible(shape, s, place.row, col, place.length, place.length_other, cfg.S)
-        if blocks.ON:
-            if cfg.KEYS:
-                s = hide_transposed(blocks, s, bits, place.row, col, cfg.S)
-            else:
-                words = blocks.words(bits, place.row, col, cfg.TILE, cfg.S)
-                s = hide(s, words, cfg.S)
+        if blocks.ON and not cfg.KEYS:
+            words = blocks.words(bits, place.row, col, cfg.TILE, cfg.S)
+            s = hide(shape, s, words, place.row, col, place.length, place.length_other, cfg.S)
+        else:
+            s = visible(shape, s, place.row, col, place.length, place.length_other, cfg.S)
+        if blocks.ON and cfg.KEYS:
+            s = hide_transposed(blocks, s, bits, place.row, col, cfg.S)
     return s
 
 

@@ -12,6 +12,7 @@ from onchip.kernels.hopper.schedule import (
     Order,
     Pages,
     Shape,
+    Strips,
     block_tiles,
     find_tile,
     keys_of,
@@ -93,12 +94,13 @@ class Config:
 @aggregate
 class Job:
     shape: Shape
-    blocks: Blocks
+    blocks: Blocks | Strips
     pages: Pages
     order: Order
     scale: Scale
     cfg: Config
     batch: gl.tensor
+    STRIPS: gl.constexpr
     SPARSE: gl.constexpr
     WORDS: gl.constexpr
 
@@ -111,6 +113,7 @@ class Job:
         self.scale = scale
         self.cfg = cfg
         self.batch = batch
+        self.STRIPS = gl.constexpr(blocks.STRIPS)
         self.SPARSE = gl.constexpr(shape.PACKED.value and pages.SIZE.value > 0)
         self.WORDS = gl.constexpr(6 if shape.PACKED.value or pages.SIZE.value else 3)
 
@@ -188,9 +191,20 @@ class Job:
     @gluon.jit
     def listed(self, place):
         """The same where a mask lists them (of no place: those of some row)."""
-        block = gl.maximum(place.row, 0) // 128
-        entries = self.blocks.entries(place.batch, place.head, block)
-        return entries, block_tiles(entries, self.cfg.TILE_N)
+        if self.STRIPS:
+            share = self.share(place, place)
+            return share, share.total()
+        else:
+            block = gl.maximum(place.row, 0) // 128
+            entries = self.blocks.entries(place.batch, place.head, block)
+            return entries, block_tiles(entries, self.cfg.TILE_N)
+
+    @gluon.jit
+    def share(self, first, place):
+        """What the queries of a place see of the strip that begins at the place `first`."""
+        row = gl.maximum(first.row, 0)
+        side = gl.maximum(place.row, 0) // 128 - row // 128
+        return self.blocks.share(place.batch, place.head, row // 192, side)
 
 
 @aggregate

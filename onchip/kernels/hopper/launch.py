@@ -24,6 +24,7 @@ from onchip.kernels.hopper.tensors import (
     mask_arguments,
     num_sms,
     paged,
+    plane_strides,
     scales,
     section_of,
     span,
@@ -32,6 +33,8 @@ from onchip.kernels.hopper.tensors import (
     without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
+from onchip.masks.blockmask import BlockMask
+from onchip.masks.strips import strips_of
 from onchip.problem import Problem, Tensors
 
 _forward_kernel = Handle(forward_kernel)
@@ -60,8 +63,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
-    rows, tiles = (None, None) if x.mask is None else (x.mask.rows, x.mask.tiles)
-    lists, list_strides = mask_arguments(rows, tiles, anything)
+    lists, list_strides = _mask_arguments(x.mask, cut.config, anything)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
         grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
@@ -95,6 +97,16 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
         SECOND=second,
         **_constants(cut.config, second or out.dtype != torch.float32),
     )
+
+
+def _mask_arguments(mask: BlockMask | None, config: HopperConfig, anything: Tensor) -> tuple:
+    """(pointers, strides) of a mask: its lists of block rows, or of strips for three consumers."""
+    if mask is None or config.consumers == 2:
+        rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
+        lists, strides = mask_arguments(rows, tiles, anything)
+        return (*lists, anything, anything), strides
+    heads, entries = strips_of(mask)
+    return (*[anything] * 5, mask.tiles, heads, entries), plane_strides(heads)
 
 
 def is_second(problem: Problem) -> bool:

@@ -108,7 +108,9 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
                 pages.look_up(i + j, place.batch, tile * cfg.TILE_N, j < count)
         after = place
         for j in range(count):
-            if job.blocks.ON:
+            if job.STRIPS:
+                n = job.blocks.block(entries, j)
+            elif job.blocks.ON:
                 n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
             else:
                 n = keys.hi - 1 - j

@@ -316,6 +316,7 @@ class Blocks:
     stride_b: gl.tensor
     stride_h: gl.tensor
     ON: gl.constexpr
+    STRIPS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -331,6 +332,7 @@ class Blocks:
         self.stride_b = stride_b
         self.stride_h = stride_h
         self.ON = gl.constexpr(ON)
+        self.STRIPS = gl.constexpr(False)
 
     @gluon.jit
     def entries(self, batch, head, block):
@@ -357,26 +359,142 @@ class Blocks:
 
     @gluon.jit
     def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
-        """The words of 64 rows of a bit tile, a tensor for every 32 columns; ones if bits is -1."""
-        rows = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        words = (gl.full_like(rows, -1),) * (TILE // 32)
-        if bits >= 0:
-            at = self.tiles + bits.to(gl.int64) * (BLOCK * WORDS) + col % BLOCK // 32
-            words = ()
-            for w in gl.static_range(TILE // 32):
-                words = words + (gl.load(at + rows * WORDS + w),)
-        return words
+        return bit_words(self.tiles, bits, row, col, TILE, layout)
+
+
+@aggregate
+class Strips:
+    """A block mask by strips of the queries of three consumers, and its bit tiles: see
+    onchip/masks/strips.py.
+    """
+
+    heads: gl.tensor
+    entries: gl.tensor
+    tiles: gl.tensor
+    stride_b: gl.tensor
+    stride_h: gl.tensor
+    ON: gl.constexpr
+    STRIPS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, heads, entries, tiles, stride_b, stride_h):
+        self.heads = heads
+        self.entries = entries
+        self.tiles = tiles
+        self.stride_b = stride_b
+        self.stride_h = stride_h
+        self.ON = gl.constexpr(True)
+        self.STRIPS = gl.constexpr(True)
+
+    @gluon.jit
+    def share(self, batch, head, strip, side):
+        """What one of the two block rows of a strip sees of it."""
+        at = self.heads + batch * self.stride_b + head * self.stride_h + strip * 4
+        both = gl.load(at + 1)
+        own = gl.load(at + 2 + side)
+        others = gl.load(at + 3 - side)
+        entries = self.entries + (gl.load(at).to(gl.int64) * 4 + side * 2)
+        return Share(entries, both - side, others, both + own)
+
+    @gluon.jit
+    def block(self, share, i):
+        """The key block that is visited i-th."""
+        return gl.load(share.entries + (share.total() - 1 - i) * 4)
+
+    @gluon.jit
+    def tile(self, share, j):
+        """(the tile that a share visits j-th, its bit tile or -1); anything after the last."""
+        at = share.entries + share.entry(j) * 4
+        return gl.load(at), gl.load(at + 1)
+
+    @gluon.jit
+    def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
+        return bit_words(self.tiles, bits, row, col, TILE, layout)
+
+
+@aggregate
+class Share:
+    """What one side of a strip sees of its entries: the blocks that both sides see, and then, from
+    the alone-th on, its own by turns with as many of the others as there are. They are visited from
+    the last one to the first.
+    """
+
+    entries: gl.tensor
+    alone: gl.tensor
+    others: gl.tensor
+    count: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, entries, alone, others, count):
+        self.entries = entries
+        self.alone = alone
+        self.others = others
+        self.count = count
+
+    @gluon.jit
+    def entry(self, j):
+        """Which entry of the strip this side visits j-th."""
+        x = self.count - 1 - j
+        return x + gl.maximum(gl.minimum(x - self.alone, self.others), 0)
+
+    @gluon.jit
+    def total(self):
+        """All entries of the strip."""
+        return self.count + self.others
 
 
 @gluon.jit
-def hide(s, words, layout: gl.constexpr):
-    """s with -inf where the bit of its column is 0."""
+def bit_words(tiles, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
+    """The words of 64 rows of a bit tile, a tensor for every 32 columns; ones if bits is -1."""
+    rows = row % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    words = (gl.full_like(rows, -1),) * (TILE // 32)
+    if bits >= 0:
+        at = tiles + bits.to(gl.int64) * (BLOCK * WORDS) + col % BLOCK // 32
+        words = ()
+        for w in gl.static_range(TILE // 32):
+            words = words + (gl.load(at + rows * WORDS + w),)
+    return words
+
+
+@gluon.jit
+def hide(shape, s, words, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
+    """s with -inf where the bit of its column is 0, past the end, or outside the window: the last
+    two clear bits first, so that each score is looked at once.
+    """
+    rows = row + seqlen_k - seqlen_q + shape.queries_of(s.shape[0], layout)
     cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    word = words[0][:, None]
+    last = gl.zeros_like(rows) + (seqlen_k - 1 - col)
+    if shape.HAS_RIGHT:
+        last = gl.minimum(last, rows + (shape.right - col))
+    word = _cut(shape, words[0], 0, rows - col, last)[:, None]
     for w in gl.static_range(1, s.shape[1] // 32):
-        word = gl.where((cols // 32 == w)[None, :], words[w][:, None], word)
-    word, cols = gl.broadcast(word, (cols % 32)[None, :])
-    return _keep_bit(s, word, cols)
+        cut = _cut(shape, words[w], 32 * w, rows - col, last)
+        word = gl.where((cols // 32 == w)[None, :], cut[:, None], word)
+    own, bit = gl.broadcast((cols & OWN)[None, :], (1 << (cols & ~OWN & 31))[None, :])
+    word, own = gl.broadcast(word, own)
+    word, bit = gl.broadcast(word >> own, bit)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.ne.u32 p, t, 0;"
+        " selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r,r", [s, word, bit], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _cut(shape, word, first: gl.constexpr, diagonal, last):
+    """The bits of 32 columns from `first` on that lie within the window of their row."""
+    word &= _ones(gl.zeros_like(last), gl.maximum(last + (1 - first), 0))
+    if shape.HAS_LEFT:
+        word &= _ones(gl.maximum(diagonal - (shape.left + first), 0), gl.full_like(last, 32))
+    return word
+
+
+@gluon.jit
+def _ones(start, count):
+    """So many bits from `start` on."""
+    return gl.inline_asm_elementwise(
+        "bmsk.clamp.b32 $0, $1, $2;", "=r,r,r", [start, count], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

@@ -38,9 +38,13 @@ def mask_arguments(
     """
     if lists is None or tiles is None:
         return (anything,) * 6, (0, 0)
-    b, h, _ = lists.full_offsets.shape
-    stride_b, stride_h, _ = lists.full_offsets.stride()
-    return (*lists, tiles), (stride_b if b > 1 else 0, stride_h if h > 1 else 0)
+    return (*lists, tiles), plane_strides(lists.full_offsets)
+
+
+def plane_strides(t: Tensor) -> tuple[int, int]:
+    """From a batch entry and from a head to the next, 0 where they are shared."""
+    (b, h), (stride_b, stride_h) = t.shape[:2], t.stride()[:2]
+    return stride_b if b > 1 else 0, stride_h if h > 1 else 0
 
 
 class Frame(NamedTuple):

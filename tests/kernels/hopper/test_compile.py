@@ -75,6 +75,7 @@ FORWARD = [
     Variant(256, {**PACKED, "sinks": True, "softcap": 5.0}),
     Variant(192, {"head_dim_v": 128, "causal": True, "num_kv_heads": 2}),
     Variant(64, {"mask": True}),
+    Variant(64, {"mask": True, "lengths": (200, 4000)}),  # strips
     Variant(128, {"mask": True, "causal": True}),
     Variant(256, {"mask": True}),
     Variant(128, {"out_dtype": torch.float32}),

@@ -1,11 +1,13 @@
 """The Hopper forward against the oracle, on the GPU it is written for."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
 import onchip
+from onchip import masks
 from onchip.kernels import configs, tapes
 from onchip.kernels.hopper import entry
 from onchip.problem import Options, Tensors, describe
@@ -67,6 +69,69 @@ def test_block_masks_of_other_lengths_with_sinks_and_softcap(make_mask):
     q, k, v = inputs(300, 1111)
     sinks, mask = torch.randn(8, device="cuda"), make_mask("bits", 300, 1111)
     assert_accurate(attend, q, k, v, mask=mask, sinks=sinks, softcap=9.0)
+
+
+STRIPS = [(1300, 1151), (192, 1025), (65, 2000), (2001, 1100)]  # of 192 queries, cut by three
+
+
+@pytest.mark.parametrize(
+    "lengths, kind",
+    [*product(STRIPS, ["causal", "bits", "bits of every head", "nothing"])]
+    + [((1300, 1300), "documents")],
+)
+@pytest.mark.parametrize("options", [{}, {"window_size": (700, 30)}], ids=str)
+def test_strips_of_block_masks(lengths, kind, options, make_mask):
+    q, k, v = inputs(*lengths, 64)
+    assert_accurate(attend, q, k, v, mask=make_mask(kind, *lengths), **options)
+
+
+@pytest.mark.parametrize("lengths", STRIPS)
+def test_strips_with_everything(lengths, make_mask):
+    q, k, v = inputs(*lengths, 48, torch.float16, head_dim_v=64)
+    options = {"sinks": torch.randn(8, device="cuda"), "softcap": 9.0, "out_dtype": torch.float32}
+    assert_accurate(attend, q, k, v, mask=make_mask("bits of every head", *lengths), **options)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
+def test_strips_whose_rows_have_little_in_common(density):
+    """One row may have many blocks more than the other: they pass by its consumers."""
+    blocks = torch.rand(1, 1, 24, 200, generator=torch.Generator().manual_seed(0))
+    more = torch.linspace(0, 1, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
+    seen = (blocks < density) & (blocks < more[:, None] * 2)
+    cells = seen.repeat_interleave(128, 2).repeat_interleave(128, 3).cuda()
+    assert_accurate(attend, *inputs(24 * 128, 200 * 128, 64, batch=1), mask=cells)
+
+
+def test_strips_of_many_heads(make_mask):
+    """More strips than programs; consumers drift apart, and what they give does not change."""
+    n = 4001
+    q, k, v = inputs(n, n, 64, num_heads=40, num_kv_heads=40)
+    mask = masks.dense(make_mask("bits", n, n)).build(1, 1, n, n, "cuda")
+    out, lse = attend(q, k, v, mask=mask)
+    few = [t[:, :, :2].contiguous() for t in (q, k, v)]
+    out_few, lse_few = attend(*few, mask=mask)
+    assert torch.equal(out[:, :, :2], out_few) and torch.equal(lse[:, :2], lse_few)
+    assert_accurate(attend, *few, mask=mask)
+    for _ in range(200):
+        again = attend(q, k, v, mask=mask)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+def test_strips_that_a_graph_records(make_mask):
+    """Of a mask that no call has seen before, strips are made whenever the graph is replayed."""
+    n = 1300
+    q, k, v = inputs(n, n, 64)
+    build = lambda kind: masks.dense(make_mask(kind, n, n)).build(1, 8, n, n, "cuda")
+    attend(q, k, v, mask=build("bits of every head"))
+    fresh, graph = build("bits of every head"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = attend(q, k, v, mask=fresh)
+    q.normal_()
+    want, _ = attend(q, k, v, mask=fresh)
+    for _ in range(2):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("dim", DIMS)

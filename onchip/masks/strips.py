@@ -1,0 +1,117 @@
+"""A block mask as three warpgroups of a program walk it: in strips of 192 queries.
+
+A strip reaches over two block rows, of which either may list blocks that the other does not. Its
+entries are those that both list, then those of one row alone, by turns of either. They are walked
+from the last to the first: what one row has more than the other passes by the other's warpgroups
+before they begin, and from then on who has no part in a block goes on to the next, which is theirs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .blockmask import BlockMask, flat_offsets, num_blocks
+
+ROWS = 192
+UNSEEN, WHOLE = -2, -1  # beside the numbers of bit tiles
+
+
+class Strips(NamedTuple):
+    """heads: of each strip its first entry, and how many of them both rows list, the first row
+    alone, the second row alone. entries, for each of the two rows: a key block, and what it is to
+    the row, a bit tile, WHOLE or UNSEEN. One entry lies before all others, of no strip: who looks
+    ahead may look at it.
+    """
+
+    heads: Tensor  # (planes_b, planes_h, strips, 4), int32
+    entries: Tensor  # (1 + as many as there are at least, 2, 2), int32
+
+
+_KEPT = WeakTensorKeyDictionary()  # by a tensor of the mask they were made of
+
+
+def strips_of(mask: BlockMask) -> Strips:
+    """Made once, and without waiting for a GPU. What a CUDA graph records is not kept: it is not
+    there before the graph is replayed.
+    """
+    key = mask.rows.full_offsets
+    found = _KEPT.get(key)
+    if found is None:
+        found = _make(mask)
+        if not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _KEPT[key] = found
+    return found
+
+
+class _Listed(NamedTuple):
+    """Blocks of a strip, each once for each row that lists it."""
+
+    strip: Tensor
+    block: Tensor
+    side: Tensor  # 0 or 1: the first or the second row of the strip
+    tile: Tensor
+
+
+def _make(mask: BlockMask) -> Strips:
+    planes_b, planes_h, seqlen_q, seqlen_k = mask.shape
+    per_plane = 2 * -(-num_blocks(seqlen_q) // 3)
+    strips = planes_b * planes_h * per_plane
+    listed = _listed(mask, per_plane, strips)
+    cell = listed.strip * num_blocks(seqlen_k) + listed.block
+    order = (cell * 2 + listed.side).argsort()
+    cell, (strip, block, side, tile) = cell[order], (t[order] for t in listed)
+
+    again = torch.zeros_like(cell, dtype=torch.bool)
+    again[1:] = cell[1:] == cell[:-1]
+    both = again.clone()
+    both[:-1] |= again[1:]
+    kind = torch.where(both, 0, side + 1)
+    kinds = torch.arange(3, device=cell.device)
+    counted = ((kind[:, None] == kinds) & ~again[:, None]).long()
+    counts = torch.zeros(strips + 1, 3, dtype=torch.int64, device=cell.device)
+    counts.index_add_(0, strip, counted)
+    before = counts.cumsum(0) - counts
+    rank = (counted.cumsum(0) - 1 - before[strip]).gather(1, kind[:, None])[:, 0]
+
+    others = counts[strip, 3 - kind.clamp(min=1)]
+    alone = counts[strip, 0] + rank + torch.minimum(rank + side, others)
+    start = before.sum(1) + 1
+    at = start[strip] + torch.where(both, rank, alone)
+    entries = torch.full((1 + cell.numel(), 2, 2), UNSEEN, dtype=torch.int32, device=cell.device)
+    entries[0, :, 0] = 0
+    entries[at, :, 0] = block.int()[:, None]
+    entries[at, side, 1] = tile
+    heads = torch.cat([start[:strips, None], counts[:strips]], 1).int()
+    return Strips(heads.view(planes_b, planes_h, per_plane, 4), entries)
+
+
+def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
+    """Of three block rows the middle one is the second of a strip and the first of the next. The
+    others have no second strip, which is strip number `strips`.
+    """
+    lists = mask.rows
+    full = _owners(lists.full_offsets, lists.full_indices)
+    owner = torch.cat([full, _owners(lists.partial_offsets, lists.partial_indices)])
+    block = torch.cat([lists.full_indices, lists.partial_indices]).long()
+    tile = torch.cat([torch.full_like(lists.full_indices, WHOLE), lists.partial_tiles])
+    rows = max(1, num_blocks(mask.seqlen_q))
+    plane, row = owner // rows, owner % rows
+    third = row % 3
+    first = plane * per_plane + row // 3 * 2 + (third == 2)
+    second = torch.where(third == 1, first + 1, strips)
+    side = (third > 0).long()
+    return _Listed(
+        torch.cat([first, second]),
+        block.repeat(2),
+        torch.cat([side, torch.zeros_like(side)]),
+        tile.repeat(2),
+    )
+
+
+def _owners(offsets: Tensor, indices: Tensor) -> Tensor:
+    """The row of every entry, counted over all planes."""
+    counts = flat_offsets(offsets).diff()
+    rows = torch.arange(counts.numel(), device=counts.device)
+    return torch.repeat_interleave(rows, counts, output_size=indices.numel())

@@ -1,0 +1,108 @@
+"""Strips of 192 queries: what a forward of three warpgroups walks instead of block rows."""
+
+import gc
+from itertools import product
+
+import pytest
+import torch
+
+from onchip import masks
+from onchip.masks.bits import unpack
+from onchip.masks.strips import _KEPT, ROWS, UNSEEN, WHOLE, strips_of
+
+EMPTY, PARTIAL, FULL = range(3)
+SIZES = [(799, 799), (128, 300), (1, 1), (192, 5000), (1500, 1111), (3000, 3000)]
+
+
+def some_blocks(seqlen_q, seqlen_k, seed=0):
+    """Of two batch entries and three heads: a third of the blocks each empty, full, and of bits."""
+    draw = torch.Generator().manual_seed(seed)
+    kinds = torch.rand(2, 3, -(-seqlen_q // 128), -(-seqlen_k // 128), generator=draw)
+    kinds = kinds.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :seqlen_q, :seqlen_k]
+    bits = torch.rand(kinds.shape, generator=draw) < 0.5
+    return masks.dense((bits & (kinds < 0.66)) | (kinds < 0.33))
+
+
+def build(rule, seqlen_q, seqlen_k):
+    return rule.build(2, 3, seqlen_q, seqlen_k, "cpu")
+
+
+def walks(mask):
+    """Of each side of each strip: (blocks as status() has them, [(block, tile) ...] as stored)."""
+    heads, entries = strips_of(mask)
+    planes_b, planes_h, seqlen_q, _ = mask.shape
+    for b in range(planes_b):
+        for h in range(planes_h):
+            status = mask.status(b, h)
+            for strip in range(-(-seqlen_q // ROWS)):
+                first, *counts = heads[b, h, strip].tolist()
+                stored = entries[first : first + sum(counts)]
+                for side in range(2):
+                    row = 3 * strip // 2 + side
+                    blocks = status[row] if row < len(status) else torch.zeros_like(status[0])
+                    yield blocks, [tuple(pair) for pair in stored[:, side].tolist()], counts, side
+
+
+@pytest.mark.parametrize("lengths", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "make", [some_blocks, lambda *_: masks.causal(), lambda *_: masks.window(200, 0)],
+    ids=["blocks", "causal", "window"],
+)  # fmt: skip
+def test_both_sides_see_their_rows(lengths, make):
+    mask = build(make(*lengths), *lengths)
+    for blocks, pairs, _, _ in walks(mask):
+        seen = [(n, tile) for n, tile in pairs if tile != UNSEEN]
+        assert sorted(n for n, _ in seen) == (blocks != EMPTY).nonzero().flatten().tolist()
+        for n, tile in seen:
+            assert blocks[n] == (FULL if tile == WHOLE else PARTIAL)
+
+
+def test_bit_tiles_are_those_of_their_blocks():
+    n, compared = 700, 0
+    mask = build(some_blocks(n, n), n, n)
+    dense = torch.nn.functional.pad(mask.to_dense(), (0, 68, 0, 68))
+    tiles = unpack(mask.tiles)
+    heads, entries = strips_of(mask)
+    for b, h, strip, side in product(range(2), range(3), range(-(-n // ROWS)), range(2)):
+        first, *counts = heads[b, h, strip].tolist()
+        row = 3 * strip // 2 + side
+        for block, tile in entries[first : first + sum(counts), side].tolist():
+            if tile >= 0:
+                cells = dense[b, h, 128 * row :, 128 * block :][:128, :128]
+                assert torch.equal(tiles[tile], cells)
+                compared += 1
+    assert compared > 50
+
+
+@pytest.mark.parametrize("lengths", SIZES, ids=str)
+def test_where_a_side_finds_its_own(lengths):
+    """What schedule.Share counts on: its formula, and never more than one of the others' between
+    two of its own or, from the last entry to the first, after them: who waits for more while it
+    holds a tile, or before it takes the next strip, would wait for ever.
+    """
+    mask = build(some_blocks(*lengths), *lengths)
+    for _, pairs, (both, *alone), side in walks(mask):
+        own = [e for e, (_, tile) in enumerate(pairs) if tile != UNSEEN]
+        others = alone[1 - side]
+        assert own == [j + max(min(j - both + side, others), 0) for j in range(len(own))]
+        assert len(own) == both + alone[side]
+        assert all(b - a <= 2 for a, b in zip(own, own[1:], strict=False))
+        assert not own or own[0] <= 1
+
+
+def test_they_are_made_once_and_go_with_their_mask():
+    mask = build(masks.causal(), 500, 500)
+    before = len(_KEPT)
+    assert strips_of(mask) is strips_of(mask)
+    again = type(mask).from_tensors(mask.tensors(), 500, 500)
+    assert strips_of(again) is strips_of(mask)
+    assert len(_KEPT) == before + 1
+    del mask, again
+    gc.collect()
+    assert len(_KEPT) == before
+
+
+def test_a_mask_of_nothing():
+    mask = build(masks.dense(torch.zeros(1, 1, 300, 300, dtype=torch.bool)), 300, 300)
+    heads, entries = strips_of(mask)
+    assert heads[..., 1:].sum() == 0 and len(entries) == 1
