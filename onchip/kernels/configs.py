@@ -310,13 +310,15 @@ HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 HOPPER_FEW = 64
 # Strips of three consumers, which take no turns: who has no part in a tile goes on to the next.
 # Four stages, or they wait for one another: 1.10x over three with 75 % of the blocks, 1.20x with
-# 50 %. Over two consumers 1.06x with 75 %, 1.08x for causal bits. The wait for values of head_dim
-# 128 behind 4 exponentials: 1.01x.
+# 50 %. The wait for values of head_dim 128 behind 4 exponentials: 1.01x.
 HOPPER_FORWARD_MASK = {
     64: HopperConfig(128, 3, 4, q_stages=2, numbered=True, **_THREE),
     128: _D128._replace(hold=4),
     256: _D256,
 }
+# The share of blocks below which neighbouring rows have so little in common that two consumers are
+# faster: 1.19x with 5 %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one).
+HOPPER_STRIPS = 0.2
 
 # A producer that looks pages up needs 40 registers: its code spills 68 times with 24, 7 times with
 # 40 (pages of 16, Triton 3.6). Beside three consumers there are too few.

@@ -104,12 +104,12 @@ H200_KERNELS = {
     (False, True, 128): Kernel((372, 484, 581, 650, 697, 723)),
     (False, False, 256): Kernel((533, 636, 699, 734, 756, 783)),
     (False, True, 256): Kernel((361, 499, 615, 686, 740, 753)),
-    (True, False, 64): Kernel((318, 387, 434, 459, 476, 480)),
-    (True, True, 64): Kernel((197, 291, 372, 429, 461, 481)),
-    (True, False, 128): Kernel((363, 448, 507, 541, 558, 578)),
-    (True, True, 128): Kernel((224, 337, 429, 489, 533, 552)),
-    (True, False, 256): Kernel((323, 385, 425, 443, 470, 477)),
-    (True, True, 256): Kernel((210, 300, 365, 414, 436, 436)),  # the last one as the one before
+    (True, False, 64): Kernel((314, 382, 430, 453, 486, 492)),
+    (True, True, 64): Kernel((197, 289, 371, 422, 456, 487)),
+    (True, False, 128): Kernel((353, 436, 490, 524, 553, 569)),
+    (True, True, 128): Kernel((224, 329, 420, 483, 529, 560)),
+    (True, False, 256): Kernel((320, 387, 427, 455, 479, 485)),
+    (True, True, 256): Kernel((210, 300, 373, 417, 451, 481)),
 }
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onchip.kernels.configs import (
     HOPPER_FORWARD_SHORT,
+    HOPPER_STRIPS,
     HopperConfig,
     hopper_forward_of,
     hopper_stages_out,
@@ -59,7 +60,7 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
-    cut = _cut(problem)
+    cut = _cut(problem, x.mask)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
@@ -132,10 +133,12 @@ class _Cut(NamedTuple):
     dynamic: bool
 
 
-def _cut(problem: Problem) -> _Cut:
+def _cut(problem: Problem, mask: BlockMask | None = None) -> _Cut:
     left, right = problem.window_size
     right = 0 if problem.causal else right
     config = hopper_forward_of(problem)
+    if mask is not None and config.consumers == 3 and mask.density() < HOPPER_STRIPS:
+        config = HOPPER_FORWARD_SHORT[hopper_width(problem.head_dim)]
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group
