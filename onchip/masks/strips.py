@@ -33,15 +33,19 @@ _KEPT = WeakTensorKeyDictionary()  # by a tensor of the mask they were made of
 
 
 def strips_of(mask: BlockMask) -> Strips:
-    """Made once, and without waiting for a GPU. What a CUDA graph records is not kept: it is not
-    there before the graph is replayed.
+    """Made once, and waited for: the next call may be on another stream. What a CUDA graph records
+    is not kept: it is not there before the graph is replayed.
     """
     key = mask.rows.full_offsets
     found = _KEPT.get(key)
-    if found is None:
-        found = _make(mask)
-        if not (key.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _KEPT[key] = found
+    if found is not None:
+        return found
+    found = _make(mask)
+    if key.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            return found
+        torch.cuda.current_stream(key.device).synchronize()
+    _KEPT[key] = found
     return found
 
 

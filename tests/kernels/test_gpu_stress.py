@@ -81,6 +81,30 @@ def test_a_thousand_runs_give_the_same_bits(kernel, head_dim, deterministic):
     assert dict(zip(judged, differs.tolist(), strict=True)) == dict.fromkeys(judged, 0)
 
 
+def lost_to_fp32(q, k, v) -> tuple[Tensor, Tensor]:
+    """(exact causal out, how far each element may be from it): scores off by 8 roundings of fp32 at
+    the size of their sums of absolute products shift weights between keys, by first order; weights
+    and out are rounded to the dtype. A ratio to some other fp32 program would say little: of 2,664
+    rows, the three nearest to a tie have 91 to 100 % of its squared error, and what they get is
+    luck.
+    """
+    dtype = q.dtype
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    visible = visible.tril(seqlen_k - seqlen_q)
+    scale = q.shape[-1] ** -0.5
+    p = (q @ k.mT * scale).masked_fill(~visible, -math.inf).softmax(-1)
+    out = p @ v
+    size = (q.abs() @ k.abs().mT * scale).masked_fill(~visible, 0.0).amax(-1, keepdim=True)
+    columns = zip(v.unbind(-1), out.unbind(-1), strict=True)
+    spread = [(p * (x[..., None, :] - y[..., None]).abs()).sum(-1) for x, y in columns]
+    shifted = 2 * 8 * 2.0**-24 * size * torch.stack(spread, -1)
+    rounded = torch.finfo(dtype).eps * (p @ v.abs() + out.abs())
+    return out.transpose(1, 2), (shifted + rounded).transpose(1, 2)
+
+
 @each_kernel
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -95,11 +119,8 @@ def test_huge_scores(kernel, dtype, head_dim, scores):
     dout = torch.randn_like(q) if grads else None
     found = results((q, k, v), dout, causal=True, kernel=kernel)
     assert all(x.isfinite().all() for x in found.values())
-    exact = ot.oracle(q, k, v, causal=True).out
-    fp32 = ot.unfused(q.float(), k.float(), v.float(), causal=True)
-    model, _ = ot.rounding_model(q.double(), k.double(), v.double(), dtype=dtype, causal=True)
-    allowed = 1.05 * ot.rmse(model, exact) + 2 * ot.rmse(fp32, exact)
-    assert ot.rmse(found["out"], exact) <= allowed
+    exact, allowed = lost_to_fp32(q, k, v)
+    assert ((found["out"] - exact).abs() / allowed).max() <= 1.0
 
 
 @pytest.fixture

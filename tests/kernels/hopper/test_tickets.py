@@ -70,7 +70,8 @@ def job_of(num_tiles, **more):
     off = SimpleNamespace(ON=False)
     order = SimpleNamespace(num_tiles=num_tiles)
     shape, pages = MagicMock(group_size=1), SimpleNamespace(SIZE=0)
-    return SimpleNamespace(cfg=cfg, blocks=off, order=order, shape=shape, pages=pages, **more)
+    parts = {"cfg": cfg, "blocks": off, "order": order, "shape": shape, "pages": pages}
+    return SimpleNamespace(STRIPS=False, **parts, **more)
 
 
 def forward_job(lengths, sparse, handed_out):
