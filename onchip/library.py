@@ -299,8 +299,8 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
     if len(tensors) == 1:
         return Later(tensors[0], seqlen_q, seqlen_k)
     known = _MASKS.get(id(tensors[-1]))
-    if known is not None and known.tiles is tensors[-1]:
-        return known
+    if known is not None and known.tiles is tensors[-1] and known.rows[0] is tensors[0]:
+        return known  # and not another part of its heads, which has the same tiles
     return BlockMask.from_tensors(list(tensors), seqlen_q, seqlen_k)
 
 

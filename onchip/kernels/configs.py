@@ -316,9 +316,11 @@ HOPPER_FORWARD_MASK = {
     128: _D128._replace(hold=4),
     256: _D256,
 }
-# The share of blocks below which neighbouring rows have so little in common that two consumers are
-# faster: 1.19x with 5 %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one).
-HOPPER_STRIPS = 0.2
+# Rows that have little in common: consumers wait for tiles that are others'. Of blocks at random,
+# strips have a share of 1 / (2 - density) in what they load; two consumers are 1.19x as fast with 5
+# %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one).
+HOPPER_FORWARD_SPARSE = {64: _D64_TWO}
+HOPPER_STRIPS = 0.55
 
 # A producer that looks pages up needs 40 registers: its code spills 68 times with 24, 7 times with
 # 40 (pages of 16, Triton 3.6). Beside three consumers there are too few.

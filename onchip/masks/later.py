@@ -37,7 +37,7 @@ class Later:
     def built(self) -> BlockMask:
         """The mask as data: what was kept for this tensor, or built now."""
         kept = _built.get(self.source)
-        if kept is not None and kept[:2] == (_version(self.source), self.lengths):
+        if kept is not None and kept[:2] == (version_of(self.source), self.lengths):
             return kept[2]
         batch, heads, _, _ = self.shape
         return build(self.source, batch, heads, *self.lengths, self.device)
@@ -47,8 +47,9 @@ def keep(source: Tensor, mask: BlockMask) -> None:
     """Remember what a tensor means for as long as it lives and is not written to. Whoever writes to
     it must be one whom torch notices.
     """
-    _built[source] = _version(source), (mask.seqlen_q, mask.seqlen_k), mask
+    _built[source] = version_of(source), (mask.seqlen_q, mask.seqlen_k), mask
 
 
-def _version(source: Tensor) -> int:
+def version_of(source: Tensor) -> int:
+    """How often it was written to, as far as torch counts."""
     return -1 if source.is_inference() else source._version

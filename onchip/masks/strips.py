@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blockmask import BlockMask, flat_offsets, num_blocks
+from .later import version_of
 
-ROWS = 192
 UNSEEN, WHOLE = -2, -1  # beside the numbers of bit tiles
 
 
@@ -22,14 +22,16 @@ class Strips(NamedTuple):
     """heads: of each strip its first entry, and how many of them both rows list, the first row
     alone, the second row alone. entries, for each of the two rows: a key block, and what it is to
     the row, a bit tile, WHOLE or UNSEEN. One entry lies before all others, of no strip: who looks
-    ahead may look at it.
+    ahead may look at it. shared: of the tiles that a strip loads for its warpgroups, how many they
+    have a part in, on average; 1 where nobody could wait for that number.
     """
 
     heads: Tensor  # (planes_b, planes_h, strips, 4), int32
     entries: Tensor  # (1 + as many as there are at least, 2, 2), int32
+    shared: float
 
 
-_KEPT = WeakTensorKeyDictionary()  # by a tensor of the mask they were made of
+_KEPT = WeakTensorKeyDictionary()  # by a tensor of the mask: (what they were made of, strips)
 
 
 def strips_of(mask: BlockMask) -> Strips:
@@ -37,16 +39,22 @@ def strips_of(mask: BlockMask) -> Strips:
     is not kept: it is not there before the graph is replayed.
     """
     key = mask.rows.full_offsets
-    found = _KEPT.get(key)
-    if found is not None:
-        return found
+    source = [(id(t), version_of(t)) for t in mask.rows], mask.seqlen_q, mask.seqlen_k
+    kept = _KEPT.get(key)
+    if kept is not None and kept[0] == source:
+        return kept[1]
+    recorded = key.is_cuda and torch.cuda.is_current_stream_capturing()
     found = _make(mask)
-    if key.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            return found
-        torch.cuda.current_stream(key.device).synchronize()
-    _KEPT[key] = found
+    if not recorded:
+        found = found._replace(shared=_shared(mask, found))
+        _KEPT[key] = source, found
     return found
+
+
+def _shared(mask: BlockMask, strips: Strips) -> float:
+    """A block row is that of two warpgroups of the three for which a strip loads its tiles."""
+    loaded = 3 * int(strips.heads[..., 1:].sum())
+    return 2 * (mask.num_full + mask.num_partial) / loaded if loaded else 1.0
 
 
 class _Listed(NamedTuple):
@@ -88,7 +96,7 @@ def _make(mask: BlockMask) -> Strips:
     entries[at, :, 0] = block.int()[:, None]
     entries[at, side, 1] = tile
     heads = torch.cat([start[:strips, None], counts[:strips]], 1).int()
-    return Strips(heads.view(planes_b, planes_h, per_plane, 4), entries)
+    return Strips(heads.view(planes_b, planes_h, per_plane, 4), entries, 1.0)
 
 
 def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:

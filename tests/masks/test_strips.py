@@ -8,9 +8,10 @@ import torch
 
 from onchip import masks
 from onchip.masks.bits import unpack
-from onchip.masks.strips import _KEPT, ROWS, UNSEEN, WHOLE, strips_of
+from onchip.masks.strips import _KEPT, UNSEEN, WHOLE, strips_of
 
 EMPTY, PARTIAL, FULL = range(3)
+ROWS = 192
 SIZES = [(799, 799), (128, 300), (1, 1), (192, 5000), (1500, 1111), (3000, 3000)]
 
 
@@ -29,7 +30,7 @@ def build(rule, seqlen_q, seqlen_k):
 
 def walks(mask):
     """Of each side of each strip: (blocks as status() has them, [(block, tile) ...] as stored)."""
-    heads, entries = strips_of(mask)
+    heads, entries, _ = strips_of(mask)
     planes_b, planes_h, seqlen_q, _ = mask.shape
     for b in range(planes_b):
         for h in range(planes_h):
@@ -62,7 +63,7 @@ def test_bit_tiles_are_those_of_their_blocks():
     mask = build(some_blocks(n, n), n, n)
     dense = torch.nn.functional.pad(mask.to_dense(), (0, 68, 0, 68))
     tiles = unpack(mask.tiles)
-    heads, entries = strips_of(mask)
+    heads, entries, _ = strips_of(mask)
     for b, h, strip, side in product(range(2), range(3), range(-(-n // ROWS)), range(2)):
         first, *counts = heads[b, h, strip].tolist()
         row = 3 * strip // 2 + side
@@ -102,7 +103,28 @@ def test_they_are_made_once_and_go_with_their_mask():
     assert len(_KEPT) == before
 
 
+def test_a_mask_that_was_written_to_is_another():
+    mask = build(some_blocks(500, 500), 500, 500)
+    before = strips_of(mask)
+    mask.rows.partial_tiles.copy_(mask.rows.partial_tiles.flip(0))
+    after = strips_of(mask)
+    assert after is not before and not torch.equal(after.entries, before.entries)
+    rows = mask.rows._replace(partial_tiles=mask.rows.partial_tiles.flip(0))
+    other = type(mask)(500, 500, rows, mask.cols, mask.tiles)
+    assert torch.equal(strips_of(other).entries, before.entries)
+
+
+def test_how_much_of_a_strip_is_shared():
+    """Neighbouring rows of a window see the same keys, those of blocks at random do not."""
+    n = 128 * 60
+    draw = torch.rand(1, 1, 60, 60, generator=torch.Generator().manual_seed(0))
+    few = (draw < 0.1).repeat_interleave(128, 2).repeat_interleave(128, 3)
+    shared = lambda rule: strips_of(rule.build(1, 1, n, n, "cpu")).shared
+    assert shared(masks.dense(few)) == pytest.approx(1 / 1.9, abs=0.02)
+    assert 0.8 < shared(masks.window(1023, 0)) < 1.0 and shared(masks.causal()) > 0.95
+
+
 def test_a_mask_of_nothing():
     mask = build(masks.dense(torch.zeros(1, 1, 300, 300, dtype=torch.bool)), 300, 300)
-    heads, entries = strips_of(mask)
+    heads, entries, _ = strips_of(mask)
     assert heads[..., 1:].sum() == 0 and len(entries) == 1

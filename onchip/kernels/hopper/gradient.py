@@ -346,8 +346,8 @@ def masked(job, place, walk, s, n, bits):
             s = hide(shape, s, words, place.row, col, place.length, place.length_other, cfg.S)
         else:
             s = visible(shape, s, place.row, col, place.length, place.length_other, cfg.S)
-        if blocks.ON and cfg.KEYS:
-            s = hide_transposed(blocks, s, bits, place.row, col, cfg.S)
+            if blocks.ON:
+                s = hide_transposed(blocks, s, bits, place.row, col, cfg.S)
     return s
 
 

@@ -8,6 +8,7 @@ from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import Baton, Ring, Tickets
 from onchip.kernels.hopper.schedule import (
+    BLOCK,
     Blocks,
     Order,
     Pages,
@@ -195,7 +196,7 @@ class Job:
             share = self.share(place, place)
             return share, share.total()
         else:
-            block = gl.maximum(place.row, 0) // 128
+            block = gl.maximum(place.row, 0) // BLOCK
             entries = self.blocks.entries(place.batch, place.head, block)
             return entries, block_tiles(entries, self.cfg.TILE_N)
 
@@ -203,8 +204,9 @@ class Job:
     def share(self, first, place):
         """What the queries of a place see of the strip that begins at the place `first`."""
         row = gl.maximum(first.row, 0)
-        side = gl.maximum(place.row, 0) // 128 - row // 128
-        return self.blocks.share(place.batch, place.head, row // 192, side)
+        side = gl.maximum(place.row, 0) // BLOCK - row // BLOCK
+        strip = row // (64 * self.cfg.CONSUMERS)
+        return self.blocks.share(place.batch, place.head, strip, side)
 
 
 @aggregate

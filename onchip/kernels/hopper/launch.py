@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onchip.kernels.configs import (
     HOPPER_FORWARD_SHORT,
+    HOPPER_FORWARD_SPARSE,
     HOPPER_STRIPS,
     HopperConfig,
     hopper_forward_of,
@@ -35,7 +36,7 @@ from onchip.kernels.hopper.tensors import (
 )
 from onchip.kernels.protocol import Result, empty_result
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.strips import strips_of
+from onchip.masks.strips import Strips, strips_of
 from onchip.problem import Problem, Tensors
 
 _forward_kernel = Handle(forward_kernel)
@@ -60,11 +61,12 @@ def forward_into(problem: Problem, x: Tensors, out: Tensor, lse: Tensor) -> None
 
 
 def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -> None:
-    cut = _cut(problem, x.mask)
+    config, strips = _walk(problem, x.mask)
+    cut = _cut(problem, config)
     staged, second = hopper_stages_out(problem), is_second(problem)
     programs = cut.num_tiles if second else min(cut.num_tiles, num_sms(x.q.device))
     anything = lse  # stands for pointers that the compiled variant does not read
-    lists, list_strides = _mask_arguments(x.mask, cut.config, anything)
+    lists, list_strides = _mask_arguments(x.mask, strips, anything)
     _forward_kernel[(programs,)](
         *_descriptors(problem, x, cut),
         grouped(out, 64, cut.group, hopper_width(problem.head_dim_v)) if staged else out,
@@ -100,14 +102,25 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     )
 
 
-def _mask_arguments(mask: BlockMask | None, config: HopperConfig, anything: Tensor) -> tuple:
-    """(pointers, strides) of a mask: its lists of block rows, or of strips for three consumers."""
+def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strips | None]:
+    """How a call is computed, and the strips of its mask if three consumers walk them."""
+    config = hopper_forward_of(problem)
     if mask is None or config.consumers == 2:
+        return config, None
+    strips = strips_of(mask)
+    if strips.shared < HOPPER_STRIPS:
+        return HOPPER_FORWARD_SPARSE[hopper_width(problem.head_dim)], None
+    return config, strips
+
+
+def _mask_arguments(mask: BlockMask | None, strips: Strips | None, anything: Tensor) -> tuple:
+    """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
+    if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
         lists, strides = mask_arguments(rows, tiles, anything)
         return (*lists, anything, anything), strides
-    heads, entries = strips_of(mask)
-    return (*[anything] * 5, mask.tiles, heads, entries), plane_strides(heads)
+    pointers = (*[anything] * 5, mask.tiles, strips.heads, strips.entries)
+    return pointers, plane_strides(strips.heads)
 
 
 def is_second(problem: Problem) -> bool:
@@ -115,7 +128,9 @@ def is_second(problem: Problem) -> bool:
     the predecessor may still use the counter from which they would be drawn otherwise.
     """
     beside = problem.beside
-    return beside is not None and beside.second and _cut(problem).num_tiles <= beside.programs
+    if beside is None or not beside.second:
+        return False
+    return _cut(problem, hopper_forward_of(problem)).num_tiles <= beside.programs
 
 
 class _Cut(NamedTuple):
@@ -133,12 +148,9 @@ class _Cut(NamedTuple):
     dynamic: bool
 
 
-def _cut(problem: Problem, mask: BlockMask | None = None) -> _Cut:
+def _cut(problem: Problem, config: HopperConfig) -> _Cut:
     left, right = problem.window_size
     right = 0 if problem.causal else right
-    config = hopper_forward_of(problem)
-    if mask is not None and config.consumers == 3 and mask.density() < HOPPER_STRIPS:
-        config = HOPPER_FORWARD_SHORT[hopper_width(problem.head_dim)]
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group

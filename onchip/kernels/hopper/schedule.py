@@ -403,7 +403,7 @@ class Strips:
 
     @gluon.jit
     def tile(self, share, j):
-        """(the tile that a share visits j-th, its bit tile or -1); anything after the last."""
+        """(the tile that a share visits j-th, its bit tile or -1); any numbers after the last."""
         at = share.entries + share.entry(j) * 4
         return gl.load(at), gl.load(at + 1)
 
@@ -466,9 +466,9 @@ def hide(shape, s, words, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
     last = gl.zeros_like(rows) + (seqlen_k - 1 - col)
     if shape.HAS_RIGHT:
         last = gl.minimum(last, rows + (shape.right - col))
-    word = _cut(shape, words[0], 0, rows - col, last)[:, None]
+    word = _within(shape, words[0], 0, rows - col, last)[:, None]
     for w in gl.static_range(1, s.shape[1] // 32):
-        cut = _cut(shape, words[w], 32 * w, rows - col, last)
+        cut = _within(shape, words[w], 32 * w, rows - col, last)
         word = gl.where((cols // 32 == w)[None, :], cut[:, None], word)
     own, bit = gl.broadcast((cols & OWN)[None, :], (1 << (cols & ~OWN & 31))[None, :])
     word, own = gl.broadcast(word, own)
@@ -481,7 +481,7 @@ def hide(shape, s, words, row, col, seqlen_q, seqlen_k, layout: gl.constexpr):
 
 
 @gluon.jit
-def _cut(shape, word, first: gl.constexpr, diagonal, last):
+def _within(shape, word, first: gl.constexpr, diagonal, last):
     """The bits of 32 columns from `first` on that lie within the window of their row."""
     word &= _ones(gl.zeros_like(last), gl.maximum(last + (1 - first), 0))
     if shape.HAS_LEFT:

@@ -71,9 +71,17 @@ def test_block_masks_of_other_lengths_with_sinks_and_softcap(make_mask):
     assert_accurate(attend, q, k, v, mask=mask, sinks=sinks, softcap=9.0)
 
 
+@pytest.fixture
+def always_strips(monkeypatch):
+    from onchip.kernels.hopper import launch
+
+    monkeypatch.setattr(launch, "HOPPER_STRIPS", 0.0)
+
+
 STRIPS = [(1300, 1151), (192, 1025), (65, 2000), (2001, 1100)]  # of 192 queries, cut by three
 
 
+@pytest.mark.usefixtures("always_strips")
 @pytest.mark.parametrize(
     "lengths, kind",
     [*product(STRIPS, ["causal", "bits", "bits of every head", "nothing"])]
@@ -85,6 +93,7 @@ def test_strips_of_block_masks(lengths, kind, options, make_mask):
     assert_accurate(attend, q, k, v, mask=make_mask(kind, *lengths), **options)
 
 
+@pytest.mark.usefixtures("always_strips")
 @pytest.mark.parametrize("lengths", STRIPS)
 def test_strips_with_everything(lengths, make_mask):
     q, k, v = inputs(*lengths, 48, torch.float16, head_dim_v=64)
@@ -92,6 +101,7 @@ def test_strips_with_everything(lengths, make_mask):
     assert_accurate(attend, q, k, v, mask=make_mask("bits of every head", *lengths), **options)
 
 
+@pytest.mark.usefixtures("always_strips")
 @pytest.mark.parametrize("density", [0.1, 0.5, 0.9])
 def test_strips_whose_rows_have_little_in_common(density):
     """One row may have many blocks more than the other: they pass by its consumers."""
@@ -102,6 +112,7 @@ def test_strips_whose_rows_have_little_in_common(density):
     assert_accurate(attend, *inputs(24 * 128, 200 * 128, 64, batch=1), mask=cells)
 
 
+@pytest.mark.usefixtures("always_strips")
 def test_strips_of_many_heads(make_mask):
     """More strips than programs; consumers drift apart, and what they give does not change."""
     n = 4001
@@ -117,6 +128,7 @@ def test_strips_of_many_heads(make_mask):
         assert torch.equal(again[0], out) and torch.equal(again[1], lse)
 
 
+@pytest.mark.usefixtures("always_strips")
 def test_strips_that_a_graph_records(make_mask):
     """Of a mask that no call has seen before, strips are made whenever the graph is replayed."""
     n = 1300
