@@ -185,8 +185,8 @@ class HostRows(NamedTuple):
         full_offsets = flat_offsets(lists.full_offsets)
         partial_offsets = flat_offsets(lists.partial_offsets)
         stride = num_blocks(mask.seqlen_k) + 1  # one more than fits, so that runs end with the row
-        full_rows = _owners(full_offsets) * stride + lists.full_indices
-        partial_rows = _owners(partial_offsets) * stride + lists.partial_indices
+        full_rows = owners(full_offsets) * stride + lists.full_indices
+        partial_rows = owners(partial_offsets) * stride + lists.partial_indices
         starts, stops = _runs(torch.cat([full_rows, partial_rows]).sort().values)
         bounds = torch.arange(full_offsets.numel()) * stride
         return cls(
@@ -265,15 +265,16 @@ def flat_offsets(offsets: Tensor) -> Tensor:
     return torch.cat([offsets[..., :-1].flatten(), offsets.flatten()[-1:]]).long()
 
 
-def _owners(offsets: Tensor) -> Tensor:
-    """The row of every entry."""
-    return torch.repeat_interleave(torch.arange(offsets.numel() - 1), offsets.diff())
+def owners(offsets: Tensor, entries: int | None = None) -> Tensor:
+    """The row of every entry. Who says how many there are need not wait for a GPU."""
+    rows = torch.arange(offsets.numel() - 1, device=offsets.device)
+    return torch.repeat_interleave(rows, offsets.diff(), output_size=entries)
 
 
 def _cells(offsets: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """(row, index) of the entries of one plane."""
     entries = indices[int(offsets[0]) : int(offsets[-1])]
-    return _owners(offsets.long()), entries.long()
+    return owners(offsets.long()), entries.long()
 
 
 def _runs(keys: Tensor) -> tuple[Tensor, Tensor]:

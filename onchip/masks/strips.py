@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .blockmask import BlockMask, flat_offsets, num_blocks
+from .blockmask import BlockMask, flat_offsets, num_blocks, owners
 from .later import version_of
 
 UNSEEN, WHOLE = -2, -1  # beside the numbers of bit tiles
@@ -104,8 +104,8 @@ def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
     others have no second strip, which is strip number `strips`.
     """
     lists = mask.rows
-    full = _owners(lists.full_offsets, lists.full_indices)
-    owner = torch.cat([full, _owners(lists.partial_offsets, lists.partial_indices)])
+    full = owners(flat_offsets(lists.full_offsets), mask.num_full)
+    owner = torch.cat([full, owners(flat_offsets(lists.partial_offsets), mask.num_partial)])
     block = torch.cat([lists.full_indices, lists.partial_indices]).long()
     tile = torch.cat([torch.full_like(lists.full_indices, WHOLE), lists.partial_tiles])
     rows = max(1, num_blocks(mask.seqlen_q))
@@ -120,10 +120,3 @@ def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
         torch.cat([side, torch.zeros_like(side)]),
         tile.repeat(2),
     )
-
-
-def _owners(offsets: Tensor, indices: Tensor) -> Tensor:
-    """The row of every entry, counted over all planes."""
-    counts = flat_offsets(offsets).diff()
-    rows = torch.arange(counts.numel(), device=counts.device)
-    return torch.repeat_interleave(rows, counts, output_size=indices.numel())

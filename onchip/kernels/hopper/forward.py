@@ -34,6 +34,7 @@ from onchip.kernels.hopper.schedule import (
     Shape,
     Share,
     Strips,
+    bit_words,
     hide,
     make_pages,
     visible,
@@ -93,7 +94,8 @@ class Out:
 def words_of(job, place, n, bits):
     """What key tile n has of its bit tile; asked for before its scores are there."""
     if job.blocks.ON:
-        return job.blocks.words(bits, place.row, n * job.cfg.TILE_N, job.cfg.TILE_N, job.cfg.S)
+        cfg, tiles = job.cfg, job.blocks.tiles
+        return bit_words(tiles, bits, place.row, n * cfg.TILE_N, cfg.TILE_N, cfg.S)
     else:
         return ()
 

@@ -34,6 +34,7 @@ from onchip.kernels.hopper.schedule import (
     Entries,
     Order,
     Shape,
+    bit_words,
     block_tiles,
     hide,
     hide_transposed,
@@ -342,7 +343,7 @@ def masked(job, place, walk, s, n, bits):
         cut = cut | (n < walk.full_lo) | (n >= walk.full_hi)
     if cut:
         if blocks.ON and not cfg.KEYS:
-            words = blocks.words(bits, place.row, col, cfg.TILE, cfg.S)
+            words = bit_words(blocks.tiles, bits, place.row, col, cfg.TILE, cfg.S)
             s = hide(shape, s, words, place.row, col, place.length, place.length_other, cfg.S)
         else:
             s = visible(shape, s, place.row, col, place.length, place.length_other, cfg.S)

@@ -357,10 +357,6 @@ class Blocks:
         block += gl.load(self.full_indices + at, mask=full, other=0)
         return block * PER + j % PER, bits
 
-    @gluon.jit
-    def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
-        return bit_words(self.tiles, bits, row, col, TILE, layout)
-
 
 @aggregate
 class Strips:
@@ -406,10 +402,6 @@ class Strips:
         """(the tile that a share visits j-th, its bit tile or -1); any numbers after the last."""
         at = share.entries + share.entry(j) * 4
         return gl.load(at), gl.load(at + 1)
-
-    @gluon.jit
-    def words(self, bits, row, col, TILE: gl.constexpr, layout: gl.constexpr):
-        return bit_words(self.tiles, bits, row, col, TILE, layout)
 
 
 @aggregate
