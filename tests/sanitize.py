@@ -1,10 +1,10 @@
 """A small call through every GPU kernel, for a memory checker:
 
-compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool memcheck python -m tests.sanitize
 
 Lengths are odd, tiles are cut on every side, and allocations are not cached, so that an access past
 the end of a tensor is an access past the end of an allocation. Names as arguments choose among the
-calls (`python tests/sanitize.py packed mask`). Exit status 1 if a call fails.
+calls (`python -m tests.sanitize packed mask`). Exit status 1 if a call fails.
 """
 
 import os

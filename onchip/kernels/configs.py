@@ -310,15 +310,17 @@ HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 HOPPER_FEW = 64
 # Strips of three consumers, which take no turns: who has no part in a tile goes on to the next.
 # Four stages, or they wait for one another: 1.10x over three with 75 % of the blocks, 1.20x with
-# 50 %. The wait for values of head_dim 128 behind 4 exponentials: 1.01x.
+# 50 %. The wait for values behind 4 exponentials at head_dim 128: 1.01x; 2, 4, 8 at 64: 1.003x,
+# 0.996x, 0.976x with 75 % of the blocks.
 HOPPER_FORWARD_MASK = {
-    64: HopperConfig(128, 3, 4, q_stages=2, numbered=True, **_THREE),
+    64: HopperConfig(128, 3, 4, q_stages=2, numbered=True, hold=2, **_THREE),
     128: _D128._replace(hold=4),
     256: _D256,
 }
 # Rows that have little in common: consumers wait for tiles that are others'. Of blocks at random,
-# strips have a share of 1 / (2 - density) in what they load; two consumers are 1.19x as fast with 5
-# %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one).
+# strips have a share of 1 / (2 - density) in what they load; two consumers were 1.19x as fast with
+# 5 %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one) of the strips of
+# 2026-11-16; those of a day later, 1.06 to 1.09x as fast from 25 % on, were not raced with them.
 HOPPER_FORWARD_SPARSE = {64: _D64_TWO}
 HOPPER_STRIPS = 0.55
 

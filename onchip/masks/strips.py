@@ -12,22 +12,27 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .bits import BLOCK
 from .blockmask import BlockMask, flat_offsets, num_blocks, owners
 from .later import version_of
 
-UNSEEN, WHOLE = -2, -1  # beside the numbers of bit tiles
+UNSEEN = -1
+FAR, CUT, BIT_TILE = 1, 2, 4  # of which the part of an entry in a row is the sum
+ENTRY = 3  # numbers of an entry
 
 
 class Strips(NamedTuple):
     """heads: of each strip its first entry, and how many of them both rows list, the first row
-    alone, the second row alone. entries, for each of the two rows: a key block, and what it is to
-    the row, a bit tile, WHOLE or UNSEEN. One entry lies before all others, of no strip: who looks
-    ahead may look at it. shared: of the tiles that a strip loads for its warpgroups, how many they
-    have a part in, on average; 1 where nobody could wait for that number.
+    alone, the second row alone. entries: a key block, and its part in each of the two rows:
+    UNSEEN, or a sum of FAR if the entry that is walked after it is the other row's alone; CUT if
+    the keys end within it; so many BIT_TILEs as the number of its bit tile, counted from 1, or none
+    if all of it is seen. One entry lies before all others, of no strip: who looks ahead may look at
+    it. shared: of the tiles that a strip loads for its warpgroups, how many they have a
+    part in, on average; 1 where nobody could wait for that number.
     """
 
     heads: Tensor  # (planes_b, planes_h, strips, 4), int32
-    entries: Tensor  # (1 + as many as there are at least, 2, 2), int32
+    entries: Tensor  # (1 + as many as there are at least, ENTRY), int32
     shared: float
 
 
@@ -63,7 +68,7 @@ class _Listed(NamedTuple):
     strip: Tensor
     block: Tensor
     side: Tensor  # 0 or 1: the first or the second row of the strip
-    tile: Tensor
+    tile: Tensor  # counted from 1; 0: none
 
 
 def _make(mask: BlockMask) -> Strips:
@@ -88,13 +93,17 @@ def _make(mask: BlockMask) -> Strips:
     rank = (counted.cumsum(0) - 1 - before[strip]).gather(1, kind[:, None])[:, 0]
 
     others = counts[strip, 3 - kind.clamp(min=1)]
-    alone = counts[strip, 0] + rank + torch.minimum(rank + side, others)
+    turn = rank + side  # of the others, so many come before it if there are as many
+    alone = counts[strip, 0] + rank + torch.minimum(turn, others)
     start = before.sum(1) + 1
     at = start[strip] + torch.where(both, rank, alone)
-    entries = torch.full((1 + cell.numel(), 2, 2), UNSEEN, dtype=torch.int32, device=cell.device)
-    entries[0, :, 0] = 0
-    entries[at, :, 0] = block.int()[:, None]
-    entries[at, side, 1] = tile
+    far = ~both & (turn > 0) & (turn <= others)
+    cut = block == seqlen_k // BLOCK  # the last block, unless it is whole
+    part = tile * BIT_TILE + cut * CUT + far * FAR
+    entries = torch.full((1 + cell.numel(), ENTRY), UNSEEN, dtype=torch.int32, device=cell.device)
+    entries[0] = 0
+    entries[at, 0] = block.int()
+    entries[at, 1 + side] = part.int()
     heads = torch.cat([start[:strips, None], counts[:strips]], 1).int()
     return Strips(heads.view(planes_b, planes_h, per_plane, 4), entries, 1.0)
 
@@ -107,7 +116,7 @@ def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
     full = owners(flat_offsets(lists.full_offsets), mask.num_full)
     owner = torch.cat([full, owners(flat_offsets(lists.partial_offsets), mask.num_partial)])
     block = torch.cat([lists.full_indices, lists.partial_indices]).long()
-    tile = torch.cat([torch.full_like(lists.full_indices, WHOLE), lists.partial_tiles])
+    tile = torch.cat([torch.zeros_like(lists.full_indices), lists.partial_tiles + 1])
     rows = max(1, num_blocks(mask.seqlen_q))
     plane, row = owner // rows, owner % rows
     third = row % 3

@@ -8,11 +8,11 @@ import torch
 
 from onchip import masks
 from onchip.masks.bits import unpack
-from onchip.masks.strips import _KEPT, UNSEEN, WHOLE, strips_of
+from onchip.masks.strips import _KEPT, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 
 EMPTY, PARTIAL, FULL = range(3)
 ROWS = 192
-SIZES = [(799, 799), (128, 300), (1, 1), (192, 5000), (1500, 1111), (3000, 3000)]
+SIZES = [(799, 799), (128, 300), (1, 1), (192, 5000), (1500, 1111), (300, 1280), (3000, 3000)]
 
 
 def some_blocks(seqlen_q, seqlen_k, seed=0):
@@ -29,19 +29,19 @@ def build(rule, seqlen_q, seqlen_k):
 
 
 def walks(mask):
-    """Of each side of each strip: (blocks as status() has them, [(block, tile) ...] as stored)."""
+    """Of each side of each strip: (blocks as status() has them, its entries, counts, the side), an
+    entry being (block, its part in the side's row).
+    """
     heads, entries, _ = strips_of(mask)
     planes_b, planes_h, seqlen_q, _ = mask.shape
-    for b in range(planes_b):
-        for h in range(planes_h):
-            status = mask.status(b, h)
-            for strip in range(-(-seqlen_q // ROWS)):
-                first, *counts = heads[b, h, strip].tolist()
-                stored = entries[first : first + sum(counts)]
-                for side in range(2):
-                    row = 3 * strip // 2 + side
-                    blocks = status[row] if row < len(status) else torch.zeros_like(status[0])
-                    yield blocks, [tuple(pair) for pair in stored[:, side].tolist()], counts, side
+    for b, h, strip in product(range(planes_b), range(planes_h), range(-(-seqlen_q // ROWS))):
+        status = mask.status(b, h)
+        first, *counts = heads[b, h, strip].tolist()
+        stored = entries[first : first + sum(counts)].tolist()
+        for side in range(2):
+            row = 3 * strip // 2 + side
+            blocks = status[row] if row < len(status) else torch.zeros_like(status[0])
+            yield blocks, [(n, parts[side]) for n, *parts in stored], counts, side
 
 
 @pytest.mark.parametrize("lengths", SIZES, ids=str)
@@ -52,10 +52,11 @@ def walks(mask):
 def test_both_sides_see_their_rows(lengths, make):
     mask = build(make(*lengths), *lengths)
     for blocks, pairs, _, _ in walks(mask):
-        seen = [(n, tile) for n, tile in pairs if tile != UNSEEN]
+        seen = [(n, part) for n, part in pairs if part != UNSEEN]
         assert sorted(n for n, _ in seen) == (blocks != EMPTY).nonzero().flatten().tolist()
-        for n, tile in seen:
-            assert blocks[n] == (FULL if tile == WHOLE else PARTIAL)
+        for n, part in seen:
+            assert blocks[n] == (PARTIAL if part >= BIT_TILE else FULL)
+            assert bool(part & CUT) == (128 * (n + 1) > lengths[1])
 
 
 def test_bit_tiles_are_those_of_their_blocks():
@@ -67,28 +68,30 @@ def test_bit_tiles_are_those_of_their_blocks():
     for b, h, strip, side in product(range(2), range(3), range(-(-n // ROWS)), range(2)):
         first, *counts = heads[b, h, strip].tolist()
         row = 3 * strip // 2 + side
-        for block, tile in entries[first : first + sum(counts), side].tolist():
-            if tile >= 0:
+        for block, *parts in entries[first : first + sum(counts)].tolist():
+            if parts[side] >= BIT_TILE:
                 cells = dense[b, h, 128 * row :, 128 * block :][:128, :128]
-                assert torch.equal(tiles[tile], cells)
+                assert torch.equal(tiles[parts[side] // BIT_TILE - 1], cells)
                 compared += 1
     assert compared > 50
 
 
 @pytest.mark.parametrize("lengths", SIZES, ids=str)
 def test_where_a_side_finds_its_own(lengths):
-    """What schedule.Share counts on: its formula, and never more than one of the others' between
-    two of its own or, from the last entry to the first, after them: who waits for more while it
-    holds a tile, or before it takes the next strip, would wait for ever.
+    """What the kernel counts on: the formula of its first and its last entry, steps by FAR between
+    them, and never more than one of the others' between two of its own or, from the last entry to
+    the first, after them: who waits for more while it holds a tile, or before it takes the next
+    strip, would wait for ever.
     """
     mask = build(some_blocks(*lengths), *lengths)
     for _, pairs, (both, *alone), side in walks(mask):
-        own = [e for e, (_, tile) in enumerate(pairs) if tile != UNSEEN]
+        own = [e for e, (_, part) in enumerate(pairs) if part != UNSEEN]
         others = alone[1 - side]
         assert own == [j + max(min(j - both + side, others), 0) for j in range(len(own))]
         assert len(own) == both + alone[side]
-        assert all(b - a <= 2 for a, b in zip(own, own[1:], strict=False))
-        assert not own or own[0] <= 1
+        for before, e in zip(own, own[1:], strict=False):
+            assert e - before == 1 + (pairs[e][1] & FAR)
+        assert not own or own[0] == pairs[own[0]][1] & FAR
 
 
 def test_they_are_made_once_and_go_with_their_mask():

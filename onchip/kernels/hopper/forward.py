@@ -92,24 +92,39 @@ class Out:
 
 @gluon.jit
 def words_of(job, place, n, bits):
-    """What key tile n has of its bit tile; asked for before its scores are there."""
-    if job.blocks.ON:
-        cfg, tiles = job.cfg, job.blocks.tiles
-        return bit_words(tiles, bits, place.row, n * cfg.TILE_N, cfg.TILE_N, cfg.S)
+    """What key tile n has of its bit tile."""
+    cfg = job.cfg
+    return bit_words(job.blocks.tiles, bits, place.row, n * cfg.TILE_N, cfg.TILE_N, cfg.S)
+
+
+@gluon.jit
+def words_ahead(job, place, n, bits):
+    """The same, asked for before the scores of the tile are there. In strips they are not: most
+    tiles have no bits, and to find that out ahead costs each of them more than the wait costs those
+    that have.
+    """
+    if job.blocks.ON and not job.STRIPS:
+        return words_of(job, place, n, bits)
     else:
         return ()
 
 
 @gluon.jit
-def masked(job, place, s, n, bits, words, MASKED: gl.constexpr):
-    """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile."""
-    shape, blocks, cfg = job.shape, job.blocks, job.cfg
-    col = n * cfg.TILE_N
-    if blocks.ON:
-        if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > place.seqlen_k):
-            s = hide(shape, s, words, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
-    elif MASKED:
-        s = visible(shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
+def masked(job, place, s, n, bits, words, hides):
+    """s of key tile n with -inf where hidden: by the band and the end, or by a bit tile. hides:
+    whether some may be; of blocks, it is found here.
+    """
+    shape, cfg = job.shape, job.cfg
+    seqlen_q, seqlen_k, col = place.seqlen_q, place.seqlen_k, n * cfg.TILE_N
+    if job.STRIPS:
+        if hides:
+            found = words_of(job, place, n, bits)
+            s = hide(shape, s, found, place.row, col, seqlen_q, seqlen_k, cfg.S)
+    elif job.blocks.ON:
+        if shape.HAS_LEFT | shape.HAS_RIGHT | (bits >= 0) | (col + cfg.TILE_N > seqlen_k):
+            s = hide(shape, s, words, place.row, col, seqlen_q, seqlen_k, cfg.S)
+    elif hides:
+        s = visible(shape, s, place.row, col, seqlen_q, seqlen_k, cfg.S)
     return s
 
 
@@ -134,14 +149,16 @@ def start_first(pipes, cfg, q, i, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
+def finish_first(job, place, s, n, bits, hides, dtype: gl.constexpr):
     """(p, m, l) of the first key tile of a tile of queries, from its products."""
     shape, cfg = job.shape, job.cfg
     s = job.scale.bend(s)
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
-        s = masked(job, place, s, n, bits, words_of(job, place, n, bits), True)
+        s = masked(job, place, s, n, bits, words_ahead(job, place, n, bits), hides)
     m = gl.max(s, 1)
+    if job.blocks.ON:
+        m = job.scale.finite(m)
     pivot = gl.where(m == float("-inf"), 0.0, m)
     scale_log2 = job.scale.scale_log2
     p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
@@ -149,13 +166,10 @@ def finish_first(job, place, s, n, bits, dtype: gl.constexpr):
 
 
 @gluon.jit
-def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last, n, bits,
-              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    """Fold filling i, key tile n: its scores are computed while the values of filling `last`, i - 1
-    or i - 2, are added. If UNDER, acc is still to be multiplied with alpha, which is done under the
-    product of the scores; else alpha passes through.
+def start_tile(pipes, cfg, q, p, acc, alpha, i, last, C: gl.constexpr):
+    """(scores of filling i, sum with the values of filling `last`), both only started. If UNDER,
+    acc is still to be multiplied with alpha, which is done under the product of the scores.
     """
-    cfg = job.cfg
     pipes.k.wait_full(i)
     if cfg.PINGPONG:
         pipes.baton.take(C, i)
@@ -163,14 +177,24 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last, n, bits,
     if cfg.UNDER:
         acc = rescaled(acc, alpha, cfg)
     pipes.v.wait_full(last)
-    acc_next = warpgroup_mma(p, pipes.v.slot(last), acc, is_async=True)
-    words = words_of(job, place, n, bits)
+    return s_next, warpgroup_mma(p, pipes.v.slot(last), acc, is_async=True)
+
+
+@gluon.jit
+def finish_tile(pipes, job, place, s_next, acc_next, alpha, m, l, i, n, bits, hides,
+                dtype: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """(weights, sum, alpha, maximum, sum of weights) after key tile n, whose scores were started as
+    filling i. alpha passes through unless UNDER.
+    """
+    cfg = job.cfg
+    words = words_ahead(job, place, n, bits)
     s_next = warpgroup_mma_wait(num_outstanding=1, deps=(s_next,))
     if cfg.PINGPONG:
         pipes.baton.pass_on(C)
     s = job.scale.bend(s_next)
-    s = masked(job, place, s, n, bits, words, MASKED)
-    p_wide, m, shrink = softmax(s, m, job, MASKED | job.blocks.ON)
+    s = masked(job, place, s, n, bits, words, hides)
+    # What a mask lists begins with a finite maximum.
+    p_wide, m, shrink = softmax(s, m, job, False if job.blocks.ON else hides)
     if cfg.HOLD:
         p_wide = hold(p_wide, cfg.HOLD)
     l = l * beside_lane_sums(shrink, l) + lane_sums(p_wide)
@@ -180,7 +204,18 @@ def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last, n, bits,
         alpha = shrink
     else:
         acc = rescaled(acc, shrink, cfg)
-    return gl.convert_layout(p_wide.to(q.dtype), cfg.P), acc, alpha, m, l
+    return gl.convert_layout(p_wide.to(dtype), cfg.P), acc, alpha, m, l
+
+
+@gluon.jit
+def fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, n, bits,
+              MASKED: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """Fold filling i, key tile n: its scores are computed while the values of the filling before it
+    are added.
+    """
+    s_next, acc_next = start_tile(pipes, job.cfg, q, p, acc, alpha, i, i - 1, C)
+    return finish_tile(pipes, job, place, s_next, acc_next, alpha, m, l, i, n, bits, MASKED,
+                       q.dtype, C)  # fmt: skip
 
 
 @gluon.jit
@@ -196,18 +231,18 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
     for x in gl.static_range(CUTS - 1 if shape.HAS_RIGHT else 0):
         n = mine.hi - 2 - x
         if n >= mine.full_hi:
-            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i,
                                             n, -1, True, C)  # fmt: skip
             i += 1
     whole_hi = gl.minimum(mine.full_hi, mine.hi - 1)
     for n in range(whole_hi - 1, mine.full_lo - 1, -1):
-        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i,
                                         n, -1, False, C)  # fmt: skip
         i += 1
     for x in gl.static_range(CUTS if shape.HAS_LEFT else 0):
         n = gl.minimum(mine.full_lo, whole_hi) - 1 - x
         if n >= mine.lo:
-            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+            p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i,
                                             n, -1, True, C)  # fmt: skip
             i += 1
     return p, acc, alpha, m, l, i
@@ -215,12 +250,16 @@ def fold_band(pipes, job, place, mine, q, p, acc, m, l, i, C: gl.constexpr):
 
 @gluon.jit
 def fold_blocks(pipes, job, place, entries, count, q, p, acc, m, l, i, C: gl.constexpr):
-    """The same for the tiles that a mask lists, of which one look-up runs ahead."""
+    """The same for the tiles that a mask lists, of which one look-up runs ahead. That fillings are
+    counted from 0 makes finding a slot one instruction instead of four or five; fold_band gains
+    nothing by it (and loses 3 % at head_dim 256).
+    """
     alpha = gl.full_like(m, 1.0)
     n, bits = job.blocks.tile(entries, 1, job.cfg.TILE_N)
     for j in range(1, count):
+        gl.assume(i > 0)
         n_next, bits_next = job.blocks.tile(entries, j + 1, job.cfg.TILE_N)
-        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, i - 1,
+        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i,
                                         n, bits, True, C)  # fmt: skip
         i += 1
         n = n_next
@@ -235,24 +274,29 @@ def fold_strip(pipes, job, place, share, q, p, acc, m, l, last, C: gl.constexpr)
     the end of that turn, where the compiler would pack all weights behind the branch.
     """
     alpha = gl.full_like(m, 1.0)
-    end = last + share.entry(0)
-    i = end - share.entry(1)
-    n, bits = job.blocks.tile(share, 1)
-    passed = last  # all fillings before it
-    for j in range(1, share.count):
-        if passed < last:
-            let_pass(pipes, passed)
-        i_next = end - share.entry(j + 1)
-        n_next, bits_next = job.blocks.tile(share, j + 1)
-        p, acc, alpha, m, l = fold_tile(pipes, job, place, q, p, acc, alpha, m, l, i, last,
-                                        n, bits, True, C)  # fmt: skip
-        passed = last + 1
+    at = share.at(share.top)
+    far = share.seen(at).far()
+    at = share.after(at, far)
+    seen = share.seen(at)
+    held = far * 0  # 1 if the filling before `last` is another's, and not released yet
+    for _ in range(1, share.count):
+        if held != 0:
+            let_pass(pipes, last - 1)
+        i = last + 1 + far
+        gl.assume(last >= 0)  # as in fold_blocks
+        gl.assume(i >= 0)
+        s_next, acc_next = start_tile(pipes, job.cfg, q, p, acc, alpha, i, last, C)
+        held = far
+        far = seen.far()
+        at = share.after(at, far)
+        after = share.seen(at)  # under the products: what follows does not wait for it
+        n, bits = seen.tile(place.seqlen_k)
+        p, acc, alpha, m, l = finish_tile(pipes, job, place, s_next, acc_next, alpha, m, l, i,
+                                          n, bits, seen.hides(), q.dtype, C)  # fmt: skip
         last = i
-        i = i_next
-        n = n_next
-        bits = bits_next
-    if passed < last:
-        let_pass(pipes, passed)
+        seen = after
+    if held != 0:
+        let_pass(pipes, last - 1)
     return p, acc, alpha, m, l, last + 1
 
 
@@ -261,6 +305,7 @@ def let_pass(pipes, i):
     """Let key tile i pass though the one after it is released: its values must have come before it
     is, or the next filling of their slot could come unseen.
     """
+    gl.assume(i >= 0)
     pipes.k.wait_full(i)
     pipes.v.wait_full(i)
     pipes.k.release(i)
@@ -453,8 +498,8 @@ def take_work(pipes, job, t, C: gl.constexpr):
         entries = job.share(first, place)
         total = entries.total()
         keys = Keys(zero, zero, total, total)
-        behind = gl.where(entries.count > 0, entries.entry(entries.count - 1), total)
-        mine = Keys(behind, behind, behind, entries.entry(0) + 1)
+        behind = gl.where(entries.count > 0, entries.bottom, total)
+        mine = Keys(behind, behind, behind, entries.top + 1)
     elif job.blocks.ON:
         entries, count = job.listed(first)
         keys = Keys(zero, zero, count, count)
@@ -500,15 +545,16 @@ def fold(pipes, job, work, q, s, i, C: gl.constexpr):
     place, mine = work.place, work.mine
     acc = gl.zeros([64, job.cfg.WIDTH], gl.float32, job.cfg.O)
     if job.STRIPS:
-        n, bits = job.blocks.tile(work.entries, 0)
-        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
+        seen = work.entries.seen(work.entries.at(work.entries.top))
+        n, bits = seen.tile(place.seqlen_k)
+        p, m, l = finish_first(job, place, s, n, bits, seen.hides(), q.dtype)
         return fold_strip(pipes, job, place, work.entries, q, p, acc, m, l, i, C)
     elif job.blocks.ON:
         n, bits = job.blocks.tile(work.entries, 0, job.cfg.TILE_N)
-        p, m, l = finish_first(job, place, s, n, bits, q.dtype)
+        p, m, l = finish_first(job, place, s, n, bits, True, q.dtype)
         return fold_blocks(pipes, job, place, work.entries, mine.hi, q, p, acc, m, l, i + 1, C)
     else:
-        p, m, l = finish_first(job, place, s, mine.hi - 1, -1, q.dtype)
+        p, m, l = finish_first(job, place, s, mine.hi - 1, -1, True, q.dtype)
         return fold_band(pipes, job, place, mine, q, p, acc, m, l, i + 1, C)
 
 
@@ -607,7 +653,7 @@ def forward_kernel(
                   GROUP)  # fmt: skip
     if HAS_MASK and CONSUMERS == 3:
         gl.static_assert(TILE_N == 128 and not PINGPONG)
-        blocks = Strips(strip_heads, strip_entries, tiles, mask_b, mask_h)
+        blocks = Strips(strip_heads, strip_entries, tiles, mask_b, mask_h, HAS_LEFT or HAS_RIGHT)
     else:
         blocks = Blocks(full_offsets, full_indices, partial_offsets, partial_indices,
                         partial_tiles, tiles, mask_b, mask_h, HAS_MASK)  # fmt: skip

@@ -109,7 +109,7 @@ def produce(q_desc, k_desc, v_desc, out, counter, pipes, job):
         after = place
         for j in range(count):
             if job.STRIPS:
-                n = job.blocks.block(entries, j)
+                n = gl.load(entries.at(count - 1 - j))
             elif job.blocks.ON:
                 n, _ = job.blocks.tile(entries, j, cfg.TILE_N)
             else:

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from onchip.kernels.hopper.pipe import LANES, Lookups, make_lookups
+from onchip.masks import strips
 
 
 @aggregate
@@ -369,16 +370,18 @@ class Strips:
     tiles: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
+    BAND: gl.constexpr
     ON: gl.constexpr
     STRIPS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, heads, entries, tiles, stride_b, stride_h):
+    def __init__(self, heads, entries, tiles, stride_b, stride_h, BAND):
         self.heads = heads
         self.entries = entries
         self.tiles = tiles
         self.stride_b = stride_b
         self.stride_h = stride_h
+        self.BAND = gl.constexpr(BAND)
         self.ON = gl.constexpr(True)
         self.STRIPS = gl.constexpr(True)
 
@@ -389,50 +392,114 @@ class Strips:
         both = gl.load(at + 1)
         own = gl.load(at + 2 + side)
         others = gl.load(at + 3 - side)
-        entries = self.entries + (gl.load(at).to(gl.int64) * 4 + side * 2)
-        return Share(entries, both - side, others, both + own)
+        entries = self.entries + gl.load(at).to(gl.int64) * ENTRY
+        count = both + own
+        bottom = _entry_of(0, both - side, others)
+        top = _entry_of(count - 1, both - side, others)
+        return Share(entries, side, others, count, bottom, top, self.BAND)
+
+
+@gluon.jit
+def _entry_of(x, alone, others):
+    """Where the x-th block of a side lies: from the alone-th on, so many of the others are before
+    it. (The second side's own begin after the first one's: its `alone` is one less.)
+    """
+    return x + gl.maximum(gl.minimum(x - alone, others), 0)
+
+
+FAR, CUT = gl.constexpr(strips.FAR), gl.constexpr(strips.CUT)
+BIT_TILE, ENTRY = gl.constexpr(strips.BIT_TILE), gl.constexpr(strips.ENTRY)
+
+
+@aggregate
+class Seen:
+    """A block of a strip that one of its sides sees, and its part in that side's row. Where there
+    is a BAND beside the mask, `block` is its number.
+    """
+
+    block: gl.tensor
+    part: gl.tensor
+    BAND: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, block, part, BAND):
+        self.block = block
+        self.part = part
+        self.BAND = gl.constexpr(BAND)
 
     @gluon.jit
-    def block(self, share, i):
-        """The key block that is visited i-th."""
-        return gl.load(share.entries + (share.total() - 1 - i) * 4)
+    def far(self):
+        """1 if the entry that comes after it is the other side's alone, else 0."""
+        return self.part & FAR
 
     @gluon.jit
-    def tile(self, share, j):
-        """(the tile that a share visits j-th, its bit tile or -1); any numbers after the last."""
-        at = share.entries + share.entry(j) * 4
-        return gl.load(at), gl.load(at + 1)
+    def hides(self):
+        """Whether some of its scores may be hidden."""
+        if self.BAND:
+            return True
+        else:
+            return self.part >= CUT
+
+    @gluon.jit
+    def tile(self, seqlen_k):
+        """(its number, its bit tile or -1). Without a band it only matters whether keys end in it:
+        0 stands for all in which they do not.
+        """
+        bits = self.part // BIT_TILE - 1
+        if self.BAND:
+            return self.block, bits
+        else:
+            return gl.where(self.part & CUT != 0, (seqlen_k - 1) // BLOCK, 0), bits
 
 
 @aggregate
 class Share:
-    """What one side of a strip sees of its entries: the blocks that both sides see, and then, from
-    the alone-th on, its own by turns with as many of the others as there are. They are visited from
-    the last one to the first.
+    """What one side of a strip sees of its entries: `count` blocks, those that both sides see and
+    then its own, by turns with as many of the others as there are. They are visited from the entry
+    `top` down to `bottom`.
     """
 
     entries: gl.tensor
-    alone: gl.tensor
+    side: gl.tensor
     others: gl.tensor
     count: gl.tensor
+    bottom: gl.tensor
+    top: gl.tensor
+    BAND: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, entries, alone, others, count):
+    def __init__(self, entries, side, others, count, bottom, top, BAND):
         self.entries = entries
-        self.alone = alone
+        self.side = side
         self.others = others
         self.count = count
-
-    @gluon.jit
-    def entry(self, j):
-        """Which entry of the strip this side visits j-th."""
-        x = self.count - 1 - j
-        return x + gl.maximum(gl.minimum(x - self.alone, self.others), 0)
+        self.bottom = bottom
+        self.top = top
+        self.BAND = gl.constexpr(BAND)
 
     @gluon.jit
     def total(self):
         """All entries of the strip."""
         return self.count + self.others
+
+    @gluon.jit
+    def at(self, e):
+        """Where an entry lies."""
+        return self.entries + e * ENTRY
+
+    @gluon.jit
+    def after(self, at, far):
+        """Where the next one that this side visits lies: `far` is that of the one at `at`."""
+        return at - (1 + far) * ENTRY
+
+    @gluon.jit
+    def seen(self, at):
+        """What the entry that lies there is to this side; any numbers after the last it visits."""
+        part = gl.load(at + 1 + self.side)
+        if self.BAND:
+            return Seen(gl.load(at), part, True)
+        else:
+            return Seen(part, part, False)
 
 
 @gluon.jit

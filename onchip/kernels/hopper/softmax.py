@@ -6,6 +6,7 @@ from triton.language.core import _aggregate as aggregate
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
+LOWEST = gl.constexpr(-3.4e38)  # not quite the lowest number: rounding must not make it infinite
 STALE = gl.constexpr(8.0)  # how far a lazy maximum may lag, in powers of two
 
 
@@ -32,6 +33,13 @@ class Scale:
             return 1.0 - 2.0 / (gl.exp2(s * self.inner) + 1.0)
         else:
             return s
+
+    @gluon.jit
+    def finite(self, m):
+        """Row maxima, of rows that have seen nothing the lowest one that is finite even as a logit:
+        who starts with it need not ask at every tile (4 instructions of 430).
+        """
+        return gl.maximum(m, LOWEST / gl.maximum(self.scale_log2, 1.0))
 
 
 @gluon.constexpr_function
@@ -83,9 +91,10 @@ def approximate(name: gl.constexpr, x):
 
 @gluon.jit
 def softmax(s, m, job, MASKED: gl.constexpr):
-    """(p, row maximum, factor for what was folded before), in the units of s. "stale": the maximum
-    follows only when it is left behind by more than 2^STALE (v4); p may then be as large, and where
-    one key has nearly all the weight, p is no longer the 1 that 16 bits hold exactly.
+    """(p, row maximum, factor for what was folded before), in the units of s. MASKED: of rows that
+    have seen nothing, m may be -inf. "stale": the maximum follows only when it is left behind by
+    more than 2^STALE (v4); p may then be as large, and where one key has nearly all the weight, p
+    is no longer the 1 that 16 bits hold exactly.
     """
     scale_log2 = job.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
@@ -93,7 +102,7 @@ def softmax(s, m, job, MASKED: gl.constexpr):
         m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
     pivot = m_new
     if MASKED:
-        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2((m - pivot) * scale_log2)
     p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], job.cfg.POLY)
     return p, m_new, alpha

@@ -71,6 +71,25 @@ def test_block_masks_of_other_lengths_with_sinks_and_softcap(make_mask):
     assert_accurate(attend, q, k, v, mask=mask, sinks=sinks, softcap=9.0)
 
 
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("scale", [1e-6, 0.125, 3.0])
+def test_rows_that_a_mask_hides_all_from_at_first(dim, scale):
+    """One row of each block lists them all. The others see nothing, or a key of the first block or
+    of the last, one of which is visited last; its value is their output.
+    """
+    n = 1300
+    q, k, v = inputs(n, n, dim)
+    rows = torch.arange(n, device="cuda")
+    empty, all_of_them = rows % 7 == 0, rows % 128 == 127
+    key = torch.where(rows % 2 == 0, rows % 100, 1280 + rows % 20)
+    seen = (torch.arange(n, device="cuda") == key[:, None]) & ~empty[:, None]
+    out, lse = attend(q, k, v, mask=(seen | all_of_them[:, None])[None, None], softmax_scale=scale)
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], 2)[:, key]
+    values[:, empty] = 0.0
+    assert torch.equal(out[:, ~all_of_them], values[:, ~all_of_them])
+    assert lse.isneginf().eq(empty & ~all_of_them).all()
+
+
 @pytest.fixture
 def always_strips(monkeypatch):
     from onchip.kernels.hopper import launch
