@@ -28,8 +28,9 @@ LONG = 1 if INTERPRETED else 20  # on a GPU sequences are this much longer
 
 
 @outside
-def test_in_a_process_that_interprets():
-    run_inside(__file__)
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_in_a_process_that_interprets(marked):
+    run_inside(__file__, "-m", marked)
 
 
 @pytest.fixture(autouse=True)

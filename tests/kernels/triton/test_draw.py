@@ -2,20 +2,14 @@
 interpreter on the CPU, and on a GPU where there is one.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from onchip.engine import Request, SamplingParams, sampler
+from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INF = float("inf")
 VOCAB = 299
@@ -40,13 +34,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@outside
 def test_in_a_process_that_interprets():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__)
 
 
 @pytest.fixture

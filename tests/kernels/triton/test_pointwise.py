@@ -2,10 +2,6 @@
 fp64; by Triton's interpreter on the CPU, and on a GPU where there is one.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -15,12 +11,10 @@ from onchip.kvcache import KVCache
 from onchip.models import ModelConfig, decoder, positions_of, random_model
 from onchip.models.rotary import Rotary, rotate, turns
 from tests.eightbit import FORMS
+from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-here = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (BF16, FP32) if INTERPRETED else (BF16, FP16, FP32)
 BASE = {
@@ -62,13 +56,9 @@ WIDTHS = [
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 67}
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the inner process")
+@outside
 def test_in_a_process_that_interprets():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:]
+    run_inside(__file__)
 
 
 @pytest.fixture
