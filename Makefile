@@ -28,8 +28,10 @@ demo: $(VENV)/.run
 test: $(VENV)/.test
 	@$(PYTEST) -m "not slow" $(TEST)
 
+# 5: nothing of TEST is of that kind.
 slow: $(VENV)/.test
-	@$(PYTEST) -m slow $(TEST)
+	@$(PYTEST) -m "slow and not alone" $(TEST) || [ $$? = 5 ]
+	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
 
 triton36: $(OLDEST)/.done
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper tests/kernels/test_handles_triton.py $(TEST)

@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import bounds
+from tests.interpreted import INTERPRETED
+
 settings.register_profile("onchip", deadline=None, derandomize=True)
 settings.load_profile("onchip")
 
@@ -15,6 +18,11 @@ settings.load_profile("onchip")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+def pytest_configure():
+    if INTERPRETED:
+        bounds.install()
 
 
 def pytest_collection_modifyitems(items):

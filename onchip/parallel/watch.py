@@ -19,7 +19,7 @@ from onchip.parallel.messages import ParallelError
 
 BEAT_S = 1.0
 LISTEN_BEATS = 4.0  # silence that long is the end of a process
-KEPT_BEATS = 5.0  # of a timeout, for the judgement
+KEPT_BEATS = 6.0  # of a timeout, for the judgement: a busy machine is late with everything
 NOTHING = {"beat": -1, "ops": 0, "doing": "nothing"}
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from onchip.kvcache import Pool
 
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
 PAGES = 256
 
 
@@ -52,14 +54,12 @@ def best(measure, pool, times=100):
         gc.enable()
 
 
-@pytest.mark.slow
 def test_eight_million_pages_per_second_in_bulk():
     rates = [100 * PAGES / s for s in best(bulk, Pool(2**15))]
     print("million pages/s, alloc, fork, free shared, free:", [round(r / 1e6, 1) for r in rates])
     assert min(rates) >= 8e6
 
 
-@pytest.mark.slow
 def test_half_a_million_single_calls_per_second():
     rates = [5_000 / s for s in best(single, Pool(2**15))]
     print("million calls/s, alloc, extend, fork, free:", [round(r / 1e6, 2) for r in rates])

@@ -81,6 +81,7 @@ def test_every_other_rank_names_the_lost_one():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["shift", "gather", "sum", "agree"])
 @pytest.mark.parametrize("fate", FATES)
 def test_whatever_it_was_doing(fate, kind):
