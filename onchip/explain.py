@@ -5,6 +5,7 @@ pages it reads, and what reading shared pages once would save.
 
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Pages(NamedTuple):
     page_size: int
     read: int  # a page counts once for every sequence that reads it
     distinct: int
+    repeated_keys: int  # reads of keys that another sequence reads as well
     left_behind: int  # of the sequences, but before their windows
     gathered_bytes: int  # keys and values that are copied first, if the kernel reads no pages
 
@@ -163,7 +165,9 @@ class Explanation(NamedTuple):
         if self.pages is not None:
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
-            yield from _split_lines(self.splits, self.hardware is not None)
+            # with shared pages, the lines about sharing tell the time: they know of the L2
+            timed = self.hardware is not None and self.sharing is None
+            yield from _split_lines(self.splits, timed)
         for title, found in (("time", self.roofline), ("backward", self.backward_roofline)):
             if found is not None:
                 yield title, str(found)
@@ -190,15 +194,14 @@ def explain(
     """What attention() (with cu_seqlens: varlen_attention(); with page_table: paged_attention(),
     and with plan: cascade_attention()) would do with the same arguments. Nothing is computed; of
     packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
-    "B200", what such a device would do, wherever the tensors are; not for pages.
+    "B200", what such a device would do, wherever the tensors are.
     """
     if page_table is not None or cache_seqlens is not None:
-        if on is not None:
-            raise ValueError(f"{on=}: pages are explained for the device that they are on")
         if cu_seqlens_k is not None or max_seqlen_k is not None:
             raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
-        return _explain_paged(tables, max_seqlen_q, kernel, {"return_lse": return_lse, **options})
+        options = {"return_lse": return_lse, **options}
+        return _explain_paged(tables, max_seqlen_q, kernel, on, options)
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
@@ -206,10 +209,9 @@ def explain(
     (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
     parts = _dense_parts(problem, x)
     explanation = _explanation(problem, x, parts, kernel, on)
-    if on is None:
-        lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
-        cut = _cut(explanation.plan.kernel, problem, x, lengths)
-        explanation = explanation._replace(splits=cut)
+    lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
+    cut = _cut(explanation.plan.kernel, problem, x, lengths, _named(on))
+    explanation = explanation._replace(splits=cut)
     if x.mask is None:
         return explanation
     dense = sum(p.all_flops for p in parts)
@@ -226,7 +228,7 @@ def _explanation(
     x: Tensors,
     parts: list[Problem],
     kernel: str | None,
-    on: str | None = None,
+    on: str | None,
 ) -> Explanation:
     device, hardware = _device(x.q.device, on)
     return Explanation(
@@ -243,12 +245,16 @@ def _explanation(
 
 def _device(here: torch.device, on: str | None) -> tuple[DeviceInfo, Hardware | None]:
     """The device of the tensors, or the one that is asked about instead."""
-    if on is None:
+    if (there := _named(on)) is None:
         return device_info(here), of_device(here)
-    found = find(on)
-    if found is None:
+    return DeviceInfo("cuda", there.name, there.capability, has_triton=True), there
+
+
+def _named(on: str | None) -> Hardware | None:
+    found = None if on is None else find(on)
+    if found is None and on is not None:
         raise ValueError(f"{on=} is not known, but {', '.join(row.name for row in TABLE)} are")
-    return DeviceInfo("cuda", found.name, found.capability, has_triton=True), found
+    return found
 
 
 def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
@@ -260,22 +266,26 @@ def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
 
 
 def _explain_paged(
-    x: Tensors, max_seqlen_q: int | None, kernel: str | None, options: dict
+    x: Tensors, max_seqlen_q: int | None, kernel: str | None, on: str | None, options: dict
 ) -> Explanation:
     shared = options.pop("plan", None)
     if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
     problem, x = _pose_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
-    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel)
-    cut = [] if kernel else paged.parts(problem, x)
+    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel, on)
+    there = _named(on)
+    cut = [] if kernel or there else paged.parts(problem, x)
     parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
     pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))
-    found = found._replace(splits=_cut(found.plan.kernel, problem, x, lengths))
+    found = found._replace(splits=_cut(found.plan.kernel, problem, x, lengths, there))
+    model = prefixes.costs(x.q, x.k, x.v, there)
     if shared is None and pages.distinct < pages.read and _cascades(problem):
-        shared = _plan(problem, x, lengths, prefixes.costs(x.q, x.k, x.v))
-    sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared)
-    return found._replace(pages=pages, sharing=sharing, parts=parts)
+        shared = _plan(problem, x, lengths, model)
+    sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared, model)
+    repeated_bytes = pages.repeated_keys * problem.num_kv_heads * problem.key_bytes
+    min_bytes = found.min_bytes - repeated_bytes
+    return found._replace(min_bytes=min_bytes, pages=pages, sharing=sharing, parts=parts)
 
 
 def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
@@ -320,16 +330,28 @@ def _served(problem: Problem, x: Tensors, chosen: Plan) -> Served:
 def _pages(
     problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], parts: Sequence[Served]
 ) -> Pages:
-    size = problem.page_size
-    rows, read, left_behind = x.page_table.tolist(), [], 0
-    for row, (seqlen_q, seqlen_k) in zip(rows, lengths, strict=True):
-        first = _first_key(problem, seqlen_q, seqlen_k) // size
-        read += row[first : -(-seqlen_k // size)]
-        left_behind += first
+    read = list(_reads(problem, x, lengths))
+    held: dict[int, int] = {}
+    for page, keys in read:
+        held[page] = max(keys, held.get(page, 0))
+    repeated = sum(keys for _, keys in read) - sum(held.values())
+    left_behind = sum(_first_key(problem, *pair) // problem.page_size for pair in lengths)
     reads_pages = lambda name: getattr(kernel_module(name), "READS_PAGES", False)
     gathered = sum(part.keys for part in parts if not reads_pages(part.kernel))
     gathered_bytes = gathered * _token_bytes(problem)
-    return Pages(size, len(read), len(set(read)), left_behind, gathered_bytes)
+    return Pages(problem.page_size, len(read), len(held), repeated, left_behind, gathered_bytes)
+
+
+def _reads(
+    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """(page, how many of its keys) of every sequence that has a query."""
+    size = problem.page_size
+    for row, (seqlen_q, seqlen_k) in zip(x.page_table.tolist(), lengths, strict=True):
+        begin = _first_key(problem, seqlen_q, seqlen_k)
+        for place in range(begin // size, -(-seqlen_k // size) if seqlen_q else 0):
+            first, end = max(begin, place * size), min(seqlen_k, (place + 1) * size)
+            yield row[place], end - first
 
 
 def _token_bytes(problem: Problem) -> int:
@@ -349,20 +371,27 @@ def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
 
 
 def _cut(
-    kernel: str, problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]
+    kernel: str,
+    problem: Problem,
+    x: Tensors,
+    lengths: Sequence[tuple[int, int]],
+    on: Hardware | None,
 ) -> Splits | None:
-    """None where the kernel splits no keys of such a call."""
-    if kernel == "triton" and import_module("onchip.kernels.triton.decode").serves(problem):
-        return _splits(problem, x, lengths)
+    """None where the kernel splits no keys of such a call, or where it is not here to be asked."""
+    if kernel == "triton" and find_spec("triton"):
+        serves = import_module("onchip.kernels.triton.decode").serves(problem)
+        return _splits(problem, x, lengths, on) if serves else None
     if kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
-        return even_ranges(problem, x, lengths)
+        return even_ranges(problem, lengths, on or planned_for(x.q.device))
     return None
 
 
-def _splits(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
+def _splits(
+    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], on: Hardware | None
+) -> Splits:
     """What kernels/triton/splits.py will do on the device with these lengths."""
     decode, launch = (import_module(f"onchip.kernels.triton.{n}") for n in ("decode", "launch"))
-    hardware = decode.machine(x.q.device)
+    hardware = on or decode.machine(x.q.device)
     config = decode.config_of(problem, launch.Call.of(problem, x), hardware.processors)
     launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
     cut = lambda f: [f(problem, *pair, config) for pair in lengths]
@@ -390,9 +419,9 @@ def _times(
     return seconds(work, parts, hardware, merged), seconds(work, whole, hardware, False)
 
 
-def even_ranges(problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]) -> Splits:
-    """What kernels/hopper/decode.py will do on the device with these lengths."""
-    hardware, config = planned_for(x.q.device), TileConfig(HOPPER_DECODE_ROWS, 64)
+def even_ranges(problem: Problem, lengths: Sequence[tuple[int, int]], hardware: Hardware) -> Splits:
+    """What kernels/hopper/decode.py will do on such a device with these lengths."""
+    config = TileConfig(HOPPER_DECODE_ROWS, 64)
     processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n
     most = filling(hopper_decode_programs(problem), problem.num_kv_heads, processors)
     tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
@@ -489,8 +518,9 @@ def _sharing(
     lengths: Sequence[tuple[int, int]],
     pages: Pages,
     shared: cascade.Plan,
+    model: prefixes.Costs,
 ) -> Sharing:
-    moved, model = prefixes.moved(x.q, x.k, x.v), prefixes.costs(x.q, x.k, x.v)
+    moved = prefixes.moved(x.q, x.k, x.v)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
     once = pages.read - sum(shared.shared) + runs
     partials = sum(shared.lengths_q) * moved.partial if shared.levels else 0

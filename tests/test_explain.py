@@ -1,5 +1,7 @@
 """Explanations of paged calls: the pages they read, the splits they make, what sharing saves."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -11,7 +13,6 @@ from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import H200, HOST
 from onchip.iomodel.prefixes import Occupancy, costs, moved
 from onchip.iomodel.roofline import human_time
-from onchip.problem import Tensors
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
@@ -197,8 +198,31 @@ def test_a_device_that_is_not_here():
     assert f"{older.flops * 512 / 192:.3e} backward" in str(older)  # 6 d + 4 dv over 2 d + 2 dv
     with pytest.raises(ValueError, match="on='H20' is not known, but NVIDIA A100, "):
         onchip.explain(q, q, q, on="H20")
-    with pytest.raises(ValueError, match="pages are explained for the device"):
-        onchip.explain(*call([64]), on="H200")
+
+
+def test_pages_on_a_device_that_is_not_here():
+    """The choices are that device's, wherever the tensors are: kernel, cuts, levels."""
+    empty = {"dtype": torch.bfloat16}
+    q, pages = torch.empty(4, 1, 32, 128, **empty), torch.empty(1024, 16, 8, 128, **empty)
+    table = torch.arange(1024, dtype=torch.int32).view(4, 256)
+    asked = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
+    x = onchip.explain(*asked, on="H200")
+    assert (x.plan.kernel, x.device.name, x.parts) == ("hopper", "NVIDIA H200", ())
+    cut = even_ranges(x.problem, [(1, 4096)] * 4, H200)
+    assert x.splits == cut and f"predicted   {human_time(cut.seconds)}, " in str(x)
+    assert x.roofline.seconds * H200.memory_bytes_s == pytest.approx(
+        x.min_bytes + cut.scratch_bytes
+    )
+    table[:, :200] = torch.arange(200)
+    shared = onchip.explain(*asked, on="H200")
+    once = 3 * 200 * 16 * 8 * 2 * 128 * 2
+    assert x.min_bytes - shared.min_bytes == once
+    model = costs(*asked[:3], H200)
+    assert shared.sharing.plain_s == pytest.approx(model.one_call(1024, 424))
+    assert str(shared).count("predicted") == 1
+    if find_spec("triton"):
+        older = onchip.explain(*asked, on="A100")
+        assert older.plan.kernel == "triton" and "(108 processors)" in str(older)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +245,8 @@ def test_many_queries_are_not_cut_at_fixed_places():
 
 def test_the_times_that_a_cut_was_chosen_by():
     """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
-    q = torch.empty(2, 1, 32, 128, dtype=torch.bfloat16, device="meta")
-    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=q.dtype)
-    found = even_ranges(problem, Tensors(q, q, q), [(1, 4096), (1, 1024)])
+    problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
+    found = even_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 5 * step)
@@ -235,10 +258,9 @@ def test_the_times_that_a_cut_was_chosen_by():
 
 def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs to a processor share its part of the memory's rate."""
-    q = torch.empty(1, 1, 32, 128, dtype=torch.bfloat16, device="meta")
-    problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=q.dtype)
+    problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
-    found = even_ranges(problem, Tensors(q, q, q), [(1, 1 << 17)])
+    found = even_ranges(problem, [(1, 1 << 17)], H200)
     assert (found.counts, found.programs) == ((33,), 264)
     step = 64 * 2 * (problem.head_dim + 4) * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)

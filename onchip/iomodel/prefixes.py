@@ -25,7 +25,7 @@ from onchip.kernels.configs import (
     HOPPER_TILE_ROWS,
     hopper_width,
 )
-from onchip.problem import device_info
+from onchip.problem import DeviceInfo, device_info
 
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 
@@ -139,9 +139,12 @@ class Costs(NamedTuple):
         return Together(own_programs, level_programs, segments, busy + self.merge + moved)
 
 
-def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
-    """Prices for tensors like these; only shapes, dtype and device are read."""
-    hardware, n = planned_for(q.device), moved(q, k_pages, v_pages)
+def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor, on: Hardware | None = None) -> Costs:
+    """Prices for tensors like these; only shapes, dtype and device are read. on: a device that they
+    are thought to be on instead.
+    """
+    hardware, n = on or planned_for(q.device), moved(q, k_pages, v_pages)
+    splits = _splits_keys(q, k_pages, on)
     seconds = lambda num_bytes: num_bytes / hardware.memory_bytes_s
     return Costs(
         page=n.page / hardware.repeated_bytes_s,
@@ -150,10 +153,10 @@ def costs(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Costs:
         level=hardware.call_s + hardware.launch_s + hardware.merge_s,
         segment=seconds(n.segment),
         first=seconds(n.page),
-        products=_products(q, k_pages, v_pages, hardware),
+        products=_products(q, k_pages, v_pages, hardware, splits),
         call=hardware.call_s,
         merge=hardware.merge_s,
-        occupancy=_occupancy(q, k_pages, v_pages, hardware),
+        occupancy=_occupancy(q, k_pages, v_pages, hardware, splits),
     )
 
 
@@ -175,18 +178,20 @@ def moved(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> Moved:
     )
 
 
-def _occupancy(q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware) -> Occupancy:
+def _occupancy(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware, splits: bool
+) -> Occupancy:
     """The Hopper forward over pages fills each processor with one tile, and does not split keys.
     Kernels of other devices and for fp32 do so by themselves: nothing is cut for them.
     """
     page_size, num_kv_heads = k_pages.shape[1:3]
     group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
     return Occupancy(
-        1 if _splits_keys(q, k_pages) else hardware.processors,
+        1 if splits else hardware.processors,
         num_kv_heads,
         max(1, HOPPER_TILE_ROWS // group_size),
         -(-SEGMENT_KEYS // max(1, page_size)),
-        _own_queries(q, k_pages, v_pages),
+        0 if splits else _own_queries(q, k_pages, v_pages),
     )
 
 
@@ -197,17 +202,21 @@ def _own_queries(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> int:
     page_size, num_kv_heads, head_dim = k_pages.shape[1:]
     group_size = max(1, q.shape[-2] // max(1, num_kv_heads))
     fits = page_size in HOPPER_PAGE_SIZES and head_dim == v_pages.shape[-1] and 64 % group_size == 0
-    return HOPPER_DECODE_ROWS // group_size if fits and not _splits_keys(q, k_pages) else 0
+    return HOPPER_DECODE_ROWS // group_size if fits else 0
 
 
-def _splits_keys(q: Tensor, k_pages: Tensor) -> bool:
-    """Whether q's device has no kernel that needs segments; a device not named is taken for one."""
-    device = device_info(q.device)
+def _splits_keys(q: Tensor, k_pages: Tensor, on: Hardware | None) -> bool:
+    """Whether the device, q's or the one it is thought to be on, has no kernel that needs segments;
+    a device not named is taken for one that has.
+    """
+    device = device_info(q.device) if on is None else DeviceInfo("cuda", on.name, on.capability)
     elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
     return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
 
 
-def _products(q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware) -> float:
+def _products(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware, splits: bool
+) -> float:
     """Seconds of a tile of queries with a page for all kv heads, on all processors: as the Hopper
     forward's pipeline has them, or where others serve, as the units could at best.
     """
@@ -217,7 +226,7 @@ def _products(q: Tensor, k_pages: Tensor, v_pages: Tensor, hardware: Hardware) -
     width, width_v = hopper_width(head_dim), hopper_width(v_pages.shape[-1])
     config = HOPPER_FORWARD_PAGED.get(max(width, width_v))
     clocks = 2 * (head_dim + v_pages.shape[-1]) / hardware.flops_clock(q.dtype)  # row and key
-    if config is not None and not _splits_keys(q, k_pages):
+    if config is not None and not splits:
         step = forward_step(config, width, width_v, hardware, q.dtype)
         clocks = step.response(config.consumers) / (64 * config.consumers * config.tile_n)
     pairs = HOPPER_TILE_ROWS * page_size * num_kv_heads
