@@ -33,8 +33,10 @@ slow: $(VENV)/.test
 	@$(PYTEST) -m "slow and not alone" $(TEST) || [ $$? = 5 ]
 	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
 
+# Hopper kernels in the variants of `make test`; ALL=1: in those of `make slow`, too (10 minutes more).
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/hopper tests/kernels/test_handles_triton.py $(TEST)
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/test_handles_triton.py $(TEST) || [ $$? = 5 ]
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]
 
 upstream: $(VENV)/.upstream
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/adapters/upstream.py "$(TRANSFORMERS)" $(TEST)
