@@ -28,12 +28,12 @@ demo: $(VENV)/.run
 test: $(VENV)/.test
 	@$(PYTEST) -m "not slow" $(TEST)
 
-# 5: nothing of TEST is of that kind.
+# ALL=1: every variant of the Hopper kernels, not every second one. 5: nothing of TEST is of that kind.
 slow: $(VENV)/.test
-	@$(PYTEST) -m "slow and not alone" $(TEST) || [ $$? = 5 ]
+	@$(PYTEST) -m "slow and not alone $(if $(ALL),,and not all)" $(TEST) || [ $$? = 5 ]
 	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
 
-# Hopper kernels in the variants of `make test`; ALL=1: in those of `make slow`, too (10 minutes more).
+# Hopper kernels in the variants of `make test`; ALL=1: in all of them (10 minutes more).
 triton36: $(OLDEST)/.done
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" tests/kernels/triton tests/kernels/test_handles_triton.py $(TEST) || [ $$? = 5 ]
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]

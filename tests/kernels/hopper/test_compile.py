@@ -168,9 +168,12 @@ ADDING = [
 
 
 def variants(table: list[Variant]) -> list:
-    """The table as parameters, all but its first line slow."""
+    """The table as parameters: all but its first line slow, and of those every second one only for
+    who asks for all.
+    """
     named = lambda options: "-".join(f"{name}={value}" for name, value in options.items())
-    marks = lambda i: [pytest.mark.slow] if i else []
+    slow, more = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.all]
+    marks = lambda i: [] if i == 0 else slow if i % 2 else more
     return [
         pytest.param(v, id=f"{v.head_dim}-{named(v.options)}", marks=marks(i))
         for i, v in enumerate(table)
