@@ -196,21 +196,22 @@ def explain(
     packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
     "B200", what such a device would do, wherever the tensors are.
     """
+    there = _named(on)
     if page_table is not None or cache_seqlens is not None:
         if cu_seqlens_k is not None or max_seqlen_k is not None:
             raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
         options = {"return_lse": return_lse, **options}
-        return _explain_paged(tables, max_seqlen_q, kernel, on, options)
+        return _explain_paged(tables, max_seqlen_q, kernel, there, options)
     packing = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     scalars = _scalars(options, return_lse=return_lse)
     (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
     parts = _dense_parts(problem, x)
-    explanation = _explanation(problem, x, parts, kernel, on)
+    explanation = _explanation(problem, x, parts, kernel, there)
     lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
-    cut = _cut(explanation.plan.kernel, problem, x, lengths, _named(on))
+    cut = _cut(explanation.plan.kernel, problem, x, lengths, there)
     explanation = explanation._replace(splits=cut)
     if x.mask is None:
         return explanation
@@ -228,9 +229,9 @@ def _explanation(
     x: Tensors,
     parts: list[Problem],
     kernel: str | None,
-    on: str | None,
+    there: Hardware | None,
 ) -> Explanation:
-    device, hardware = _device(x.q.device, on)
+    device = there.as_device if there else device_info(x.q.device)
     return Explanation(
         problem,
         device,
@@ -239,18 +240,12 @@ def _explanation(
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
         residual_bytes=sum(p.residual_bytes for p in parts),
-        hardware=hardware,
+        hardware=there or of_device(x.q.device),
     )
 
 
-def _device(here: torch.device, on: str | None) -> tuple[DeviceInfo, Hardware | None]:
-    """The device of the tensors, or the one that is asked about instead."""
-    if (there := _named(on)) is None:
-        return device_info(here), of_device(here)
-    return DeviceInfo("cuda", there.name, there.capability, has_triton=True), there
-
-
 def _named(on: str | None) -> Hardware | None:
+    """The device that is asked about instead of the one of the tensors."""
     found = None if on is None else find(on)
     if found is None and on is not None:
         raise ValueError(f"{on=} is not known, but {', '.join(row.name for row in TABLE)} are")
@@ -266,15 +261,18 @@ def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
 
 
 def _explain_paged(
-    x: Tensors, max_seqlen_q: int | None, kernel: str | None, on: str | None, options: dict
+    x: Tensors,
+    max_seqlen_q: int | None,
+    kernel: str | None,
+    there: Hardware | None,
+    options: dict,
 ) -> Explanation:
     shared = options.pop("plan", None)
     if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
     problem, x = _pose_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
-    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel, on)
-    there = _named(on)
+    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel, there)
     cut = [] if kernel or there else paged.parts(problem, x)
     parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
     pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))

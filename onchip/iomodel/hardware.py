@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from onchip.problem import DeviceInfo
+
 KB, MB, GB = 1 << 10, 1 << 20, 10**9  # HBM is sold in decimal gigabytes, all else in binary ones
 
 
@@ -53,6 +55,11 @@ class Hardware:
     again_bytes_s: float | None = None
     call_s: float = 7.5e-6
     merge_s: float = 5e-6
+
+    @property
+    def as_device(self) -> DeviceInfo:
+        """What kernels are asked with about such a device."""
+        return DeviceInfo("cuda", self.name, self.capability)
 
     @property
     def memory(self) -> Level:

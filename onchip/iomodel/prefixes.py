@@ -25,7 +25,7 @@ from onchip.kernels.configs import (
     HOPPER_TILE_ROWS,
     hopper_width,
 )
-from onchip.problem import DeviceInfo, device_info
+from onchip.problem import device_info
 
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 
@@ -209,7 +209,7 @@ def _splits_keys(q: Tensor, k_pages: Tensor, on: Hardware | None) -> bool:
     """Whether the device, q's or the one it is thought to be on, has no kernel that needs segments;
     a device not named is taken for one that has.
     """
-    device = device_info(q.device) if on is None else DeviceInfo("cuda", on.name, on.capability)
+    device = on.as_device if on else device_info(q.device)
     elsewhere = device.type in ("cpu", "hip") or device.capability not in (None, (9, 0))
     return elsewhere or q.element_size() != 2 or k_pages.element_size() != 2
 
