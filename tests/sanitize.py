@@ -54,8 +54,8 @@ CALLS = {
     "int8": {"precision": "int8", "causal": True},
     "int8_pv16": {"precision": "int8_pv16"},
     "paged": {"paged": True},
-    "cache": {"cache": True},
-    "decoder": {"decoder": True},
+    "cache": {"cache": True, "kernels": ("triton",)},  # pages and models know no kernel of ours
+    "decoder": {"decoder": True, "kernels": ("triton",)},
 }
 
 
@@ -66,7 +66,7 @@ def main(names: list[str]) -> int:
     for name in names or CALLS:
         options = dict(CALLS[name])
         own_lengths = options.pop("lengths", LENGTHS)
-        for kernel in KERNELS:
+        for kernel in options.pop("kernels", KERNELS):
             for dims in DIMS:
                 for lengths in own_lengths:
                     shown = f"{name} {kernel} {dims} {lengths}"
