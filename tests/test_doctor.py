@@ -80,6 +80,7 @@ def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, c
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_first_calls_compile():
     found = doctor.first_calls()
     assert {c.way for c in found} == {"forward", "backward"}

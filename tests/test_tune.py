@@ -182,6 +182,7 @@ def test_without_a_gpu_one_sentence(capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_small_search(tmp_path, capsys):
     path = tmp_path / "tune.json"
     chosen = ["--kernel", "triton", "--pass", "forward", "--head-dims", "64"]

@@ -303,7 +303,9 @@ HOPPER_FORWARD = {
 # numbered barriers cost 1 to 5 %; causal ones 1.03x, with numbered barriers and rescale="moved".
 HOPPER_FORWARD_DENSE = {128: _D128, 256: _D256._replace(hold=4)}
 # Tiles of 192 rows waste much of a short triangle: 1.15x at 512, but 0.96x at 2k. Of a square they
-# waste what does not fill the last one; at 512 tokens both are as fast.
+# waste what does not fill the last one; at 512 tokens both are as fast. Tiles of a narrow window
+# are mostly edges, too: 1.25x with 256 keys, 1.29x with 512, 1.04 to 0.99x with 1,024, 0.90x with
+# 4,096.
 HOPPER_FORWARD_SHORT = {64: _D64_TWO}
 HOPPER_SHORT, HOPPER_SHORT_DENSE = 1024, 512
 # Tokens that do not fill half of a tile: triton is 1.16 to 1.9 times as fast (bench short, N = 64).
@@ -318,11 +320,10 @@ HOPPER_FORWARD_MASK = {
     256: _D256,
 }
 # Rows that have little in common: consumers wait for tiles that are others'. Of blocks at random,
-# strips have a share of 1 / (2 - density) in what they load; two consumers were 1.19x as fast with
-# 5 %, 1.04x with 10 % (over runs), 0.97x with 25 %, 0.94x with 75 % (in one) of the strips of
-# 2026-11-16; those of a day later, 1.06 to 1.09x as fast from 25 % on, were not raced with them.
+# strips have a share of 1 / (2 - density) in what they load; over two consumers they were 0.92x as
+# fast with 5 % (a share of 0.513), 1.04x with 10 % (0.526), 1.08x with 15 %, 1.11x with 25 %.
 HOPPER_FORWARD_SPARSE = {64: _D64_TWO}
-HOPPER_STRIPS = 0.55
+HOPPER_STRIPS = 0.52
 
 # A producer that looks pages up needs 40 registers: its code spills 68 times with 24, 7 times with
 # 40 (pages of 16, Triton 3.6). Beside three consumers there are too few.
@@ -373,13 +374,21 @@ def hopper_forward_of(problem: Problem) -> HopperConfig:
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     cut = problem.causal or problem.window_size[1] is not None
     config = hopper_forward_config(
-        max(width, width_v), cut, problem.has_mask, problem.seqlen_k, problem.page_size
+        max(width, width_v), cut, problem.has_mask, _keys_met(problem), problem.page_size
     )
     if width != width_v:
         config = config._replace(out_in_q=False)  # the tiles differ, and there is room
     if problem.out_dtype.itemsize == 4 and width_v == 128:
         config = config._replace(q_stages=1)  # an unrounded output has the room of the next queries
     return config
+
+
+def _keys_met(problem: Problem) -> int:
+    """The most keys that a tile of three consumers meets."""
+    left, right = problem.window_size[0], 0 if problem.causal else problem.window_size[1]
+    if left is None or right is None:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, left + right + 64 * _D64.consumers)
 
 
 def hopper_stages_out(problem: Problem) -> bool:
@@ -389,13 +398,13 @@ def hopper_stages_out(problem: Problem) -> bool:
 
 
 def hopper_forward_config(
-    head_dim: int, cut: bool, has_mask: bool, seqlen_k: int, page_size: int = 0
+    head_dim: int, cut: bool, has_mask: bool, keys: int, page_size: int = 0
 ) -> HopperConfig:
-    """`cut`: tiles differ in length, because of causal or a window."""
+    """`cut`: tiles differ in length, because of causal or a window. `keys`: those a tile meets."""
     dim = hopper_width(head_dim)
     if page_size:
         return HOPPER_FORWARD_PAGED[dim]
-    is_short = seqlen_k <= (HOPPER_SHORT if cut or has_mask else HOPPER_SHORT_DENSE)
+    is_short = keys <= (HOPPER_SHORT if cut or has_mask else HOPPER_SHORT_DENSE)
     short = HOPPER_FORWARD_SHORT.get(dim) if is_short else None
     if has_mask:
         return short or HOPPER_FORWARD_MASK[dim]

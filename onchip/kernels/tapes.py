@@ -111,6 +111,13 @@ class _Recorder(TorchDispatchMode):
         self.launches: list[flat.Flat] = []
         self.is_complete = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch.compile never looks into a call of ours. To hide this from it, torch would import
+        all of it first: seconds of a process's second call.
+        """
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY or func in _ZEROS:

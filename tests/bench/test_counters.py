@@ -85,6 +85,7 @@ def test_the_watched_call_runs_twice(monkeypatch, backward):
 
 
 @pytest.mark.hopper
+@pytest.mark.alone
 @pytest.mark.skipif(counters.shutil.which("ncu") is None, reason="ncu is not installed")
 def test_a_forward_moves_each_tensor_once():
     from onchip.iomodel import question

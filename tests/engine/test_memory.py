@@ -79,6 +79,7 @@ def test_what_is_not_for_pages_is_counted(tiny, monkeypatch, graphs):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("max_num_seqs", [12, 300])
 def test_graphs_take_what_was_estimated(tiny, max_num_seqs):
     """Not more, but for what a driver takes at a time, nor so much that pages are missed."""
@@ -97,6 +98,7 @@ def test_graphs_take_what_was_estimated(tiny, max_num_seqs):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_gpu_is_used_as_far_as_it_was_said(tiny, eager):
     """The cache, its graphs and its steps stay within the share, and fill most of it."""

@@ -3,18 +3,43 @@
 import math
 
 import pytest
+import torch
 
+from onchip.iomodel import question
 from onchip.kernels.configs import (
     HOPPER_BACKWARD,
     HOPPER_GRADIENT,
     TRITON_CHUNK,
     TRITON_DECODE,
+    hopper_forward_of,
     paper_product_tiles,
     paper_sram,
     paper_v1_tiles,
     paper_v2_backward_tiles,
     paper_v2_tiles,
 )
+
+WIDE, NARROW = 3, 2  # consumers of a tile at head_dim 64
+
+
+@pytest.mark.parametrize(
+    ("options", "seqlen", "consumers"),
+    [
+        ({}, 4096, WIDE),
+        ({"causal": True}, 1024, NARROW),
+        ({"causal": True}, 1025, WIDE),
+        ({"window_size": (300, 200)}, 4096, NARROW),
+        ({"window_size": (832, 0)}, 4096, NARROW),  # a tile of 192 queries meets 1024 keys
+        ({"window_size": (833, 0)}, 4096, WIDE),
+        ({"window_size": (500, None), "causal": True}, 4096, NARROW),
+        ({"window_size": (500, None)}, 4096, WIDE),
+        ({"window_size": (None, 10)}, 4096, WIDE),
+    ],
+    ids=str,
+)
+def test_two_consumers_take_tiles_that_meet_few_keys(options, seqlen, consumers):
+    problem = question(seqlen, num_heads=4, head_dim=64, dtype=torch.bfloat16, **options)
+    assert hopper_forward_of(problem).consumers == consumers
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_BACKWARD)

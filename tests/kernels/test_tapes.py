@@ -3,6 +3,8 @@ real kernels are in test_tapes_triton.py, real launches in test_handles.py.
 """
 
 import gc
+import subprocess
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -90,6 +92,16 @@ def test_the_third_call_is_replayed(log, compute):
         assert addresses[:2] == (x.v.data_ptr(), result.out.data_ptr())
         assert result.out.shape == x.q.shape and result.lse.shape == (5,) and result.stats is None
     assert len({result.out.data_ptr() for result in results}) == 4
+
+
+def test_recording_does_not_wake_the_compiler():
+    """A dispatch mode may import torch._dynamo: seconds, for who compiles nothing."""
+    code = (
+        "import sys, torch; from onchip.kernels.tapes import _Recorder\n"
+        "with _Recorder([torch.ones(1)]) as recorder: torch.empty(3)\n"
+        "assert len(recorder.made) == 1 and 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_part_of_a_buffer_keeps_its_place(log, monkeypatch, compute):
