@@ -183,7 +183,9 @@ def test_without_a_gpu_one_sentence(capsys):
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_small_search(tmp_path, capsys):
+def test_a_small_search(tmp_path, capsys, monkeypatch):
+    """One row of one table: all of them are minutes of compiling."""
+    monkeypatch.setattr(tune, "tables", lambda capability: (TRITON._replace(lengths=(2048,)),))
     path = tmp_path / "tune.json"
     chosen = ["--kernel", "triton", "--pass", "forward", "--head-dims", "64"]
     assert main(["tune", "--quick", "--json", str(path), *chosen]) == 0
