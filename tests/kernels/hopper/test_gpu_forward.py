@@ -31,7 +31,7 @@ def test_lengths(dim, distribution, seqlen_q, seqlen_k, causal):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("window", [(200, 37), (3, 0), (0, 0), (None, 5), (1000, None)])
+@pytest.mark.parametrize("window", [(200, 37), (900, 40), (3, 0), (0, 0), (None, 5), (1000, None)])
 def test_windows(dim, window):
     assert_accurate(attend, *inputs(700, 1111, dim), window_size=window)
 
