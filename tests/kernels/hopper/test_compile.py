@@ -468,14 +468,15 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
         _starts_early(machine, kwargs)
 
 
-@pytest.mark.parametrize("rule, consumers", [("window", 3), ("few blocks", 2)])
+@pytest.mark.parametrize("rule, consumers", [("window", 3), ("some blocks", 3), ("few blocks", 2)])
 def test_strips_are_for_rows_that_have_much_in_common(launches, rule, consumers):
     from onchip.kernels.hopper.launch import forward
 
     n = 4096
     draw = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    few = (draw < 0.1).repeat_interleave(128, 2).repeat_interleave(128, 3)
-    rules = {"window": masks.window(300, 0), "few blocks": masks.dense(few)}
+    blocks = draw.repeat_interleave(128, 2).repeat_interleave(128, 3)
+    rules = {"window": masks.window(300, 0)}
+    rules |= {"some blocks": masks.dense(blocks < 0.15), "few blocks": masks.dense(blocks < 0.05)}
     x = Tensors(*ot.make_qkv(1, n, n, num_heads=1, head_dim=64, dtype=BF16))
     x = x._replace(mask=rules[rule].build(1, 1, n, n, "cpu"))
     forward(describe(x, Options()), x)
