@@ -116,14 +116,21 @@ class Problem(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     @property
+    def reach(self) -> Window:
+        """How far a query sees to the left and to the right: causal is a window that ends at the
+        query itself.
+        """
+        left, right = self.window_size
+        return left, 0 if self.causal else right
+
+    @property
     def visible_pairs(self) -> int:
         """(query, key) pairs of one batch entry and head that causal and window leave (a block mask
         is not counted).
         """
-        left, right = self.window_size
+        left, right = self.reach
         offset = self.seqlen_k - self.seqlen_q
         rows = torch.arange(self.seqlen_q)
-        right = 0 if self.causal else right  # causal is a window that ends at the query itself
         hi = torch.full_like(rows, self.seqlen_k) if right is None else rows + offset + right + 1
         lo = torch.zeros_like(rows) if left is None else rows + offset - left
         return int((hi.clamp(max=self.seqlen_k) - lo.clamp(min=0)).clamp(min=0).sum())
@@ -131,16 +138,16 @@ class Problem(NamedTuple):
     @property
     def seen_queries(self) -> int:
         """Queries of a sequence to which causal and window leave any key."""
-        right = 0 if self.causal else self.window_size[1]
-        reach = self.seqlen_q if right is None else self.seqlen_k + right
-        return min(self.seqlen_q, reach) if self.seqlen_k else 0
+        _, right = self.reach
+        most = self.seqlen_q if right is None else self.seqlen_k + right
+        return min(self.seqlen_q, most) if self.seqlen_k else 0
 
     @property
     def seen_keys(self) -> int:
         """Keys of a sequence that causal and window leave to any query."""
-        left = self.window_size[0]
-        reach = self.seqlen_k if left is None else self.seqlen_q + left
-        return min(self.seqlen_k, reach) if self.seqlen_q else 0
+        left, _ = self.reach
+        most = self.seqlen_k if left is None else self.seqlen_q + left
+        return min(self.seqlen_k, most) if self.seqlen_q else 0
 
     @property
     def flops(self) -> int:

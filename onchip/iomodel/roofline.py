@@ -305,8 +305,7 @@ def gradient_step(
 
 def steps(problem: Problem, own: int, tile: int, keys: bool = False) -> Tensor:
     """Tiles of the other side that each tile of `own` queries (keys: of own keys) sees."""
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
+    left, right = problem.reach
     length, other = problem.seqlen_q, problem.seqlen_k
     if keys:
         length, other, left, right = other, length, right, left

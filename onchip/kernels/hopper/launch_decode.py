@@ -40,8 +40,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
     if not x.k.numel():
         return without_keys(out, lse, x.sinks)
     width = hopper_width(problem.head_dim)
-    left, right = problem.window_size
-    right = 0 if problem.causal else right
+    left, right = problem.reach
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
     is_first = problem.beside is not None and not problem.beside.second
     all_programs = hopper_decode_programs(problem) * num_sms(out.device)

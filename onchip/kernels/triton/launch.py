@@ -141,15 +141,13 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
     """num_heads, group_size, total_q, total_k, left, right, scale_log2, softcap, keep_below,
     keep_scale, first_head.
     """
-    left, right = problem.window_size
     keep = 1.0 - problem.dropout_p
     return (
         problem.num_heads,
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
         _room(problem, k),
-        None if left is None else min(left, FAR),
-        0 if problem.causal else None if right is None else min(right, FAR),
+        *(None if side is None else min(side, FAR) for side in problem.reach),
         problem.softmax_scale * LOG2E,
         problem.softcap or None,
         round(keep * 2**32),
