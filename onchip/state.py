@@ -62,8 +62,9 @@ def resume(out: Tensor, lse: Tensor) -> State:
 def add_sink(state: State, sink: Tensor) -> State:
     """Fold in one more logit that has no value: it takes probability and gives nothing."""
     m = torch.maximum(state.m, sink)
-    alpha = torch.exp(state.m - m)
-    return State(m, state.l * alpha + torch.exp(sink - m), state.acc * alpha[..., None])
+    pivot = _pivot(m)
+    alpha = torch.exp(state.m - pivot)
+    return State(m, state.l * alpha + torch.exp(sink - pivot), state.acc * alpha[..., None])
 
 
 def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

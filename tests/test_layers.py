@@ -15,11 +15,15 @@ PACKAGE = Path(onchip.__file__).parent
 # split, because kernels may import their shared leaves but never one another.
 LAW = {
     "state": set(),
+    "machine": set(),
     "eightbit": set(),
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
-    "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel", "quant"},
+    "kernels": {
+        *("state", "masks", "problem", "kernels.leaf"),
+        *("eightbit", "iomodel", "quant", "machine"),
+    },
     "fold": {"state", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
@@ -47,7 +51,7 @@ LAW = {
         "explain",
         "models",
     },
-    "engine": {"kvcache", "models", "ops", "parallel", "problem"},
+    "engine": {"kvcache", "models", "ops", "parallel", "problem", "machine"},
     "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }

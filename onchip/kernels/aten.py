@@ -2,10 +2,12 @@
 blocks, over the keys they see.
 
 They are fast and have traps, each met here and tested in tests/kernels/test_aten.py: a row that
-sees no key returns lse = 0; seqlen 0 kills the process; is_causal is top-left; masks must be float;
-head_dim_v must equal head_dim; 16-bit results come back rounded (so fp32 partials and sinks are
-computed in fp32), with an lse that is up to 6.3e-5 off (so is an lse that is returned); the 16-bit
-backward sums dK and dV in 16 bits (so gradients are too).
+sees no key, or whose scores are all -inf by value, returns lse = 0; seqlen 0 kills the process;
+is_causal is top-left, and its -inf is multiplied with the scale (so scales are positive); masks
+must be float; head_dim_v must equal head_dim; 16-bit results come back rounded (so fp32 partials
+and sinks are computed in fp32), with an lse that is up to 6.3e-5 off (so is an lse that is
+returned); the 16-bit backward sums dK and dV in 16 bits (so gradients are too); 16-bit products
+take scalar loops on CPUs without instructions for them (so they are computed in fp32 there).
 """
 
 from functools import lru_cache
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip import machine
 from onchip.kernels.planes import Plane, planes
 from onchip.kernels.protocol import (
     Grads,
@@ -26,6 +29,7 @@ from onchip.kernels.protocol import (
     row_delta,
     sink_gradient,
 )
+from onchip.kernels.scores import grouped_matmul
 from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
 from onchip.problem import DeviceInfo, Problem, Tensors
@@ -34,6 +38,7 @@ from onchip.state import add_sink, finalize, resume
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _MASKED_CELLS = 1 << 22  # a float mask of at most 16 MB
+_LOWEST = -1e30  # below the logits of any row whose lse is 0
 _CALL_COST = 1 << 16  # a call costs 100 us beyond its cells: as many cells of one head
 
 
@@ -71,15 +76,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def forward(problem: Problem, x: Tensors) -> Result:
     if _is_bare(problem) and _is_whole(problem, x):
         q, k, v = x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2)
-        out, lse = _FORWARD(q, k, v, 0.0, problem.causal, scale=problem.softmax_scale)
+        out, lse = _call_forward(problem, q, k, v, problem.causal, None)
         return Result(out.transpose(1, 2), lse.contiguous())
     compute = _compute_dtype(problem)
     width = max(problem.head_dim, problem.head_dim_v)
     q, k, v = (_operand(t, compute, width) for t in x[:3])
+    q = q if problem.softmax_scale > 0 else q * _sign(problem)
     if _is_whole(problem, x):
-        out, lse = _FORWARD(
-            *_heads_first(q, k, v), 0.0, problem.causal, scale=problem.softmax_scale
-        )
+        out, lse = _call_forward(problem, *_heads_first(q, k, v), problem.causal, None)
         out, lse = _narrow(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
@@ -103,17 +107,47 @@ def _forward_plane(
             out[:, rows], lse[:, :, rows] = 0.0, -torch.inf
             continue
         mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
-        o, row_lse = _FORWARD(
-            q[:, :, rows],
-            gather_k(call),
-            gather_v(call),
-            0.0,
-            call.is_causal,
-            attn_mask=mask,
-            scale=problem.softmax_scale,
-        )
+        tile = q[:, :, rows], gather_k(call), gather_v(call)
+        o, row_lse = _call_forward(problem, *tile, call.is_causal, mask)
         out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
         lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
+
+
+def _call_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which is -inf for rows whose scores are all -inf."""
+    scale = _positive_scale(problem)
+    out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if not bool(lse.all()):
+        lse = _mark_empty(lse, q, k, scale, is_causal, mask)
+    return out, lse
+
+
+def _mark_empty(
+    lse: Tensor, q: Tensor, k: Tensor, scale: float, is_causal: bool, mask: Tensor | None
+) -> Tensor:
+    """lse with -inf in place of the 0 of rows whose visible scores are all -inf. Few rows have 0:
+    the scores of these are computed once more, since a single score of 0 gives it, too.
+    """
+    rows = (lse == 0).any(0).any(0).nonzero().flatten()
+    wide = accumulator_dtype(q.dtype)
+    s = grouped_matmul(q[:, :, rows].to(wide), k.to(wide).transpose(-1, -2)) * scale
+    if is_causal:
+        s = s.masked_fill(torch.arange(k.shape[2]) > rows[:, None], -torch.inf)
+    elif mask is not None:
+        s = s + mask[rows]
+    empty = (lse[:, :, rows] == 0) & (s.amax(-1) < _LOWEST)
+    return lse.index_copy(2, rows, lse[:, :, rows].masked_fill(empty, -torch.inf))
+
+
+def _sign(problem: Problem) -> float:
+    """What q is multiplied with, exactly, so that the kernel is given a positive scale."""
+    return float(problem.softmax_scale > 0) - float(problem.softmax_scale < 0)
+
+
+def _positive_scale(problem: Problem) -> float:
+    return abs(problem.softmax_scale) or 1.0
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,6 +162,9 @@ def backward(
     wide = accumulator_dtype(problem.dtype)
     width = max(problem.head_dim, problem.head_dim_v) + (dlse is not None)
     operands = [_operand(t, wide, width) for t in (*x[:3], out, dout)]
+    sign = _sign(problem)
+    if sign != 1.0:
+        operands[0] = operands[0] * sign
     if dlse is not None:
         # The kernel subtracts rowsum(out * dout) from dP; a column (out: -dlse, dout: 1) makes that
         # rowsum - dlse.
@@ -141,6 +178,8 @@ def backward(
         grads = [torch.zeros(*t.shape[:-1], width, dtype=wide) for t in x[:3]]
         for plane in planes(problem, x):
             _backward_plane(problem, plane, operands, safe_lse, grads)
+    if sign != 1.0:
+        grads[0] = grads[0] * sign
     dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
     dq, dk, dv = (
         _narrow(g, d).to(grad_dtype(problem)).contiguous() for g, d in zip(grads, dims, strict=True)
@@ -177,7 +216,7 @@ def _call_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, dout = operands
     return _BACKWARD(
-        dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=problem.softmax_scale
+        dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=_positive_scale(problem)
     )
 
 
@@ -189,12 +228,14 @@ def _is_bare(problem: Problem) -> bool:
         problem.head_dim == problem.head_dim_v
         and _compute_dtype(problem) == problem.dtype
         and not problem.has_sinks
+        and problem.softmax_scale > 0
     )
 
 
 def _compute_dtype(problem: Problem) -> torch.dtype:
     """Of the kernel's operands. A sink is folded in afterwards, before the one rounding."""
-    if problem.has_sinks or problem.return_lse:
+    slow = not machine.has_fast_matmul(problem.dtype)
+    if problem.has_sinks or problem.return_lse or slow:
         return accumulator_dtype(problem.dtype)
     return torch.promote_types(problem.dtype, problem.out_dtype)
 

@@ -129,13 +129,24 @@ def _attend(problem: Problem, x: Tensors, plane: Plane) -> tuple[Tensor, Tensor,
     scorer = Scorer(problem, x, plane)
     s, _ = scorer.scores(q, k, at)
     logits = s if x.sinks is None else _append_sink(s, plane, x.sinks)
-    lse = torch.logsumexp(logits, -1) if logits.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
-    pivot = lse.masked_fill(lse == -torch.inf, 0.0)
-    p = torch.exp(logits - pivot[..., None])
-    entropy = -(p * torch.where(p > 0, logits - pivot[..., None], 0.0)).sum(-1)
-    max_logit = s.amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
+    p, lse = _softmax(logits)
+    max_logit = s.detach().amax(-1) if s.shape[-1] else torch.full_like(lse, -torch.inf)
     out = grouped_matmul(scorer.dropped(p[..., : at.k1], at), v)
-    return out, lse, max_logit, entropy
+    return out, lse, max_logit, torch.special.entr(p.detach()).sum(-1)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(p, lse), 0 and -inf for a row without logits, or whose logits are all -inf. The maximum is
+    subtracted before lse is taken: lse - m is lost in the rounding of a large lse.
+    """
+    if not logits.shape[-1]:
+        return logits, logits.new_full(logits.shape[:-1], -torch.inf)
+    m = logits.detach().amax(-1, keepdim=True)
+    empty = m == -torch.inf
+    pivot = m.masked_fill(empty, 0.0)
+    p = torch.exp(logits - pivot)
+    l = p.sum(-1, keepdim=True).masked_fill(empty, 1.0)
+    return p / l, (pivot + torch.log(l)).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
 def _append_sink(s: Tensor, plane: Plane, sinks: Tensor) -> Tensor:

@@ -156,12 +156,9 @@ def finish_first(job, place, s, n, bits, hides, dtype: gl.constexpr):
     CUT: gl.constexpr = job.blocks.ON or shape.HAS_LEFT or shape.HAS_RIGHT
     if CUT or (n + 1) * cfg.TILE_N > place.seqlen_k:
         s = masked(job, place, s, n, bits, words_ahead(job, place, n, bits), hides)
-    m = gl.max(s, 1)
-    if job.blocks.ON:
-        m = job.scale.finite(m)
-    pivot = gl.where(m == float("-inf"), 0.0, m)
+    m = job.scale.finite(gl.max(s, 1))
     scale_log2 = job.scale.scale_log2
-    p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], cfg.POLY)
+    p = exp2(s * scale_log2 - (m * scale_log2)[:, None], cfg.POLY)
     return gl.convert_layout(p.to(dtype), cfg.P), m, lane_sums(p)
 
 
@@ -193,8 +190,7 @@ def finish_tile(pipes, job, place, s_next, acc_next, alpha, m, l, i, n, bits, hi
         pipes.baton.pass_on(C)
     s = job.scale.bend(s_next)
     s = masked(job, place, s, n, bits, words, hides)
-    # What a mask lists begins with a finite maximum.
-    p_wide, m, shrink = softmax(s, m, job, False if job.blocks.ON else hides)
+    p_wide, m, shrink = softmax(s, m, job)
     if cfg.HOLD:
         p_wide = hold(p_wide, cfg.HOLD)
     l = l * beside_lane_sums(shrink, l) + lane_sums(p_wide)
@@ -597,7 +593,7 @@ def pass_by(out, pipes, job, work, t, i, C: gl.constexpr):
     if out.MERGE:
         out.totals.wait_full(filling)
     else:
-        m = gl.full([64], float("-inf"), gl.float32, rows)
+        m = job.scale.finite(gl.full([64], float("-inf"), gl.float32, rows))
         finish_rows(out, job, work.place, (), m, gl.zeros([64], gl.float32, rows))
         store_out(out, job, work.place, gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O), C)
     if cfg.OUT_IN_Q:

@@ -44,6 +44,7 @@ from onchip.kernels.hopper.pipe import (
 from onchip.kernels.hopper.producer import Drawn, hand_out, hand_out_next
 from onchip.kernels.hopper.schedule import Blocks, Keys, Order, Shape, make_pages, visible
 from onchip.kernels.hopper.softmax import (
+    LOWEST,
     Scale,
     approximate,
     beside_lane_sums,
@@ -213,18 +214,15 @@ def _operand8(p, cfg):
 
 
 @gluon.jit
-def weigh(s, m, factor, MASKED: gl.constexpr, ROWS: gl.constexpr):
+def weigh(s, m, factor, ROWS: gl.constexpr):
     """(p * 2^LIFT, row maximum, factor for what was folded before) of products whose scores, in
     powers of two, are `factor` times as large: a number, or one for each of the ROWS.
     """
     m_new = gl.maximum(m, gl.max(s, 1) * factor)
-    pivot = m_new
-    if MASKED:
-        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
     if ROWS:
         factor = factor[:, None]
-    p = gl.exp2(s * factor - (pivot - LIFT)[:, None])
-    return p, m_new, gl.exp2(m - pivot)
+    p = gl.exp2(s * factor - (m_new - LIFT)[:, None])
+    return p, m_new, gl.exp2(m - m_new)
 
 
 @gluon.jit
@@ -322,7 +320,7 @@ def fold_tile(pipes, job, narrow, task, q, acc, m, l, unit, i, n, MASKED: gl.con
         col = n * cfg.TILE_N
         s = visible(job.shape, s, place.row, col, place.seqlen_q, place.seqlen_k, cfg.S)
     factor = gl.maximum(task.factor * scales.k, LEAST)
-    p, m, alpha = weigh(s, m, factor, MASKED, narrow.INTS)
+    p, m, alpha = weigh(s, m, factor, narrow.INTS)
     l = l * beside_lane_sums(alpha, l) + thread_sums(p)
     alpha = alpha * (unit * approximate("rcp", scales.v))
     pipes.v.wait_full(i)
@@ -352,7 +350,7 @@ def fold(pipes, job, narrow, task, mine, i, PARTS: gl.constexpr):
     """
     cfg = job.cfg
     acc = (gl.zeros([64, cfg.WIDTH], gl.float32, cfg.O),) * PARTS
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, cfg.S))
+    m = gl.full([64], LOWEST, gl.float32, gl.SliceLayout(1, cfg.S))
     l = thread_sums(gl.zeros([64, cfg.TILE_N], gl.float32, cfg.S))
     unit = 1.0
     if cfg.PINGPONG:

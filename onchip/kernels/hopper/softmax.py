@@ -36,8 +36,9 @@ class Scale:
 
     @gluon.jit
     def finite(self, m):
-        """Row maxima, of rows that have seen nothing the lowest one that is finite even as a logit:
-        who starts with it need not ask at every tile (4 instructions of 430).
+        """Row maxima; -inf becomes the lowest number that is finite even as a logit. A fold that
+        starts with it needs no test for -inf at every tile (4 instructions of 430): a score of
+        -inf, masked or by value, then has weight 0, and l = 0 marks a row without any other.
         """
         return gl.maximum(m, LOWEST / gl.maximum(self.scale_log2, 1.0))
 
@@ -90,21 +91,18 @@ def approximate(name: gl.constexpr, x):
 
 
 @gluon.jit
-def softmax(s, m, job, MASKED: gl.constexpr):
-    """(p, row maximum, factor for what was folded before), in the units of s. MASKED: of rows that
-    have seen nothing, m may be -inf. "stale": the maximum follows only when it is left behind by
-    more than 2^STALE (v4); p may then be as large, and where one key has nearly all the weight, p
-    is no longer the 1 that 16 bits hold exactly.
+def softmax(s, m, job):
+    """(p, row maximum, factor for what was folded before), in the units of s; m is finite. "stale":
+    the maximum follows only when it is left behind by more than 2^STALE (v4); p may then be as
+    large, and where one key has nearly all the weight, p is no longer the 1 that 16 bits hold
+    exactly.
     """
     scale_log2 = job.scale.scale_log2
     m_new = gl.maximum(m, gl.max(s, 1))
     if job.cfg.RESCALE == "stale":
         m_new = gl.where((m_new - m) * scale_log2 > STALE, m_new, m)
-    pivot = m_new
-    if MASKED:
-        pivot = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m - pivot) * scale_log2)
-    p = exp2(s * scale_log2 - (pivot * scale_log2)[:, None], job.cfg.POLY)
+    alpha = gl.exp2((m - m_new) * scale_log2)
+    p = exp2(s * scale_log2 - (m_new * scale_log2)[:, None], job.cfg.POLY)
     return p, m_new, alpha
 
 

@@ -58,6 +58,7 @@ from onchip.kernels.triton.tile import (
     empty_state,
     fold_tile,
     matrix,
+    max_logit,
     rounded,
     scores,
     visible,
@@ -177,13 +178,13 @@ def store_result(
     token = tl.cast(at.entry, tl.int64) * total_q + at.start_q + rows.i
     place = (tl.cast(at.entry, tl.int64) * num_heads + rows.h) * total_q + at.start_q + rows.i
     if results.stats is not None:
-        tl.store(results.stats + place, state.m * LN2, mask=rows.exist)
+        tl.store(results.stats + place, max_logit(state), mask=rows.exist)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + rows.h, mask=rows.exist, other=0.0)
         state = add_sink(state, sink.to(tl.float32) * LOG2E)
     m, l, acc, w = state
     tl.store(results.lse + place, (m + tl.log2(l)) * LN2, mask=rows.exist)
-    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0 and m = -inf
+    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0
     if results.stats is not None:
         entropy = (tl.log2(l) - w / l) * LN2
         tl.store(results.stats + results.stride_stats + place, entropy, mask=rows.exist)
@@ -328,11 +329,11 @@ def decode_kernel(
         s = tl.where(seen, s, float("-inf"))
         if EIGHT:
             state, acc_odd = fold_words(
-                state, acc_odd, s, v, v_scale, scale, q.even.dtype, MASKED, stats_ptr is not None,
+                state, acc_odd, s, v, v_scale, scale, q.even.dtype, stats_ptr is not None,
                 E4M3, PTX,
             )  # fmt: skip
         else:
-            state = fold_tile(state, s, v, None, scale, MASKED, stats_ptr is not None)
+            state = fold_tile(state, s, v, None, scale, stats_ptr is not None)
     if EIGHT:
         state = whole(state, acc_odd)
 

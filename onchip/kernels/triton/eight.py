@@ -110,14 +110,14 @@ def products(q, words, scale, E4M3: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def fold_words(
-    state, acc_odd, s, words, scale, unit, DTYPE: tl.constexpr, EMPTY_ROWS: tl.constexpr,
-    STATS: tl.constexpr, E4M3: tl.constexpr, PTX: tl.constexpr,
+    state, acc_odd, s, words, scale, unit, DTYPE: tl.constexpr, STATS: tl.constexpr,
+    E4M3: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """tile.fold_tile for a tile of 8-bit values: the state, whose acc has the even elements, and
     the odd ones. p times a scale could be too small for fp16, so that the largest scale of the tile
     waits outside of the product.
     """
-    state, p, alpha = weigh(state, s, unit, EMPTY_ROWS, STATS)
+    state, p, alpha = weigh(state, s, unit, STATS)
     m, l, acc, w = state
     top = tl.max(scale, 0)
     top = tl.where(top > 0, top, 1.0)

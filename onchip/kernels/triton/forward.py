@@ -25,6 +25,7 @@ from onchip.kernels.triton.tile import (
     load_tile,
     masked_tile,
     matrix,
+    max_logit,
     plane_of,
     program_place,
     result_matrix,
@@ -90,7 +91,7 @@ def forward_kernel(
         s = dot(q, tl.trans(k), None)
         s, _ = scores(score, s, at, i, (n + keys)[None, :], LINEAR)
         keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
-        state = fold_tile(state, s, v, keep, unit, bias_ptr is not None, stats_ptr is not None)
+        state = fold_tile(state, s, v, keep, unit, stats_ptr is not None)
     for t in range(walk.num_masked):  # tiles cut by the diagonal, the window, the mask or the end
         n, bits = masked_tile(walk, lists, t, TILE_N)
         k = load_tile(k_ptr, n, at.seqlen_k, row_k, HEAD_DIM, TILE_N, PAD_DIM, True)
@@ -101,17 +102,17 @@ def forward_kernel(
         seen = visible(at, band, lists, bits, i, (n + keys)[None, :], n, inside, TILE_N)
         s = tl.where(seen, s, float("-inf"))
         keep = kept(dropout, at, rows, n, TILE_M, TILE_N, False) if seed is not None else None
-        state = fold_tile(state, s, v, keep, unit, True, stats_ptr is not None)
+        state = fold_tile(state, s, v, keep, unit, stats_ptr is not None)
 
     first = row_offset(at, h, num_heads, total_q)
     inside = rows < at.seqlen_q
     if stats_ptr is not None:
-        tl.store(stats_ptr + first + rows, state.m * LN2, mask=inside)
+        tl.store(stats_ptr + first + rows, max_logit(state), mask=inside)
     if sinks_ptr is not None:
         state = add_sink(state, tl.load(sinks_ptr + h).to(tl.float32) * LOG2E)
     m, l, acc, w = state
     tl.store(lse_ptr + first + rows, (m + tl.log2(l)) * LN2, mask=inside)
-    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0 and m = -inf
+    l = tl.where(l == 0, 1.0, l)  # such a row has seen nothing: acc = 0
     if stats_ptr is not None:
         tl.store(stats_ptr + stride_stats + first + rows, (tl.log2(l) - w / l) * LN2, mask=inside)
     out_ptr = result_matrix(out_ptr, at.entry, at.start_q, h, total_q, num_heads, HEAD_DIM_V)

@@ -19,6 +19,7 @@ BLOCK = tl.constexpr(_BLOCK)
 WORDS = tl.constexpr(_WORDS)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4e38)  # finite, and any sum with it is, too
 FULL = tl.constexpr(-1)  # in the place of a bit tile: the whole block is visible
 EMPTY = tl.constexpr(-2)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -118,8 +119,17 @@ class State(NamedTuple):
 
 @triton.jit
 def empty_state(TILE_M: tl.constexpr, PAD_DIM_V: tl.constexpr):
+    """m starts at LOWEST, not at -inf: a row may go on without any key, or with scores that are all
+    -inf by value, and -inf - -inf would be NaN. l = 0 marks such a row to the end.
+    """
     zeros = tl.zeros([TILE_M], tl.float32)
-    return State(zeros - float("inf"), zeros, tl.zeros([TILE_M, PAD_DIM_V], tl.float32), zeros)
+    return State(zeros + LOWEST, zeros, tl.zeros([TILE_M, PAD_DIM_V], tl.float32), zeros)
+
+
+@triton.jit
+def max_logit(state):
+    """In natural units; -inf of a row without keys."""
+    return tl.where(state.l > 0, state.m * LN2, float("-inf"))
 
 
 @triton.jit
@@ -506,11 +516,11 @@ def _philox(dropout, quads, rows, b, shape: tl.constexpr):
 
 
 @triton.jit
-def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.constexpr):
+def fold_tile(state, s, v, keep, unit, STATS: tl.constexpr):
     """The state after one more tile of keys: s (TILE_M, TILE_N), -inf where masked, times `unit` is
-    the score; v (TILE_N, dim). Only with EMPTY_ROWS may a row have seen no key yet.
+    the score; v (TILE_N, dim).
     """
-    state, p, alpha = weigh(state, s, unit, EMPTY_ROWS, STATS)
+    state, p, alpha = weigh(state, s, unit, STATS)
     m, l, acc, w = state
     if keep is not None:
         p = tl.where(keep, p, 0.0)
@@ -519,20 +529,17 @@ def fold_tile(state, s, v, keep, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.const
 
 
 @triton.jit
-def weigh(state, s, unit, EMPTY_ROWS: tl.constexpr, STATS: tl.constexpr):
+def weigh(state, s, unit, STATS: tl.constexpr):
     """What fold_tile does before it meets v: the state but for acc, p, and the factor alpha that
     acc is to be multiplied with.
     """
     m, l, acc, w = state
     m_new = tl.maximum(m, tl.max(s, 1) * unit)
-    pivot = m_new
-    if EMPTY_ROWS:
-        pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m - pivot)
-    p = tl.exp2(s * unit - pivot[:, None])
+    alpha = tl.exp2(m - m_new)
+    p = tl.exp2(s * unit - m_new[:, None])
     if STATS:
-        shift = tl.where(l > 0, m - pivot, 0.0)
-        below = tl.where(p > 0, p * (s * unit - pivot[:, None]), 0.0)
+        shift = tl.where(l > 0, m - m_new, 0.0)
+        below = tl.where(p > 0, p * (s * unit - m_new[:, None]), 0.0)
         w = (w + l * shift) * alpha + tl.sum(below, 1)
     l = l * alpha + tl.sum(p, 1)
     return State(m_new, l, acc, w), p, alpha
@@ -543,10 +550,9 @@ def add_sink(state, sink):
     """One more logit that has no value, in log2 units."""
     m, l, acc, w = state
     m_new = tl.maximum(m, sink)
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, p = tl.exp2(m - pivot), tl.exp2(sink - pivot)
-    shift = tl.where(l > 0, m - pivot, 0.0)
-    below = tl.where(p > 0, p * (sink - pivot), 0.0)
+    alpha, p = tl.exp2(m - m_new), tl.exp2(sink - m_new)
+    shift = tl.where(l > 0, m - m_new, 0.0)
+    below = tl.where(p > 0, p * (sink - m_new), 0.0)
     return State(m_new, l * alpha + p, acc * alpha[:, None], (w + l * shift) * alpha + below)
 
 
