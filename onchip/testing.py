@@ -21,7 +21,7 @@ lse, stats  within 1e-5 of max(1, max|ref|), fp64 1e-12; infinities in the same 
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -501,21 +501,22 @@ def assert_accurate(
     k: Tensor,
     v: Tensor,
     *,
-    grad: bool = False,
+    grad: bool | Collection[str] = False,
     **options,
 ) -> Report:
     """Hold `attention(q, k, v, **options)` to the rule; AssertionError with the table if it fails.
 
     attention returns `out`, `(out, lse)`, `(out, lse, stats)` or `(out, stats)`; its result may be
     given in its place. grad=True also judges dq, dk, dv (and dbias, dsinks if those require a
-    gradient) for a random dout, and a random dlse if the lse returned is differentiable.
+    gradient) for a random dout, and a random dlse if the lse returned is differentiable; names,
+    such as ("k", "sinks"), choose the inputs that require one.
     """
     leaves = _leaves(q, k, v, options, None, grad)
     if callable(attention):
         others = {**options, **{name: leaves[name] for name in leaves if name in options}}
         attention = attention(leaves["q"], leaves["k"], leaves["v"], **others)
     out, lse, rows = _unpack(attention)
-    dout, dlse = _cotangents(out, lse, q.dtype) if grad else (None, None)
+    dout, dlse = _cotangents(out, lse, q.dtype) if out.requires_grad else (None, None)
     asked = {name: x for name, x in options.items() if name not in CARRIED}
     yardsticks = _yardsticks(q, k, v, asked, out, dout, dlse)
     got = {"out": out, **rows, **_gradients(leaves, out, lse, dout, dlse)}
@@ -525,13 +526,19 @@ def assert_accurate(
     return report
 
 
-def _leaves(q, k, v, options: dict, dtype: torch.dtype | None, grad: bool) -> dict[str, Tensor]:
-    """The tensors to differentiate by, detached with their strides, in dtype if one is given."""
+def _leaves(
+    q, k, v, options: dict, dtype: torch.dtype | None, grad: bool | Collection[str]
+) -> dict[str, Tensor]:
+    """q, k, v and what else may require a gradient, detached with their strides, in dtype if one is
+    given; leaves are those that `grad` names.
+    """
     named = {"q": q, "k": k, "v": v}
     for name in ("bias", "sinks"):
         if options.get(name) is not None and options[name].requires_grad:
             named[name] = options[name]
-    return {name: x.detach().to(dtype or x.dtype).requires_grad_(grad) for name, x in named.items()}
+    wanted = grad if not isinstance(grad, bool) else tuple(named) if grad else ()
+    detached = {name: x.detach().to(dtype or x.dtype) for name, x in named.items()}
+    return {name: x.requires_grad_(name in wanted) for name, x in detached.items()}
 
 
 def _unpack(result) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
@@ -565,9 +572,11 @@ def _gradients(leaves: dict, out: Tensor, lse: Tensor | None, dout, dlse) -> dic
     outputs, cotangents = [out], [dout.to(out)]
     if dlse is not None:
         outputs, cotangents = [out, lse], [dout.to(out), dlse.to(lse)]
-    inputs = list(leaves.values())
-    grads = torch.autograd.grad(outputs, inputs, cotangents, materialize_grads=True)
-    return {f"d{name}": x.detach() for name, x in zip(leaves, grads, strict=True)}
+    inputs = {name: x for name, x in leaves.items() if x.requires_grad}
+    grads = torch.autograd.grad(
+        outputs, list(inputs.values()), cotangents, materialize_grads=True
+    )
+    return {f"d{name}": x.detach() for name, x in zip(inputs, grads, strict=True)}
 
 
 def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:

@@ -99,7 +99,7 @@ def _forward_plane(
 ) -> None:
     q, k, v = _heads_first(plane.of_queries(qkv[0]), *map(plane.of_keys, qkv[1:]))
     out, lse = plane.of_queries(out), plane.of_rows(lse)
-    calls = _calls(plane.visibility, q.shape[0] * q.shape[1])
+    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         rows = slice(call.q0, call.q1)
@@ -196,7 +196,7 @@ def _backward_plane(
     q, out, dout, dq = _heads_first(*map(plane.of_queries, (operands[0], *operands[3:], grads[0])))
     k, v, dk, dv = _heads_first(*map(plane.of_keys, (*operands[1:3], *grads[1:])))
     lse = plane.of_rows(lse)
-    calls = _calls(plane.visibility, q.shape[0] * q.shape[1])
+    calls = _calls(plane.visibility, max(1, q.shape[0] * q.shape[1]))
     gather_k, gather_v = _Gather(k, calls), _Gather(v, calls)
     for call in calls:
         if not call.spans:

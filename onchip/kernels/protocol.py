@@ -82,8 +82,9 @@ def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """dsinks (heads): a sink is a key with probability exp(sink - lse) and value zero, so its
-    score's gradient is -p * delta.
+    score's gradient is -p * delta. Where lse is -inf, the sink is, too, and p = 0.
     """
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
     per_row = -torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta
     return per_row.sum(-1) if per_row.dim() == 2 else per_row.sum((0, 2))
 

@@ -82,7 +82,9 @@ def _with_sink(state: State, weighted: Tensor | None, sinks: Tensor) -> tuple[St
     sink = sinks.to(state.m.dtype)[:, None]
     new = add_sink(state, sink)
     if weighted is not None:
-        weighted = weighted * torch.exp(state.m - new.m) + sink * torch.exp(sink - new.m)
+        pivot = new.m.masked_fill(new.m == -torch.inf, 0.0)
+        p = torch.exp(sink - pivot)
+        weighted = weighted * torch.exp(state.m - pivot) + p * sink.masked_fill(p == 0, 0.0)
     return new, weighted
 
 
