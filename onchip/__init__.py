@@ -12,10 +12,11 @@ from onchip.ops import (
     paged_attention,
     varlen_attention,
 )
-from onchip.problem import UnsupportedError, checks
+from onchip.problem import LayoutWarning, UnsupportedError, checks
 
 __version__ = "0.1.0"
 __all__ = [
+    "LayoutWarning",
     "UnsupportedError",
     "attention",
     "attention_weights",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip import paged
+from onchip.arguments import refuse_unknown
 from onchip.dispatch import Plan, kernel_module, plan
 from onchip.fold import cascade
 from onchip.iomodel import prefixes
@@ -33,10 +34,11 @@ from onchip.kernels.configs import (
     hopper_decode_programs,
 )
 from onchip.kernels.protocol import accumulator_dtype
-from onchip.ops import Extras, Packing, pose
+from onchip.ops import Extras, Packing, attention, paged_attention, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
+_OPTIONS = {*attention.__kwdefaults__, *paged_attention.__kwdefaults__, "plan"}
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
 
@@ -196,6 +198,9 @@ def explain(
     packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
     "B200", what such a device would do, wherever the tensors are.
     """
+    unknown = {name: x for name, x in options.items() if name not in _OPTIONS}
+    if unknown:
+        refuse_unknown("explain", unknown, dict.fromkeys(_OPTIONS))
     there = _named(on)
     if page_table is not None or cache_seqlens is not None:
         if cu_seqlens_k is not None or max_seqlen_k is not None:

@@ -3,12 +3,13 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
 
 from onchip import library, masks, paged
+from onchip.arguments import as_int, as_ints, check_flag, refuse_unknown
 from onchip.dispatch import kernel_module, settled
 from onchip.dispatch import plan as dispatch
 from onchip.fold import cascade, offload
@@ -56,6 +57,7 @@ def attention(
     precise_delta: bool = False,
     precision: str | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple:
     """softmax(softmax_scale * q k^T, masked) v in one pass over k and v.
 
@@ -78,6 +80,8 @@ def attention(
     a kernel for it and gains by it (8k keys to a query), None elsewhere.
     kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
     """
+    if unknown:
+        refuse_unknown("attention", unknown, attention.__kwdefaults__)
     options = Options(
         causal,
         window_size,
@@ -120,6 +124,7 @@ def varlen_attention(
     precise_delta: bool = False,
     precision: str | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple:
     """attention() over sequences packed one after another: sequence b holds rows cu_seqlens[b] to
     cu_seqlens[b + 1].
@@ -128,6 +133,8 @@ def varlen_attention(
     head_dim_v); cu_seqlens: int32 (batch + 1,). causal, window and ALiBi count positions inside
     each sequence, aligned bottom-right. lse: (heads, total_q).
     """
+    if unknown:
+        refuse_unknown("varlen_attention", unknown, varlen_attention.__kwdefaults__)
     options = Options(
         causal,
         window_size,
@@ -170,6 +177,7 @@ def paged_attention(
     deterministic: bool = False,
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple:
     """attention() of new queries over keys that lie in pages: decode, chunked prefill,
     verification.
@@ -188,6 +196,8 @@ def paged_attention(
     those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
     rest of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
     """
+    if unknown:
+        refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
     options = Options(
         causal,
         window_size,
@@ -233,6 +243,7 @@ def cascade_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """paged_attention() in which pages that several sequences begin with are read once for all of
     them, where a model of time (`onchip.iomodel.prefixes`) says that this wins.
@@ -241,8 +252,11 @@ def cascade_attention(
     device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,
     for queries that are packed with cu_seqlens_q.
     """
+    if unknown:
+        refuse_unknown("cascade_attention", unknown, cascade_attention.__kwdefaults__)
     if plan is not None and cu_seqlens_q is not None:
         raise ValueError("the plan holds the lengths of the queries: give plan or cu_seqlens_q")
+    check_flag("return_lse", return_lse)
     for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_tensor(name, t)
     q = paged.lowered(q, k_pages)
@@ -333,6 +347,7 @@ def offload_attention(
     out_dtype: torch.dtype | None = None,
     segment_bytes: int | None = None,
     kernel: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """attention() over keys and values that stay in host memory or on disk, streamed to q's device
     in segments of at most segment_bytes; two of them are there at a time.
@@ -340,6 +355,12 @@ def offload_attention(
     source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
     of `onchip.fold`. No gradient.
     """
+    if unknown:
+        refuse_unknown("offload_attention", unknown, offload_attention.__kwdefaults__)
+    check_flag("causal", causal)
+    check_flag("return_lse", return_lse)
+    if segment_bytes is not None:
+        segment_bytes = as_int("segment_bytes", segment_bytes, 1)
     if isinstance(source, tuple | list):
         source = offload.Offloaded(*source)
     options = {"causal": causal, "window_size": window_size, "sinks": sinks}
@@ -349,7 +370,9 @@ def offload_attention(
     return (out, lse) if return_lse else out
 
 
-def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_states(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], **unknown: Never
+) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint sets of keys, from attention over each: (out, lse) of
     the same queries.
 
@@ -357,6 +380,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     out comes back in the dtype of outs[0]. Differentiable in all of them. A row that saw no key
     anywhere stays out = 0, lse = -inf.
     """
+    if unknown:
+        refuse_unknown("merge_states", unknown, {"outs": None, "lses": None})
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(
@@ -389,6 +414,7 @@ def attention_weights(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """The probabilities of chosen query rows, (batch, heads, len(rows), seqlen_k), from the lse of
     attention(..., return_lse=True).
@@ -396,11 +422,13 @@ def attention_weights(
     O(len(rows) * seqlen_k) time and memory. Give the options of the call that made lse; sinks are
     in lse already.
     """
+    if unknown:
+        refuse_unknown("attention_weights", unknown, attention_weights.__kwdefaults__)
     options = Options(causal, window_size, softmax_scale, softcap)
     (problem, _), x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
-    chosen = torch.as_tensor(rows, dtype=torch.int64, device="cpu").tolist()
+    chosen = as_ints("rows", rows)
     for row in chosen:
-        if not 0 <= row < problem.seqlen_q:
+        if row >= problem.seqlen_q:
             raise ValueError(f"row {row} is not in [0, seqlen_q={problem.seqlen_q})")
     expected = (problem.batch, problem.num_heads, problem.seqlen_q)
     if tuple(lse.shape) != expected:

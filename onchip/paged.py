@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip import eightbit, masks
+from onchip.arguments import as_int
 from onchip.kernels.protocol import Result, Stats, accumulator_dtype, empty_result
 from onchip.problem import (
     Options,
@@ -18,7 +19,6 @@ from onchip.problem import (
     check_agreement,
     check_extras,
     check_layout,
-    check_max_seqlen,
     check_offsets_tensor,
     check_options,
     check_places_and_shapes,
@@ -101,8 +101,7 @@ def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
         return x.q.shape[0], x.q.shape[1]
     check_layout("q", x.q, 3, "(total_q, heads, head_dim)")
     check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
-    check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    return x.cu_seqlens_q.shape[0] - 1, max_seqlen_q
+    return x.cu_seqlens_q.shape[0] - 1, as_int("max_seqlen_q", max_seqlen_q)
 
 
 def _check_pages(x: Tensors, batch: int) -> None:

@@ -4,15 +4,18 @@ itself again.
 
 import math
 import threading
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from onchip.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
 
@@ -281,6 +284,9 @@ class Options(NamedTuple):
     precision: str | None = None
 
 
+FLAGS = ("causal", "return_stats", "deterministic", "precise_delta", "return_lse")
+
+
 class Question(NamedTuple):
     """A Problem as it was posed. Calls alike, with the same options and with tensors of the same
     shapes, strides, dtypes and devices, share one Question and what is known about it: see
@@ -376,9 +382,10 @@ def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) ->
     *rows_q, num_heads, head_dim = q.shape
     *rows_k, num_kv_heads, _ = k.shape
     if max_seqlens:
-        batch, (seqlen_q, seqlen_k) = check_packing(x, max_seqlens), max_seqlens
+        batch, seqlen_q, seqlen_k = check_packing(x, max_seqlens)
     else:
         batch, seqlen_q, seqlen_k = *rows_q, rows_k[1]
+        warn_of_layout(q, k)
     scale, out_dtype = options.softmax_scale, options.out_dtype or q.dtype
     problem = Problem(
         batch,
@@ -418,6 +425,38 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
     check_agreement(q, k, v)
     if rank == 4 and q.shape[0] != k.shape[0]:
         raise ValueError(f"q has batch {q.shape[0]}, k and v have batch {k.shape[0]}")
+
+
+class LayoutWarning(UserWarning):
+    """q, k and v look as if heads came before the sequence, as torch's own attention has them."""
+
+
+HEADS_FIRST = (
+    "do q, k and v lie as (batch, heads, seqlen, head_dim), as scaled_dot_product_attention takes"
+    " them? attention() takes (batch, seqlen, heads, head_dim): pass q.transpose(1, 2),"
+    " k.transpose(1, 2), v.transpose(1, 2), and transpose the result; views, no copies"
+)
+MOST_HEADS = 128  # of a model; longer sequences are common
+_layout_warned = False
+
+
+def looks_heads_first(q: Tensor, k: Tensor) -> bool:
+    """Whether a call has as many heads as a sequence has tokens, over sequences as short as models
+    have heads.
+    """
+    if not q.dim() == k.dim() == 4:
+        return False
+    return q.shape[2] > MOST_HEADS >= max(q.shape[1], k.shape[1]) and q.shape[1] > 1
+
+
+def warn_of_layout(q: Tensor, k: Tensor) -> None:
+    """LayoutWarning, once a process. Not under a compiler, where lengths may be symbols."""
+    global _layout_warned
+    if _layout_warned or not is_eager(q) or not looks_heads_first(q, k):
+        return
+    _layout_warned = True
+    shape = "batch {}, seqlen {}, heads {}, head_dim {}".format(*q.shape)
+    warnings.warn(f"q has {shape}: {HEADS_FIRST}.", LayoutWarning, stacklevel=6)
 
 
 def check_tensor(name: str, t: object) -> None:
@@ -482,11 +521,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
         raise ValueError(f"{head_dim=} and {head_dim_v=} must lie between 1 and {MAX_HEAD_DIM}")
     if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}")
+        hint = f" ({HEADS_FIRST})" if looks_heads_first(q, k) else ""
+        raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}{hint}")
 
 
-def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> int:
-    """The batch of a packed call; the values inside cu_seqlens are checked by check_values."""
+def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> tuple[int, int, int]:
+    """(batch, seqlen_q, seqlen_k) of a packed call; the values inside cu_seqlens are checked by
+    check_values.
+    """
     check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
     check_offsets_tensor("cu_seqlens_k", x.cu_seqlens_k, x.q)
     if x.cu_seqlens_q.shape != x.cu_seqlens_k.shape:
@@ -494,9 +536,9 @@ def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> int:
             f"cu_seqlens_q and cu_seqlens_k must be equally long, got"
             f" {x.cu_seqlens_q.shape[0]} and {x.cu_seqlens_k.shape[0]}"
         )
-    for name, length in zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True):
-        check_max_seqlen(name, length)
-    return x.cu_seqlens_q.shape[0] - 1
+    longest_q, longest_k = max_seqlens
+    lengths = as_int("max_seqlen_q", longest_q), as_int("max_seqlen_k", longest_k)
+    return x.cu_seqlens_q.shape[0] - 1, *lengths
 
 
 def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
@@ -508,12 +550,9 @@ def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{name} is on {cu.device}, q is on {q.device}")
 
 
-def check_max_seqlen(name: str, length: int) -> None:
-    if isinstance(length, (bool, float, Tensor)) or length < 0:
-        raise ValueError(f"{name} must be a non-negative int, got {length!r}")
-
-
 def check_options(options: Options, q: Tensor) -> None:
+    for name in FLAGS:
+        check_flag(name, getattr(options, name))
     scale, softcap, dropout_p = options.softmax_scale, options.softcap, options.dropout_p
     if scale is not None and not _is_finite(scale):
         raise ValueError(f"softmax_scale={scale} must be a finite number")
@@ -596,27 +635,46 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and -math.inf < x < math.inf
+    number = isinstance(x, (int, float)) or isinstance(x, Real)  # Real: the floats of numpy
+    return number and not isinstance(x, bool) and -math.inf < x < math.inf
 
 
 class checks:
     """Whether *values* (cu_seqlens, page ids, lengths) on a GPU are checked, at the price of a
     synchronisation. CPU values always are.
 
-    A switch (`onchip.checks(True)`) and a context manager (`with onchip.checks(True): ...`).
+    A switch (`onchip.checks(True)`) and a context manager (`with onchip.checks(True): ...`), for
+    all threads. The latest one counts that is still open: contexts of several threads may end in
+    any order.
     """
 
     enabled = False
+    _open: tuple["checks", ...] = ()
 
     def __init__(self, enabled: bool):
-        self._before = checks.enabled
-        checks.enabled = bool(enabled)
+        check_flag("enabled", enabled)
+        self._wanted, self._entered = enabled, False
+        with _lock:
+            checks._settle((*checks._open, self))
 
     def __enter__(self) -> "checks":
+        self._entered = True
         return self
 
     def __exit__(self, *exc: object) -> None:
-        checks.enabled = self._before
+        with _lock:
+            checks._settle(tuple(x for x in checks._open if x is not self))
+
+    @classmethod
+    def _settle(cls, still_open: tuple["checks", ...]) -> None:
+        """Switches are never closed: of many, the oldest are dropped."""
+        switches = [x for x in still_open if not x._entered]
+        dropped = switches[:-MAX_SWITCHES]
+        cls._open = tuple(x for x in still_open if x not in dropped)
+        cls.enabled = bool(cls._open) and cls._open[-1]._wanted
+
+
+MAX_SWITCHES = 64
 
 
 def check_values(problem: Problem, x: Tensors) -> None:

@@ -16,9 +16,10 @@ PACKAGE = Path(onchip.__file__).parent
 LAW = {
     "state": set(),
     "machine": set(),
+    "arguments": set(),
     "eightbit": set(),
     "masks": set(),
-    "problem": {"masks"},
+    "problem": {"masks", "arguments"},
     "kernels.leaf": {"state", "masks", "problem"},
     "kernels": {
         *("state", "masks", "problem", "kernels.leaf"),
@@ -26,13 +27,15 @@ LAW = {
     },
     "fold": {"state", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
-    "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
+    "paged": {"problem", "masks", "kernels.leaf", "eightbit", "arguments"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
     "ops": {
         *("state", "masks", "problem", "kernels.leaf", "iomodel", "fold"),
-        *("dispatch", "library", "paged"),
+        *("dispatch", "library", "paged", "arguments"),
     },
-    "explain": {"problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops"},
+    "explain": {
+        *("problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops", "arguments"),
+    },
     "testing": {"state", "masks", "problem"},
     "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
     "quant": {"state", "masks", "problem"},
