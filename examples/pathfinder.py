@@ -27,6 +27,7 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
 
 import onchip
+from onchip.machine import has_fast_matmul
 from onchip.models.rotary import rotate
 
 ENOUGH = 0.95
@@ -100,9 +101,15 @@ def sparse_mask(size: int, device: torch.device) -> onchip.masks.BlockMask:
     return onchip.masks.build(onchip.masks.butterfly(), 1, 1, size * size, size * size, device)
 
 
+def autocast(kind: str) -> torch.autocast:
+    """bf16, but on CPUs that have no instructions for it."""
+    fast = kind != "cpu" or has_fast_matmul(torch.bfloat16)
+    return torch.autocast(kind, torch.bfloat16, enabled=fast)
+
+
 def loss_of(model: Pixels, scene: Scene, mask: Any, hint: float = 0.0) -> Tensor:
     """Of the labels, and `hint` times that of the marks of lit pixels."""
-    with torch.autocast(scene.images.device.type, torch.bfloat16):
+    with autocast(scene.images.device.type):
         logits, marks = model(scene.images, mask)
     loss = F.binary_cross_entropy_with_logits(logits.float(), scene.labels.float())
     lit, marked = scene.images.flatten(1), scene.marked.flatten(1)
@@ -120,7 +127,7 @@ def held_out(size: int, count: int, device: torch.device) -> list[Scene]:
 def accuracy(model: Pixels, scenes: list[Scene], mask: Any) -> float:
     right = []
     for images, labels, *_ in scenes:
-        with torch.autocast(images.device.type, torch.bfloat16):
+        with autocast(images.device.type):
             logits, _ = model(images, mask)
         right.append((logits > 0) == labels.bool())
     return torch.cat(right).double().mean().item()

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from onchip import LLM, SamplingParams
 from onchip.engine.tokenizer import ByteTokenizer
+from onchip.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
 from onchip.models import save as save_folder
 
+CPU_HAS_BF16 = has_fast_matmul(torch.bfloat16)  # elsewhere a step in bf16 takes minutes
 TOLD = 10  # steps between two looks at the loss: the host does not wait for every one
 PROMPTS = ("In the beginning ", "And the LORD said unto ", "Blessed are the ")
 
@@ -75,7 +77,8 @@ SIZES = {
 
 
 def loss_of(model: Decoder, batch: Batch, context: int, reduction: str = "mean") -> Tensor:
-    with torch.autocast(batch.tokens.device.type, torch.bfloat16):
+    device = batch.tokens.device.type
+    with torch.autocast(device, torch.bfloat16, enabled=device != "cpu" or CPU_HAS_BF16):
         hidden = model.full(batch.tokens, batch.cu_seqlens, context)
         return F.cross_entropy(model.logits(hidden), batch.targets, reduction=reduction)
 

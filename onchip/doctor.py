@@ -22,6 +22,7 @@ from onchip.bench import levels
 from onchip.dispatch import KERNELS, kernel_module
 from onchip.explain import human_bytes
 from onchip.iomodel import hardware
+from onchip.machine import has_fast_matmul
 from onchip.models import foreign
 from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
 
@@ -323,7 +324,9 @@ def _cpu() -> Finding:
     capability = torch.backends.cpu.get_cpu_capability()
     matrix = " with bf16 matrix units" if _has_amx() else ""
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"
-    return Finding("CPU", f"{platform.machine()}, {capability}{matrix}, {threads}")
+    slow = [name for name in ("bf16", "fp16") if not has_fast_matmul(PRECISIONS[name])]
+    advice = f"No instructions for {' and '.join(slow)}: calls compute in fp32." if slow else ""
+    return Finding("CPU", f"{platform.machine()}, {capability}{matrix}, {threads}", advice)
 
 
 def _has_amx() -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
 from onchip.models.decoder import Block, Turns, add_norm, embed, optional
 from onchip.models.rotary import rotate, turns
@@ -80,7 +81,9 @@ class Trainer:
     def __call__(self, batch: Batch, attend: Attend) -> Tensor:
         """The loss of a batch."""
         model = self.model
-        with torch.autocast(model.device.type, torch.bfloat16):
+        kind = model.device.type
+        fast = kind != "cpu" or has_fast_matmul(torch.bfloat16)
+        with torch.autocast(kind, torch.bfloat16, enabled=fast):
             x = embed(batch.tokens, model.embed, model.config.embedding_scale)
             if model.positions is not None:
                 x = x + F.embedding(batch.positions, model.positions)

@@ -1,7 +1,9 @@
 """One process, or the ranks of a job that hold a model together."""
 
+import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from importlib import import_module
 from itertools import count
@@ -10,8 +12,19 @@ from typing import Any
 
 import torch
 
-from onchip.models import Model, builtin, inspect, is_native, load, load_foreign
+from onchip.machine import matmul_dtype
+from onchip.models import (
+    Model,
+    builtin,
+    inspect,
+    inspect_foreign,
+    is_native,
+    load,
+    load_foreign,
+)
 from onchip.problem import find_device
+
+LOG = logging.getLogger("onchip")
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -56,10 +69,12 @@ class Ranks:
             return self._whole(builtin.tiny(device, chosen or torch.float32))
         if not is_native(model):
             return self._foreign(model, device, chosen)
+        checkpoint = inspect(model)
+        chosen = _computed_dtype(checkpoint.dtype, device, chosen)
         if self.alone:
-            return load(inspect(model), device, chosen)
+            return load(checkpoint, device, chosen)
         # Imported by those who need it: torch.distributed takes its time.
-        tensor, checkpoint = import_module("onchip.parallel.tensor"), inspect(model)
+        tensor = import_module("onchip.parallel.tensor")
         self._job = tensor.join(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
@@ -80,7 +95,8 @@ class Ranks:
                 f"tensor_parallel_size={self._world_size} cuts models of our own; that of {folder}"
                 " runs through transformers, on one device"
             )
-        return load_foreign(folder, device, dtype)
+        stored = inspect_foreign(folder, dtype).dtype
+        return load_foreign(folder, device, _computed_dtype(stored, device, dtype))
 
     def _whole(self, model: Model) -> Model:
         if not self.alone:
@@ -98,6 +114,24 @@ class Ranks:
         if own:
             torch.cuda.set_device(found)
         return found
+
+
+def _computed_dtype(
+    stored: torch.dtype, device: torch.device, asked: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype of a model's weights; None for the one that they are stored in. A CPU without
+    16-bit instructions takes fp32 unless another dtype is asked for.
+    """
+    dtype = asked or stored
+    if device.type != "cpu" or matmul_dtype(dtype) == dtype:
+        return asked
+    name = str(dtype).removeprefix("torch.")
+    if asked is None:
+        LOG.warning("this CPU has no instructions for %s: the model is computed in float32", name)
+        return torch.float32
+    LOG.warning("this CPU has no instructions for %s: float32 would be many times faster", name)
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch says the same in a C++ trace
+    return asked
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | None:
