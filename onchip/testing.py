@@ -573,9 +573,7 @@ def _gradients(leaves: dict, out: Tensor, lse: Tensor | None, dout, dlse) -> dic
     if dlse is not None:
         outputs, cotangents = [out, lse], [dout.to(out), dlse.to(lse)]
     inputs = {name: x for name, x in leaves.items() if x.requires_grad}
-    grads = torch.autograd.grad(
-        outputs, list(inputs.values()), cotangents, materialize_grads=True
-    )
+    grads = torch.autograd.grad(outputs, list(inputs.values()), cotangents, materialize_grads=True)
     return {f"d{name}": x.detach() for name, x in zip(inputs, grads, strict=True)}
 
 

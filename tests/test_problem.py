@@ -4,6 +4,7 @@ left half-done.
 
 import ast
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -308,3 +309,51 @@ class TestCounts:
 def test_explain_names_every_kernel():
     text = str(onchip.explain(q, k, v, softcap=2.0))
     assert "served by   tiled" in text and "no softcap" in text and "reference" in text
+
+
+class TestChecks:
+    """The switch of value checks, which several threads may open and close in any order."""
+
+    @pytest.fixture(autouse=True)
+    def restored(self, monkeypatch):
+        monkeypatch.setattr(problem.checks, "_open", ())
+        monkeypatch.setattr(problem.checks, "enabled", False)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_contexts_that_overlap_end_with_what_was_before(self, first):
+        one, two = problem.checks(True), problem.checks(True)
+        contexts = [one.__enter__(), two.__enter__()]
+        contexts[first].__exit__()
+        assert problem.checks.enabled
+        contexts[1 - first].__exit__()
+        assert not problem.checks.enabled
+
+    def test_threads(self):
+        barrier = threading.Barrier(8)
+
+        def work():
+            barrier.wait()
+            for _ in range(200):
+                with problem.checks(True):
+                    assert problem.checks.enabled
+
+        with ThreadPoolExecutor(8) as pool:
+            for done in [pool.submit(work) for _ in range(8)]:
+                done.result()
+        assert not problem.checks.enabled
+
+    def test_a_switch_holds_and_contexts_inside_it_return_to_it(self):
+        problem.checks(True)
+        with problem.checks(False):
+            assert not problem.checks.enabled
+            with problem.checks(True):
+                assert problem.checks.enabled
+            assert not problem.checks.enabled
+        assert problem.checks.enabled
+        for _ in range(500):
+            problem.checks(False)
+        assert not problem.checks.enabled and len(problem.checks._open) <= problem.MAX_SWITCHES
+
+    def test_refuses_what_is_no_flag(self):
+        with pytest.raises(ValueError, match="enabled='False'"):
+            problem.checks("False")

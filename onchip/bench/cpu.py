@@ -84,7 +84,9 @@ def run(session: Session) -> None:
     if session.seqlens or session.head_dims or session.flex:
         raise ValueError("--seqlens, --head-dims and --flex are for the benchmarks of a GPU")
     if len(dtypes()) < len(DTYPES):
-        session.note("this CPU has no instructions for bf16: rows of it would measure torch's loops")
+        session.note(
+            "this CPU has no instructions for bf16: rows of it would measure torch's loops"
+        )
     torch.set_num_threads(session.threads)
     session.run(
         [

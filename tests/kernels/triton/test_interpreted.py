@@ -6,6 +6,7 @@ in one that has it.
 
 import math
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import onchip
 import onchip.testing as ot
 from onchip import masks
 from onchip.kernels.configs import TritonConfig
+from tests import random_problems
 from tests.interpreted import INTERPRETED, inside, outside, run_inside
 
 pytest.importorskip("triton")
@@ -256,3 +258,33 @@ def test_tiles_do_not_change_the_answer(monkeypatch, tile):
     options = {"window_size": (60, 10), "softcap": 5.0, "alibi": "heads", "bias": (0, 1, 1)}
     options |= {**DROPOUT, "sinks": True, "return_stats": True, "mask": MOD}
     _judge((40, 70), GQA, FP32, options)
+
+
+@inside
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": MOD}, {"sinks": True}])
+def test_rows_whose_scores_are_minus_infinity_see_nothing(options):
+    """In tiles that nothing cuts as well as in others: q.k of finite numbers is below fp32."""
+    q, k, v = ot.make_qkv(1, 70, head_dim=8)
+    q[..., 0], k[..., 0] = 0.0, 1e20
+    q[:, ::7], q[:, ::7, :, 0] = 0.0, -1e20
+    sinks = torch.tensor([0.5, -math.inf])
+    options = options | {"sinks": sinks} if "sinks" in options else options
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    more = {"kernel": "triton", "return_lse": True, "return_stats": True}
+    out, lse, stats = onchip.attention(*leaves, **more, **options)
+    want = sinks if "sinks" in options else torch.full((2,), -math.inf)
+    assert out[:, ::7].eq(0).all() and stats.entropy[:, :, ::7].eq(0).all()
+    assert torch.equal(lse[0, :, ::7], want[:, None].expand(2, 10))
+    assert stats.max_logit[:, :, ::7].eq(-math.inf).all() and lse[:, :, 1].isfinite().all()
+    cotangents = list(map(torch.ones_like, (out, lse)))
+    grads = torch.autograd.grad([out, lse], leaves, cotangents)
+    assert all(g.isfinite().all() for g in grads) and grads[0][:, ::7].eq(0).all()
+
+
+@inside
+@pytest.mark.parametrize(("seed", "count"), [(1, 4), pytest.param(2, 24, marks=pytest.mark.slow)])
+def test_random_problems(seed, count):
+    counts = Counter()
+    failures = list(random_problems.search(seed, range(count), counts, kernel="triton"))
+    assert not failures, failures
+    assert counts["served"] == count, counts
