@@ -66,7 +66,7 @@ def check_flag(name: str, value: object) -> None:
 
 def as_int(name: str, value: object, least: int = 0) -> int:
     """An int (or a symbol of the compiler, or an integer of numpy) of at least `least`."""
-    whole = isinstance(value, (int, torch.SymInt)) or isinstance(value, Integral)
+    whole = isinstance(value, (int, torch.SymInt, Integral))
     if not whole or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
     return value if isinstance(value, (int, torch.SymInt)) else int(value)

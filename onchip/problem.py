@@ -635,7 +635,7 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: object) -> bool:
-    number = isinstance(x, (int, float)) or isinstance(x, Real)  # Real: the floats of numpy
+    number = isinstance(x, (int, float, Real))  # Real: the floats of numpy
     return number and not isinstance(x, bool) and -math.inf < x < math.inf
 
 

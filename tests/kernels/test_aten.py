@@ -243,3 +243,30 @@ class TestWork:
                 inside[k0:k1] = True
             seen = rule.tile(call.q0, call.q1, 0, rule.seqlen_k, "cpu")
             assert seen is None or not (seen & ~inside).any()
+
+
+class TestScales:
+    def test_trap(self):
+        """-inf of the causal mask is multiplied with the scale."""
+        q, k, v = heads_first(*make_qkv(1, 4, num_heads=1))
+        for scale in (0.0, -0.5):
+            assert RAW(q, k, v, is_causal=True, scale=scale)[0].isnan().any()
+
+    @pytest.mark.parametrize("scale", [0.0, -0.5])
+    def test_met(self, scale):
+        q, k, v = make_qkv(1, 40, num_heads=2, head_dim=8)
+        assert_accurate(attend, q, k, v, causal=True, grad=True, softmax_scale=scale)
+
+
+class TestScoresOfMinusInfinity:
+    def test_trap(self):
+        q, k, v = heads_first(*make_qkv(1, 2, 3, num_heads=1))
+        assert RAW(q * 0 - 1e20, k * 0 + 1e20, v)[1].eq(0).all()
+
+    def test_met_beside_rows_whose_lse_is_zero(self):
+        """One key of score 0 and value 0 gives lse = 0 and out = 0 as well, and is seen."""
+        q, k, v = make_qkv(1, 4, 1, num_heads=1)
+        q[:, :2], k[:], v[:] = 0.0, 1e20, 0.0
+        q[:, 2:] = -1e20
+        out, lse = attend(q, k, v, return_lse=True)
+        assert out.eq(0).all() and lse[0, 0].tolist() == [0.0, 0.0, -math.inf, -math.inf]
