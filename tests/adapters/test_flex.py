@@ -73,7 +73,7 @@ def test_without_a_mask_with_a_scale_and_grouped_heads(torchs):
 
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
 def test_any_strides(which):
-    """A last dimension that is not contiguous, as Florence-2 has it, strided or broadcast."""
+    """A last dimension that is not contiguous, as Florence-2 has it."""
     x = inputs(33, 45)
     want = flex_attention(*x)
     want = [want, *torch.autograd.grad(want.square().sum(), x)]
