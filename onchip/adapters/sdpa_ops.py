@@ -49,6 +49,7 @@ class Ask(NamedTuple):
 
     def posed(self, seed: Tensor | None = None) -> tuple[Question, Tensors]:
         """The question in our words, over the keys that are seen."""
+        extras = Extras(**self._mask(), dropout_seed=seed)  # first: it refuses the most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
         rows, keys = q.shape[1], self.seen
         options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
@@ -56,7 +57,6 @@ class Ask(NamedTuple):
             options = options._replace(window_size=(None, rows - keys))  # query i stands at key i
         elif self.is_causal:
             options = options._replace(causal=True)
-        extras = Extras(**self._mask(), dropout_seed=seed)
         return pose(q, k[:, :keys], v[:, :keys], options, extras)
 
     def _mask(self) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class Ask(NamedTuple):
         """
         if self.bias is None:
             return {}
+        heads, rows = self.query.shape[1:3]
+        if is_read(self.bias) and heads * rows * self.seen < LEAST_CELLS:
+            raise UnsupportedError("attn_mask of a small call: on the CPU torch's kernel is faster")
         bias = self.bias if self.bias.dim() == 4 else self.bias[None, None]
-        rows, keys = self.query.shape[2], self.key.shape[2]
-        bias = bias.expand(*bias.shape[:3], keys)[..., : self.seen]
+        bias = bias.expand(*bias.shape[:3], self.key.shape[2])[..., : self.seen]
         if not is_read(bias):
             return {"bias": bias}
-        if self.query.shape[1] * rows * self.seen < LEAST_CELLS:
-            raise UnsupportedError("attn_mask of a small call: on the CPU torch's kernel is faster")
         return {"mask": block_mask(bias.expand(*bias.shape[:2], rows, self.seen))}
 
 
@@ -93,7 +93,7 @@ def cpu_forward(
     """aten::_scaled_dot_product_flash_attention_for_cpu"""
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
-    out, lse, _ = _forward(Ask(query, key, value, attn_mask, 0.0, is_causal, scale))
+    out, lse = _forward(Ask(query, key, value, attn_mask, 0.0, is_causal, scale), None)
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -131,7 +131,8 @@ def flash_forward(
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask needs probabilities that are never there")
     ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
-    out, lse, seed = _forward(ask)
+    seed = _draw_seed(ask)
+    out, lse = _forward(ask, seed)
     state = torch.stack([seed, torch.zeros_like(seed)]).view(torch.uint64)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     lengths = (query.shape[2], key.shape[2])
@@ -175,7 +176,9 @@ def efficient_forward(
     scale: float | None = None,
 ) -> tuple:
     """aten::_scaled_dot_product_efficient_attention, whose lse is padded to multiples of 32."""
-    out, lse, seed = _forward(Ask(query, key, value, attn_bias, dropout_p, is_causal, scale), False)
+    ask = Ask(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    seed = _draw_seed(ask)
+    out, lse = _forward(ask, seed, like_query=False)
     rows = math.ceil(lse.shape[2] / 32) * 32 if compute_log_sumexp else 0
     padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
     if compute_log_sumexp:
@@ -232,7 +235,7 @@ def math_forward(
     if dropout_mask is not None:
         raise _left_to_math("dropout_mask is given")
     ask = math_ask(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    question, x = ask.posed(_draw_seed(ask) if dropout_p else None)
+    question, x = ask.posed(_draw_seed(ask))
     out = library.attend(question, x, None).out.transpose(1, 2)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
     return out, out.new_full((), torch.nan).expand(*query.shape[:-1], key.shape[-2])
@@ -293,20 +296,19 @@ def as_bias(attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _draw_seed(ask: Ask) -> Tensor:
-    return torch.randint(_SEEDS, (), dtype=torch.int64, device=ask.query.device)
+    """Of dropout, from torch's generator; without dropout 0, and nothing is drawn."""
+    like = {"dtype": torch.int64, "device": ask.query.device}
+    return torch.randint(_SEEDS, (), **like) if ask.dropout_p else torch.zeros((), **like)
 
 
-def _forward(ask: Ask, like_query: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse (batch, heads, seqlen_q) and the seed of its dropout. like_query: with its strides,
-    where they are dense; otherwise those of (batch, seqlen, heads, head_dim).
+def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Tensor, Tensor]:
+    """out and lse (batch, heads, seqlen_q). like_query: out has the strides of the query, where
+    they are dense; otherwise those of (batch, seqlen, heads, head_dim).
     """
-    seed = torch.zeros((), dtype=torch.int64, device=ask.query.device)
-    if ask.dropout_p:
-        seed = _draw_seed(ask)
     question, x = ask.posed(seed)
     out, lse, _ = library.run(question, x, None)
     out = out.transpose(1, 2)
-    return _laid_out_like(ask.query, out) if like_query else out, lse, seed
+    return _laid_out_like(ask.query, out) if like_query else out, lse
 
 
 def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:

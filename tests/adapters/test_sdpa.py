@@ -650,6 +650,19 @@ class TestGpu:
             assert a.stride() == b.stride()
             assert rms(a.double() - best) <= 1.1 * rms(b.double() - best)
 
+    @pytest.mark.parametrize("kind", ["rank 3", "transposed"])
+    def test_the_math_path_is_served(self, kind):
+        (q, k, v), options = self.draw("fp32")
+        x = (q[0], k[0], v[0]) if kind == "rank 3" else (q, k.mT.contiguous().mT, v)
+        x = [t.detach().requires_grad_() for t in x]
+        theirs = self.run(x, options)
+        with sdpa.active():
+            assert sdpa.why(*x, **options) is None
+            ours = self.run(x, options)
+            assert sdpa.counts() == ({MATH: 1}, {})
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * b.abs().max().item())
+
     def test_dropout_is_the_same_in_its_gradient(self):
         (q, k, v), options = self.draw("dropout")
         with sdpa.active():
