@@ -16,6 +16,7 @@ PACKAGE = Path(onchip.__file__).parent
 LAW = {
     "state": set(),
     "eightbit": set(),
+    "extras": set(),
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
@@ -47,8 +48,8 @@ LAW = {
         "explain",
         "models",
     },
-    "engine": {"kvcache", "models", "ops", "parallel", "problem"},
-    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
+    "engine": {"extras", "kvcache", "models", "ops", "parallel", "problem"},
+    "adapters": {"masks", "problem", "kernels.leaf", "dispatch", "library", "ops", "models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 # the programs on top
@@ -77,6 +78,7 @@ ONLY_UNDER = {
 }
 # What decides about pages and requests: testable without tensors, and no step waits for a device.
 TORCH_FREE = (
+    "extras.py",
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
     *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),

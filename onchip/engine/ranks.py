@@ -14,11 +14,9 @@ from onchip.models import Model, builtin, inspect, is_native, load, load_foreign
 from onchip.problem import find_device
 
 _DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "float": torch.float32,
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
 }
 
 
