@@ -57,8 +57,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """A package whose functions are not hidden by its files. Python binds a submodule to its package
-    when it is first imported; `onchip.explain` is the function and stays it.
+    """A package whose functions are not hidden by its files: Python binds a submodule to its
+    package when it is first imported, and `onchip.explain` is the function.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -526,8 +526,8 @@ def _has_screen() -> bool:
 
 
 class _progress:
-    """Progress as a block, which gives `tell(title, done)` with done in [0, 1]: a bar on a terminal;
-    elsewhere a line on stderr every PROGRESS_S, so that a log shows that the work goes on.
+    """Progress as a block; gives `tell(title, done)` with done in [0, 1]. On a terminal a bar,
+    elsewhere a line on stderr every PROGRESS_S: a log shows that the work goes on.
     """
 
     def __init__(self, console):

@@ -23,9 +23,9 @@ from onchip.problem import Options, Question, Tensors, UnsupportedError, is_eage
 
 Grads = tuple[Tensor | None, ...]
 _SEEDS = 2**63 - 1
-# heads * seqlen_q * seqlen_k of a masked call: from here on the blocks that are not read pay for the
-# mask and for the calls that it is cut into (0.5x to 1.1x of torch's speed at 1 << 20, 1.0x to 5.6x
-# here; two threads of a Neoverse N1, 2026-11-17)
+# heads * seqlen_q * seqlen_k of a masked call: from here on the blocks that are not read pay for
+# the mask and for the calls that it is cut into (0.5x to 1.2x of torch's speed at 1 << 20, 1.0x to
+# 5.6x here; two threads of a Neoverse N1, 2026-11-17).
 LEAST_CELLS = 1 << 22
 
 

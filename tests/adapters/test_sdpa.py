@@ -436,9 +436,7 @@ class TestKeptMasks:
                     array[..., column] = False
                 if write == "view":
                     mask.view(-1, 45)[:, column].logical_and_(torch.tensor(False))
-                attend = lambda: F.scaled_dot_product_attention(
-                    *x, attn_mask=mask, enable_gqa=True
-                )
+                attend = lambda: F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True)
                 with sdpa_kernel(SDPBackend.MATH):
                     theirs = attend()
                 torch.testing.assert_close(attend(), theirs)

@@ -76,7 +76,6 @@ class Watch:
             "shared": [page for page, (_, refs) in enumerate(owners) if refs > 1],
         }
 
-
     def _row(self, standing: Standing, pages: int, now: float) -> dict[str, Any]:
         """A request that does not stream has no outputs yet: the engine has its tokens."""
         tokens = standing.tokens
@@ -140,4 +139,3 @@ def _listed(pages: dict[str, int], standings: dict[str, Standing]) -> list[tuple
     running = [name for name in standings if name in pages]
     waiting = [name for name in standings if name not in pages]
     return [(name, pages.get(name, 0)) for name in (*running, *waiting)[:MAX_SHOWN]]
-
