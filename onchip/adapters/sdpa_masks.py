@@ -64,4 +64,5 @@ def _build(bias: Tensor) -> BlockMask | None:
     blind = bias[hidden.all(-1)]
     if not bool((blind == -torch.inf).all()):
         return None
-    return dense(~hidden).build(*bias.shape, bias.device)
+    batch, heads, seqlen_q, seqlen_k = bias.shape
+    return dense(~hidden).build(batch, heads, seqlen_q, seqlen_k, bias.device)
