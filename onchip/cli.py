@@ -1,28 +1,27 @@
-"""The command line: `onchip demo | bench | tune | explain | generate | doctor | lab`, or
+"""The command line: `onchip demo | bench | tune | explain | generate | doctor | serve | lab`, or
 `python -m onchip ...`.
+
+Commands import what they need when they run: versions and help are printed without torch, which
+takes seconds to load.
 """
 
 import argparse
 import os
 import sys
+import time
 import webbrowser
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import onchip
-from onchip.eightbit import FORMATS as KV_DTYPES
-from onchip.problem import NARROW, find_device
+from onchip.extras import advise
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+KV_DTYPES = ("fp8", "int8")
+PRECISIONS = ("fp8", "int8", "int8_pv16")
+PROGRESS_S = 10.0  # between lines of progress where there is no terminal
 USER_ERROR = 2
 
 
@@ -86,7 +85,7 @@ def _add_bench(commands) -> None:
         default=(),
         help="paged: these caches against one of 16 bits; serving: with such a cache",
     )
-    p.add_argument("--precision", choices=NARROW, help="forward: operands of 8 bits")
+    p.add_argument("--precision", choices=PRECISIONS, help="forward: operands of 8 bits")
     p.set_defaults(run=_bench)
 
 
@@ -115,10 +114,19 @@ def _add_explain(commands) -> None:
     p.add_argument("--kv-heads", type=_positive, help="default: as many as heads")
     p.add_argument("--head-dim", type=_positive, default=64)
     p.add_argument("--head-dim-v", type=_positive, help="default: head_dim")
-    p.add_argument("--dtype", choices=DTYPES, default="fp32")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument(
+        "--dtype", type=_dtype, default="auto", help="default: bfloat16 on a GPU, float32 on a CPU"
+    )
+    p.add_argument("--device", help="default: a GPU if there is one")
     p.add_argument("--causal", action="store_true")
-    p.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1 = unbounded")
+    p.add_argument(
+        "--window",
+        type=_side,
+        nargs=2,
+        default=(None, None),
+        metavar=("LEFT", "RIGHT"),
+        help="keys on either side of a query's own; none: unbounded",
+    )
     p.add_argument("--softcap", type=float, default=0.0)
     p.add_argument("--dropout", type=float, default=0.0, metavar="P")
     p.add_argument("--stats", action="store_true", help="ask for max logit and entropy per row")
@@ -132,12 +140,7 @@ def _add_explain(commands) -> None:
 def _add_generate(commands) -> None:
     p = commands.add_parser("generate", help="continue a text, token by token")
     p.add_argument("prompt", metavar="PROMPT")
-    p.add_argument(
-        "--model",
-        default="tiny",
-        metavar="FOLDER",
-        help="config.json, safetensors and tokenizer.json; default: a small built-in one",
-    )
+    _add_model(p)
     p.add_argument("--chat", action="store_true", help="the prompt is a message to an assistant")
     p.add_argument("--max-tokens", type=_positive, default=64, metavar="N")
     p.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy")
@@ -146,9 +149,7 @@ def _add_generate(commands) -> None:
     p.add_argument("--stop", nargs="+", default=(), metavar="TEXT", help="end before any of these")
     p.add_argument("--seed", type=int, help="the same seed gives the same text")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
-    p.add_argument(
-        "--dtype", default="auto", help="auto (the checkpoint's), bfloat16, float32, ..."
-    )
+    p.add_argument("--dtype", type=_dtype, default="auto", help=_MODEL_DTYPE)
     p.add_argument("--kv-dtype", choices=KV_DTYPES, help="cache of 8 bits (default: as --dtype)")
     p.add_argument("--device", help="default: a GPU if there is one")
     p.add_argument("--max-model-len", type=_positive, metavar="N", help="default: the model's own")
@@ -157,7 +158,7 @@ def _add_generate(commands) -> None:
 
 def _add_doctor(commands) -> None:
     p = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
-    p.add_argument("model", nargs="?", metavar="DIR", help="how the model of a folder would run")
+    _add_model(p, default=None, what="how this model would run")
     p.add_argument(
         "--measure",
         action="store_true",
@@ -168,7 +169,7 @@ def _add_doctor(commands) -> None:
 
 def _add_serve(commands) -> None:
     p = commands.add_parser("serve", help="a model behind the OpenAI API, with a live page")
-    p.add_argument("--model", default="tiny", metavar="DIR", help="default: the built-in tiny one")
+    _add_model(p)
     p.add_argument("--name", help="that clients call the model by (default: its folder's)")
     p.add_argument(
         "--host", default="127.0.0.1", help="address to serve on (default: this machine)"
@@ -179,7 +180,7 @@ def _add_serve(commands) -> None:
     )
     p.add_argument("--api-key", metavar="KEY", help="seen by all who list processes: better a file")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    p.add_argument("--dtype", default="auto", help="default: the checkpoint's own")
+    p.add_argument("--dtype", type=_dtype, default="auto", help=_MODEL_DTYPE)
     p.add_argument("--kv-dtype", choices=KV_DTYPES, help="cache of 8 bits (default: as --dtype)")
     p.add_argument("--seed", type=int, default=0, help="of requests that bring none (default 0)")
     p.add_argument("--max-model-len", type=_positive, help="prompt and answer, in tokens")
@@ -202,11 +203,42 @@ def _add_lab(commands) -> None:
     p.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write it there, to open without a server"
     )
-    p.add_argument("--model", default="tiny", help="whose rows to show: a folder (default: tiny)")
+    _add_model(p)
     p.add_argument("--host", default="127.0.0.1", help="address to serve on (default: loopback)")
     p.add_argument("--port", type=int, default=8001, help="0: any that is free (default 8001)")
     p.add_argument("--no-open", action="store_true", help="do not open it in a browser")
     p.set_defaults(run=_lab)
+
+
+_MODEL_DTYPE = "bfloat16 (bf16), float16, float32; default: the checkpoint's own"
+
+
+def _add_model(p: argparse.ArgumentParser, default: str | None = "tiny", what: str = "") -> None:
+    """--model, the same for every command."""
+    what = what or "config.json, safetensors and tokenizer.json; default: the built-in tiny model"
+    p.add_argument("--model", default=default, metavar="FOLDER", help=what)
+
+
+def _dtype(text: str) -> str:
+    """torch's name of a dtype, of which the short one is accepted as well."""
+    name = DTYPES.get(text, text)
+    if name != "auto" and name not in DTYPES.values():
+        names = ", ".join(f"{long} ({short})" for short, long in DTYPES.items())
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {names}")
+    return name
+
+
+def _side(text: str) -> int | None:
+    """One side of a window, as in window_size: none is no bound."""
+    if text.lower() == "none":
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be none (unbounded) or at least 0 keys")
+    return value
 
 
 def _positive(text: str) -> int:
@@ -343,7 +375,14 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    dtype, device = DTYPES[args.dtype], find_device(args.device)
+    import torch
+
+    from onchip.problem import find_device
+
+    device = find_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = args.on is not None or device.type == "cuda"
+    usual = "bfloat16" if on_gpu else "float32"
+    dtype = getattr(torch, usual if args.dtype == "auto" else args.dtype)
 
     def tensor(*shape: int) -> torch.Tensor:
         # One row seen through strides of zero: a question about any size costs nothing.
@@ -351,7 +390,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     seqlen_k, kv_heads = args.seqlen_k or args.seqlen, args.kv_heads or args.heads
     q = tensor(args.batch, args.seqlen, args.heads, args.head_dim)
-    options = {"causal": args.causal, "window_size": _window(args.window), "softcap": args.softcap}
+    options = {"causal": args.causal, "window_size": tuple(args.window), "softcap": args.softcap}
     options |= {"return_stats": args.stats, "kernel": args.kernel, "on": args.on}
     if args.page_size:
         tables = _page_tables(args.batch, seqlen_k, args.page_size, args.shared)
@@ -366,10 +405,10 @@ def _explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _page_tables(
-    batch: int, seqlen_k: int, page_size: int, shared: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _page_tables(batch: int, seqlen_k: int, page_size: int, shared: int) -> tuple[Any, Any]:
     """(page_table, cache_seqlens) of sequences whose first `shared` keys are the same pages."""
+    import torch
+
     if not 0 <= shared <= seqlen_k:
         raise ValueError(f"--shared {shared} must lie between 0 and the {seqlen_k} keys")
     width = -(-seqlen_k // page_size)
@@ -430,10 +469,11 @@ def _speed(output: Any) -> str:
 def _doctor(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from onchip import doctor
+    from onchip import doctor, models
 
     console = Console()
     if args.model is not None:
+        models.check_exists(args.model)
         return doctor.print_model(console, args.model)
     doctor.print_report(console)
     if args.measure:
@@ -448,13 +488,15 @@ def _serve(args: argparse.Namespace) -> int:
     try:
         from onchip.engine.server import command
     except ModuleNotFoundError as error:
-        raise ValueError(f"serve needs {error.name}: pip install 'onchip[serve]'") from None
+        raise ValueError(f"serve needs {error.name}: {advise('serve')}") from None
     return command.serve(args)
 
 
 def _lab(args: argparse.Namespace) -> int:
+    from onchip import models
     from onchip.lab import page, record, serve
 
+    models.about(args.model)  # raises if there is no such model
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         raise ValueError(f"cannot write to {args.out}: it is a file, not a folder")
     data = record.everything(args.model)
@@ -467,11 +509,6 @@ def _lab(args: argparse.Namespace) -> int:
             webbrowser.open(server.url)
         server.serve_forever()
     return 0
-
-
-def _window(sides: Sequence[int] | None) -> tuple[int | None, int | None]:
-    left, right = (None if x == -1 else x for x in sides or (-1, -1))
-    return left, right
 
 
 def _check_writable(path: Path) -> None:
@@ -489,7 +526,9 @@ def _has_screen() -> bool:
 
 
 class _progress:
-    """A progress bar as a block; gives `tell(title, done)` with done in [0, 1]."""
+    """Progress as a block; gives `tell(title, done)` with done in [0, 1]. On a terminal a bar,
+    elsewhere a line on stderr every PROGRESS_S: a log shows that the work goes on.
+    """
 
     def __init__(self, console):
         from rich.progress import (
@@ -504,10 +543,20 @@ class _progress:
         columns = (SpinnerColumn(), BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), title)
         self.bar = Progress(*columns, console=console, transient=True)
         self.task = self.bar.add_task("starting", total=1.0)
+        self.is_shown = console.is_terminal
+        self.began_s = self.said_s = time.monotonic()
 
     def __enter__(self):
         self.bar.start()
-        return lambda title, done: self.bar.update(self.task, description=title, completed=done)
+        return self._tell
+
+    def _tell(self, title: str, done: float) -> None:
+        self.bar.update(self.task, description=title, completed=done)
+        now = time.monotonic()
+        if not self.is_shown and now - self.said_s >= PROGRESS_S:
+            self.said_s = now
+            line = f"onchip: {done:4.0%} after {now - self.began_s:.0f} s: {title}"
+            print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *exc: object) -> None:
         self.bar.stop()

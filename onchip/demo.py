@@ -47,6 +47,19 @@ class Measurement(NamedTuple):
     peak_bytes: int | None = None
     error: float | None = None
     refused_bytes: int | None = None
+    least_bytes: int = 0  # what a call must hold: its result, and one N x N matrix of the standard
+
+    @property
+    def is_below_resolution(self) -> bool:
+        """Whether the system saw less than the call must hold: memory that the process had already
+        was used again.
+        """
+        return self.peak_bytes is not None and self.peak_bytes < self.least_bytes
+
+    @property
+    def held_bytes(self) -> int | None:
+        """The peak, or the least it can be where the resolution ends."""
+        return self.least_bytes if self.is_below_resolution else self.peak_bytes
 
 
 @dataclass
@@ -152,7 +165,9 @@ class Lab:
         return [
             Measurement(m, n, pattern.name, refused_bytes=refused[m])
             if m in refused
-            else Measurement(m, n, pattern.name, times[m], peaks[m], errors[m])
+            else Measurement(
+                m, n, pattern.name, times[m], peaks[m], errors[m], least_bytes=self.least(m, n)
+            )
             for m in attends
         ]
 
@@ -171,6 +186,10 @@ class Lab:
         """The bytes of S and P if standard attention would go over the budget with them."""
         need = 2 * NUM_HEADS * n * n * self.dtype.itemsize
         return need if method == "standard" and need > self.results.budget_bytes else None
+
+    def least(self, method: str, n: int) -> int:
+        columns = HEAD_DIM + (n if method == "standard" else 0)
+        return n * NUM_HEADS * columns * self.dtype.itemsize
 
     def qkv(self, n: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(n)

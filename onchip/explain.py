@@ -159,9 +159,12 @@ class Explanation(NamedTuple):
         for part in self.parts or (self.plan.kernel,):
             yield "served by", str(part)
         serving = {part.kernel for part in self.parts}
+        names_of: dict[str, list[str]] = {}
         for name, reason in self.plan.reasons.items():
             if name not in serving:
-                yield "not by", f"{name}: {reason}"
+                names_of.setdefault(reason, []).append(name)
+        for reason, names in names_of.items():
+            yield "not by", f"{', '.join(names)}: {reason}"
 
     def _paged_lines(self) -> Iterator[tuple[str, str]]:
         if self.pages is not None:

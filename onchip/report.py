@@ -25,6 +25,7 @@ from onchip.demo import (
 )
 
 LABELS = {"standard": "standard attention", "sdpa": "torch SDPA", "onchip": "onchip"}
+COLUMNS = ("tokens", "mask", "method", "time", "peak extra memory", "max error")
 SHORT_LABELS = {**LABELS, "standard": "standard"}
 NEXT_STEPS = (
     ("doctor", "what this machine can run, and why not the rest"),
@@ -71,7 +72,8 @@ def cells(m: Measurement) -> tuple[str, str, str]:
     """Time, peak memory, error."""
     if m.refused_bytes is not None:
         return "refused", f"needs {human_bytes(m.refused_bytes)}", ""
-    return human_time(m.time_s), human_bytes(m.peak_bytes), f"{m.error:.1e}"
+    memory = ("≥ " if m.is_below_resolution else "") + human_bytes(m.held_bytes)
+    return human_time(m.time_s), memory, f"{m.error:.1e}"
 
 
 def groups(measurements: Iterable[Measurement]) -> list[tuple[str, str, list[Measurement]]]:
@@ -89,6 +91,17 @@ def refusals(results: Results) -> list[str]:
         f" the budget here is {budget}."
         for m in results.lengths
         if m.refused_bytes is not None
+    ]
+
+
+def unseen(results: Results) -> list[str]:
+    """What "at least" means, where a measurement needs it."""
+    if not any(m.is_below_resolution for m in results.lengths + results.masked):
+        return []
+    return [
+        "Memory with ≥: the system saw less than the result of the call takes, because the process"
+        " used memory again that it had already. The least that the call can hold is shown, with a"
+        " hollow point in the chart."
     ]
 
 
@@ -118,7 +131,8 @@ def masked_speedups(results: Results) -> dict[str, float]:
 def print_results(console, results: Results) -> None:
     for measurements in (results.lengths, results.masked):
         console.print(_terminal_table(measurements))
-    sentences = refusals(results) + omissions(results) + [merge_sentence(results)]
+    sentences = refusals(results) + omissions(results) + unseen(results)
+    sentences.append(merge_sentence(results))
     for mask, ratio in masked_speedups(results).items():
         sentences.append(f"{mask}: {ratio:.1f}x the speed of SDPA with the dense mask.")
     for sentence in sentences:
@@ -182,7 +196,8 @@ def length_plot(results: Results, value: str, label: Callable[[float], str]) -> 
             done = [(m.seqlen, getattr(m, value)) for m in points if getattr(m, value)]
             if done:
                 axes.plot(*zip(*done, strict=True), color=COLOURS[method], **LINES[method])
-            if done and value == "peak_bytes":
+            if done and value == "held_bytes":
+                _draw_unseen(axes, points)
                 _draw_refused(axes, done, points)
         ticks = sorted({m.seqlen for m in results.lengths})
         axes.set_xscale("log", base=2)
@@ -203,6 +218,15 @@ def whole_decades(limits: tuple[float, float]) -> tuple[float, float]:
     low, high = math.floor(low), math.ceil(high)
     margin = 1 if high - low < 3 else 0
     return 10.0 ** (low - margin), 10.0 ** (high + margin)
+
+
+def _draw_unseen(axes, points: list[Measurement]) -> None:
+    """Hollow points over those at the least that a call can hold."""
+    unseen = [(m.seqlen, m.held_bytes) for m in points if m.is_below_resolution]
+    if unseen:
+        style = {"markersize": 9, "markerfacecolor": "none", "linestyle": ""}
+        colour = COLOURS[points[0].method]
+        axes.plot(*zip(*unseen, strict=True), color=colour, marker="o", **style)
 
 
 def _draw_refused(axes, done: list[tuple[int, int]], points: list[Measurement]) -> None:
@@ -292,11 +316,15 @@ def page(results: Results) -> str:
         "legend": _legend(METHODS),
         "legend_masked": _legend(METHODS[1:]),
         "time_plot": length_plot(results, "time_s", human_time),
-        "memory_plot": length_plot(results, "peak_bytes", human_bytes),
+        "memory_plot": length_plot(results, "held_bytes", human_bytes),
         "error_plot": length_plot(results, "error", lambda y: f"{y:.0e}"),
         "masked_plot": masked_plot(results),
-        "notes": "".join(f"<li>{escape(x)}</li>" for x in refusals(results) + omissions(results)),
+        "notes": "".join(
+            f"<li>{escape(x)}</li>"
+            for x in refusals(results) + omissions(results) + unseen(results)
+        ),
         "merge": escape(merge_sentence(results)),
+        "columns": "".join(f"<th>{name}</th>" for name in COLUMNS),
         "table": _table(results),
         "method": "".join(f"<li>{escape(x)}</li>" for x in method_notes(results)),
         "next": "".join(
@@ -316,7 +344,8 @@ def headline(results: Results) -> list[tuple[str, str]]:
     if shared:
         last = shared[-1]
         ours = by_key["onchip", last.seqlen]
-        if ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
+        seen = not (ours.is_below_resolution or last.is_below_resolution)
+        if seen and ours.peak_bytes and last.peak_bytes and ours.time_s and last.time_s:
             less, faster = last.peak_bytes / ours.peak_bytes, last.time_s / ours.time_s
             cards.append(
                 (f"{less:,.0f}x", f"less memory than standard attention at {last.seqlen:,} tokens")
@@ -360,7 +389,7 @@ def _table(results: Results) -> str:
     for tokens, mask, group in groups(results.lengths + results.masked):
         for m in group:
             first = (tokens, mask) if m is group[0] else ("", "")
-            texts = (*first, LABELS[m.method], *cells(m))
-            body = "".join(f"<td>{html.escape(x)}</td>" for x in texts)
+            texts = zip(COLUMNS, (*first, LABELS[m.method], *cells(m)), strict=True)
+            body = "".join(f'<td data-name="{name}">{html.escape(x)}</td>' for name, x in texts)
             rows.append(f'<tr class="{m.method}{" first" if m is group[0] else ""}">{body}</tr>')
     return "".join(rows)

@@ -6,10 +6,15 @@ import pytest
 import torch
 
 import onchip
+from onchip import cli
 from onchip.cli import main
 from onchip.models import builtin
 
 ROOT = Path(onchip.__file__).parents[1]
+
+
+HUB = "nothing is fetched: if it is the name of a model on the Hugging Face hub, run `hf download"
+HUB += " Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"
 
 
 def run(*args):
@@ -38,9 +43,55 @@ def test_the_console_script_is_the_same_function():
     assert project["scripts"] == {"onchip": "onchip.cli:main"}
 
 
+COMMANDS = ("demo", "bench", "tune", "explain", "generate", "doctor", "serve", "lab")
+
+
+def test_versions_and_help_are_printed_without_torch():
+    """It takes seconds to load; so do rich and matplotlib."""
+    code = f"""
+import io, sys
+from contextlib import redirect_stderr, redirect_stdout
+from onchip.cli import main
+for args in ["--version"], ["--help"], [], *([name, "--help"] for name in {COMMANDS}):
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+        try:
+            main(args)
+        except SystemExit:
+            pass
+    assert out.getvalue(), args
+print([x for x in ("torch", "rich", "matplotlib") if x in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_names_of_options_are_those_of_the_package():
+    """The parser has copies, for it does not import torch."""
+    from onchip.eightbit import FORMATS
+    from onchip.problem import NARROW
+
+    assert tuple(FORMATS) == cli.KV_DTYPES and tuple(NARROW) == cli.PRECISIONS
+
+
+def test_functions_are_imported_at_their_first_use():
+    """explain is a function and a file: importing the file must not hide the function."""
+    code = """
+import sys, onchip
+assert "torch" not in sys.modules
+import onchip.parallel, onchip.explain
+assert callable(onchip.explain) and onchip.explain.__module__ == "onchip.explain"
+assert {*onchip.__all__, "LLM", "masks"} <= set(dir(onchip))
+from onchip import *
+assert attention is onchip.attention
+print([name for name in onchip.__all__ if not callable(getattr(onchip, name))])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_importing_onchip_needs_torch_alone():
     lazy = "rich", "matplotlib", "triton", "onchip.demo", "onchip.bench", "onchip.testing"
-    code = f"import sys, onchip; print([x for x in {lazy} if x in sys.modules])"
+    code = f"import sys, onchip; onchip.attention; print([x for x in {lazy} if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -55,13 +106,20 @@ def test_importing_onchip_needs_torch_alone():
         (["demo", "--report", "/no/such/folder/x.html"], "/no/such/folder"),
         (["explain", "--kernel", "nonsense"], "nonsense"),
         (["explain", "--heads", "6", "--kv-heads", "4"], "num_kv_heads"),
-        (["explain", "--window", "-5", "0"], "window_size"),
+        (["explain", "--window", "-1", "0"], "-1 must be none (unbounded) or at least 0"),
+        (["explain", "--window", "none", "x"], "x must be none"),
         (["explain", "--dropout", "1.5"], "dropout_p"),
         (["explain", "--head-dim", "300"], "300"),
         (["explain", "--device", "nonsense"], "nonsense"),
         (["explain", "--device", "cuda:99"], "cuda:99"),
         (["explain", "--seqlen", "0"], "at least 1"),
-        (["explain", "--dtype", "int8"], "int8"),
+        (["explain", "--dtype", "int8"], "'int8' is not one of float64 (fp64), float32"),
+        (["generate", "x", "--dtype", "bf17"], "bfloat16 (bf16)"),
+        (["generate", "x", "--model", "Qwen/Qwen3-0.6B"], HUB),
+        (["serve", "--model", "Qwen/Qwen3-0.6B"], HUB),
+        (["doctor", "--model", "Qwen/Qwen3-0.6B"], HUB),
+        (["lab", "--model", "Qwen/Qwen3-0.6B", "--no-open"], HUB),
+        (["generate", "x", "--model", "./no/such"], "there is no folder ./no/such: a model is"),
         (["nonsense"], "nonsense"),
         ([], "COMMAND"),
     ],
@@ -90,13 +148,66 @@ def test_explain_asks_about_any_size_at_no_cost(capsys):
 def test_explain_passes_every_option_on(monkeypatch):
     seen = {}
     monkeypatch.setattr(onchip, "explain", lambda *t, **options: seen.update(options, t=t))
-    run("explain", "--device", "cpu", "--window", "255", "-1", "--softcap", "30", "--stats")
+    run("explain", "--device", "cpu", "--window", "255", "none", "--softcap", "30", "--stats")
     assert seen["window_size"] == (255, None)
     assert (seen["softcap"], seen["return_stats"], seen["kernel"]) == (30.0, True, None)
     run("explain", "--device", "cpu", "--seqlen", "7", "--seqlen-k", "9", "--head-dim-v", "16")
     q, k, v = seen["t"]
     assert (q.shape, k.shape, v.shape) == ((1, 7, 8, 64), (1, 9, 8, 64), (1, 9, 8, 16))
     assert (q.stride(-1), v.stride(-1)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "dtype"),
+    [
+        (["--device", "cpu"], "float32"),
+        (["--device", "cpu", "--on", "H200"], "bfloat16"),
+        (["--device", "cpu", "--on", "H200", "--dtype", "fp16"], "float16"),
+        (["--device", "cpu", "--dtype", "bf16"], "bfloat16"),
+        (["--device", "cpu", "--dtype", "bfloat16"], "bfloat16"),
+    ],
+)
+def test_explain_takes_the_dtype_of_the_device(args, dtype, capsys):
+    assert run("explain", *args) == 0
+    assert f"head_dim 64 / 64, {dtype}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["generate", "serve"])
+def test_both_names_of_a_dtype_are_one(name):
+    prompt = ["x"] if name == "generate" else []
+    for text in ("bf16", "bfloat16"):
+        assert cli._parser().parse_args([name, *prompt, "--dtype", text]).dtype == "bfloat16"
+
+
+def test_the_model_has_one_name():
+    for args in (["generate", "x"], ["serve"], ["lab"], ["doctor"]):
+        assert cli._parser().parse_args([*args, "--model", "a/b"]).model == "a/b"
+
+
+def test_explain_gives_a_reason_once(capsys):
+    assert run("explain", "--device", "cpu") == 0
+    out = capsys.readouterr().out
+    assert out.count("comes first") == 1
+    for name in ("tiled", "reference", "paper_v4"):
+        assert name in out
+
+
+def test_progress_is_seen_where_there_is_no_terminal(monkeypatch, capsys):
+    from rich.console import Console
+
+    monkeypatch.setattr(cli, "PROGRESS_S", 0.0)
+    with cli._progress(Console()) as tell:
+        tell("first part", 0.0)
+        tell("second part", 0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["onchip:   0% after 0 s: first part", "onchip:  50% after 0 s: second part"]
+    monkeypatch.setattr(cli, "PROGRESS_S", 3600.0)
+    with cli._progress(Console()) as tell:
+        tell("first part", 0.0)
+    with cli._progress(Console(force_terminal=True)) as tell:
+        monkeypatch.setattr(cli, "PROGRESS_S", 0.0)
+        tell("first part", 0.0)
+    assert capsys.readouterr().err == ""
 
 
 def test_explain_lays_keys_into_pages(capsys):
@@ -166,4 +277,4 @@ def test_generate_stops_chats_and_refuses(capfd):
     out, err = capfd.readouterr()
     assert out == whole[: whole.index(stop)] and "ended by stop" in err
     assert run("generate", "hello", "--model", "no/such/folder") == 2
-    assert "no/such/folder has no config.json" in capfd.readouterr().err
+    assert "there is no folder no/such/folder" in capfd.readouterr().err

@@ -58,6 +58,35 @@ def test_cut_keys_merge(results):
     assert 0 < found.merge_gap < 1e-5
 
 
+def test_memory_below_the_resolution_is_said_and_drawn():
+    """A reading of 0 B is no measurement: a call holds its result at least."""
+    found = Results("machine", "float32", 1000)
+    sizes = {64: (0, 65536), 128: (200_000, 131072), 256: (600_000, 262144)}
+    found.lengths = [
+        Measurement("onchip", n, "causal", 1e-3, peak, 1e-7, least_bytes=least)
+        for n, (peak, least) in sizes.items()
+    ]
+    found.masked = [Measurement(m, 64, "window", 1e-3, 1, 1e-7) for m in ("sdpa", "onchip")]
+    assert [report.cells(m)[1] for m in found.lengths] == ["≥ 65.5 kB", "200 kB", "600 kB"]
+    text = report.page(found)
+    assert "0 B<" not in text and "≥ 65.5 kB" in text and "hollow point" in text
+    line = re.search(r'<path d="M[^"]*" [^>]*stroke: var\(--onchip\)[^>]*stroke-width: 1.8', text)
+    assert line and line[0].count("L ") == 2  # three points in a line
+
+
+def test_a_call_holds_what_it_must(results):
+    for m in results[0].lengths + results[0].masked:
+        assert m.refused_bytes or m.held_bytes >= 4 * m.seqlen * demo.NUM_HEADS * demo.HEAD_DIM
+
+
+def test_every_cell_of_the_report_names_its_column(results):
+    """On a phone the table is a list: the header is not shown."""
+    text = report.page(results[0])
+    rows = text[text.index("<tbody>") : text.index("</tbody>")]
+    assert rows.count("<td") == rows.count("data-name=") > 0
+    assert all(f'data-name="{name}"' in rows for name in report.COLUMNS)
+
+
 def test_progress_only_grows_and_ends(results):
     shares = [share for _, share in results[1]]
     assert shares == sorted(shares)

@@ -18,6 +18,7 @@ LAW = {
     "machine": set(),
     "arguments": set(),
     "eightbit": set(),
+    "extras": set(),
     "masks": set(),
     "problem": {"masks", "arguments"},
     "kernels.leaf": {"state", "masks", "problem"},
@@ -54,8 +55,8 @@ LAW = {
         "explain",
         "models",
     },
-    "engine": {"kvcache", "models", "ops", "parallel", "problem", "machine"},
-    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
+    "engine": {"kvcache", "models", "ops", "parallel", "problem", "machine", "extras"},
+    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models", "dispatch"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
 # the programs on top
@@ -84,6 +85,7 @@ ONLY_UNDER = {
 }
 # What decides about pages and requests: testable without tensors, and no step waits for a device.
 TORCH_FREE = (
+    "extras.py",
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
     *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),

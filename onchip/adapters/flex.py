@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from onchip import masks, ops
+from onchip.adapters.flash_attn.options import contiguous
 from onchip.problem import UnsupportedError, check_layout
 
 
@@ -37,12 +38,14 @@ def flex_attention(
     """torch.nn.attention.flex_attention.flex_attention without score_mod, forward and backward, on
     any device, compiled or not.
 
-    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim).
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), of any
+    strides: a last dimension that is not contiguous is copied.
     block_mask: a FlexAttention BlockMask, which is converted at every call, or what
     from_block_mask, or masks, made of it before. return_aux: (out, AuxOutput) with lse, natural
     logarithm, and max_scores, as asked.
     """
     _check_served(score_mod, kernel_options)
+    query, key, value = map(contiguous, (query, key, value))
     _check_heads(query, key, value, enable_gqa)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse is what return_aux=AuxRequest(lse=True) says: give one")

@@ -8,7 +8,6 @@ switched too, and autograd, autocast and vmap stay torch's. What we do not serve
 torch's own kernel; `why` names the reason for one call, `counts` has those that occurred.
 """
 
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,12 +19,15 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-from onchip.adapters.sdpa_ops import OPERATORS, Ask
+from onchip.adapters import sdpa_masks
+from onchip.adapters.sdpa_ops import OPERATORS, Ask, as_bias, math_ask
+from onchip.dispatch import kernel_module
 from onchip.problem import UnsupportedError
 
 NAME = "onchip"
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ALIASES = {"CompositeImplicitAutograd": "AutogradCPU"}  # one of the keys that it fills
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-_inside = threading.local()
 _served: Counter[str] = Counter()
 _left: Counter[str] = Counter()
 
@@ -94,33 +96,18 @@ def why(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     chosen = _BACKENDS.get(choice, str(choice))
-    if chosen not in (("flash",) if query.is_cpu else ("flash", "efficient")):
-        return _torch_chose(chosen, query, value, attn_mask, dropout_p)
-    bias = attn_mask
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale)
     try:
-        Ask(query, key, value, bias, dropout_p, is_causal, scale, chosen != "flash").posed()
+        if chosen == "math":
+            math_ask(*call, enable_gqa).posed()
+        elif chosen in ("flash", "efficient"):
+            bias = as_bias(attn_mask, query.dtype)
+            Ask(query, key, value, bias, *call[4:], chosen == "efficient" or query.is_cpu).posed()
+        else:
+            return f"torch chose its {chosen} path (by its backends that are on)"
     except ValueError as error:
         return str(error)
     return None
-
-
-def _torch_chose(
-    chosen: str, query: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
-) -> str:
-    """A sentence with what torch's own conditions on its fused operators are known to be."""
-    known = {
-        f"query has {query.dim()} dimensions, not 4": query.dim() != 4,
-        f"{dropout_p=} on the CPU": query.is_cpu and dropout_p,
-        f"value has head_dim {value.shape[-1]}, query has {query.shape[-1]}": (
-            query.shape[-1] != value.shape[-1]
-        ),
-        "attn_mask requires a gradient": attn_mask is not None and attn_mask.requires_grad,
-    }
-    found = [reason for reason, holds in known.items() if holds]
-    said = f" ({', '.join(found)})" if found else " (by its backends that are on, or the shapes)"
-    return f"torch chose its {chosen} path{said}"
 
 
 class _Handle:
@@ -134,6 +121,7 @@ class _Handle:
         torch.backends.mha.set_fastpath_enabled(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._library = torch.library.Library("aten", "IMPL")
+        self._replaced: dict[str, Any] = {}
         with warnings.catch_warnings():  # that a kernel is overridden, which is the purpose
             warnings.simplefilter("ignore", UserWarning)
             for key, operators in OPERATORS.items():
@@ -141,13 +129,24 @@ class _Handle:
                     self._override(name, key, ours)
 
     def _override(self, name: str, key: str, ours: Callable[..., Any]) -> None:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-            theirs = torch.library.get_kernel(f"aten::{name}", key)
-            serve = partial(_serve, name, ours, theirs)
-            self._library.impl(name, serve, key, with_keyset=True)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+            return
+        theirs = torch.library.get_kernel(f"aten::{name}", _ALIASES.get(key, key))
+        self._library.impl(name, partial(_serve, name, ours, theirs), key, with_keyset=True)
+        if key == "CPU":
+            self._keep_for_aten(name, partial(theirs.call_boxed, _CPU))
+
+    def _keep_for_aten(self, name: str, theirs: Callable[..., Any]) -> None:
+        """One of our kernels calls these operators: while they are ours, it calls torch's."""
+        attribute = "_BACKWARD" if name.endswith("backward") else "_FORWARD"
+        self._replaced[attribute] = getattr(kernel_module("aten_cpu"), attribute)
+        setattr(kernel_module("aten_cpu"), attribute, theirs)
 
     def remove(self) -> None:
         self._library._destroy()
+        for attribute, operator in self._replaced.items():
+            setattr(kernel_module("aten_cpu"), attribute, operator)
+        sdpa_masks.forget()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
 
@@ -155,16 +154,11 @@ class _Handle:
 def _serve(
     name: str, ours: Callable[..., Any], theirs: Any, keyset: Any, *args: Any, **options: Any
 ) -> Any:
-    """Our answer, torch's own where there is none, or where one of our kernels is asking."""
-    if getattr(_inside, "asking", False):
-        return theirs.call_boxed(keyset, *args, **options)
-    _inside.asking = True
+    """Our answer, or torch's own where there is none."""
     try:
         answer = ours(*args, **options)
     except ValueError as error:
         _left[str(error)] += 1
         return theirs.call_boxed(keyset, *args, **options)
-    finally:
-        _inside.asking = False
     _served[name] += 1
     return answer

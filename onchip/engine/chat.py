@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from onchip.engine.tokenizer import Tokenizer
+from onchip.extras import advise
 
 Message = Mapping[str, Any]
 
@@ -48,7 +49,7 @@ def _environment() -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise ValueError(
-            "chat templates are rendered by the package jinja2: pip install 'onchip[serve]'"
+            f"chat templates are rendered by the package jinja2: {advise('serve')}"
         ) from None
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(

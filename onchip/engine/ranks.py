@@ -27,11 +27,9 @@ from onchip.problem import find_device
 LOG = logging.getLogger("onchip")
 
 _DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-    "float32": torch.float32,
-    "float": torch.float32,
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
 }
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from onchip.extras import advise
+
 MAX_JSON_BYTES = 100_000_000
 END = "<|endoftext|>"  # how 256 is written, where bytes are stored as a tokenizer
 
@@ -104,7 +106,7 @@ def _read_tokenizer(file: Path) -> Any:
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise ValueError(
-            "tokenizer.json is read by the package tokenizers: pip install 'onchip[serve]'"
+            f"tokenizer.json is read by the package tokenizers: {advise('serve')}"
         ) from None
     try:
         return Library.from_file(str(file))

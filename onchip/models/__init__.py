@@ -5,7 +5,7 @@ through transformers; loaded from safetensors.
 from . import builtin
 from .config import FAMILIES, Layer, ModelConfig
 from .decoder import Decoder, positions_of
-from .folders import about, is_native
+from .folders import about, check_exists, is_native
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
 from .names import Part, num_parameters
@@ -25,6 +25,7 @@ __all__ = [
     "Rotary",
     "about",
     "builtin",
+    "check_exists",
     "inspect",
     "inspect_foreign",
     "is_native",

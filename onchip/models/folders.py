@@ -1,5 +1,6 @@
 """Which way the model of a folder runs."""
 
+import re
 from pathlib import Path
 
 from onchip.models import builtin, foreign
@@ -11,9 +12,24 @@ def is_native(folder: str | Path) -> bool:
     """Whether `decoder` has the family of a folder's model, as its config.json says. What says
     nothing is left to the reader of our own, which refuses it.
     """
+    check_exists(folder)
     data = read_json(Path(folder) / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
     return not isinstance(model_type, str) or model_type in FAMILIES
+
+
+def check_exists(folder: str | Path) -> None:
+    """A model is a folder. A name of a hub is refused with the command that would fetch it."""
+    name = str(folder)
+    if Path(folder).exists():
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"there is no folder {name}: a model is the folder of a checkpoint")
+    local = name.split("/")[1]
+    raise ValueError(
+        f"there is no folder {name}, and nothing is fetched: if it is the name of a model on the"
+        f" Hugging Face hub, run `hf download {name} --local-dir {local}` and give {local} instead"
+    )
 
 
 def about(model: str | Path) -> str | None:

@@ -71,6 +71,24 @@ def test_without_a_mask_with_a_scale_and_grouped_heads(torchs):
     torch.testing.assert_close(flex_attention(*x, None, None, 0.3, True), want)
 
 
+@pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
+def test_any_strides(which):
+    """A last dimension that is not contiguous, as Florence-2 has it."""
+    x = inputs(33, 45)
+    want = flex_attention(*x)
+    want = [want, *torch.autograd.grad(want.square().sum(), x)]
+    layouts = {
+        "transposed": lambda t: t.detach().mT.contiguous().mT,
+        "every other": lambda t: t.detach().repeat_interleave(2, -1)[..., ::2],
+    }
+    for lay in layouts.values():
+        y = [lay(t).requires_grad_() if i in which else t for i, t in enumerate(x)]
+        assert any(t.stride(-1) != 1 for t in y)
+        out = flex_attention(*y)
+        for a, b in zip([out, *torch.autograd.grad(out.square().sum(), y)], want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 def test_masks_of_our_own_are_block_masks_too():
     x = inputs(130, 130)
     mask = onchip.masks.causal() & onchip.masks.window(20, 0)

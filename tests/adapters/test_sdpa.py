@@ -11,15 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 
-from onchip.adapters import sdpa, sdpa_ops
+from onchip.adapters import sdpa, sdpa_masks, sdpa_ops
 
+MATH = "_scaled_dot_product_attention_math"
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 BACKWARD = f"{FORWARD}_backward"
 LEAST = torch.finfo(torch.float32).min
 
 
 @pytest.fixture(autouse=True)
-def _undone():
+def _undone(monkeypatch):
+    """Nothing stays active; until then masked calls of any size are ours."""
+    monkeypatch.setattr(sdpa_ops, "LEAST_CELLS", 0)
     yield
     assert not sdpa.is_active()
 
@@ -230,13 +233,24 @@ class TestLeft:
             assert reason in sdpa.why(*x, enable_gqa=True, **change)
             torch.manual_seed(1)
             ours = answer(x, **change)
-            assert not sdpa.counts().served
+            assert sdpa.counts() == ({}, {sdpa.why(*x, enable_gqa=True, **change): 1})
         same(ours, theirs, 0)
 
-    def test_values_of_another_width(self):
-        q, k, v = qkv()
+    @pytest.mark.parametrize("name", OPTIONS)
+    def test_small_masked_calls(self, name, monkeypatch):
+        """Each would cost more than torch takes for the whole call."""
+        monkeypatch.undo()
+        x, options = qkv(), OPTIONS[name]
+        theirs = answer(x, **options)
         with sdpa.active():
-            assert "head_dim 8, query has 16" in sdpa.why(q, k, v[..., :8], enable_gqa=True)
+            ours = answer(x, **options)
+            served, left = sdpa.counts()
+            reason = sdpa.why(*x, enable_gqa=True, **options)
+        if "attn_mask" in options:
+            assert not served and left == {reason: 2} and "small call" in reason
+            same(ours, theirs, 0)
+        else:
+            assert not left and reason is None
 
     def test_what_we_refuse_is_counted(self):
         x = [torch.randn(1, 2, 9, 264) for _ in range(3)]
@@ -267,11 +281,179 @@ class TestLeft:
         with sdpa.active(), sdpa_kernel(SDPBackend.MATH):
             assert "math path" in sdpa.why(*x, enable_gqa=True)
             answer(x)
-            assert sdpa.counts() == ({}, {})
+            assert sdpa.counts() == ({}, {sdpa.why(*x, enable_gqa=True): 1})
+
+    def test_second_derivatives_of_a_backend_that_was_chosen(self):
+        """Torch's math path has them: a program that switches to it for them keeps them."""
+        x = [t.detach().requires_grad_() for t in qkv()]
+
+        def penalty():
+            out = F.scaled_dot_product_attention(*x, enable_gqa=True)
+            (g,) = torch.autograd.grad(out.square().sum(), x[0], create_graph=True)
+            return torch.autograd.grad(g.square().sum(), x)
+
+        with sdpa_kernel(SDPBackend.MATH):
+            theirs = penalty()
+            with sdpa.active():
+                ours = penalty()
+        assert all(map(torch.equal, ours, theirs))
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    @pytest.mark.parametrize(
+        "transform",
+        [
+            lambda f, x: torch.vmap(f, randomness="different")(x[None]),
+            lambda f, x: torch.func.jvp(f, (x,), (x,)),
+            lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+            lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True)(x),
+            lambda f, x: f(torch.nested.nested_tensor([x[0], x[1]])).unbind()[0],
+        ],
+    )
+    def test_what_is_transformed_on_the_math_path(self, transform):
+        """Torch's own serves transforms there; each is counted, a graph when it is traced."""
+        x = torch.randn(2, 4, 9, 16)
+        attend = lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=1e-9)
+        theirs = transform(attend, x)
+        torch.compiler.reset()  # a graph that was traced before holds the path itself
+        with sdpa.active():
+            ours = transform(attend, x)
+            served, left = sdpa.counts()
+        assert not served and len(left) == 1 and "math path" in str(left)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+    def test_errors_stay_those_of_torch(self):
+        q, k, v = (t.detach() for t in qkv(9, 9))
+        calls = [((q, k, v), {}), ((q[0], q[0], q[0, :3]), {})]
+        calls += [((q[0], q[0], q[0]), {"attn_mask": torch.ones(9, 9).bool(), "is_causal": True})]
+        for x, options in calls:
+            with pytest.raises(RuntimeError) as theirs:
+                F.scaled_dot_product_attention(*x, **options)
+            with sdpa.active(), pytest.raises(RuntimeError) as ours:
+                F.scaled_dot_product_attention(*x, **options)
+            assert str(ours.value) == str(theirs.value)
 
     def test_nothing_is_active_on_import(self):
         assert "not active" in sdpa.why(*qkv())
         assert current_flash_attention_impl() is None
+
+
+def elsewhere(name):
+    """query, key, value and options of a call that no fused operator of torch takes."""
+    q, k, v = (t.detach() for t in qkv(kv_heads=4, dtype=torch.float64))
+    calls = {
+        "width of v": ((q, k, v[..., :8]), {}),
+        "width of v, masked": ((q, k, v[..., :8]), {"attn_mask": hidden()}),
+        "width of v, grouped": ((q, k[:, :2], v[:, :2, :, :8]), {"enable_gqa": True}),
+        "rank 2": ((q[0, 0], k[0, 0], v[0, 0]), {"attn_mask": hidden()[0, 0]}),
+        "rank 3": ((q[0], k[0], v[0]), {"is_causal": True}),
+        "rank 3, a mask of each": ((q[0], k[0], v[0]), {"attn_mask": torch.rand(4, 33, 45) > 0.3}),
+        "rank 5": ((q[None], k[None], v[None]), {"attn_mask": hidden()[None], "scale": 0.3}),
+        "transposed": (tuple(t.mT.contiguous().mT for t in (q, k, v)), {}),
+        "every other": ((q, k.repeat_interleave(2, -1)[..., ::2], v), {"is_causal": True}),
+    }
+    x, options = calls[name]
+    return tuple(t.requires_grad_() for t in x), options
+
+
+ELSEWHERE = ["width of v", "width of v, masked", "width of v, grouped", "rank 2", "rank 3"]
+ELSEWHERE += ["rank 3, a mask of each", "rank 5", "transposed", "every other"]
+
+
+class TestMathPath:
+    """What torch sends to its math path, where we have a kernel."""
+
+    @pytest.mark.parametrize("name", ELSEWHERE)
+    def test_is_served(self, name):
+        x, options = elsewhere(name)
+
+        def run():
+            out = F.scaled_dot_product_attention(*x, **options)
+            return out.detach(), *torch.autograd.grad(out.square().sum(), x)
+
+        theirs = run()
+        with sdpa.active():
+            ours = run()
+            assert sdpa.counts() == ({MATH: 1}, {})
+            assert sdpa.why(*x, **options) is None
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12 * max(1, b.abs().max()))
+        assert ours[0].is_contiguous()
+
+    def test_weights_are_not_computed(self):
+        """They are the second result of the operator, which the function drops."""
+        x = torch.randn(4, 9, 16)
+        with sdpa.active():
+            out, weights = torch.ops.aten._scaled_dot_product_attention_math(x, x, x)
+        torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x))
+        assert weights.shape == (4, 9, 9) and weights.isnan().all()
+
+    def test_our_own_calls_are_not_counted(self):
+        import onchip
+
+        x = torch.randn(2, 33, 4, 16, requires_grad=True)
+        with sdpa.active():
+            onchip.attention(x, x, x, mask=hidden(33, 33)).sum().backward()
+            assert sdpa.counts() == ({}, {})
+
+
+class TestKeptMasks:
+    """A mask is built once for the layers of a model, and again when its values change."""
+
+    @pytest.fixture
+    def built(self, monkeypatch):
+        """The masks that were built."""
+        made, build = [], sdpa_masks._build
+        monkeypatch.setattr(sdpa_masks, "_build", lambda bias: made.append(1) or build(bias))
+        return made
+
+    @pytest.mark.parametrize("kind", ["bool", "number", "bool2d", "slice"])
+    def test_is_built_once(self, kind, built):
+        x, mask = qkv(), hidden()
+        mask = {"number": torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)}.get(kind, mask)
+        mask = mask[1, 0] if kind == "bool2d" else mask
+        whole = torch.ones(2, 1, 33, 64, dtype=torch.bool)
+        whole[..., :45] = hidden()
+        for _ in range(3):
+            given = whole[..., :45] if kind == "slice" else mask
+            theirs = answer(x, attn_mask=given)
+            with sdpa.active():
+                same(answer(x, attn_mask=given), theirs)
+                same(answer(x, attn_mask=given), theirs)
+        assert len(built) == 3  # once while it is active, for forward and backward
+
+    @pytest.mark.parametrize("inference", [False, True])
+    @pytest.mark.parametrize("write", ["torch", "data", "numpy", "view"])
+    def test_every_change_is_seen(self, write, inference, built):
+        with torch.inference_mode(inference), sdpa.active():
+            x, mask = [t.detach() for t in qkv()], hidden()
+            array = mask.numpy()
+            for column in range(3):
+                if write == "torch":
+                    mask[..., column] = False
+                if write == "data":
+                    mask.data[..., column] = False
+                if write == "numpy":
+                    array[..., column] = False
+                if write == "view":
+                    mask.view(-1, 45)[:, column].logical_and_(torch.tensor(False))
+                attend = lambda: F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True)
+                with sdpa_kernel(SDPBackend.MATH):
+                    theirs = attend()
+                torch.testing.assert_close(attend(), theirs)
+        assert len(built) == 3
+
+    def test_is_dropped_with_the_switch_and_bounded(self, monkeypatch):
+        x = [t.detach() for t in qkv()]
+        attend = lambda: F.scaled_dot_product_attention(*x, attn_mask=hidden(), enable_gqa=True)
+        with sdpa.active():
+            for _ in range(9):
+                attend()
+            assert len(sdpa_masks._kept) == 4
+        assert not sdpa_masks._kept
+        monkeypatch.setattr(sdpa_masks, "KEPT_BYTES", 100)
+        with sdpa.active():
+            attend()
+            assert not sdpa_masks._kept
 
 
 class TestSwitch:
@@ -465,6 +647,19 @@ class TestGpu:
         for a, b, best in zip(ours, theirs, exact, strict=True):
             assert a.stride() == b.stride()
             assert rms(a.double() - best) <= 1.1 * rms(b.double() - best)
+
+    @pytest.mark.parametrize("kind", ["rank 3", "transposed"])
+    def test_the_math_path_is_served(self, kind):
+        (q, k, v), options = self.draw("fp32")
+        x = (q[0], k[0], v[0]) if kind == "rank 3" else (q, k.mT.contiguous().mT, v)
+        x = [t.detach().requires_grad_() for t in x]
+        theirs = self.run(x, options)
+        with sdpa.active():
+            assert sdpa.why(*x, **options) is None
+            ours = self.run(x, options)
+            assert sdpa.counts() == ({MATH: 1}, {})
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * b.abs().max().item())
 
     def test_dropout_is_the_same_in_its_gradient(self):
         (q, k, v), options = self.draw("dropout")

@@ -51,5 +51,5 @@ def test_what_is_no_conversation(messages):
 
 def test_without_jinja_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
-    with pytest.raises(ValueError, match="pip install 'onchip\\[serve\\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[serve\]' in a clone"):
         render(ByteTokenizer(), MESSAGES)

@@ -88,5 +88,5 @@ def test_bytes():
 
 def test_without_tokenizers_the_sentence_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="pip install 'onchip\\[serve\\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[serve\]' in a clone"):
         FileTokenizer(folder)

@@ -440,6 +440,10 @@ class TestRows:
             builtin.tiny().run(tokens, torch.arange(tokens.shape[1])[None], attend)
         ends = [m.end() - 1 for m in re.finditer(r"\S+", record.SENTENCE)]
         starts = [0, *(end + 1 for end in ends)]
+        opened = [
+            number(x.removesuffix(" %")) for x in tab.locator("#rows small").all_inner_texts()
+        ]
+        assert record.SENTENCE.split()[opened.index(max(opened))] == "river"
         for layer, head, word in ((0, 0, 10), (3, 2, 10), (1, 3, 4)):
             choose(tab, "rows-layer", layer)
             choose(tab, "rows-head", head)

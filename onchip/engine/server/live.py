@@ -1,7 +1,7 @@
 """What the live page shows: the pool page by page, who holds what, the queue."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from .service import Service
 from .tickets import Standing
@@ -13,12 +13,20 @@ PATIENCE_S = 0.2  # how long a look may wait for the step that is under way
 BLANK, CACHED = -2, -1
 
 
+class Look(NamedTuple):
+    """The engine between two steps."""
+
+    page_size: int | None = None  # tokens of a page
+    tokens: dict[str, int] = {}  # generated so far, of each request
+    owners: list[tuple[str | int, int]] | None = None
+
+
 class Watch:
     """Looks at a service for everybody who watches."""
 
     def __init__(self, service: Service, model: str):
         self._service, self._model = service, model
-        self._looked_s, self._owners = 0.0, None
+        self._looked_s, self._seen = 0.0, Look()
 
     @property
     def last_step_age_s(self) -> float | None:
@@ -34,7 +42,7 @@ class Watch:
         now, stats = time.monotonic(), self._service.stats
         if now - self._looked_s > FRESH_S:
             self._looked_s = now
-            self._owners = await self._service.ask(owners_of_pages, PATIENCE_S)
+            self._seen = await self._service.ask(look_at, PATIENCE_S) or Look(self._seen.page_size)
         standings = {s.request_id: s for s in self._service.standings}
         holders = _listed(stats.request_pages, standings)
         return {
@@ -47,23 +55,39 @@ class Watch:
                 "running": stats.running,
                 "waiting": stats.waiting,
             },
+            "page_size": self._seen.page_size,
             **_counts(stats),
-            "holders": [_row(name, pages, standings, now) for name, pages in holders],
+            "holders": [self._row(standings[name], pages, now) for name, pages in holders],
             "map": self._map([name for name, _ in holders]),
         }
 
     def _map(self, names: list[str]) -> dict[str, list[int]] | None:
         """Those who are not listed any more are numbered behind the list."""
-        if self._owners is None:
+        owners = self._seen.owners
+        if owners is None:
             return None
         places = {name: place for place, name in enumerate(names)}
         cells = [
             owner if isinstance(owner, int) else places.setdefault(owner, len(places))
-            for owner, _ in self._owners
+            for owner, _ in owners
         ]
         return {
             "cells": cells,
-            "shared": [page for page, (_, refs) in enumerate(self._owners) if refs > 1],
+            "shared": [page for page, (_, refs) in enumerate(owners) if refs > 1],
+        }
+
+    def _row(self, standing: Standing, pages: int, now: float) -> dict[str, Any]:
+        """A request that does not stream has no outputs yet: the engine has its tokens."""
+        tokens = standing.tokens
+        if tokens is None:
+            tokens = self._seen.tokens.get(standing.request_id)
+        return {
+            "id": standing.request_id,
+            "pages": pages,
+            "prompt_tokens": standing.prompt_tokens,
+            "samples": standing.samples,
+            "tokens": tokens,
+            "age_s": round(now - standing.since_s, 2),
         }
 
 
@@ -86,12 +110,21 @@ def _counts(stats: Any) -> dict[str, Any]:
     }
 
 
-def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:
-    """(who holds it, how often) for each page but the null page; between two steps."""
+def look_at(engine: Any) -> Look:
+    """Runs between two steps."""
     cache = getattr(engine, "cache", None)
-    if cache is None or cache.pool.capacity > MAX_MAPPED:
+    if cache is None:
+        return Look()
+    requests = (*engine.scheduler.running, *engine.scheduler.waiting)
+    tokens = {r.request_id: sum(len(s.token_ids) for s in r.samples) for r in requests}
+    return Look(cache.spec.page_size, tokens, owners_of_pages(engine))
+
+
+def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:
+    """(who holds it, how often) for each page but the null page; None: too many to draw."""
+    pool = engine.cache.pool
+    if pool.capacity > MAX_MAPPED:
         return None
-    pool = cache.pool
     pages = range(1, pool.num_pages)
     owners: list[tuple[str | int, int]] = [(CACHED if pool.filled(p) else BLANK, 0) for p in pages]
     for request in engine.scheduler.running:
@@ -106,15 +139,3 @@ def _listed(pages: dict[str, int], standings: dict[str, Standing]) -> list[tuple
     running = [name for name in standings if name in pages]
     waiting = [name for name in standings if name not in pages]
     return [(name, pages.get(name, 0)) for name in (*running, *waiting)[:MAX_SHOWN]]
-
-
-def _row(name: str, pages: int, standings: dict[str, Standing], now: float) -> dict[str, Any]:
-    standing = standings[name]
-    return {
-        "id": name,
-        "pages": pages,
-        "prompt_tokens": standing.prompt_tokens,
-        "samples": standing.samples,
-        "tokens": standing.tokens,
-        "age_s": round(now - standing.since_s, 2),
-    }

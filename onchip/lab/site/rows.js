@@ -3,7 +3,7 @@
 
 lab.figures.rows = (panel, data) => {
   const { words, owners, weights } = data;
-  let word = words.length - 1, layer = 0, head = 0;
+  let word = words.length - 1, [layer, head] = opening();
   const numbered = (list) => list.map((_, i) => [i, `${i + 1}`]);
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   const tall = (width) => (width < 500 ? 140 : 186);
@@ -21,6 +21,13 @@ lab.figures.rows = (panel, data) => {
     heads);
   const about = data.about[0].toUpperCase() + data.about.slice(1);
   lab.at("rows-note").textContent = `Recorded from the model “${data.model}”. ${about}. Those of another: onchip lab --model FOLDER.`;
+
+  // The head that looks the most at "river", which says what kind of bank is meant; the first one if there is no such word.
+  function opening() {
+    const river = words.indexOf("river"), all = weights.flatMap((heads, l) => heads.map((_, h) => [l, h]));
+    const most = Math.max(...all.map(([l, h]) => shares(l, h)[river]));
+    return all.find(([l, h]) => shares(l, h)[river] === most) ?? [0, 0];
+  }
 
   // The share of each word: the sum over its tokens.
   function shares(l = layer, h = head) {

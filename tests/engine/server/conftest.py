@@ -17,7 +17,7 @@ from onchip.engine.tokenizer import ByteTokenizer
 
 NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client")
 if not all(map(find_spec, NEEDED)):
-    collect_ignore_glob = ["test_*.py"]  # the packages of onchip[serve] are not here
+    collect_ignore_glob = ["test_*.py"]  # the packages of the extra serve are not here
 
 VOCAB = 257
 MODEL = "fake"

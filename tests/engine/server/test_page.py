@@ -156,6 +156,24 @@ def test_a_prompt_sent_from_the_page_takes_pages_and_is_answered(browser, tiny):
     assert int(browser.text("cached")) > 0 and browser.errors == []
 
 
+def test_a_request_that_does_not_stream_shows_its_tokens(browser, tiny):
+    """And the page says what its pages are."""
+    browser.see(1280, 900)
+    browser.go(f"{tiny}/")
+    browser.until("now !== null && now.page_size !== null")
+    assert browser.text("slots") == "16"
+    asked = {"prompt": "Let there be", "max_tokens": 400, "n": 2, "ignore_eos": True}
+    browser.run(
+        "fetch('v1/completions', {method: 'POST', headers: {'content-type': 'application/json'},"
+        f" body: JSON.stringify({json.dumps(asked)})}}); 0"
+    )
+    made = "Number(document.querySelector('#holders tr')?.children[4].textContent)"
+    browser.until(f"{made} > 1")
+    first = browser.run(made)
+    browser.until(f"{made} > {first}")
+    assert browser.errors == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_screen_sees_all_of_it(browser, tiny, width, scheme):

@@ -77,6 +77,7 @@ function numbers() {
     step: short.format(now.last_step_s * 1000),
     preempted: whole.format(now.preempted),
     steps: whole.format(now.steps),
+    slots: now.page_size ?? "some",
   };
   for (const [id, text] of Object.entries(texts)) at(id).textContent = text;
 }
@@ -203,7 +204,7 @@ function fill(row, holder, most) {
   bar.firstChild.style.width = `${(100 * holder.pages) / most}%`;
   bar.firstChild.style.background = tint;
   prompt.textContent = whole.format(holder.prompt_tokens);
-  made.textContent = holder.tokens === null ? "–" : whole.format(holder.tokens);
+  if (holder.tokens !== null) made.textContent = whole.format(holder.tokens);  // else as before: a long step is under way
   samples.textContent = holder.samples;
   age.textContent = `${short.format(holder.age_s)} s`;
 }
