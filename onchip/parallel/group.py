@@ -5,11 +5,10 @@ streams and returns at once, as torch's does; a lookout finds what hangs (see lo
 torch's own timeout of the process group is shorter and ends the process before.
 """
 
-import json
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -19,12 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onchip.parallel.facts import Agreed, as_text, compare
+from onchip.parallel.facts import Agreed, agree
 from onchip.parallel.lookout import Lookout
-from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
+from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
 
-HANG_UP = 2**20  # the tag of a message that nobody sends
+# Tags of messages. A digest that meets a rank in the middle of a call waits there for its own kind:
+# gloo aborts the process where a message and the buffer that is posted for it differ in size.
+DATA, DIGEST = 0, 1
+HANG_UP = 2**20  # of a message that nobody sends
 
 
 class Common:
@@ -38,7 +40,9 @@ class Common:
         job_store = PrefixStore("onchip job", dist.group.WORLD.get_group_store())
         self.watch = Watch(store, job_store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
-        self.nccl = "cuda:nccl" in dist.get_backend_config(group)
+        backends = dist.get_backend_config(group)
+        self.nccl = "cuda:nccl" in backends
+        self.cpu_group = group if "cpu:gloo" in backends else None  # else made when it is needed
         self.lookout: Lookout | None = None  # where hosts do not wait
         self.parts: dict[tuple[int, ...], Common] = {}
 
@@ -78,9 +82,9 @@ class GroupComm(Pairwise):
 
     def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
         self._common.watch.begin(kind)
-        came = [self._travelling(m.tensor, empty=True) for m in recvs]
-        ops = [self._op(dist.irecv, m.peer, t) for m, t in zip(recvs, came, strict=True)]
-        ops += [self._op(dist.isend, m.peer, self._travelling(m.tensor)) for m in sends]
+        came, tag = [self._travelling(m.tensor, empty=True) for m in recvs], _tag(kind)
+        ops = [self._op(dist.irecv, m.peer, t, tag) for m, t in zip(recvs, came, strict=True)]
+        ops += [self._op(dist.isend, m.peer, self._travelling(m.tensor), tag) for m in sends]
         peers = [m.peer for m in (*recvs, *sends)]
         try:
             works = dist.batch_isend_irecv(ops)
@@ -91,8 +95,23 @@ class GroupComm(Pairwise):
         staged = [(m.tensor, t) for m, t in zip(recvs, came, strict=True) if m.tensor is not t]
         return Then(work, lambda: [m.copy_(t) for m, t in staged]) if staged else work
 
-    def _op(self, do, peer: int, tensor: Tensor) -> dist.P2POp:
-        return dist.P2POp(do, tensor, group=self.group, group_peer=self._ranks[peer])
+    def _op(self, do, peer: int, tensor: Tensor, tag: int) -> dist.P2POp:
+        rank = self._ranks[peer]
+        if tag == DATA or self._cpu_group is self.group:
+            return dist.P2POp(do, tensor, group=self.group, tag=tag, group_peer=rank)
+        return dist.P2POp(do, tensor, self._common.job_rank(peer), self._cpu_group, tag)
+
+    @property
+    def _cpu_group(self) -> dist.ProcessGroup:
+        """A group of these ranks whose messages lie in host memory. Where the group has NCCL alone,
+        its members make one together when they first compare something.
+        """
+        common = self._common
+        if common.cpu_group is None:
+            ranks = list(common.watch.ranks)
+            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            common.cpu_group = made
+        return common.cpu_group
 
     def _travelling(self, tensor: Tensor, empty: bool = False) -> Tensor:
         """gloo sends from host memory only."""
@@ -135,19 +154,31 @@ class GroupComm(Pairwise):
         work = GroupWork(self, works, [None], self._host_waits(x))
         return work if solid is x else Then(work, lambda: x.copy_(solid))
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        text = as_text(facts)
-        if text in self._common.agreed:
-            return
-        said = json.loads(self._decide("agree", text, self._compare))
-        if said:
-            raise ParallelError(*said)
-        self._common.agreed.add(text)
+    @property
+    def agreed(self) -> Agreed:
+        return self._common.agreed
+
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        agree(self, facts, later=device.type == "cuda" and self._common.nccl)
+
+    @torch.no_grad()
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        digests = [torch.empty_like(mine) for _ in range(self.size)]
+        work = self._gather("agree", mine, digests)
+
+        def wait() -> list[bytes]:
+            work.wait()
+            return [bytes(each.tolist()) for each in digests]
+
+        return wait
+
+    def texts(self, text: str) -> dict[int, str]:
+        return dict(zip(self._common.watch.ranks, self._meet("agree", text), strict=True))
 
     def split(self, color: int) -> "GroupComm":
-        texts = json.loads(self._decide("split", as_text({"color": color}), json.dumps))
-        colors = [json.loads(text).get("color") for text in texts]
-        return self.part([r for r in range(self.size) if colors[r] == color])
+        colors = self._meet("split", str(color))
+        return self.part([r for r in range(self.size) if colors[r] == str(color)])
 
     def part(self, members: Sequence[int]) -> "GroupComm":
         ranks, parts = tuple(self._ranks[r] for r in members), self._common.parts
@@ -163,15 +194,11 @@ class GroupComm(Pairwise):
         if self._common.nccl and self._whole and not self._common.parts:
             self.sum(torch.zeros(1, device="cuda")).wait()
 
-    def _decide(self, kind: str, text: str, fold) -> str:
+    def _meet(self, kind: str, text: str) -> list[str]:
         common = self._common
         common.watch.begin(kind)
         common.meetings += 1
-        return common.watch.decide(common.meetings, text, fold, self._patience_s)
-
-    def _compare(self, texts: list[str]) -> str:
-        error = compare(dict(zip(self._common.watch.ranks, texts, strict=True)))
-        return json.dumps([] if error is None else [str(error), error.rank])
+        return common.watch.meet(common.meetings, text, self._patience_s)
 
     def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
         suspect = None if peer is None else self._common.job_rank(peer)
@@ -240,6 +267,10 @@ def _common_of(group: dist.ProcessGroup, timeout_s: float) -> Common:
         store = PrefixStore("onchip", group.get_group_store())
         _COMMON[group] = Common(group, store, range(dist.get_world_size(group)), timeout_s)
     return _COMMON[group]
+
+
+def _tag(kind: str) -> int:
+    return DIGEST if kind == "agree" else DATA
 
 
 def _told(error: Exception) -> str:
