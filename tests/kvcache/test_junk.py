@@ -71,28 +71,29 @@ class Rig:
         """One that fits the parameter more often than not."""
         chance, some = self.chance, [*self.sequences, self.gone, self.foreign]
         ids = lambda: [chance.randrange(3) for _ in range(chance.randrange(7))]
-        few = lambda make: [make() for _ in range(chance.randrange(3))]
-        if chance.random() < 0.3:
+        few = lambda make: [make() for _ in range(self.count)]
+        if chance.random() < 0.2:
             return chance.choice(JUNK)
         makes = {
             "sequence": lambda: chance.choice(some),
             "sequences": lambda: few(lambda: chance.choice(some)),
             "num_tokens": lambda: chance.randrange(-1, 7),
-            "length": lambda: chance.choice([None, chance.randrange(-1, 12)]),
+            "length": lambda: chance.randrange(-1, 6),
             "counts": lambda: few(lambda: chance.randrange(-1, 7)),
-            "lengths": lambda: few(lambda: chance.randrange(0, 12)),
+            "lengths": lambda: few(lambda: chance.randrange(0, 6)),
             "family": lambda: chance.choice([*self.families, None]),
+            "tokens": lambda: few(ids) if self.name == "append_all" else ids(),
             "salt": lambda: chance.choice(["", "a"]),
             "layer": lambda: 0,
+            **dict.fromkeys(("out", "extra"), lambda: None),
         }
-        if name == "tokens":
-            return chance.choice([ids, lambda: few(ids)])()
         return makes.get(name, lambda: chance.choice(JUNK))()
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
         skip = {"reset", "seat", "unseat"}  # the last two are what the tier calls
-        name = self.chance.choice(sorted(set(public(type(owner))) - skip))
+        self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
+        self.count = self.chance.randrange(3)  # of every list
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}
         self.tier.poll()  # as every call of the tier does first
         before = self.state()
@@ -107,6 +108,7 @@ class Rig:
             self.families.append(found)
         elif isinstance(found, NoRoom):
             assert self.state() == before, (name, args)
+        self.sequences = [s for s in self.sequences if s.table in self.cache.pool.tables]
         self.cache.check()
         return name, True
 
@@ -130,18 +132,15 @@ def test_a_cache_survives_junk():
         for _ in range(150):
             name, good = rig.step()
             (served if good else refused).add(name)
-            if len(rig.sequences) > 12:
-                break
         rig.end()
     wanted = {"open", "append", "append_all", "reserve", "tell", "fork", "truncate", "commit"}
     wanted |= {"commit_all", "free", "view", "reserve_all", "reserve_each", "swap_out"}
     assert wanted <= served and wanted <= refused
 
 
-def pool_value(chance, pool, name, others):
-    tables = [*pool.tables, *others]
+def pool_value(chance, pool, name, tables):
     few = lambda make: [make() for _ in range(chance.randrange(3))]
-    page = lambda: chance.randrange(-2, pool.num_pages + 1)
+    page = lambda: chance.choice([1, 1, 2, chance.randrange(-2, pool.num_pages + 1)])
     if chance.random() < 0.25:
         return chance.choice(JUNK)
     makes = {
@@ -152,8 +151,9 @@ def pool_value(chance, pool, name, others):
         "on_forget": lambda: lambda page: None,
     }
     if name == "num_tokens":
-        return chance.choice([lambda: chance.randrange(-1, 9), lambda: [1, 2]])()
-    return makes.get(name, lambda: chance.randrange(-1, 9))()
+        return chance.choice([lambda: chance.randrange(-1, 5), lambda: [1, 2]])()
+    most = pool.page_size + 1 if name == "filled" else 9
+    return makes.get(name, lambda: chance.randrange(-1, most))()
 
 
 def test_a_pool_survives_junk():
@@ -162,10 +162,11 @@ def test_a_pool_survives_junk():
         chance, pool, strange = random.Random(seed), Pool(10, 4), Pool(10, 4)
         freed = pool.alloc(3)
         pool.free(freed)
-        others = [freed, strange.alloc(3)]
+        tables = [freed, strange.alloc(3), pool.alloc(4)]
+        pool.keep(tables[-1][0], 4)
         for _ in range(150):
             name, method = chance.choice(sorted(public(Pool).items()))
-            args = {n: pool_value(chance, pool, n, others) for n in parameters(method)}
+            args = {n: pool_value(chance, pool, n, tables) for n in parameters(method)}
             before = pool_state(pool), pool_state(strange)
             try:
                 found = method(pool, **args)
@@ -174,6 +175,7 @@ def test_a_pool_survives_junk():
                 refused.add(name)
                 continue
             served.add(name)
+            tables += [found] if isinstance(found, Table) else []
             assert not isinstance(found, NoRoom) or pool_state(pool) == before[0]
             pool.check()
         for table in pool.tables:
