@@ -15,12 +15,13 @@ PACKAGE = Path(onchip.__file__).parent
 # split, because kernels may import their shared leaves but never one another.
 LAW = {
     "state": set(),
+    "files": set(),
     "eightbit": set(),
     "masks": set(),
     "problem": {"masks"},
     "kernels.leaf": {"state", "masks", "problem"},
     "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel", "quant"},
-    "fold": {"state", "masks", "problem", "iomodel"},
+    "fold": {"state", "files", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
     "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
@@ -34,7 +35,7 @@ LAW = {
     "quant": {"state", "masks", "problem"},
     "kvcache": {"problem", "eightbit"},
     "pointwise": {"problem"},
-    "models": {"problem", "ops", "kvcache", "pointwise"},
+    "models": {"files", "problem", "ops", "kvcache", "pointwise"},
     "parallel": {
         "state",
         "masks",
@@ -47,7 +48,7 @@ LAW = {
         "explain",
         "models",
     },
-    "engine": {"kvcache", "models", "ops", "parallel", "problem"},
+    "engine": {"files", "kvcache", "models", "ops", "parallel", "problem"},
     "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models"},
     "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
 }
