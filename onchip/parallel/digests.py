@@ -1,5 +1,5 @@
-"""Digests of what must be the same on all ranks and is too long to be said: masks, documents, values
-of small tensors. They are printed in hexadecimal where ranks do not agree.
+"""Digests of what must be the same on all ranks and is too long for a message: masks, documents and
+the values of small tensors. An error prints them in hexadecimal.
 """
 
 import ctypes

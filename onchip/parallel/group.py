@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,9 @@ from onchip.parallel.lookout import Lookout
 from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
 
-# Tags of messages. A digest that meets a rank in the middle of a call waits there for its own kind:
-# gloo aborts the process where a message and the buffer that is posted for it differ in size.
-DATA, DIGEST = 0, 1
+# Tags of messages, 0 for all others. A digest that meets a rank in the middle of a call waits for
+# its kind: gloo aborts the process where a message and the buffer posted for it differ in size.
+DIGEST = 1
 HANG_UP = 2**20  # of a message that nobody sends
 
 
@@ -40,14 +41,25 @@ class Common:
         job_store = PrefixStore("onchip job", dist.group.WORLD.get_group_store())
         self.watch = Watch(store, job_store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
-        backends = dist.get_backend_config(group)
-        self.nccl = "cuda:nccl" in backends
-        self.cpu_group = group if "cpu:gloo" in backends else None  # else made when it is needed
+        self.nccl = "cuda:nccl" in dist.get_backend_config(group)
+        self._group = group
         self.lookout: Lookout | None = None  # where hosts do not wait
         self.parts: dict[tuple[int, ...], Common] = {}
 
     def job_rank(self, rank: int) -> int:
         return self.watch.ranks[rank]
+
+    @cached_property
+    def host_group(self) -> tuple[dist.ProcessGroup, list[int]]:
+        """A group whose messages lie in host memory, and our ranks in it. Where NCCL is all there
+        is, these ranks make one together when they first compare something.
+        """
+        if "cpu:gloo" in dist.get_backend_config(self._group):
+            return self._group, list(self.ranks)
+        ranks = list(self.watch.ranks)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = group_of(made)  # pyright: ignore[reportArgumentType]: of its members it is no int
+        return group, [dist.get_group_rank(group, rank) for rank in ranks]
 
 
 _COMMON: "weakref.WeakKeyDictionary[dist.ProcessGroup, Common]" = weakref.WeakKeyDictionary()
@@ -82,9 +94,9 @@ class GroupComm(Pairwise):
 
     def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
         self._common.watch.begin(kind)
-        came, tag = [self._travelling(m.tensor, empty=True) for m in recvs], _tag(kind)
-        ops = [self._op(dist.irecv, m.peer, t, tag) for m, t in zip(recvs, came, strict=True)]
-        ops += [self._op(dist.isend, m.peer, self._travelling(m.tensor), tag) for m in sends]
+        came = [self._travelling(m.tensor, empty=True) for m in recvs]
+        ops = [self._op(dist.irecv, m.peer, t) for m, t in zip(recvs, came, strict=True)]
+        ops += [self._op(dist.isend, m.peer, self._travelling(m.tensor)) for m in sends]
         peers = [m.peer for m in (*recvs, *sends)]
         try:
             works = dist.batch_isend_irecv(ops)
@@ -95,23 +107,8 @@ class GroupComm(Pairwise):
         staged = [(m.tensor, t) for m, t in zip(recvs, came, strict=True) if m.tensor is not t]
         return Then(work, lambda: [m.copy_(t) for m, t in staged]) if staged else work
 
-    def _op(self, do, peer: int, tensor: Tensor, tag: int) -> dist.P2POp:
-        rank = self._ranks[peer]
-        if tag == DATA or self._cpu_group is self.group:
-            return dist.P2POp(do, tensor, group=self.group, tag=tag, group_peer=rank)
-        return dist.P2POp(do, tensor, self._common.job_rank(peer), self._cpu_group, tag)
-
-    @property
-    def _cpu_group(self) -> dist.ProcessGroup:
-        """A group of these ranks whose messages lie in host memory. Where the group has NCCL alone,
-        its members make one together when they first compare something.
-        """
-        common = self._common
-        if common.cpu_group is None:
-            ranks = list(common.watch.ranks)
-            made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            common.cpu_group = made
-        return common.cpu_group
+    def _op(self, do, peer: int, tensor: Tensor) -> dist.P2POp:
+        return dist.P2POp(do, tensor, group=self.group, group_peer=self._ranks[peer])
 
     def _travelling(self, tensor: Tensor, empty: bool = False) -> Tensor:
         """gloo sends from host memory only."""
@@ -161,11 +158,19 @@ class GroupComm(Pairwise):
     def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
         agree(self, facts, later=device.type == "cuda" and self._common.nccl)
 
-    @torch.no_grad()
     def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        """By the group itself: torch's functions for messages take as long as the messages."""
+        self._common.watch.begin("agree")
+        group, ranks = self._common.host_group
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        digests = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._gather("agree", mine, digests)
+        digests = [torch.empty_like(mine) for _ in ranks]
+        digests[self.rank], peers = mine, [r for r in range(self.size) if r != self.rank]
+        try:
+            works = [group.recv([digests[peer]], ranks[peer], DIGEST) for peer in peers]
+            works += [group.send([mine], ranks[peer], DIGEST) for peer in peers]
+        except RuntimeError as error:
+            raise self._loss(None, error) from error
+        work = GroupWork(self, works, peers * 2, host=True)
 
         def wait() -> list[bytes]:
             work.wait()
@@ -267,10 +272,6 @@ def _common_of(group: dist.ProcessGroup, timeout_s: float) -> Common:
         store = PrefixStore("onchip", group.get_group_store())
         _COMMON[group] = Common(group, store, range(dist.get_world_size(group)), timeout_s)
     return _COMMON[group]
-
-
-def _tag(kind: str) -> int:
-    return DIGEST if kind == "agree" else DATA
 
 
 def _told(error: Exception) -> str:

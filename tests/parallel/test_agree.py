@@ -1,4 +1,4 @@
-"""Calls of several ranks that differ raise on every rank, also where each kind was served before."""
+"""Calls that differ between ranks raise on every rank, also if each kind was served before."""
 
 import pytest
 import torch
@@ -209,12 +209,14 @@ def joins_alone(comm):
 def defers(comm):
     """As over NCCL: facts that were agreed on before are compared by the next call."""
     comm._common.nccl, cuda = True, torch.device("cuda")
+    torch.distributed.get_backend_config = lambda group: "cuda:nccl"  # so a group beside it is made
     for causal in (True, False):
         comm.agree({"causal": causal}, cuda)
     comm.agree({"causal": comm.rank == STRAY}, cuda)
     with pytest.raises(ParallelError) as caught:
         comm.agree({"causal": True}, cuda)
     comm.agree({"causal": True}, cuda)
+    assert comm._common.host_group[0] is not comm.group
     return str(caught.value), caught.value.rank
 
 
