@@ -1,5 +1,6 @@
-"""Files of other people are opened here: regular ones alone, and no larger than is said. A fifo would
-wait for its writer for good, a device has no end. What holds a user's data is made for its owner.
+"""Files from outside are opened here: regular ones alone, and none that is larger than a limit. A
+fifo would wait for its writer for good, a device has no end. New files that hold a user's data can
+be read by their owner alone.
 """
 
 import os
@@ -13,7 +14,7 @@ PRIVATE = 0o600
 def open_regular(file: str | os.PathLike) -> BinaryIO:
     """A regular file, or a link to one, open for reading; ValueError if it is something else."""
     try:
-        return open(file, "rb", opener=_opener)  # noqa: SIM115: the caller closes it
+        return open(file, "rb", opener=_opener)
     except FileNotFoundError:
         raise
     except OSError as error:  # a socket cannot be opened at all

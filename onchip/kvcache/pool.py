@@ -290,7 +290,9 @@ class Pool:
         new_ids = {page: ~i for i, page in enumerate(pages)}
         held_pages = {page for table in tables for page in self._held(table)}
         if len(set(tables)) != len(tables) or len(new_ids) != len(pages):
-            raise ValueError(f"{len(tables)} tables and {len(pages)} pages: none may be there twice")
+            raise ValueError(
+                f"{len(tables)} tables and {len(pages)} pages: none may be there twice"
+            )
         if not new_ids.keys() <= held_pages:
             raise ValueError(f"pages {sorted(new_ids.keys() - held_pages)} are of other tables")
         for table in tables:

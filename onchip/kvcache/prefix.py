@@ -121,7 +121,11 @@ class PrefixIndex:
         """
         size, length = self._page_size, whole("length", length)
         done, full = len(chain.keys), length // size
-        if not self._pool.holds(table) or not done <= full or length > min(len(tokens), table.length):
+        if (
+            not self._pool.holds(table)
+            or not done <= full
+            or length > min(len(tokens), table.length)
+        ):
             raise ValueError(
                 f"cannot publish {length=} of {len(tokens)} tokens of {table}, after {done} pages"
             )

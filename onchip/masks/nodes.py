@@ -287,9 +287,7 @@ class Dense(Node):
 
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """As of `Cells`."""
-        plane = (
-            x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False)
-        )
+        plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
         k = k[:, None, :]
         words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
         return (words >> (k % 32) & 1).bool()

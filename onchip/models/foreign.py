@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.files import check_folder
+from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
 from onchip.models.decoder import Paged

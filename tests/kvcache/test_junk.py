@@ -1,5 +1,5 @@
-"""Whatever a public method is given, it raises before it changes anything, or what it leaves is whole:
-seeded random calls, of arguments that fit and arguments that do not.
+"""A public method raises before it changes anything, or leaves a cache that is consistent: seeded
+random calls, with arguments that fit and arguments that do not.
 """
 
 import inspect
@@ -230,7 +230,11 @@ def test_prefixes_of_other_tables_are_not_published():
     pool, other = Pool(8, 4), Pool(8, 4)
     index, chain = PrefixIndex(pool), Chain(b"root")
     table = pool.alloc(6)
-    for wrong, ids, length in ((other.alloc(6), range(6), 6), (table, range(6), 7), (table, [1], 4)):
+    for wrong, ids, length in (
+        (other.alloc(6), range(6), 6),
+        (table, range(6), 7),
+        (table, [1], 4),
+    ):
         with pytest.raises(ValueError, match="cannot publish"):
             index.publish(wrong, list(ids), length, chain)
     index.check()

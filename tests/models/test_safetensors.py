@@ -178,7 +178,7 @@ def test_mutated_headers_are_served_or_refused_as_by_the_package(tmp_path):
         "b": tensor([2, 2], [8, 16], "F16"),
         "c": tensor([8], [16, 24], "I8"),
     }
-    for _ in range(600):
+    for _ in range(300):
         header = copy.deepcopy(whole)
         for _ in range(chance.choice([1, 1, 2])):
             if header:
@@ -188,4 +188,4 @@ def test_mutated_headers_are_served_or_refused_as_by_the_package(tmp_path):
         found = ours(file)
         counts[found is not None] += 1
         assert found == theirs(file) or (found is None and overflows(header)), header
-    assert min(counts) > 50
+    assert min(counts) > 30
