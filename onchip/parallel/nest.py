@@ -47,9 +47,17 @@ class Nest:
         agree(self, facts)
 
     def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
-        """Of all ranks: groups compare what their members brought."""
-        inner = self.inner.collect(digest)
-        return lambda: self.outer.collect(digest_of(b"".join(inner())))()
+        """Those of this rank's group, and one of each group: the digest of its members if it is the
+        same for all of them, another otherwise. They are equal if and only if all ranks' are.
+        """
+        collected = self.inner.collect(digest)
+
+        def wait() -> list[bytes]:
+            group = collected()
+            same = len(set(group)) == 1
+            return [*group, *self.outer.collect(digest if same else digest_of(b"".join(group)))()]
+
+        return wait
 
     def texts(self, text: str) -> dict[int, str]:
         groups = self.outer.texts(json.dumps([*self.inner.texts(text).items()]))

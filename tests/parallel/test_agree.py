@@ -114,15 +114,22 @@ def test_a_call_that_differs_raises_over_gloo(pool, strategy):
 
 
 def mix_nest(comm):
+    """Rank 1 is a stray, then ranks 1 and 3: so both rows look alike."""
     nest = Nest(comm.split(comm.rank % 2), comm.split(comm.rank // 2))
-    return mix(nest, "auto", ["causal"])["causal"]
+    heard = [mix(nest, "auto", ["causal"])["causal"]]
+    with pytest.raises(ParallelError) as caught:
+        attend(nest, "auto", {"causal": comm.rank in (1, 3)})
+    return [*heard, (str(caught.value), caught.value.rank)]
 
 
 def test_every_rank_of_two_dimensions_hears_it(pool):
     """Also those in neither the row nor the column of the stray."""
-    sentence = "the ranks do not agree: causal is false on ranks 0, 2, 3, true on rank 1"
+    sentences = (
+        ("the ranks do not agree: causal is false on ranks 0, 2, 3, true on rank 1", STRAY),
+        ("the ranks do not agree: causal is false on ranks 0, 2, true on ranks 1, 3", 0),
+    )
     for results in (run_ranks(4, mix_nest), pool.run(4, mix_nest)):
-        assert results == [(sentence, STRAY)] * 4
+        assert results == [list(sentences)] * 4
 
 
 def mix_passes(comm, strategy):
