@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow triton36 upstream lint format clean
+.PHONY: help demo test slow triton36 upstream lint format lock clean
 
 help:
 	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
@@ -20,6 +20,7 @@ help:
 	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
 	@echo "make lint      ruff (lint, format) and basedpyright"
 	@echo "make format    let ruff rewrite the files"
+	@echo "make lock      write constraints-hashed.txt from constraints.txt and the hashes of the package index"
 	@echo "make clean     remove $(VENV) and what tools left behind"
 
 demo: $(VENV)/.run
@@ -51,6 +52,9 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
+
+lock: $(VENV)/.test
+	@$(BIN)/python tests/lock.py
 
 clean:
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis onchip-demo.html
@@ -86,7 +90,7 @@ $(VENV)/constraints.txt: constraints.txt pyproject.toml
 
 $(VENV)/.run: $(VENV)/constraints.txt
 	@echo "Installing onchip into $(VENV) (the first time takes a minute or two) ..."
-	@$(INSTALL) "setuptools>=77" && $(INSTALL) -e . && touch $@
+	@$(INSTALL) "setuptools>=78.1.1" && $(INSTALL) -e . && touch $@
 
 $(VENV)/.test: $(VENV)/.run
 	@echo "Installing the test tools ..."

@@ -239,7 +239,7 @@ class Still:
     def wait(self) -> None:
         return
 
-    def agree(self, facts: object) -> None:
+    def agree(self, facts: object, device: object = None) -> None:
         return
 
 

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.files import create_private, open_regular
 from onchip.fold.offload import Offloaded
 
 DTYPES = {
@@ -53,11 +54,12 @@ class Spill(Offloaded):
 
     def __init__(self, path: str | os.PathLike, *, append: bool = False):
         self.path = Path(path)
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             self._header, begin = _read_header(file, self.path)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         place = begin, len(self._map), self.path
         self._entries = [_entry(self._header, name, *place) for name in NAMES]
+        _check_apart(self._entries, self.path)
         super().__init__(*(_view(self._map, entry) for entry in self._entries))
         self._seqlen = _seqlen(self._header, self.capacity, self.path)
         metadata = self._header.get("__metadata__")
@@ -79,7 +81,8 @@ class Spill(Offloaded):
         batch: int = 1,
     ) -> "Spill":
         """A new file, empty, open for appending. Where the file system has sparse files, it takes
-        only the room that has been written; an existing file is never overwritten.
+        only the room that has been written; an existing file is never overwritten. It can be read
+        by its owner alone (mode 0600): keys and values tell what a prompt said.
         """
         sizes = (batch, capacity, num_kv_heads, head_dim, head_dim_v or head_dim)
         if min(sizes) < 1 or dtype not in DTYPES.values():
@@ -87,7 +90,7 @@ class Spill(Offloaded):
             raise ValueError(f"{names}={sizes} must be positive, {dtype=} one of {[*DTYPES]}")
         shapes = ((*sizes[:3], sizes[3]), (*sizes[:3], sizes[4]))
         header = _new_header(shapes, dtype)
-        with open(path, "xb") as file:
+        with create_private(path) as file:
             file.write(_encode(header))
             file.truncate(HEADER_BYTES + header["v"]["data_offsets"][1])
         return cls(path, append=True)
@@ -189,7 +192,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict, int]:
         raise ValueError(f"{path} is not a safetensors file: header of {length} in {size} bytes")
     try:
         header = json.loads(file.read(length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} is not a safetensors file: its header is no JSON object")
@@ -212,6 +215,13 @@ def _entry(header: dict, name: str, begin: int, size: int, path: Path) -> Entry:
     if not inside or start % dtype.itemsize:
         raise ValueError(f"{path}: {name!r} at {offsets} does not fit its {shape} or the {size=}")
     return Entry(dtype, shape if len(shape) == 4 else (1, *shape), start)
+
+
+def _check_apart(entries: list[Entry], path: Path) -> None:
+    """What is appended to one tensor must not change the other."""
+    first, second = sorted(entries, key=lambda entry: entry.start)
+    if first.start + prod(first.shape) * first.dtype.itemsize > second.start:
+        raise ValueError(f"{path}: its tensors overlap")
 
 
 def _ints(x: object) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kvcache import batch as batches
 from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
 from onchip.kvcache.pages import Pages, Spec
-from onchip.kvcache.pool import NoRoom, Pool, Table
+from onchip.kvcache.pool import NoRoom, Pool, Table, whole
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
 
 DEFAULT_MAX_SEQLEN = 131_072
@@ -137,7 +137,7 @@ class KVCache:
     ) -> NoRoom | None:
         """`append` for many sequences, all or none, with one batch of page copies."""
         ids = [_ids(more) for more in tokens]
-        lengths = [s.length for s in sequences]
+        lengths = [t.length for t in self._residents(sequences)]
         if full := self.reserve_all(sequences, [len(more) for more in ids]):
             return full
         for sequence, length, more in zip(sequences, lengths, ids, strict=True):
@@ -156,6 +156,7 @@ class KVCache:
     ) -> NoRoom | None:
         """`reserve` for many sequences, all or none, with one batch of page copies."""
         tables = [self.resident(s) for s in sequences]
+        counts = [whole("num_tokens", count) for count in counts]
         size = self.spec.page_size
         places = [t.length // size for t in tables]
         for table, count in zip(tables, counts, strict=False):
@@ -184,11 +185,10 @@ class KVCache:
 
     def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """The ids of the first reserved tokens that have none."""
-        if len(sequence.tokens) + len(tokens) > sequence.length:
-            raise ValueError(
-                f"{len(tokens)} ids for {sequence.length - len(sequence.tokens)} reserved tokens"
-            )
-        sequence.tokens += tokens
+        ids, free = _ids(tokens), self.resident(sequence).length - len(sequence.tokens)
+        if len(ids) > free:
+            raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
+        sequence.tokens += ids
 
     def fork(self, sequence: Sequence) -> Sequence | NoRoom:
         """A second sequence with the same past; pages are shared until one of them writes. All its
@@ -208,6 +208,7 @@ class KVCache:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on."""
+        length = whole("length", length)
         self.pool.truncate(self.resident(sequence), length)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
@@ -217,18 +218,24 @@ class KVCache:
         """Keys and values of the first `length` tokens (all) are written in every layer: from now
         on others may find them.
         """
-        self.commit_all([sequence], [sequence.length if length is None else length])
+        table = self.resident(sequence)
+        self.commit_all([sequence], [table.length if length is None else length])
 
     def commit_all(self, sequences: abc.Sequence[Sequence], lengths: abc.Sequence[int]) -> None:
-        """`commit` for many sequences."""
+        """`commit` for many sequences, all or none."""
         size, filled = self.spec.page_size, self.pool.filled
         tables = self._residents(sequences)
+        lengths = [whole("length", length) for length in lengths]
+        if len(set(sequences)) != len(sequences) or len(lengths) != len(sequences):
+            raise ValueError(
+                f"{len(sequences)} sequences and {len(lengths)} lengths must be as many, no"
+                " sequence twice"
+            )
         for sequence, table, length in zip(sequences, tables, lengths, strict=True):
-            before = sequence.computed
-            if not before <= length <= table.length:
-                raise ValueError(
-                    f"cannot commit {length=}: {before} of {table.length} are computed"
-                )
+            if not sequence.computed <= length <= table.length:
+                done = sequence.computed
+                raise ValueError(f"cannot commit {length=}: {done} of {table.length} are computed")
+        for sequence, table, length in zip(sequences, tables, lengths, strict=True):
             sequence.computed = length
             known = min(length, len(sequence.tokens))
             full = known // size
@@ -294,10 +301,15 @@ class KVCache:
         """
         self.pool.check()
         self.prefix.check()
+        rows = self.host_table.free_rows
+        if len(set(rows)) != len(rows) or not set(rows) <= set(range(self.max_seqs)):
+            raise AssertionError("a row of the host table is free twice")
 
     def resident(self, sequence: Sequence) -> Table:
         """The table of a sequence on the device; what is queued from now on sees its pages."""
-        if sequence.cache is not self or sequence.row is None:
+        own = isinstance(sequence, Sequence) and sequence.cache is self
+        # One from before a `reset` has a row, but its table is of a pool that is gone.
+        if not own or sequence.row is None or not self.pool.holds(sequence.table):
             raise ValueError(self._stranger(sequence))
         if sequence.arrival is not None:
             sequence.arrival.wait()
@@ -306,25 +318,31 @@ class KVCache:
 
     def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
         """`resident` for many, most of which have long been there."""
+        pool = self.pool
         for s in sequences:
-            if s.cache is not self or s.row is None or s.arrival is not None:
+            if s.cache is not self or s.row is None or s.arrival or not pool.holds(s.table):
                 self.resident(s)
         return [s.table for s in sequences]
 
     def _stranger(self, sequence: Sequence) -> str:
+        if not isinstance(sequence, Sequence):
+            return f"{sequence!r} is no sequence"
         if sequence.cache is not self:
             return "a sequence of another cache"
         gone = sequence.table not in self.pool.tables
         return f"the sequence was {'freed already' if gone else 'swapped out'}"
 
     def unseat(self, sequence: Sequence) -> None:
-        """The sequence leaves the host table."""
-        if sequence.row is not None:
-            self.host_table.free_rows.append(sequence.row)
+        """The sequence leaves the host table, to be seated again or freed."""
+        self.resident(sequence)
+        self.host_table.free_rows.append(sequence.row)
         sequence.row = None
 
     def seat(self, sequence: Sequence) -> None:
-        """The sequence takes a row of the host table again."""
+        """A sequence that left the host table takes a row of it again."""
+        own = isinstance(sequence, Sequence) and sequence.cache is self and sequence.row is None
+        if not own or not self.pool.holds(sequence.table) or not self.host_table.free_rows:
+            raise ValueError(f"{sequence!r} has no row to take, or its pages are not here")
         sequence.row = self._seat(sequence.table)
 
     def _seat(self, table: Table) -> int:

@@ -195,6 +195,8 @@ class HostTier:
         self._families.discard(family)
 
     def _check_member(self, family: Family) -> None:
+        if not isinstance(family, Family):
+            raise ValueError(f"{family!r} is no family of sequences that were swapped out")
         if family not in self._families:
             raise ValueError(f"the family is not in this host tier: it is {family.place.value}")
 

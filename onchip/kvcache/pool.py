@@ -11,6 +11,7 @@ Everything is O(1) per page and whole tables move by slices: no object per page,
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 
 Copy = tuple[int, int]  # (source page, destination page)
 
@@ -124,6 +125,7 @@ class Pool:
 
     def alloc(self, num_tokens: int = 0) -> Table | NoRoom:
         """A new table with slots for num_tokens."""
+        num_tokens = whole("num_tokens", num_tokens)
         need = self._pages_for(num_tokens)
         if need > self.num_free:
             return NoRoom(need, self.num_free)
@@ -133,6 +135,7 @@ class Pool:
         """Slots for num_tokens more, about to be written. If the last page has room and is shared,
         the table gets a copy of it: the answer holds the page copy to perform first.
         """
+        num_tokens = whole("num_tokens", num_tokens)
         need, tail = self._growth(table, num_tokens)
         pages = need + (self._refs[tail] > 1)
         if pages > len(self._blank) + self._num_cached:
@@ -145,6 +148,7 @@ class Pool:
             raise ValueError(
                 f"{len(tables)} tables and {len(num_tokens)} counts must be as many, no table twice"
             )
+        num_tokens = [whole("num_tokens", count) for count in num_tokens]
         growth = list(map(self._growth, tables, num_tokens))
         writers = Counter(tail for _, tail in growth if self._refs[tail] > 1)
         # Of those who write to one page, its last holder stays where it is.
@@ -185,6 +189,7 @@ class Pool:
         page copies to perform first.
         """
         pages = self._held(table)
+        start, stop = whole("start", start), whole("stop", stop)
         if not 0 <= start <= stop <= table._length:
             raise ValueError(f"cannot write [{start}, {stop}) of a table of {table._length} tokens")
         size = self.page_size
@@ -207,7 +212,7 @@ class Pool:
 
     def truncate(self, table: Table, length: int) -> None:
         """Forget the tokens from `length` on (speculation that was rejected)."""
-        pages = self._held(table)
+        pages, length = self._held(table), whole("length", length)
         if not 0 <= length <= table._length:
             raise ValueError(f"{length=} must lie between 0 and the table's {table._length} tokens")
         keep = self._pages_for(length)
@@ -218,7 +223,7 @@ class Pool:
 
     def free(self, table: Table) -> None:
         """Give the pages back, last page first, so that a cached sequence loses its tail first."""
-        if table._pool is not self:
+        if getattr(table, "_pool", None) is not self:
             raise ValueError(self._stranger(table))
         self._tables.discard(table)
         table._pool = None
@@ -227,13 +232,18 @@ class Pool:
 
     def watch(self, on_forget: Callable[[int], None]) -> None:
         """Call on_forget(page) when a cached page is taken or overwritten."""
+        if not callable(on_forget):
+            raise ValueError(f"{on_forget=} must be a function of a page")
         self._on_forget = on_forget
 
     def keep(self, page: int, filled: int) -> None:
         """The first `filled` slots of a page in use are a cached prefix: freed, it waits to be
         asked for. 0: no longer; a free page goes blank.
         """
-        if filled and not self._refs[self._known(page)]:
+        page, filled = self._known(page), whole("filled", filled)
+        if not 0 <= filled <= self.page_size:
+            raise ValueError(f"{filled=} of page {page} must lie between 0 and {self.page_size}")
+        if filled and not self._refs[page]:
             raise ValueError(f"page {page} is free: a prefix is published while its table lives")
         if not filled and self._filled[page] and not self._refs[page]:
             self._unlink(page)
@@ -242,9 +252,9 @@ class Pool:
 
     def adopt(self, pages: Iterable[int]) -> Table:
         """A new table over full pages that are cached or in use."""
-        pages = list(pages)
+        pages = [self._known(page) for page in pages]
         for page in pages:
-            if not (self._refs[self._known(page)] or self._filled[page]):
+            if not (self._refs[page] or self._filled[page]):
                 raise ValueError(f"page {page} is free and holds nothing")
         for page in pages:
             self._pin(page)
@@ -252,7 +262,7 @@ class Pool:
 
     def graft(self, table: Table, source: int, num_tokens: int) -> list[Copy] | NoRoom:
         """Extend a table of full pages by the first num_tokens of page `source`, by copy."""
-        pages = self._held(table)
+        pages, num_tokens = self._held(table), whole("num_tokens", num_tokens)
         if table._length % self.page_size or not 0 < num_tokens <= self.filled(source):
             raise ValueError(
                 f"cannot graft {num_tokens=} of page {source}, which caches {self.filled(source)},"
@@ -266,6 +276,10 @@ class Pool:
         self._release([source])
         return [(source, pages[-1])]
 
+    def holds(self, table: Table) -> bool:
+        """Whether all pages of this table are here."""
+        return getattr(table, "_pool", None) is self and not table._away
+
     def exclusive(self, tables: Iterable[Table]) -> list[int]:
         """The pages that these tables and no others hold, each once."""
         held = Counter(page for table in tables for page in self._held(table))
@@ -273,16 +287,29 @@ class Pool:
 
     def leave(self, tables: Sequence[Table], pages: Sequence[int]) -> None:
         """Give `pages` of these tables back while the tables live on: entry i becomes ~i."""
-        index = {page: ~i for i, page in enumerate(pages)}
+        new_ids = {page: ~i for i, page in enumerate(pages)}
+        held_pages = {page for table in tables for page in self._held(table)}
+        if len(set(tables)) != len(tables) or len(new_ids) != len(pages):
+            raise ValueError(
+                f"{len(tables)} tables and {len(pages)} pages: none may be there twice"
+            )
+        if not new_ids.keys() <= held_pages:
+            raise ValueError(f"pages {sorted(new_ids.keys() - held_pages)} are of other tables")
         for table in tables:
-            held = self._held(table)
-            gone = [page for page in held if page in index]
-            held[:] = [index.get(page, page) for page in held]
+            held = table._pages
+            gone = [page for page in held if page in new_ids]
+            held[:] = [new_ids.get(page, page) for page in held]
             table._away = True
             self._release(gone)
 
     def enter(self, tables: Sequence[Table], num_pages: int) -> list[int] | NoRoom:
         """New pages for those that left: entry ~i becomes the i-th page of the answer."""
+        away = [t for t in tables if getattr(t, "_pool", None) is self and t._away]
+        if len(away) != len(tables) or len(set(tables)) != len(tables):
+            raise ValueError(f"{len(tables)} tables: each must be away from this pool, none twice")
+        missing = {~page for table in tables for page in table._pages if page < 0}
+        if missing != set(range(whole("num_pages", num_pages))):
+            raise ValueError(f"{num_pages=}, but {len(missing)} pages of these tables are away")
         if num_pages > self.num_free:
             return NoRoom(num_pages, self.num_free)
         fresh = self._take(num_pages)
@@ -358,16 +385,19 @@ class Pool:
         return table
 
     def _held(self, table: Table) -> list[int]:
-        if table._pool is not self:
+        if getattr(table, "_pool", None) is not self:
             raise ValueError(self._stranger(table))
         if table._away:
             raise ValueError("pages of this table are away: bring them back before using it")
         return table._pages
 
     def _stranger(self, table: Table) -> str:
+        if not isinstance(table, Table):
+            return f"{table!r} is no table"
         return "the table was freed already" if table._pool is None else "a table of another pool"
 
     def _known(self, page: int) -> int:
+        page = whole("page", page)
         if not 0 < page < self.num_pages:
             raise ValueError(f"page {page} is not one of the pool's pages 1 to {self.capacity}")
         return page
@@ -437,6 +467,16 @@ class Pool:
         before, after = self._prev[page], self._next[page]
         self._next[before], self._prev[after] = after, before
         self._num_cached -= 1
+
+
+def whole(name: str, number: int) -> int:
+    """The number as a Python int; a ValueError if it is no integer. Lengths are kept: half a token
+    that got in would fail in every later call.
+    """
+    try:
+        return int(index(number))
+    except TypeError:
+        raise ValueError(f"{name}={number!r} must be an integer") from None
 
 
 def _law(holds: bool, broken: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
-from onchip.kvcache.pool import Pool, Table
+from onchip.kvcache.pool import Pool, Table, whole
 
 _ROOT = b"onchip.kvcache.prefix.1"
 _WORD = 8  # bytes of a token id
@@ -88,6 +88,8 @@ class PrefixIndex:
 
     def root(self, salt: str = "") -> bytes:
         """The start of every chain under this salt, until the next `clear`."""
+        if not isinstance(salt, str):
+            raise ValueError(f"{salt=} must be a string")
         secret = salt.encode()
         numbers = array("q", (self._page_size, self._epoch, len(secret))).tobytes()
         return sha256(_ROOT + numbers + secret).digest()
@@ -117,8 +119,16 @@ class PrefixIndex:
         pages that were published before and learns the new ones. A last page that is not full
         enters when it is first seen, and with all its tokens when it is `final`.
         """
-        size = self._page_size
+        size, length = self._page_size, whole("length", length)
         done, full = len(chain.keys), length // size
+        if (
+            not self._pool.holds(table)
+            or not done <= full
+            or length > min(len(tokens), table.length)
+        ):
+            raise ValueError(
+                f"cannot publish {length=} of {len(tokens)} tokens of {table}, after {done} pages"
+            )
         ids = words(tokens[done * size : length]).tobytes()
         for i in range(done, full):
             page_ids = ids[(i - done) * size * _WORD : (i - done + 1) * size * _WORD]
@@ -180,6 +190,8 @@ class PrefixIndex:
 
 def words(tokens: Sequence[int]) -> array:
     """Token ids as 64-bit words, refused in a sentence if they are something else."""
+    if isinstance(tokens, (bytes, bytearray)):  # array would take them for the memory of words
+        tokens = list(tokens)
     try:
         return array("q", tokens)
     except (TypeError, OverflowError) as error:

@@ -273,25 +273,23 @@ class Dense(Node):
 
     def __init__(self, grid: Grid, words: Tensor):
         super().__init__(grid)
-        self._words = words.unflatten(-1, (-1, WORDS))
+        self.words = words.unflatten(-1, (-1, WORDS))
 
     def cut(self, keys: Tensor) -> Bits:
         b, h, i, j = self.grid.split(keys)
-        if self._words.shape[0] == 1:
+        if self.words.shape[0] == 1:
             b = torch.zeros_like(b)
-        if self._words.shape[1] == 1:
+        if self.words.shape[1] == 1:
             h = torch.zeros_like(h)
         q = (i[:, None] * BLOCK + torch.arange(BLOCK)).clamp_(max=self.grid.seqlen_q - 1)
-        tiles = self._words[b[:, None], h[:, None], q, j[:, None]]
+        tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
         return Bits(tiles, torch.arange(len(keys)))
 
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """As of `Cells`."""
-        plane = (
-            x[:, None, None] * (n > 1) for x, n in zip((b, h), self._words.shape, strict=False)
-        )
+        plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
         k = k[:, None, :]
-        words = self._words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
+        words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
         return (words >> (k % 32) & 1).bool()
 
 

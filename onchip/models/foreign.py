@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.files import check_folder
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
@@ -136,6 +137,7 @@ def inspect_foreign(folder: str | Path, dtype: torch.dtype | None = None) -> For
     """
     folder = Path(folder)
     model_type = _stated_type(folder)
+    check_folder(folder)
     entries = entries_of(folder)
     dtype = dtype or _dtype(entries)
     transformers = interface.library()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onchip.files import read_regular
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
@@ -106,21 +107,21 @@ def save(decoder: Decoder, folder: str | Path) -> None:
 
 
 def read_json(file: Path) -> Any:
-    if not file.is_file():
-        raise ValueError(f"{file.parent} has no {file.name}")
-    if (size := file.stat().st_size) > MAX_JSON_BYTES:
-        raise ValueError(f"{file.name} has {size} bytes, more than {MAX_JSON_BYTES}")
     try:
-        return json.loads(file.read_bytes())
+        content = read_regular(file, MAX_JSON_BYTES)
+    except FileNotFoundError:
+        raise ValueError(f"{file.parent} has no {file.name}") from None
+    try:
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file.name} is not JSON: {error}") from None
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
     """The tensors of a folder, by its index where it has one."""
-    if (folder / _INDEX).is_file():
+    if (folder / _INDEX).exists():
         return _indexed(folder, read_json(folder / _INDEX))
-    files = [folder / _SINGLE] if (folder / _SINGLE).is_file() else [*folder.glob("*.safetensors")]
+    files = [folder / _SINGLE] if (folder / _SINGLE).exists() else [*folder.glob("*.safetensors")]
     if len(files) == 1:
         return safetensors.header(files[0])
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
@@ -147,7 +148,7 @@ def _beside(folder: Path, name: str) -> Path:
     """A file that the index names: in the folder itself, nowhere else."""
     if "/" in name or "\\" in name or not name.endswith(".safetensors"):
         raise ValueError(f"{_INDEX} names {name!r}, which is no .safetensors file of the folder")
-    if not (folder / name).is_file():
+    if not (folder / name).exists():
         raise ValueError(f"{_INDEX} names {name}, which is missing")
     return folder / name
 

@@ -2,16 +2,23 @@
 shape and two offsets per tensor), the bytes. No code is in such a file, and none is run.
 
 Read here rather than by a package because the header must be checked before anything is allocated.
+The tensors must cover the bytes, each byte once: what is allocated is then no more than the file
+has. What the package safetensors refuses is refused here; names that occur twice, fields beyond the
+three, and shapes whose sizes without the zeros overflow are refused here alone.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import mmap
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from onchip.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 DTYPES = {
@@ -21,12 +28,20 @@ DTYPES = {
     "BF16": torch.bfloat16,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Bits of an element of every type that the format has.
+BITS = {
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL", "I8", "U8"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+FIELDS = ("dtype", "shape", "data_offsets")
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: bytes start to end of it. dtype as the file says it: types that no
-    parameter has (masks) are known by name only.
-    """
+    """A tensor of a file: bytes start to end of it. dtype as the file says it, one of `BITS`."""
 
     file: Path
     dtype: str
@@ -36,15 +51,17 @@ class Entry(NamedTuple):
 
 
 def header(file: Path) -> dict[str, Entry]:
-    """The tensors of a file, every offset checked against its size."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    """The tensors of a file, which cover its bytes from the header to its end."""
+    with open_regular(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little") if size >= 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"{file.name} is no safetensors file: {size} bytes, header {length}")
         text = stream.read(length)
     raw = _parse(file, text)
-    return {name: _entry(file, name, fields, 8 + length, size) for name, fields in raw.items()}
+    found = {name: _entry(file, name, fields, 8 + length, size) for name, fields in raw.items()}
+    _check_cover(file, found, 8 + length, size)
+    return found
 
 
 def read(entry: Entry, mapped: Tensor) -> Tensor:
@@ -57,7 +74,9 @@ def read(entry: Entry, mapped: Tensor) -> Tensor:
 
 def map_file(file: Path) -> Tensor:
     """The bytes of a file, read when they are touched; writing to them does not change it."""
-    return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8)
+    with open_regular(file) as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 def write(file: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -86,26 +105,65 @@ def _copy_into(file: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _parse(file: Path, text: bytes) -> dict[str, dict]:
     try:
-        raw = json.loads(text)
+        # From bytes, json would take UTF-16 and UTF-32, too.
+        raw = json.loads(text.decode(), object_pairs_hook=_once, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the header of {file.name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"the header of {file.name} is not an object")
-    raw.pop("__metadata__", None)
+    metadata = raw.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"__metadata__ of {file.name} is no object of texts")
+    try:  # an escape in JSON may stand for half a character
+        "".join([*raw, *metadata, *metadata.values()]).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"a text in the header of {file.name} is not Unicode") from None
     return raw
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice: readers differ in which one they take")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _check_cover(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+    """Overlaps would allocate more than the file has, gaps would hide what no tensor shows."""
+    at = base
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
+        if entry.start != at:
+            kind = "overlap" if entry.start < at else "have a gap"
+            raise ValueError(f"the tensors of {file.name} {kind} where {name} begins")
+        at = entry.end
+    if at != size:
+        raise ValueError(f"the tensors of {file.name} end {size - at} bytes before it does")
 
 
 def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> Entry:
     try:
-        dtype, shape, (start, end) = (fields[n] for n in ("dtype", "shape", "data_offsets"))
+        dtype, shape, (start, end) = (fields[n] for n in FIELDS)
         numbers = [*shape, start, end]
     except (TypeError, KeyError, ValueError):
         raise ValueError(f"{name} in {file.name} has no dtype, shape and data_offsets") from None
+    if len(fields) > len(FIELDS):
+        raise ValueError(f"{name} in {file.name} has fields beyond {', '.join(FIELDS)}")
     if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"{name} in {file.name} has {dtype=}, {shape=}, offsets {start}, {end}")
     if not start <= end <= size - base:
         has = size - base
         raise ValueError(f"{name} ends at byte {end} of {file.name}, which has {has}: truncated?")
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != end - start:
+    if dtype not in BITS:
+        raise ValueError(f"{name} in {file.name} is {dtype}, which is none of {', '.join(BITS)}")
+    if math.prod(shape) * BITS[dtype] != 8 * (end - start) or _overflows(shape):
         raise ValueError(f"{name} in {file.name}: {end - start} bytes for {dtype} {shape}")
     return Entry(file, dtype, tuple(shape), base + start, base + end)
+
+
+def _overflows(shape: Iterable[int]) -> bool:
+    """Whether torch has no strides for it, though it may have no elements."""
+    return math.prod(n for n in shape if n) >= 2**63

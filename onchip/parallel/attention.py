@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
+from onchip.parallel import digests
 from onchip.parallel.comm import Comm
 from onchip.parallel.nest import Nest
 from onchip.parallel.rounds import Call, Rule, hops
@@ -65,8 +66,8 @@ def context_parallel_attention(
 
     causal, window_size, mask and ALiBi are over positions in the whole sequence (in the document,
     if packed); mask is anything that attention() takes, over (seqlen, seqlen). lse: (batch, heads,
-    local), or (heads, local). All ranks make the same call; the options and shapes that must agree
-    are compared in the first call of a kind.
+    local), or (heads, local). All ranks make the same call, which is compared before every forward
+    and backward: ParallelError names what differs (see docs/ring.md for what is compared).
 
     sinks and alibi_slopes are the same on all ranks; the gradient of sinks is that of the local
     queries, like that of any weight: sum it over the ranks. dropout_seed: the same on all ranks;
@@ -88,7 +89,8 @@ def context_parallel_attention(
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
     whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
     rule = rule_of(whole, x, options, mask)
-    _agree(ranks, strategy, whole, rule, options, x)
+    facts = _facts(strategy, whole, rule, options, x, dropout_seed if dropout_p else None)
+    ranks.agree({"pass": "forward", **facts}, q.device)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
     keeps = _keeps_residual(options, x)
     call = Call(
@@ -98,7 +100,10 @@ def context_parallel_attention(
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
     chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))
-    out, lse = attend(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype)
+    before_backward = lambda: ranks.agree({"pass": "backward", **facts}, q.device)
+    out, lse = attend(
+        *(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype, before_backward)
+    )
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -175,30 +180,34 @@ def _check_fit(mask: BlockMask, wanted: tuple[int, int, int, int]) -> None:
         raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
 
 
-def _agree(
-    comm: Comm | Nest, strategy: str, whole: Whole, rule: Rule, options: Options, x: Tensors
-) -> None:
-    """What must be the same on all ranks, or messages would not fit. Only what the shapes of the
-    messages and the rounds depend on: seeds and masks may change with every call.
+def _facts(
+    strategy: str,
+    whole: Whole,
+    rule: Rule,
+    options: Options,
+    x: Tensors,
+    seed: int | Tensor | None,
+) -> dict[str, object]:
+    """What must be the same on all ranks: messages would not fit otherwise, or fit and give each
+    rank the rows of another problem.
     """
-    comm.agree(
-        {
-            "call": "context_parallel_attention",
-            "strategy": strategy,
-            "layout": str(whole.layout),
-            "seqlen": whole.seqlen,
-            "num_documents": None if whole.documents is None else len(whole.documents) - 1,
-            "batch": rule.planes[0],
-            "q": (x.q.shape[-2:], x.q.dtype, x.q.device.type),
-            "k": (x.k.shape[-2:], x.k.dtype),
-            "v": (x.v.shape[-2:], x.v.dtype),
-            "mask": None if rule.mask is None else type(rule.mask).__name__,
-            "sinks": x.sinks is not None,
-            "alibi_slopes": x.alibi_slopes is not None,
-            "grad": torch.is_grad_enabled() and any(t.requires_grad for t in x[:3]),
-            **options._asdict(),
-        }
-    )
+    return {
+        "call": "context_parallel_attention",
+        "strategy": strategy,
+        "layout": str(whole.layout),
+        "seqlen": whole.seqlen,
+        "cu_seqlens": digests.of_documents(whole.documents),
+        "batch": rule.planes[0],
+        "q": (x.q.shape[-2:], x.q.dtype, x.q.device.type),
+        "k": (x.k.shape[-2:], x.k.dtype),
+        "v": (x.v.shape[-2:], x.v.dtype),
+        "mask": digests.of_mask(rule.mask, rule.planes, rule.seqlen, x.q.device),
+        "sinks": digests.of_tensor(x.sinks),
+        "alibi_slopes": digests.of_tensor(x.alibi_slopes),
+        "dropout_seed": digests.of_tensor(seed) if isinstance(seed, Tensor) else seed,
+        "grad": torch.is_grad_enabled() and any(t.requires_grad for t in x[:3]),
+        **options._asdict(),
+    }
 
 
 def _keeps_residual(options: Options, x: Tensors) -> bool:

@@ -6,16 +6,18 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from onchip.parallel.facts import Agreed
 from onchip.parallel.group import GroupComm
 from onchip.parallel.local import LocalComm, run_ranks
-from onchip.parallel.messages import Comm, ParallelError, Work
+from onchip.parallel.messages import CPU, Comm, ParallelError, Work
 
 __all__ = [
     "Comm",
@@ -86,8 +88,18 @@ class CountingComm:
     def max(self, x: Tensor) -> Work:
         return self._count("max", [x] if self.size > 1 else [], lambda: self.comm.max(x))
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        self.comm.agree(facts)
+    @property
+    def agreed(self) -> Agreed:
+        return self.comm.agreed
+
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        self.comm.agree(facts, device)
+
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        return self.comm.collect(digest)
+
+    def texts(self, text: str) -> dict[int, str]:
+        return self.comm.texts(text)
 
     def split(self, color: int) -> "CountingComm":
         return self._with(self.comm.split(color))

@@ -5,13 +5,13 @@ streams and returns at once, as torch's does; a lookout finds what hangs (see lo
 torch's own timeout of the process group is shorter and ends the process before.
 """
 
-import json
 import re
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onchip.parallel.facts import Agreed, as_text, compare
+from onchip.parallel.facts import Agreed, agree
 from onchip.parallel.lookout import Lookout
-from onchip.parallel.messages import Message, Pairwise, ParallelError, Then, Work
+from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError, Then, Work
 from onchip.parallel.watch import KEPT_BEATS, Watch
 
-HANG_UP = 2**20  # the tag of a message that nobody sends
+# Tags of messages, 0 for all others. A digest that meets a rank in the middle of a call waits for
+# its kind: gloo aborts the process where a message and the buffer posted for it differ in size.
+DIGEST = 1
+HANG_UP = 2**20  # of a message that nobody sends
 
 
 class Common:
@@ -39,11 +42,24 @@ class Common:
         self.watch = Watch(store, job_store, job_ranks, dist.get_rank(), timeout_s)
         self.agreed, self.meetings = Agreed(), 0
         self.nccl = "cuda:nccl" in dist.get_backend_config(group)
+        self._group = group
         self.lookout: Lookout | None = None  # where hosts do not wait
         self.parts: dict[tuple[int, ...], Common] = {}
 
     def job_rank(self, rank: int) -> int:
         return self.watch.ranks[rank]
+
+    @cached_property
+    def host_group(self) -> tuple[dist.ProcessGroup, list[int]]:
+        """A group whose messages lie in host memory, and our ranks in it. Where NCCL is all there
+        is, these ranks make one together when they first compare something.
+        """
+        if "cpu:gloo" in dist.get_backend_config(self._group):
+            return self._group, list(self.ranks)
+        ranks = list(self.watch.ranks)
+        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = group_of(made)  # pyright: ignore[reportArgumentType]: of its members it is no int
+        return group, [dist.get_group_rank(group, rank) for rank in ranks]
 
 
 _COMMON: "weakref.WeakKeyDictionary[dist.ProcessGroup, Common]" = weakref.WeakKeyDictionary()
@@ -135,19 +151,39 @@ class GroupComm(Pairwise):
         work = GroupWork(self, works, [None], self._host_waits(x))
         return work if solid is x else Then(work, lambda: x.copy_(solid))
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        text = as_text(facts)
-        if text in self._common.agreed:
-            return
-        said = json.loads(self._decide("agree", text, self._compare))
-        if said:
-            raise ParallelError(*said)
-        self._common.agreed.add(text)
+    @property
+    def agreed(self) -> Agreed:
+        return self._common.agreed
+
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        agree(self, facts, later=device.type == "cuda" and self._common.nccl)
+
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        """By the group itself: torch's functions for messages take as long as the messages."""
+        self._common.watch.begin("agree")
+        group, ranks = self._common.host_group
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        digests = [torch.empty_like(mine) for _ in ranks]
+        digests[self.rank], peers = mine, [r for r in range(self.size) if r != self.rank]
+        try:
+            works = [group.recv([digests[peer]], ranks[peer], DIGEST) for peer in peers]
+            works += [group.send([mine], ranks[peer], DIGEST) for peer in peers]
+        except RuntimeError as error:
+            raise self._loss(None, error) from error
+        work = GroupWork(self, works, peers * 2, host=True)
+
+        def wait() -> list[bytes]:
+            work.wait()
+            return [bytes(each.tolist()) for each in digests]
+
+        return wait
+
+    def texts(self, text: str) -> dict[int, str]:
+        return dict(zip(self._common.watch.ranks, self._meet("agree", text), strict=True))
 
     def split(self, color: int) -> "GroupComm":
-        texts = json.loads(self._decide("split", as_text({"color": color}), json.dumps))
-        colors = [json.loads(text).get("color") for text in texts]
-        return self.part([r for r in range(self.size) if colors[r] == color])
+        colors = self._meet("split", str(color))
+        return self.part([r for r in range(self.size) if colors[r] == str(color)])
 
     def part(self, members: Sequence[int]) -> "GroupComm":
         ranks, parts = tuple(self._ranks[r] for r in members), self._common.parts
@@ -163,15 +199,11 @@ class GroupComm(Pairwise):
         if self._common.nccl and self._whole and not self._common.parts:
             self.sum(torch.zeros(1, device="cuda")).wait()
 
-    def _decide(self, kind: str, text: str, fold) -> str:
+    def _meet(self, kind: str, text: str) -> list[str]:
         common = self._common
         common.watch.begin(kind)
         common.meetings += 1
-        return common.watch.decide(common.meetings, text, fold, self._patience_s)
-
-    def _compare(self, texts: list[str]) -> str:
-        error = compare(dict(zip(self._common.watch.ranks, texts, strict=True)))
-        return json.dumps([] if error is None else [str(error), error.rank])
+        return common.watch.meet(common.meetings, text, self._patience_s)
 
     def _loss(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
         suspect = None if peer is None else self._common.job_rank(peer)

@@ -2,6 +2,7 @@
 rounding; and the gradient of that.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ class Job(NamedTuple):
     schedule: Schedule
     call: Call
     out_dtype: torch.dtype
+    before_backward: Callable[[], None]  # compares the call with those of the other ranks again
 
     def of_heads(self, lo: int, hi: int) -> "Job":
         """The same for heads [lo, hi) of the call."""
@@ -82,6 +84,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.job.before_backward()
         q, k, v, sinks, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 5

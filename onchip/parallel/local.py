@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.parallel.facts import Agreed, as_text, compare
-from onchip.parallel.messages import Message, Pairwise, ParallelError
+from onchip.parallel.facts import Agreed, agree
+from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError
 
 GRACE_S = 5.0  # what the others have for leaving after one rank failed
 
@@ -95,7 +95,7 @@ class Hall:
         self._left: set[int] = set()
         self._sends: dict[tuple, deque[Slot]] = {}
         self._recvs: dict[tuple, deque[Slot]] = {}
-        self._facts: dict[tuple, dict[int, str]] = {}
+        self._meetings: dict[tuple, dict[int, Any]] = {}
 
     def fail(self, rank: int, error: BaseException) -> None:
         with self._changed:
@@ -137,14 +137,16 @@ class Hall:
     def wait(self, slot: Slot) -> None:
         self._until(lambda: slot.done, lambda: [slot.peer])
 
-    def facts(self, key: tuple, ranks: tuple[int, ...], rank: int, text: str) -> list[str]:
-        """The texts of all ranks under this key, in their order."""
+    def meet(self, key: tuple, ranks: tuple[int, ...], rank: int, word: Any) -> list:
+        """The words of all ranks under this key, in their order."""
         with self._changed:
-            texts = self._facts.setdefault(key, {})
-            texts[rank] = text
-            self._changed.notify_all()
-        self._until(lambda: len(texts) == len(ranks), lambda: [r for r in ranks if r not in texts])
-        return [texts[r] for r in ranks]
+            words = self._meetings.setdefault(key, {})
+            words[rank] = word
+            if len(words) == len(ranks):  # each rank holds the dictionary, no other comes
+                del self._meetings[key]
+                self._changed.notify_all()
+        self._until(lambda: len(words) == len(ranks), lambda: [r for r in ranks if r not in words])
+        return [words[r] for r in ranks]
 
     def _until(self, done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         with self._changed:
@@ -189,7 +191,7 @@ class LocalComm(Pairwise):
     def __init__(self, hall: Hall, group: tuple, ranks: tuple[int, ...], rank: int):
         self.rank, self.size = rank, len(ranks)
         self._hall, self._group, self._ranks = hall, group, ranks
-        self._agreed, self._calls = Agreed(), 0
+        self.agreed, self._calls = Agreed(), 0
         self._parts: dict[tuple[int, ...], LocalComm] = {}
 
     def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> LocalWork:
@@ -198,18 +200,18 @@ class LocalComm(Pairwise):
         go = [hall.send(self._group, me, self._ranks[m.peer], m.tensor) for m in sends]
         return LocalWork(hall, [*come, *go])
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        text = as_text(facts)
-        if text in self._agreed:
-            return
-        error = compare(dict(zip(self._ranks, self._texts("facts", text), strict=True)))
-        if error is not None:
-            raise error
-        self._agreed.add(text)
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        agree(self, facts)
+
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        return lambda: self._meet("digests", digest)
+
+    def texts(self, text: str) -> dict[int, str]:
+        return dict(zip(self._ranks, self._meet("facts", text), strict=True))
 
     def split(self, color: int) -> "LocalComm":
-        colors = self._texts("colors", str(color))
-        return self.part([r for r in range(self.size) if colors[r] == str(color)])
+        colors = self._meet("colors", color)
+        return self.part([r for r in range(self.size) if colors[r] == color])
 
     def part(self, members: Sequence[int]) -> "LocalComm":
         ranks = tuple(self._ranks[r] for r in members)
@@ -218,7 +220,7 @@ class LocalComm(Pairwise):
             self._parts[ranks] = LocalComm(self._hall, group, ranks, rank)
         return self._parts[ranks]
 
-    def _texts(self, kind: str, text: str) -> list[str]:
+    def _meet(self, kind: str, word: Any) -> list:
         self._calls += 1
         key = (*self._group, kind, self._calls)
-        return self._hall.facts(key, self._ranks, self._ranks[self.rank], text)
+        return self._hall.meet(key, self._ranks, self._ranks[self.rank], word)

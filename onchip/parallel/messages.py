@@ -6,14 +6,22 @@ in one process: sums over ranks are taken in the order of the ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from onchip.parallel.facts import Agreed
+
+
+CPU = torch.device("cpu")
+
 
 class ParallelError(RuntimeError):
-    """Ranks do not agree, or one of them was lost. `rank` is the one that is named."""
+    """Ranks do not agree, or one of them was lost. `rank` is the stray: the rank, or the first of
+    the fewest ranks, that differs from the others.
+    """
 
     def __init__(self, message: str, rank: int | None = None):
         super().__init__(message)
@@ -60,9 +68,24 @@ class Comm(Protocol):
         """x becomes the maximum of the x of all ranks."""
         ...
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """Returns when all ranks brought equal facts, and at once if they did so before;
-        ParallelError names fields, ranks and values that differ."""
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        """Returns when all ranks brought equal facts; ParallelError names fields, ranks and values
+        that differ, on every rank. device: of the tensors that travel next. Where the host does not
+        wait for them (NCCL), facts that were agreed on before are compared by the next `agree`.
+        """
+        ...
+
+    @property
+    def agreed(self) -> "Agreed":
+        """What `agree` remembers."""
+        ...
+
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        """Post 16 bytes to all ranks; the result waits for those of all ranks."""
+        ...
+
+    def texts(self, text: str) -> dict[int, str]:
+        """The texts of all ranks, by their numbers in the job."""
         ...
 
     def split(self, color: int) -> "Comm":

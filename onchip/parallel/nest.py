@@ -1,6 +1,7 @@
 """Ranks in two dimensions: neighbours deal heads among them, and groups of them are a ring."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.messages import Done
+from onchip.parallel.facts import Agreed, agree, digest_of
+from onchip.parallel.messages import CPU, Done
 from onchip.parallel.rounds import PLANS
 from onchip.parallel.sharding import Layout, Piece
 
@@ -19,8 +21,11 @@ class Alone:
 
     rank, size = 0, 1
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        """With whom?"""
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        return lambda: [digest]
+
+    def texts(self, text: str) -> dict[int, str]:
+        return {0: text}
 
     def sum(self, x: Tensor) -> Work:
         return Done()
@@ -34,9 +39,29 @@ class Nest:
         self.rank = outer.rank * inner.size + inner.rank
         self.size = outer.size * inner.size
 
-    def agree(self, facts: Mapping[str, object]) -> None:
-        self.inner.agree(facts)
-        self.outer.agree(facts)
+    @property
+    def agreed(self) -> Agreed:
+        return self.inner.agreed
+
+    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
+        agree(self, facts)
+
+    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+        """Those of this rank's group, and one of each group: the digest of its members if it is the
+        same for all of them, another otherwise. They are equal if and only if all ranks' are.
+        """
+        collected = self.inner.collect(digest)
+
+        def wait() -> list[bytes]:
+            group = collected()
+            same = len(set(group)) == 1
+            return [*group, *self.outer.collect(digest if same else digest_of(b"".join(group)))()]
+
+        return wait
+
+    def texts(self, text: str) -> dict[int, str]:
+        groups = self.outer.texts(json.dumps([*self.inner.texts(text).items()]))
+        return {rank: each for group in groups.values() for rank, each in json.loads(group)}
 
     def sum(self, x: Tensor) -> Work:
         self.inner.sum(x).wait()

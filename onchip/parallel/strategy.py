@@ -80,12 +80,15 @@ def attend(
     call: Call,
     x: Tensors,
     out_dtype: torch.dtype,
+    before_backward: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank, with gradients for q, k, v and sinks of x."""
     inputs = x.q, x.k, x.v, x.sinks
     if chosen.strategy in OF_ONE_DIMENSION:
         module, _ = OF_ONE_DIMENSION[chosen.strategy]
         plan = chosen.schedule(layout, rule, ranks.rank, x.q.device)
-        return Attention.apply(Job(ranks, module, plan, call, out_dtype), *inputs)
+        job = Job(ranks, module, plan, call, out_dtype, before_backward)
+        return Attention.apply(job, *inputs)
     nest = ranks if isinstance(ranks, Nest) else nested(ranks, chosen.inner_size)
-    return Ulysses.apply(Plan.of(nest, layout, rule, call, x, out_dtype), *inputs)
+    plan = Plan.of(nest, layout, rule, call, x, out_dtype, before_backward)
+    return Ulysses.apply(plan, *inputs)

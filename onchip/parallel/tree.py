@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import UNBOUNDED, attention, paged_attention
+from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
 from onchip.problem import UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, merge_at_rest, resume
@@ -57,7 +58,7 @@ def tree_attention(
         check_layout(name, t, 4, "(batch, seqlen, heads, head_dim)")
     _check(options, (q, k, v, sinks))
     rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v, rule, options)
+    comm = _meet(group, q, v, rule, alibi_slopes, sinks, options)
     views = rule.views(None if place is None else [place], [k.shape[1]])
     part = _Part.empty(q, v.shape[-1])
     for view in views:
@@ -105,7 +106,7 @@ def tree_paged_attention(
     check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     _check(options, (q, k_pages, v_pages, sinks))
     rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v_pages, rule, options)
+    comm = _meet(group, q, v_pages, rule, alibi_slopes, sinks, options)
     views = rule.views(places, cache_seqlens.tolist() if places is not None else [0])
     part = _Part.empty(q, v_pages.shape[-1])
     for view in views:
@@ -301,11 +302,21 @@ def _of_batch(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
     return slopes if slopes is None or slopes.dim() == 1 else slopes[at]
 
 
-def _meet(group: object, q: Tensor, v: Tensor, rule: Rule, options: dict[str, object]) -> Comm:
-    """The communicator, after all ranks have said what they are asked."""
+def _meet(
+    group: object,
+    q: Tensor,
+    v: Tensor,
+    rule: Rule,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    options: dict[str, object],
+) -> Comm:
+    """The communicator, after the ranks have compared what they are asked."""
     comm = as_comm(group)
     shape = {"q": tuple(q.shape), "dtype": q.dtype, "head_dim_v": v.shape[-1]}
-    comm.agree({"call": "tree_attention", **shape, **rule._asdict(), **options})
+    values = {"alibi_slopes": digests.of_tensor(slopes), "sinks": digests.of_tensor(sinks)}
+    facts = {"call": "tree_attention", **shape, **rule._asdict(), **values, **options}
+    comm.agree(facts, q.device)
     return comm
 
 

@@ -9,7 +9,7 @@ groups of GQA where these are as even. A key head whose group is cut goes to eve
 part of it, and its gradients come back unrounded and are summed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,7 +38,14 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(
-        cls, nest: Nest, layout: Layout, rule: Rule, call: Call, x: Tensors, out_dtype: torch.dtype
+        cls,
+        nest: Nest,
+        layout: Layout,
+        rule: Rule,
+        call: Call,
+        x: Tensors,
+        out_dtype: torch.dtype,
+        before_backward: Callable[[], None],
     ) -> "Plan":
         """x has q, k and v of this rank's positions in the layout, of as many ranks as the nest."""
         outer, inner, device = nest.outer, nest.inner, x.q.device
@@ -48,7 +55,8 @@ class Plan(NamedTuple):
         held = Groups(layout, inner.size)
         exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
         call = call._replace(wide_grads=outer.size > 1 or _overlap(keys))
-        job = Job(outer, ring, schedule(held, rule, outer.rank, device), call, out_dtype)
+        rounds = schedule(held, rule, outer.rank, device)
+        job = Job(outer, ring, rounds, call, out_dtype, before_backward)
         return cls(exchange, job, tuple(heads), keys, group_size)
 
     @property
@@ -91,6 +99,7 @@ class Ulysses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, (q, k, v, sinks, out, lse, residual) = ctx.plan, ctx.saved_tensors
+        plan.job.before_backward()
         both = plan.heads, plan.heads
         dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
         saved = out, lse, dout, _rows(dlse), residual

@@ -54,31 +54,20 @@ class Watch:
         """The error to raise after an operation with `suspect` failed."""
         return self._reach(lambda: self._lost(self.ranks) or self._slowest(suspect), suspect, cause)
 
-    def decide(self, number: int, text: str, fold: Callable[[list[str]], str], s: float) -> str:
-        """fold(texts of all ranks), computed by the last to come. Meetings are numbered."""
+    def meet(self, number: int, text: str, s: float) -> list[str]:
+        """The texts of all ranks, in their order. Meetings are numbered."""
         here, store = f"meeting/{number}", self._store
         cause = f"waited {s:.3g} s for what others compute"
+        keys = [f"{here}/{rank}" for rank in self.ranks]
         try:
             store.set(f"{here}/{self._rank}", text)
-            store.set(f"latest/{self._rank}", text)
-            if store.add(f"{here}/arrived", 1) == len(self.ranks):
-                store.set(f"{here}/result", fold(self._texts(here)))
-            store.wait([f"{here}/result"], timedelta(seconds=s))
-            result = store.get(f"{here}/result").decode()
-            self._clean(number - 2)  # all who came to this meeting have read that one's result
+            store.wait(keys, timedelta(seconds=s))
+            texts = [found.decode() for found in store.multi_get(keys)]
+            if number > 2:  # every rank that is here has read the texts of the last but one
+                store.delete_key(f"meeting/{number - 2}/{self._rank}")
         except RuntimeError as error:
             raise self._reach(lambda: self._absent(here), None, cause) from error
-        return result
-
-    def _texts(self, here: str) -> list[str]:
-        return [t.decode() for t in self._store.multi_get([f"{here}/{r}" for r in self.ranks])]
-
-    def _clean(self, number: int) -> None:
-        if number > 0:
-            self._store.delete_key(f"meeting/{number}/{self._rank}")
-        if number > 0 and self._rank == self.ranks[0]:
-            self._store.delete_key(f"meeting/{number}/arrived")
-            self._store.delete_key(f"meeting/{number}/result")
+        return texts
 
     def _reach(
         self, judge: Callable[[], ParallelError], suspect: int | None, cause: str
@@ -98,19 +87,19 @@ class Watch:
         return _from_text(self._job.get("verdict")) if there else None
 
     def _absent(self, here: str) -> ParallelError:
-        """Of a meeting: who is lost, or who did not come, and what he said the last time."""
+        """Ranks that are lost, or else did not come to a meeting."""
         absent = [r for r in self.ranks if not self._store.check([f"{here}/{r}"])]
-        if (lost := self._lost(absent)) is not None or not absent:
-            return lost or ParallelError("the last rank to come did not tell the result")
+        if (lost := self._lost(absent)) is not None:
+            return lost
+        if not absent:
+            return ParallelError("all ranks came to agree, too late: is the store slow?")
         sentence = f"{name_ranks(absent)} did not come to agree on what is computed"
-        return ParallelError(sentence + self._last_words(), absent[0])
+        return ParallelError(sentence, self._stray(absent))
 
-    def _last_words(self) -> str:
-        """How the facts differ that the ranks brought last, if they do."""
-        said = {r: self._get(f"latest/{r}") for r in self.ranks}
-        known = {r: words for r, words in said.items() if words is not None}
-        difference = compare(known) if known else None
-        return f" (by what was said last, {difference})" if difference else ""
+    def _stray(self, ranks: Sequence[int]) -> int:
+        """One of the fewer: these ranks, or all others."""
+        others = [r for r in self.ranks if r not in ranks]
+        return min(ranks, others or ranks, key=len)[0]
 
     def _lost(self, ranks: Sequence[int]) -> ParallelError | None:
         """Listens for a while to those who may be gone."""
@@ -130,14 +119,12 @@ class Watch:
         if least < most:
             where = f"operation {least} ({pulses[late[0]]['doing']})"
             sentence = f"{name_ranks(late)} stalled after {where}, others are at {most}"
-            return ParallelError(sentence, late[0])
+            return ParallelError(sentence, self._stray(late))
         return self._strayed(pulses) or self._unreachable(suspect)
 
     def _strayed(self, pulses: dict[int, dict]) -> ParallelError | None:
         """Ranks that compute different things wait for one another."""
-        acts = {r: json.dumps({"the operation": pulses[r]["doing"]}) for r in self.ranks}
-        strayed = compare(acts)
-        return strayed and ParallelError(f"{strayed}{self._last_words()}", strayed.rank)
+        return compare({r: json.dumps({"the operation": pulses[r]["doing"]}) for r in self.ranks})
 
     def _unreachable(self, suspect: int | None) -> ParallelError:
         if suspect is None:

@@ -1,6 +1,7 @@
 """Spill: a file gives back the bytes it was given, grows in place, and lies to nobody."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -191,3 +192,26 @@ class TestErrors:
         with pytest.raises(ValueError, match="must be positive"):
             Spill.create(tmp_path / "kv", **options)
         assert not (tmp_path / "kv").exists()
+
+
+def test_a_new_file_is_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        Spill.create(tmp_path / "kv", capacity=4, **SHAPE).close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_file_but_a_regular_one_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ValueError, match="is no regular file"):
+        Spill(tmp_path / "fifo")
+
+
+def test_tensors_that_overlap_are_refused(tmp_path):
+    header = {"k": tensor([3, 2, 2], [0, 48]), "v": tensor([3, 2, 2], [44, 92])}
+    with pytest.raises(ValueError, match="overlap"):
+        Spill(foreign(tmp_path / "f", json.dumps(header).encode().ljust(160), bytes(96)))
+    with pytest.raises(ValueError, match="no JSON"):
+        Spill(foreign(tmp_path / "deep", b'{"k":' + b"[" * 9000 + b"]" * 9000 + b"}"))

@@ -1,6 +1,7 @@
 """Checkpoints: what was stored is loaded, and what is wrong is said before it is allocated."""
 
 import json
+import os
 import pickle
 import struct
 
@@ -302,3 +303,29 @@ def test_damaged_headers_are_refused_or_harmless(folder):
         except ValueError:
             refusals += 1
     assert refusals > 350
+
+
+@pytest.mark.parametrize("name", ["config.json", SINGLE, INDEX, "shard.safetensors"])
+def test_a_fifo_in_the_folder_is_refused(folder, name):
+    """It would wait for a writer."""
+    if name == "shard.safetensors":
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"norm": name}}))
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    refused(folder, name, "is no regular file")
+
+
+def test_a_folder_that_transformers_reads_holds_regular_files(folder):
+    pytest.importorskip("transformers")
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(ValueError, match="generation_config.json is no regular file"):
+        models.inspect_foreign(folder)
+
+
+def test_tensors_that_overlap_are_refused(folder):
+    """A file of megabytes asked for gigabytes."""
+    header, data = header_of(folder / SINGLE)
+    names = [n for n in header if n.endswith("mlp.up_proj.weight")]
+    header[names[1]]["data_offsets"] = header[names[0]]["data_offsets"]
+    with_header(folder / SINGLE, header, data)
+    refused(folder, SINGLE, "overlap")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import GroupComm, ParallelError
 from tests.parallel.pool import Pool, RankError
 
@@ -52,6 +53,20 @@ def stalls(comm):
     return str(caught.value), caught.value.rank, time.monotonic() - began
 
 
+def mixes(comm):
+    """Rank 1 is causal alone, after both kinds were served: the next call says so."""
+    comm = over_nccl(20.0)
+    q, k, v = torch.randn(3, 1, 64, 2, 32, device="cuda", dtype=torch.bfloat16).unbind()
+    ask = lambda causal: context_parallel_attention(q, k, v, comm, strategy="ring", causal=causal)
+    for causal in (True, False, True, False):
+        ask(causal)
+    ask(comm.rank == 1)
+    with pytest.raises(ParallelError) as caught:
+        ask(False)
+    assert torch.isfinite(ask(False)).all()
+    return str(caught.value)
+
+
 @pytest.fixture
 def pair():
     ranks = Pool(2)
@@ -71,6 +86,11 @@ def ask(pool, fn, **options):
 def test_patterns_on_nccl(pair):
     for got, expected in ask(pair, patterns):
         assert got == expected
+
+
+def test_a_call_that_differs_on_nccl_raises_in_the_next(pair):
+    sentence = "the ranks do not agree: causal is false on rank 0, true on rank 1"
+    assert ask(pair, mixes) == [sentence] * 2
 
 
 def test_a_rank_that_stalls_on_nccl_is_named(pair):

@@ -19,8 +19,8 @@ class Wrapped:
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
-    def agree(self, facts):
-        self.comm.agree(facts)
+    def agree(self, facts, device):
+        self.comm.agree(facts, device)
 
 
 def step(comm):

@@ -107,8 +107,7 @@ def test_every_other_rank_names_the_lost_one():
 @pytest.mark.parametrize("kind", ["shift", "gather", "sum", "agree"])
 @pytest.mark.parametrize("fate", FATES)
 def test_whatever_it_was_doing(fate, kind):
-    says = "did not come to agree" if (fate, kind) == ("stalls", "agree") else SAYS[fate]
-    check(ask((fate, kind)), 2, says)
+    check(ask((fate, kind)), 2, SAYS[fate])
 
 
 def test_whoever_holds_the_store():
@@ -160,8 +159,8 @@ def changes_its_mind(comm):
 def test_facts_that_differ_later_are_named():
     pool = Pool(2)
     for message, rank in pool.run(2, changes_its_mind, timeout_s=2.0):
-        assert rank in (0, 1) and "agree" in message
-        assert 'dtype is "float16" on rank 0, "float64" on rank 1' in message
+        assert rank == 0
+        assert 'dtype is "float16" on rank 0, "float32" on rank 1' in message
     pool.close()
 
 
