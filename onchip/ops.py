@@ -493,6 +493,6 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
-    if isinstance(mask, Tensor) and torch.compiler.is_compiling():
+    if isinstance(mask, Tensor) and not is_eager(q):
         return Later(mask, q.shape[1], k.shape[1])
     return masks.build(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
@@ -351,10 +352,11 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(q: Tensor) -> bool:
-    """Whether nobody is watching: compilers, tracers, modes, transforms."""
+    """Whether nobody is watching: compilers, tracers, modes, transforms, tangents."""
     return (
         not torch.compiler.is_compiling()
         and type(q) in PLAIN
+        and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None

@@ -88,4 +88,4 @@ def attend(
         plan = chosen.schedule(layout, rule, ranks.rank, x.q.device)
         return Attention.apply(Job(ranks, module, plan, call, out_dtype), *inputs)
     nest = ranks if isinstance(ranks, Nest) else nested(ranks, chosen.inner_size)
-    return Ulysses.apply(Plan.of(nest, layout, rule, call, x, out_dtype), *inputs)
+    return Ulysses.of(Plan.of(nest, layout, rule, call, x, out_dtype), *inputs)
