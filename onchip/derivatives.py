@@ -56,6 +56,17 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
         )
 
 
+def check_unmapped(*grads: Tensor | None) -> None:
+    """torch.autograd maps a backward over several gradients by an older vmap, which custom ops have
+    no rule for.
+    """
+    if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in grads):
+        raise UnsupportedError(
+            "a backward of attention is not mapped over gradients (is_grads_batched=True, jacobian"
+            " and hessian of torch.autograd.functional with vectorize=True): use torch.func.jacrev"
+        )
+
+
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """A `backward` without a derivative of its own: differentiating what it returns raises. torch's
     `once_differentiable` raises only if an incoming gradient requires one, and otherwise drops the
@@ -64,6 +75,7 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple:
+        check_unmapped(*grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # no create_graph

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from onchip import paged
 from onchip.derivatives import (
     SingleLevel,
+    check_unmapped,
     first_order,
     is_recorded,
     refuse_forward_mode,
@@ -179,6 +180,7 @@ class _Attention(SingleLevel):
 
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_unmapped(dout, dlse)
         *given, out, lse, residual = ctx.saved_tensors
         tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
@@ -440,8 +442,7 @@ def _check_unrecorded(x: Tensors) -> None:
             " one: trace with tensors that do, or pass them detached"
         )
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            refuse_forward_mode()
+        refuse_forward_mode()  # below autograd a tangent cannot be seen: there may be one
 
 
 def posed(x: Tensors, problem: Problem) -> Question:
@@ -591,6 +592,11 @@ def _attention_vmap(info, in_dims, *args):
     return (out, lse, stats.unflatten(1, (size, -1))), (0, 0, 1)
 
 
+def _forward_vmap(info, in_dims, *args):
+    """A graph that is mapped when it runs."""
+    return _attention_vmap(info, (*in_dims, None), *args, False)
+
+
 def _gradients_vmap(info, in_dims, *args):
     """The same of its gradients: each entry of the mapped dimension gets its own."""
     size, n = info.batch_size, _SAVED_TENSORS
@@ -681,6 +687,9 @@ for _name, (_kernel, _fake) in _KERNELS.items():
     for _key in _BACKENDS:
         _LIB.impl(_name, _kernel, _key)
     torch.library.register_fake(f"onchip::{_name}", _fake, lib=_LIB)
+for _name in ("", "_later"):
+    torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
+    torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::gradients", _gradients_vmap, lib=_LIB)
 _ATTENTION = torch.ops.onchip.attention.default

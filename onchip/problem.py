@@ -436,6 +436,24 @@ def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
             f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
             f" call {name}.contiguous()"
         )
+    if not torch.compiler.is_compiling() and _overlaps(t):  # strides may be symbols: the op checks
+        raise ValueError(
+            f"{name} has elements that share memory, with strides {t.stride()} for shape"
+            f" {tuple(t.shape)}: call {name}.contiguous()"
+        )
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether different indices may reach the same memory, other than along dimensions that are
+    expanded (stride 0): torch's conversions and kernels may read such a tensor wrongly.
+    """
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
