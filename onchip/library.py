@@ -31,7 +31,7 @@ from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, emp
 from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import Later, LaterRule, is_number
 from onchip.problem import (
     Problem,
     Question,
@@ -323,7 +323,10 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         seqlen_k = x.page_table.shape[1] * k.shape[1]
     elif not packed:
         seqlen_k = k.shape[1]
-    if len(mask) == 1:
+    if len(mask) == 1 and is_number(mask[0]):
+        grid = q.shape[0], q.shape[2], seqlen_q, seqlen_k
+        x = x._replace(mask=LaterRule(mask[0], grid, q.device))
+    elif mask and x.mask is None:
         x = x._replace(mask=Later(mask[0], seqlen_q, seqlen_k))
     problem = Problem(
         cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
@@ -654,6 +657,8 @@ def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank:
 
 
 def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Tensor]:
+    if len(mask) == 1 and is_number(mask[0]):
+        return mask
     if len(mask) == 1:
         return [_fold_shared(mask[0], dims[0], size, batch, 4)]
     if any(dim is not None for dim in dims or ()):

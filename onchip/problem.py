@@ -363,6 +363,17 @@ def is_eager(q: Tensor) -> bool:
     )
 
 
+def is_traced() -> bool:
+    """Whether a compiler, a tracer or a mode sees the call, which must not see how a mask is built.
+    A transform of torch.func alone computes with values.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def is_autocast(q: Tensor) -> bool:
     """Whether torch.autocast is on for q's device. (To ask for the name of a device takes 1 us.)"""
     return torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type)
