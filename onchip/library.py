@@ -26,6 +26,7 @@ from onchip.derivatives import (
     refuse_second_order,
 )
 from onchip.dispatch import kernel_module, plan
+from onchip.flops import backward_flops, forward_flops, tell_counters
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import MAX_TAPES, replayed
@@ -77,6 +78,8 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
         wants_grad = torch.is_grad_enabled() and _wants_grad(x)
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
+    if torch._C._len_torch_dispatch_stack():
+        tell_counters(_FLOPS)
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     scalars = _scalars(problem, kernel)
     out, lse, stats = _ATTENTION(*x[:_NUM_TENSORS], *scalars, mask, problem.precise_delta)
@@ -269,6 +272,7 @@ def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple)
     """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
     if is_eager(x.q):
         return run_backward(question, x, kernel, *saved)
+    tell_counters(_FLOPS)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
     args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
@@ -571,6 +575,14 @@ def _backward_fake(dout, dlse, out, lse, *args):
     return dq, dk, dv, *extras
 
 
+def _forward_flops(*args, **_: Any) -> int:
+    return forward_flops(*_unflatten(args)[:2])
+
+
+def _backward_flops(*args, **_: Any) -> int:
+    return backward_flops(*_unflatten(args[_SAVED_TENSORS:])[:2])
+
+
 def _split_fake(out, dtype):
     return torch.empty_like(out, dtype=dtype), torch.empty_like(out, dtype=dtype)
 
@@ -703,3 +715,10 @@ _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
 _FORWARD_LATER = torch.ops.onchip.forward_later.default
 _BACKWARD_LATER = torch.ops.onchip.backward_later.default
+_FLOPS = {
+    torch.ops.onchip.attention: _forward_flops,
+    torch.ops.onchip.forward: _forward_flops,
+    torch.ops.onchip.forward_later: _forward_flops,
+    torch.ops.onchip.backward: _backward_flops,
+    torch.ops.onchip.backward_later: _backward_flops,
+}

@@ -309,7 +309,7 @@ def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any
     try:
         key = _signature(describe, x, options, lengths)
         question = _questions.get(key)
-    except TypeError:  # lists, numbers in place of a window, tensors of other kinds
+    except (TypeError, RuntimeError):  # lists in place of a window, tensors of other kinds
         return Question(describe(x, options, lengths))
     if question is not None:
         return question
@@ -352,10 +352,13 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(q: Tensor) -> bool:
-    """Whether nobody is watching: compilers, tracers, modes, transforms, tangents."""
+    """Whether nobody is watching: compilers, tracers, modes, transforms, tangents; and whether
+    there are values to compute with.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(q) in PLAIN
+        and not q.is_meta
         and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -376,7 +379,9 @@ def is_traced() -> bool:
 
 def is_autocast(q: Tensor) -> bool:
     """Whether torch.autocast is on for q's device. (To ask for the name of a device takes 1 us.)"""
-    return torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type)
+    if q.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return not q.is_meta and torch.is_autocast_enabled(q.device.type)
 
 
 def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:
@@ -436,6 +441,19 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
 def check_tensor(name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.is_nested:
+        raise UnsupportedError(
+            f"{name} is a nested tensor: pass values() of jagged ones to varlen_attention, with"
+            " offsets().int() as cu_seqlens"
+        )
+    if t.layout != torch.strided:
+        raise UnsupportedError(f"{name} has layout {t.layout}: call {name}.to_dense()")
+    if hasattr(t, "device_mesh"):
+        raise UnsupportedError(
+            f"{name} is a DTensor: call attention on the local batch entries and heads, inside of"
+            " torch.distributed.tensor.experimental.local_map or with to_local(); a sequence that"
+            " ranks share is for onchip.parallel.context_parallel_attention"
+        )
 
 
 def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:

@@ -19,12 +19,15 @@ LAW = {
     "masks": set(),
     "problem": {"masks"},
     "derivatives": {"problem"},
+    "flops": {"problem"},
     "kernels.leaf": {"state", "masks", "problem"},
     "kernels": {"state", "masks", "problem", "kernels.leaf", "eightbit", "iomodel", "quant"},
     "fold": {"state", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit"},
-    "library": {"problem", "masks", "derivatives", "dispatch", "kernels.leaf", "paged"},
+    "library": {
+        *("problem", "masks", "derivatives", "flops", "dispatch", "kernels.leaf", "paged"),
+    },
     "ops": {
         *("state", "masks", "problem", "kernels.leaf", "iomodel", "fold"),
         *("dispatch", "library", "paged"),

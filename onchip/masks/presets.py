@@ -112,7 +112,6 @@ def _is_drawn(drawn: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tens
     return ((i >= 0)[..., None] & (drawn[i.clamp(min=0)] == j[..., None])).any(-1)
 
 
-@torch.compiler.assume_constant_result
 def _draw(blocks: int, count: int, seed: int) -> Tensor:
     """For each of `blocks` rows, `count` different numbers below `blocks`: (blocks, count)."""
     generator = torch.Generator().manual_seed(seed)
