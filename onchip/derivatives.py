@@ -44,8 +44,8 @@ def refuse_second_order(*_: Any) -> NoReturn:
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
-    """For functions that no transform of torch.func may reach. A thread other than the one that
-    applies the transform sees only the wrapped tensors.
+    """For functions that no transform of torch.func and no tracer may reach. Threads other than the
+    one that applies a transform see only the wrapped tensors.
     """
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     active = torch._C._are_functorch_transforms_active()
@@ -53,6 +53,13 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
         raise UnsupportedError(
             f"transforms of torch.func (grad, vjp, jvp, vmap and what they make up) are not served"
             f" for {name}: use torch.autograd"
+        )
+    proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    is_traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    if proxies is not None or is_traced:
+        raise UnsupportedError(
+            f"a graph of {name} is not served (torch.export, make_fx, torch.jit.trace): it would"
+            " hold the messages of the ranks as constants"
         )
 
 

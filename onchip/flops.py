@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode counts of a call: the multiply-adds of its products, as two operations
+"""What torch's FlopCounterMode counts of a call: the multiply-adds of its products, two operations
 each, over every pair of a query and a key of the same sequence. causal, window and masks subtract
 nothing, as in torch's own formula for scaled_dot_product_attention.
 """

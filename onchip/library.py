@@ -234,10 +234,9 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
 
 def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     """`gradients` at the level of autograd."""
+    below = _backward_op(args[-1])
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
-    else:
-        below = _backward_op(args[-1])
     given = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
     return _Gradients.record(below, *args) if is_recorded(given) else below(*args)
 
@@ -396,7 +395,9 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
         check_packing(x, (problem.seqlen_q, problem.seqlen_k))
     check_extras(problem, x)
     if problem.out_dtype not in (problem.dtype, accumulator_dtype(problem.dtype)):
-        raise ValueError(f"a graph that was traced for {problem.out_dtype} is given {problem.dtype}")
+        raise ValueError(
+            f"a graph that was traced for {problem.out_dtype} is given {problem.dtype}"
+        )
     return problem
 
 
@@ -680,7 +681,7 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _RESULT, _GRADS = "(Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-# What is differentiated and mapped: `attention` and its `gradients`. What graphs record: the others.
+# `attention` and its `gradients` are differentiated and mapped; graphs record the others.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)

@@ -33,7 +33,6 @@ class BlockLists(NamedTuple):
         partial, entries = _planes(self.partial_offsets, entries, lo, hi)
         return BlockLists(full, full_indices, partial, *entries)
 
-
     def repeat_batch(self, n: int) -> "BlockLists":
         """The planes of all batch entries n times over."""
         repeat = lambda offsets, entries: torch.cat([offsets + i * entries for i in range(n)])

@@ -8,8 +8,8 @@ from .blockmask import BlockMask
 from .mods import Mask, build, is_spans, numbered
 
 _built: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-# What the dispatcher includes and excludes outside of any op: a mask function runs under vmap, which
-# is excluded inside of one.
+# What the dispatcher includes and excludes outside of any op. A mask function runs under vmap,
+# which is excluded inside of one.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 _traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no Python object
 
