@@ -14,22 +14,34 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd import forward_ad
 
 from onchip import paged
+from onchip.derivatives import (
+    SingleLevel,
+    check_unmapped,
+    first_order,
+    is_recorded,
+    refuse_forward_mode,
+    refuse_second_order,
+)
 from onchip.dispatch import kernel_module, plan
+from onchip.flops import backward_flops, forward_flops, tell_counters
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import Later, LaterRule, is_number
 from onchip.problem import (
     Problem,
     Question,
     Tensors,
     UnsupportedError,
     ask,
+    check_extras,
+    check_packing,
+    check_qkv,
     check_values,
     device_info,
     is_autocast,
@@ -54,28 +66,23 @@ _ARGUMENTS = (
 
 
 _END = _NUM_TENSORS + 14  # where the mask begins
+_OUT_DTYPE = _NUM_TENSORS + 8
+_SAVED_TENSORS = 4  # dout, dlse, out and lse, before the arguments of a backward
 
 
 def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
     """The Result of a problem, differentiable in out and lse. The op is there for those who watch,
     and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
     """
-    wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-    if wants_grad and question.problem.precise_delta:
-        question = _unrounded(question)
     if is_eager(x.q):
+        wants_grad = torch.is_grad_enabled() and _wants_grad(x)
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
-    args = (*x[:_NUM_TENSORS], *_scalars(problem, kernel))
+    if torch._C._len_torch_dispatch_stack():
+        tell_counters(_FLOPS)
     mask = [] if x.mask is None else _mask_tensors(x.mask)
-    if not wants_grad:
-        out, lse, stats = _forward_op(mask)(*args, mask)
-    elif torch._C._are_functorch_transforms_active():
-        raise UnsupportedError(
-            "torch.func transforms of the gradient are not supported: use torch.autograd"
-        )
-    else:
-        out, lse, stats = _Attention.apply(problem.precise_delta, *_distinct(args), *mask)
+    scalars = _scalars(problem, kernel)
+    out, lse, stats = _ATTENTION(*x[:_NUM_TENSORS], *scalars, mask, problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
@@ -109,17 +116,6 @@ def _residuals(t: Tensor) -> ModuleType:
     return kernel_module("triton") if fused else protocol
 
 
-def _distinct(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A tensor that is there twice (cu_seqlens of queries and keys) becomes a view of itself: the
-    compiler traces no autograd.Function that is given one tensor as two arguments.
-    """
-    made: list[Any] = []
-    for arg in args:
-        again = isinstance(arg, Tensor) and any(arg is one for one in made)
-        made.append(arg.view_as(arg) if again else arg)
-    return tuple(made)
-
-
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
     """A CUDA graph must not record a mask that is built from values: it would replay it."""
     return _FORWARD_LATER if len(mask) == 1 else _FORWARD
@@ -130,6 +126,8 @@ def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
 
 
 def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
+    if question.problem.precise_delta:
+        question = _unrounded(question)
     out, lse, *stats = _EagerAttention.apply(question, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
@@ -153,7 +151,7 @@ class _EagerAttention(torch.autograd.Function):
         return out, lse, *stats
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         question, mask, kernel = ctx.call
         *tensors, out, lse, residual = ctx.saved_tensors
@@ -165,14 +163,16 @@ class _EagerAttention(torch.autograd.Function):
         grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
 
+    jvp = staticmethod(refuse_forward_mode)
 
-class _Attention(torch.autograd.Function):
-    """The same through the op, for those who watch: they see tensors and scalars only."""
+
+class _Attention(SingleLevel):
+    """The gradient of the op `attention`. `below` computes it one level below autograd."""
 
     @staticmethod
-    def forward(ctx, precise_delta, *args):
+    def forward(ctx, below, precise_delta, *args):
         mask, residual = list(args[_END:]), None
-        out, lse, stats = _forward_op(mask)(*args[:_END], mask)
+        out, lse, stats = below(*args)
         if precise_delta:
             out, residual = torch.ops.onchip.split(out, args[0].dtype)
         ctx.scalars = args[_NUM_TENSORS:_END]
@@ -182,26 +182,96 @@ class _Attention(torch.autograd.Function):
         return out, lse, stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_unmapped(dout, dlse)
         *given, out, lse, residual = ctx.saved_tensors
         tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
-            return None, *grads
+            return None, None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        found = _backward_op(mask)(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
+        found = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
         for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
             if tensors[place] is not None:
                 grads[place] = grad
-        return None, *grads
+        return None, None, *grads
+
+    jvp = staticmethod(refuse_forward_mode)
+
+
+class _Gradients(SingleLevel):
+    """The op `gradients`, which has no derivative."""
+
+    @staticmethod
+    def forward(ctx, below, *args):
+        return below(*args)
+
+    backward = staticmethod(refuse_second_order)
+    jvp = staticmethod(refuse_forward_mode)
+
+
+def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` at the level of autograd."""
+    (*args, mask, precise_delta), has_transform = args, _has_transform()
+    if not is_recorded([args[i] for i in _DIFFERENTIABLE]):
+        precise_delta = False  # there is no backward to keep a residual for
+        apply = lambda below, _, *args: below(*args)
+    else:
+        _check_differentiable(args, has_transform and precise_delta)
+        apply = _Attention.record
+    if precise_delta:
+        args[_OUT_DTYPE] = accumulator_dtype(args[0].dtype)
+
+    def below(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        args, mask = args[:_END], list(args[_END:])
+        if has_transform:
+            return _redispatch(_ATTENTION, keyset, *args, mask, False)
+        return _forward_op(mask)(*args, mask)
+
+    return apply(below, precise_delta, *args, *mask)
+
+
+def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
+    """`gradients` at the level of autograd."""
+    below = _backward_op(args[-1])
+    if _has_transform():
+        below = partial(_redispatch, _GRADIENTS, keyset)
+    given = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
+    return _Gradients.record(below, *args) if is_recorded(given) else below(*args)
+
+
+def _has_transform() -> bool:
+    """Whether a level of torch.func is active. Then the level below sees the same op again, because
+    it may differentiate as well. Otherwise it is the op that graphs record, `forward` or
+    `backward`: when such a graph runs, no call passes through Python's part of autograd.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
+    """The op one level below, which records what it is asked to record: the forward of an
+    autograd.Function has switched that off.
+    """
+    below = torch._C._AutoDispatchBelowAutograd()
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), below:
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _check_differentiable(args: Sequence[Any], keeps_residual: bool) -> None:
+    if args[Tensors._fields.index("page_table")] is not None:
+        raise UnsupportedError(
+            "paged_attention has no derivative, and one of its tensors asks for one: detach it"
+        )
+    if keeps_residual:
+        raise UnsupportedError("precise_delta is not served under transforms of torch.func")
 
 
 def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
     """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
     if is_eager(x.q):
         return run_backward(question, x, kernel, *saved)
+    tell_counters(_FLOPS)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
     args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
     mask = [] if x.mask is None else _mask_tensors(x.mask)
@@ -246,10 +316,21 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         _NUM_TENSORS:_END
     ]
     out_dtype, return_stats, deterministic, return_lse, precision, kernel = rest
-    if args[_END]:
-        x = x._replace(mask=_mask_object(args[_END], seqlen_q, seqlen_k))
     q, k, v, cu_seqlens_q = x[:4]
-    packed = cu_seqlens_q is not None
+    packed, mask = cu_seqlens_q is not None, args[_END]
+    if len(mask) > 1:  # built for the lengths that the graph was traced with
+        x = x._replace(mask=_mask_object(mask, seqlen_q, seqlen_k))
+    if not packed:  # a graph that was traced with other lengths may still hold those
+        seqlen_q = q.shape[1]
+    if x.page_table is not None:
+        seqlen_k = x.page_table.shape[1] * k.shape[1]
+    elif not packed:
+        seqlen_k = k.shape[1]
+    if len(mask) == 1 and is_number(mask[0]):
+        grid = q.shape[0], q.shape[2], seqlen_q, seqlen_k
+        x = x._replace(mask=LaterRule(mask[0], grid, q.device))
+    elif mask and x.mask is None:
+        x = x._replace(mask=Later(mask[0], seqlen_q, seqlen_k))
     problem = Problem(
         cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
         seqlen_q,
@@ -295,9 +376,7 @@ def _mask_tensors(mask: BlockMask | Later) -> list[Tensor]:
     return mask.tensors()
 
 
-def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask | Later:
-    if len(tensors) == 1:
-        return Later(tensors[0], seqlen_q, seqlen_k)
+def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
     known = _MASKS.get(id(tensors[-1]))
     if known is not None and known.tiles is tensors[-1] and known.rows[0] is tensors[0]:
         return known  # and not another part of its heads, which has the same tiles
@@ -305,7 +384,20 @@ def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> Blo
 
 
 def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
-    """Checked before it came to the op."""
+    """Checked when the graph was traced, and now again: the graphs of torch.jit.trace and make_fx
+    may be called with tensors of other shapes.
+    """
+    if problem.page_size:
+        paged.check_shapes(problem, x)
+        return problem
+    check_qkv(*x[:3], rank=3 if problem.packed else 4)
+    if problem.packed:
+        check_packing(x, (problem.seqlen_q, problem.seqlen_k))
+    check_extras(problem, x)
+    if problem.out_dtype not in (problem.dtype, accumulator_dtype(problem.dtype)):
+        raise ValueError(
+            f"a graph that was traced for {problem.out_dtype} is given {problem.dtype}"
+        )
     return problem
 
 
@@ -336,11 +428,29 @@ def _settled(x: Tensors) -> Tensors:
     return x._replace(mask=x.mask.built()) if isinstance(x.mask, Later) else x
 
 
+def _attention(*args):
+    """Where there is no autograd: in inference mode."""
+    return _forward(*args[:-1])
+
+
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
+    _check_unrecorded(x)
     x = _settled(x)
     out, lse, stats = run(posed(x, problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
+
+
+def _check_unrecorded(x: Tensors) -> None:
+    """A graph of make_fx holds the forward alone: it must not be differentiated."""
+    tensors = [t for t in _differentiable(x) if t is not None]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "this graph was traced without its gradient, and a tensor that it is given requires"
+            " one: trace with tensors that do, or pass them detached"
+        )
+    if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
+        refuse_forward_mode()  # below autograd a tangent cannot be seen: there may be one
 
 
 def posed(x: Tensors, problem: Problem) -> Question:
@@ -446,6 +556,10 @@ def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = F
     return kernel_module(found.kernel)
 
 
+def _attention_fake(*args):
+    return _forward_fake(*args[:-1])
+
+
 def _forward_fake(*args):
     problem, x, _ = _unflatten(args)
     out, lse = empty_result(problem, x)
@@ -462,6 +576,14 @@ def _backward_fake(dout, dlse, out, lse, *args):
     return dq, dk, dv, *extras
 
 
+def _forward_flops(*args, **_: Any) -> int:
+    return forward_flops(*_unflatten(args)[:2])
+
+
+def _backward_flops(*args, **_: Any) -> int:
+    return backward_flops(*_unflatten(args[_SAVED_TENSORS:])[:2])
+
+
 def _split_fake(out, dtype):
     return torch.empty_like(out, dtype=dtype), torch.empty_like(out, dtype=dtype)
 
@@ -475,51 +597,129 @@ def _no_autocast(q: Tensor) -> torch.autocast:
     return torch.autocast(q.device.type, enabled=False)
 
 
-def _forward_vmap(info, in_dims, *args):
+def _attention_vmap(info, in_dims, *args):
     """vmap of a dense forward: the mapped dimension joins the batch."""
-    x = Tensors(*args[:_NUM_TENSORS])
-    dims = dict(zip(Tensors._fields, in_dims, strict=False))
-    mapped = {name for name in dims if dims[name] is not None}
-    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table)
-    if mapped - {"q", "k", "v"} or any(t is not None for t in foreign):
-        raise UnsupportedError("vmap serves dense calls mapped over q, k and v, without dropout")
     size = info.batch_size
-    if any(t is not None and t.dim() > 1 and t.shape[0] > 1 for t in (x.alibi_slopes, x.bias)):
-        raise UnsupportedError(
-            "vmap needs alibi_slopes, bias and mask that are the same for the whole batch"
-        )
-    folded = [_fold(getattr(x, n), dims[n], size) for n in ("q", "k", "v")]
-    out, lse, stats = _forward_op(args[_END])(*folded, *args[3:])
+    *given, precise_delta = args
+    out, lse, stats = _ATTENTION(*_folded(size, in_dims, given), precise_delta)
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
     return (out, lse, stats.unflatten(1, (size, -1))), (0, 0, 1)
 
 
-def _fold(t: Tensor, dim: int | None, size: int) -> Tensor:
+def _forward_vmap(info, in_dims, *args):
+    """A graph that is mapped when it runs."""
+    return _attention_vmap(info, (*in_dims, None), *args, False)
+
+
+def _gradients_vmap(info, in_dims, *args):
+    """The same of its gradients: each entry of the mapped dimension gets its own."""
+    size, n = info.batch_size, _SAVED_TENSORS
+    x = Tensors(*args[n : n + _NUM_TENSORS])
+    if x.bias is not None or x.sinks is not None:
+        raise UnsupportedError("vmap does not serve the gradients of bias and sinks")
+    saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
+    found = _GRADIENTS(*saved, *_folded(size, in_dims[n:], args[n:]))
+    grads = [t.unflatten(0, (size, -1)) for t in found[:3]]
+    return (*grads, *found[3:]), (0, 0, 0, None, None)
+
+
+def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
+    """The arguments of a dense call, a mapped dimension of `size` entries being part of the batch.
+    What has no batch (sinks, a seed) must be the same for all entries, and dropout counts sequences
+    by their place in the batch, which would change.
+    """
+    dims = dict(zip(Tensors._fields, in_dims, strict=False))
+    x = Tensors(*args[:_NUM_TENSORS])
+    mapped = {name for name in Tensors._fields[:_NUM_TENSORS] if dims[name] is not None}
+    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.places_q)
+    if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in foreign):
+        raise UnsupportedError(
+            "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes and tensors as masks,"
+            " without dropout"
+        )
+    batch = x.q.shape[1 if dims["q"] == 0 else 0]
+    folded = [*args]
+    folded[:3] = (_fold(t, dim, size) for t, dim in zip(x[:3], in_dims, strict=False))
+    for name, rank in (("bias", 4), ("alibi_slopes", 2)):
+        shared = _fold_shared(getattr(x, name), dims[name], size, batch, rank)
+        folded[Tensors._fields.index(name)] = shared
+    folded[_END] = _fold_mask(args[_END], in_dims[_END], size, batch)
+    return folded
+
+
+def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """t with the mapped dimension as part of its first, the batch."""
+    if t is None:
+        return None
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
     return t.flatten(0, 1)
 
 
+def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Any:
+    """The same for a tensor of at most `rank` dimensions that entries of the batch may share, as
+    they go on to do if it is not mapped.
+    """
+    if t is None or dim is None and (t.dim() < rank or t.shape[0] == 1 < batch):
+        return t
+    t = t[None] if dim is None else t.movedim(dim, 0)
+    while t.dim() <= rank:
+        t = t.unsqueeze(1)
+    return t.expand(size, batch, *t.shape[2:]).flatten(0, 1)
+
+
+def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Tensor]:
+    if len(mask) == 1 and is_number(mask[0]):
+        return mask
+    if len(mask) == 1:
+        return [_fold_shared(mask[0], dims[0], size, batch, 4)]
+    if any(dim is not None for dim in dims or ()):
+        raise UnsupportedError("vmap does not map over a mask that is built: map over a tensor")
+    return BlockMask.from_tensors(mask, 0, 0).repeat_batch(size).tensors() if mask else mask
+
+
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
-_GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+_RESULT, _GRADS = "(Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
+# `attention` and its `gradients` are differentiated and mapped; graphs record the others.
+_LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
+_LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
+_LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
+_LIB.impl("gradients", _gradients_autograd, "Autograd", with_keyset=True)
 for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
-    _LIB.define(f"forward{_name}({_ARGUMENTS}) -> (Tensor, Tensor, Tensor)", tags=_tags)
+    _LIB.define(f"forward{_name}({_ARGUMENTS}) -> {_RESULT}", tags=_tags)
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
-    for _key in _BACKENDS:
-        _LIB.impl(f"forward{_name}", _forward, _key)
-        _LIB.impl(f"backward{_name}", _backward, _key)
-    torch.library.register_fake(f"onchip::forward{_name}", _forward_fake, lib=_LIB)
-    torch.library.register_fake(f"onchip::backward{_name}", _backward_fake, lib=_LIB)
-    torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
 _LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
 _LIB.define("split(Tensor out, ScalarType dtype) -> (Tensor, Tensor)")
-for _key in _BACKENDS:
-    _LIB.impl("mask", _keep_mask, _key)
-    _LIB.impl("split", split, _key)
-torch.library.register_fake("onchip::mask", _spaced, lib=_LIB)
-torch.library.register_fake("onchip::split", _split_fake, lib=_LIB)
+_KERNELS = {
+    "attention": (_attention, _attention_fake),
+    "gradients": (_backward, _backward_fake),
+    "forward": (_forward, _forward_fake),
+    "forward_later": (_forward, _forward_fake),
+    "backward": (_backward, _backward_fake),
+    "backward_later": (_backward, _backward_fake),
+    "mask": (_keep_mask, _spaced),
+    "split": (split, _split_fake),
+}
+for _name, (_kernel, _fake) in _KERNELS.items():
+    for _key in _BACKENDS:
+        _LIB.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"onchip::{_name}", _fake, lib=_LIB)
+for _name in ("", "_later"):
+    torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
+    torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
+torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
+torch.library.register_vmap("onchip::gradients", _gradients_vmap, lib=_LIB)
+_ATTENTION = torch.ops.onchip.attention.default
+_GRADIENTS = torch.ops.onchip.gradients.default
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
 _FORWARD_LATER = torch.ops.onchip.forward_later.default
 _BACKWARD_LATER = torch.ops.onchip.backward_later.default
+_FLOPS = {
+    torch.ops.onchip.attention: _forward_flops,
+    torch.ops.onchip.forward: _forward_flops,
+    torch.ops.onchip.forward_later: _forward_flops,
+    torch.ops.onchip.backward: _backward_flops,
+    torch.ops.onchip.backward_later: _backward_flops,
+}

@@ -16,7 +16,7 @@ from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import Later, LaterRule
 from onchip.problem import (
     Options,
     Question,
@@ -28,6 +28,7 @@ from onchip.problem import (
     device_info,
     is_autocast,
     is_eager,
+    is_traced,
     laid_out,
 )
 from onchip.state import merge_at_rest
@@ -521,6 +522,12 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
-    if isinstance(mask, Tensor) and torch.compiler.is_compiling():
-        return Later(mask, q.shape[1], k.shape[1])
-    return masks.build(mask, q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.device)
+    grid = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    if isinstance(mask, Tensor) and not is_eager(q):
+        return Later(mask, *grid[2:])
+    if not is_traced():
+        return masks.build(mask, *grid, q.device)
+    mask = masks.as_mask(mask)
+    if mask.number is not None:
+        return LaterRule.of(mask, grid, q.device)
+    return Later(library.built_once(mask.in_graph(*grid, q.device), grid[3]), *grid[2:])

@@ -71,6 +71,15 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     return problem
 
 
+def check_shapes(problem: Problem, x: Tensors) -> None:
+    """The checks of `describe` that look at tensors alone, for a problem that was described."""
+    batch, _ = _check_queries(x, problem.seqlen_q if problem.packed else None)
+    _check_pages(x, batch)
+    _check_dtypes(x)
+    check_extras(problem, x)
+    _check_tree(problem, x)
+
+
 def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     """q as torch.autocast hands it to a paged call: in the dtype of the pages. To cast the pages
     instead would copy the whole pool, call after call. Over pages of 8 bits, in autocast's own

@@ -1,8 +1,8 @@
 """What a decoder computes between its matrix products: the definitions, in torch, and one launch
 for each of them where a GPU has Triton.
 
-The fused kernels serve inference: with gradients enabled, in a compiler's hands and in fp64 the
-definitions run.
+The fused kernels serve inference: with gradients enabled, under compilers and transforms, and in
+fp64 the definitions run.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.problem import device_info
+from onchip.problem import device_info, is_eager
 
 
 class Norms(NamedTuple):
@@ -101,7 +101,7 @@ def fused(*tensors: Tensor) -> ModuleType | None:
     the definitions run.
     """
     x = tensors[0]
-    if x.device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if x.device.type != "cuda" or torch.is_grad_enabled() or not is_eager(x):
         return None
     same = all(t.dtype == x.dtype and t.device == x.device for t in tensors)
     if not same or x.dtype == torch.float64 or not device_info(x.device).has_triton:

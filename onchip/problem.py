@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
@@ -314,7 +315,7 @@ def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any
     try:
         key = _signature(describe, x, options, lengths)
         question = _questions.get(key)
-    except TypeError:  # lists, numbers in place of a window, tensors of other kinds
+    except (TypeError, RuntimeError):  # lists in place of a window, tensors of other kinds
         return Question(describe(x, options, lengths))
     if question is not None:
         return question
@@ -357,19 +358,36 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(q: Tensor) -> bool:
-    """Whether nobody is watching: compilers, tracers, modes, transforms."""
+    """Whether nobody is watching: compilers, tracers, modes, transforms, tangents; and whether
+    there are values to compute with.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(q) in PLAIN
+        and not q.is_meta
+        and forward_ad._current_level < 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
     )
 
 
+def is_traced() -> bool:
+    """Whether a compiler, a tracer or a mode sees the call, which must not see how a mask is built.
+    A transform of torch.func alone computes with values.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 def is_autocast(q: Tensor) -> bool:
     """Whether torch.autocast is on for q's device. (To ask for the name of a device takes 1 us.)"""
-    return torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type)
+    if q.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return not q.is_meta and torch.is_autocast_enabled(q.device.type)
 
 
 def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:
@@ -462,6 +480,19 @@ def warn_of_layout(q: Tensor, k: Tensor) -> None:
 def check_tensor(name: str, t: object) -> None:
     if not isinstance(t, Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+    if t.is_nested:
+        raise UnsupportedError(
+            f"{name} is a nested tensor: pass values() of jagged ones to varlen_attention, with"
+            " offsets().int() as cu_seqlens"
+        )
+    if t.layout != torch.strided:
+        raise UnsupportedError(f"{name} has layout {t.layout}: call {name}.to_dense()")
+    if hasattr(t, "device_mesh"):
+        raise UnsupportedError(
+            f"{name} is a DTensor: call attention on the local batch entries and heads, inside of"
+            " torch.distributed.tensor.experimental.local_map or with to_local(); a sequence that"
+            " ranks share is for onchip.parallel.context_parallel_attention"
+        )
 
 
 def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
@@ -473,6 +504,24 @@ def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
             f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
             f" call {name}.contiguous()"
         )
+    if not torch.compiler.is_compiling() and _overlaps(t):  # strides may be symbols: the op checks
+        raise ValueError(
+            f"{name} has elements that share memory, with strides {t.stride()} for shape"
+            f" {tuple(t.shape)}: call {name}.contiguous()"
+        )
+
+
+def _overlaps(t: Tensor) -> bool:
+    """Whether different indices may reach the same memory, other than along dimensions that are
+    expanded (stride 0): torch's conversions and kernels may read such a tensor wrongly.
+    """
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:

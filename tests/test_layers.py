@@ -22,6 +22,8 @@ LAW = {
     "extras": set(),
     "masks": set(),
     "problem": {"masks", "arguments"},
+    "derivatives": {"problem"},
+    "flops": {"problem"},
     "kernels.leaf": {"state", "masks", "problem"},
     "kernels": {
         *("state", "masks", "problem", "kernels.leaf"),
@@ -30,7 +32,9 @@ LAW = {
     "fold": {"state", "files", "masks", "problem", "iomodel"},
     "dispatch": {"problem", "masks"},
     "paged": {"problem", "masks", "kernels.leaf", "eightbit", "arguments"},
-    "library": {"problem", "masks", "dispatch", "kernels.leaf", "paged"},
+    "library": {
+        *("problem", "masks", "derivatives", "flops", "dispatch", "kernels.leaf", "paged"),
+    },
     "ops": {
         *("state", "masks", "problem", "kernels.leaf", "iomodel", "fold"),
         *("dispatch", "library", "paged", "arguments"),
@@ -48,6 +52,7 @@ LAW = {
         "state",
         "masks",
         "problem",
+        "derivatives",
         "kernels.leaf",
         "iomodel",
         "dispatch",

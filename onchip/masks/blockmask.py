@@ -33,6 +33,17 @@ class BlockLists(NamedTuple):
         partial, entries = _planes(self.partial_offsets, entries, lo, hi)
         return BlockLists(full, full_indices, partial, *entries)
 
+    def repeat_batch(self, n: int) -> "BlockLists":
+        """The planes of all batch entries n times over."""
+        repeat = lambda offsets, entries: torch.cat([offsets + i * entries for i in range(n)])
+        return BlockLists(
+            repeat(self.full_offsets, len(self.full_indices)),
+            self.full_indices.repeat(n),
+            repeat(self.partial_offsets, len(self.partial_indices)),
+            self.partial_indices.repeat(n),
+            self.partial_tiles.repeat(n),
+        )
+
 
 class BlockMask:
     """Which keys each query sees.
@@ -83,6 +94,13 @@ class BlockMask:
             part = BlockMask(self.seqlen_q, self.seqlen_k, rows, cols, self.tiles)
             self._parts[lo, hi] = part
         return self._parts[lo, hi]
+
+    def repeat_batch(self, n: int) -> "BlockMask":
+        """This mask for a batch n times over (itself where batch entries share it)."""
+        if self.shape[0] == 1 or n == 1:
+            return self
+        rows, cols = (lists.repeat_batch(n) for lists in (self.rows, self.cols))
+        return BlockMask(self.seqlen_q, self.seqlen_k, rows, cols, self.tiles)
 
     @property
     def device(self) -> torch.device:

@@ -5,9 +5,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blockmask import BlockMask
-from .mods import build, is_spans
+from .mods import Mask, build, is_spans, numbered
 
 _built: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# What the dispatcher includes and excludes outside of any op. A mask function runs under vmap,
+# which is excluded inside of one.
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no Python object
 
 
 class Later:
@@ -41,6 +45,40 @@ class Later:
             return kept[2]
         batch, heads, _, _ = self.shape
         return build(self.source, batch, heads, *self.lengths, self.device)
+
+
+class LaterRule(Later):
+    """A rule that a graph holds by its number, an int64 tensor (1,) on the host: built, or found
+    again, for the planes and lengths that the graph runs with.
+    """
+
+    def __init__(self, source: Tensor, grid: tuple[int, ...], device: torch.device):
+        super().__init__(source, *grid[2:])
+        self._grid, self._device = grid, device
+
+    @classmethod
+    def of(cls, mask: Mask, grid: tuple[int, ...], device: torch.device) -> "LaterRule":
+        if not torch.compiler.is_compiling():
+            _traced[mask.number] = mask
+        return cls(torch.full((1,), mask.number, dtype=torch.int64), grid, device)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What is known before it is built: planes may be more."""
+        return (1, 1, *self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def built(self) -> BlockMask:
+        with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
+            return numbered(int(self.source)).build(*self._grid, self._device)
+
+
+def is_number(source: Tensor) -> bool:
+    """Whether this is the source of a LaterRule."""
+    return source.dim() == 1
 
 
 def keep(source: Tensor, mask: BlockMask) -> None:

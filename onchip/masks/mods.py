@@ -5,8 +5,10 @@ the position of query q among the keys (bottom-right: the last query stands at t
 """
 
 import inspect
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -17,6 +19,10 @@ from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
 _REMEMBERED = 4  # builds kept per expression: a training and an evaluation length, twice
+_NUMBERS = count(2)  # torch.compile makes constants of 0 and 1, and a variable of another number
+_NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
+
+Planes = tuple[bool, bool]  # does a rule differ between batch entries, between heads?
 
 
 class Mask:
@@ -30,13 +36,31 @@ class Mask:
         self,
         text: str,
         resolve: Callable[[Grid], Node],
-        depends: Callable[[torch.device], tuple[bool, bool]] = lambda device: (False, False),
+        depends: Planes | Callable[[torch.device], Planes] = (False, False),
     ):
-        """text: how it prints. depends: does the rule differ between batch entries, heads?"""
+        """text: how it prints. resolve and depends are functions that can be pickled, of arguments
+        that can: a DataLoader sends masks to its workers and back.
+        """
         self._text = text
         self._resolve = resolve
         self._depends = depends
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without results, under a new number: a mask that a graph makes has none."""
         self._built: dict[tuple, BlockMask] = {}
+        self._planes: dict[torch.device, Planes] = {}
+        self.number = None
+        if not torch.compiler.is_compiling():
+            self.number = next(_NUMBERS)
+            _NUMBERED[self.number] = self
+
+    def __getstate__(self) -> tuple:
+        return self._text, self._resolve, self._depends
+
+    def __setstate__(self, state: tuple) -> None:
+        self._text, self._resolve, self._depends = state
+        self._forget()
 
     def build(
         self,
@@ -71,9 +95,28 @@ class Mask:
     ) -> Grid:
         per_batch, per_head = True, True
         if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
-            per_batch, per_head = self._depends(device)
+            per_batch, per_head = self.depends(device)
         planes = (batch if per_batch else 1, heads if per_head else 1)
         return Grid(*planes, seqlen_q, seqlen_k, device)
+
+    def in_graph(
+        self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
+    ) -> Tensor:
+        """This mask by torch operations alone, for a graph that makes it from its own tensors: the
+        bounds of `spans` where each query sees one interval, else a dense mask.
+        """
+        node = self._resolve(Grid(batch, heads, seqlen_q, seqlen_k, device))
+        if not isinstance(node, Interval):
+            return node.cells()
+        return torch.stack(node.find_bounds(), -1)[:, None].to(device)
+
+    def depends(self, device: torch.device) -> Planes:
+        """Does the rule differ between batch entries, between heads?"""
+        if not callable(self._depends):
+            return self._depends
+        if device not in self._planes:
+            self._planes[device] = self._depends(device)
+        return self._planes[device]
 
     def show(
         self,
@@ -102,22 +145,14 @@ class Mask:
     __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> "Mask":
-        return Mask(f"~{self}", lambda grid: nodes.invert(self._resolve(grid)), self._depends)
+        return Mask(f"~{self._text}", partial(_invert, self), self.depends)
 
     def _join(self, given: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
         other = as_mask(given)
         if isinstance(other, BlockMask):
             raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
-
-        def depends(device: torch.device) -> tuple[bool, bool]:
-            a, b = self._depends(device), other._depends(device)
-            return a[0] or b[0], a[1] or b[1]
-
-        return Mask(
-            f"({self} {sign} {other})",
-            lambda grid: join(self._resolve(grid), other._resolve(grid)),
-            depends,
-        )
+        text = f"({self._text} {sign} {other._text})"
+        return Mask(text, partial(_join, join, self, other), partial(_depends_on, self, other))
 
     def __bool__(self) -> bool:
         raise ValueError(
@@ -128,14 +163,46 @@ class Mask:
         return self._text
 
 
+def numbered(number: int) -> Mask:
+    """The mask of a graph that holds its number."""
+    mask = _NUMBERED.get(number)
+    if mask is None:
+        raise ValueError(
+            "the mask of this graph is gone: keep the Mask for as long as the graph runs, or build"
+            " it before the graph is made"
+        )
+    return mask
+
+
+def _invert(mask: Mask, grid: Grid) -> Node:
+    return nodes.invert(mask._resolve(grid))
+
+
+def _join(join: Callable[[Node, Node], Node], a: Mask, b: Mask, grid: Grid) -> Node:
+    return join(a._resolve(grid), b._resolve(grid))
+
+
+def _depends_on(a: Mask, b: Mask, device: torch.device) -> Planes:
+    (a_batch, a_head), (b_batch, b_head) = a.depends(device), b.depends(device)
+    return a_batch or b_batch, a_head or b_head
+
+
 def full() -> Mask:
     """Every query sees every key."""
-    return Mask("full()", lambda grid: Interval(grid, 0, grid.seqlen_k))
+    return Mask("full()", _full)
+
+
+def _full(grid: Grid) -> Interval:
+    return Interval(grid, 0, grid.seqlen_k)
 
 
 def causal() -> Mask:
     """Query q sees the keys k <= p."""
-    return Mask("causal()", lambda grid: Interval(grid, 0, positions(grid) + 1))
+    return Mask("causal()", _causal)
+
+
+def _causal(grid: Grid) -> Interval:
+    return Interval(grid, 0, positions(grid) + 1)
 
 
 def window(left: int | None = None, right: int | None = None) -> Mask:
@@ -143,14 +210,14 @@ def window(left: int | None = None, right: int | None = None) -> Mask:
     for name, size in (("left", left), ("right", right)):
         if size is not None and size < 0:
             raise ValueError(f"window {name}={size} must be None or at least 0")
+    return Mask(f"window({left}, {right})", partial(_window, left, right))
 
-    def resolve(grid: Grid) -> Interval:
-        p, most = positions(grid), grid.seqlen_q + grid.seqlen_k  # as wide as any window gets
-        lo = 0 if left is None else p - min(left, most)
-        hi = grid.seqlen_k if right is None else p + min(right, most) + 1
-        return Interval(grid, lo, hi)
 
-    return Mask(f"window({left}, {right})", resolve)
+def _window(left: int | None, right: int | None, grid: Grid) -> Interval:
+    p, most = positions(grid), grid.seqlen_q + grid.seqlen_k  # as wide as any window gets
+    lo = 0 if left is None else p - min(left, most)
+    hi = grid.seqlen_k if right is None else p + min(right, most) + 1
+    return Interval(grid, lo, hi)
 
 
 def prefix_lm(prefix_len: int | Tensor) -> Mask:
@@ -160,12 +227,12 @@ def prefix_lm(prefix_len: int | Tensor) -> Mask:
     between 0 and seqlen_k.
     """
     lengths, shown = _lengths("prefix_len", prefix_len)
+    return Mask(f"prefix_lm({shown})", partial(_prefix_lm, lengths), (lengths.dim() > 0, False))
 
-    def resolve(grid: Grid) -> Interval:
-        hi = _bounded("prefix_len", lengths, grid)
-        return Interval(grid, 0, torch.maximum(hi, positions(grid) + 1))
 
-    return Mask(f"prefix_lm({shown})", resolve, lambda device: (lengths.dim() > 0, False))
+def _prefix_lm(lengths: Tensor, grid: Grid) -> Interval:
+    hi = _bounded("prefix_len", lengths, grid)
+    return Interval(grid, 0, torch.maximum(hi, positions(grid) + 1))
 
 
 def padding(lengths: Tensor) -> Mask:
@@ -176,39 +243,43 @@ def padding(lengths: Tensor) -> Mask:
     ends, shown = _lengths("lengths", lengths)
     if not ends.dim():
         raise ValueError(f"lengths must be an integer tensor (batch,), got {lengths!r}")
-    return Mask(
-        f"padding({shown})",
-        lambda grid: Interval(grid, 0, _bounded("lengths", ends, grid)),
-        lambda device: (True, False),
-    )
+    return Mask(f"padding({shown})", partial(_padding, ends), (True, False))
 
 
-def document(cu_seqlens: Tensor, cu_seqlens_k: Tensor | None = None) -> Mask:
+def _padding(ends: Tensor, grid: Grid) -> Interval:
+    return Interval(grid, 0, _bounded("lengths", ends, grid))
+
+
+def document(
+    cu_seqlens: Tensor | Sequence[int], cu_seqlens_k: Tensor | Sequence[int] | None = None
+) -> Mask:
     """Query q sees the keys of its own document.
 
     Document d holds the positions cu_seqlens[d] <= x < cu_seqlens[d + 1] of queries and keys, or
-    of queries only when the keys have their own cu_seqlens_k. int32, from 0 to the length, never
+    of queries only when the keys have their own cu_seqlens_k. Integers from 0 to the length, never
     decreasing; documents may be empty. A tensor on a GPU is copied to the host here.
 
     With one cu_seqlens, `document(cu_seqlens) & causal()` is causal within each document. With two,
     causal() still compares positions in the whole sequence, not within the document.
     """
     cu_q = _checked_cu("cu_seqlens", cu_seqlens)
-    cu_k = cu_q if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
-    if len(cu_q) != len(cu_k):
+    cu_k = None if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
+    if cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens has {len(cu_q) - 1} documents and cu_seqlens_k has {len(cu_k) - 1}"
         )
+    return Mask(f"document({_shown(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
 
-    def resolve(grid: Grid) -> Interval:
-        _check_end("cu_seqlens", cu_q, "seqlen_q", grid.seqlen_q)
-        name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
-        _check_end(name, cu_k, "seqlen_k", grid.seqlen_k)
-        sizes = cu_q.diff()
-        lo, hi = (torch.repeat_interleave(ends, sizes) for ends in (cu_k[:-1], cu_k[1:]))
-        return Interval(grid, lo, hi)
 
-    return Mask(f"document({len(cu_q) - 1} documents)", resolve)
+def _document(cu_q: Tensor, own_cu_k: Tensor | None, grid: Grid) -> Interval:
+    cu_k, name = (cu_q, "cu_seqlens") if own_cu_k is None else (own_cu_k, "cu_seqlens_k")
+    _check_end("cu_seqlens", cu_q, "seqlen_q", grid.seqlen_q)
+    _check_end(name, cu_k, "seqlen_k", grid.seqlen_k)
+    if len(cu_q) == 1:  # no document, and no position
+        return Interval(grid, 0, 0)
+    at = torch.searchsorted(cu_q[1:], torch.arange(grid.seqlen_q), right=True)
+    at = at.clamp(max=len(cu_q) - 2)  # a graph goes on past a check that fails
+    return Interval(grid, cu_k[at], cu_k[at + 1])
 
 
 def spans(bounds: Tensor) -> Mask:
@@ -221,16 +292,18 @@ def spans(bounds: Tensor) -> Mask:
         got = f"{bounds.dtype} {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else bounds
         raise ValueError(f"spans must be integers of shape (batch or 1, 1, seqlen_q, 2), got {got}")
     ends = bounds.to("cpu", torch.int64, copy=True)
-    if ends.numel() and ends.min() < 0:
-        raise ValueError("a bound of a span is negative: where keys are no interval there is none")
+    _require(
+        (ends >= 0).all(),
+        lambda: "a bound of a span is negative: where keys are no interval there is none",
+    )
     shape = (len(ends), 1, ends.shape[2])
+    return Mask(f"spans{_shown(shape)}", partial(_spans, ends), (len(ends) != 1, False))
 
-    def resolve(grid: Grid) -> Interval:
-        _check_fit("spans", (*shape, grid.seqlen_k), grid[:4])
-        lo, hi = ends[:, 0].clamp(max=grid.seqlen_k).unbind(-1)
-        return Interval(grid, lo, hi)
 
-    return Mask(f"spans{shape}", resolve, lambda device: (shape[0] != 1, False))
+def _spans(ends: Tensor, grid: Grid) -> Interval:
+    _check_fit("spans", (len(ends), 1, ends.shape[2], grid.seqlen_k), grid[:4])
+    lo, hi = ends[:, 0].clamp(max=grid.seqlen_k).unbind(-1)
+    return Interval(grid, lo, hi)
 
 
 def is_spans(bounds: object) -> bool:
@@ -248,17 +321,18 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in memory.
     """
     try:
-        inspect.signature(fn).bind(0, 0, 0, 0)
+        if not torch.compiler.is_compiling():
+            inspect.signature(fn).bind(0, 0, 0, 0)
     except TypeError as error:
         raise ValueError(f"a mask function must accept (b, h, q, k), got {fn!r}") from error
     except ValueError:  # a callable without a readable signature
         pass
     name = getattr(fn, "__name__", type(fn).__name__)
-    return Mask(
-        f"mod({name})",
-        lambda grid: nodes.Mod(grid, fn),
-        cache(lambda at: depends_on_planes(fn, at)),
-    )
+    return Mask(f"mod({name})", partial(_mod, fn), partial(depends_on_planes, fn))
+
+
+def _mod(fn: Callable[..., Tensor], grid: Grid) -> nodes.Mod:
+    return nodes.Mod(grid, fn)
 
 
 def dense(visible: Tensor) -> Mask:
@@ -276,13 +350,16 @@ def dense(visible: Tensor) -> Mask:
             f"got shape {tuple(visible.shape)}"
         )
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
-    words = nodes.pack_dense(visible.view(shape))
+    cells = visible.view(shape)
+    node = nodes.Given if torch.compiler.is_compiling() else nodes.Dense
+    kept = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
+    planes = (shape[0] != 1, shape[1] != 1)
+    return Mask(f"dense{_shown(shape)}", partial(_dense, node, kept, shape), planes)
 
-    def resolve(grid: Grid) -> nodes.Dense:
-        _check_fit("dense mask", shape, grid[:4])
-        return nodes.Dense(grid, words)
 
-    return Mask(f"dense{shape}", resolve, lambda device: (shape[0] != 1, shape[1] != 1))
+def _dense(node: Callable[[Grid, Tensor], Node], kept: Tensor, shape: tuple, grid: Grid) -> Node:
+    _check_fit("dense mask", shape, grid[:4])
+    return node(grid, kept)
 
 
 def from_flex(block_mask) -> Mask:
@@ -290,29 +367,35 @@ def from_flex(block_mask) -> Mask:
 
     A cell is visible iff its block is listed as full, or is listed as partial and mask_mod says so.
     """
-    block_q, block_k = block_mask.BLOCK_SIZE
-    tables = [_flex_table(block_mask.kv_num_blocks, block_mask.kv_indices)]
+    lists = [(block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None:
-        tables.append(_flex_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
-    planes, seqlens, fn = tables[0].shape[:2], block_mask.seq_lengths, block_mask.mask_mod
+        lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+    tables = [_flex_table(*one) for one in lists]
+    blocks, seqlens, fn = block_mask.BLOCK_SIZE, block_mask.seq_lengths, block_mask.mask_mod
+    planes = tables[0].shape[0] != 1, tables[0].shape[1] != 1
+    text = f"from_flex({_shown(tuple(tables[0].shape[:2]))})"
+    resolve = partial(_flex, tables, blocks, tuple(seqlens), fn)
+    return Mask(text, resolve, partial(_depends_on_flex, planes, fn))
 
-    def pattern(grid: Grid, table: Tensor) -> Node:
-        def rule(b, h, i, j):
-            return table[b if planes[0] > 1 else 0, h if planes[1] > 1 else 0, i, j]
 
-        return nodes.Pattern(grid, rule, block_q, block_k)
+def _flex(
+    tables: list[Tensor], blocks: tuple[int, int], seqlens: tuple, fn: Callable, grid: Grid
+) -> Node:
+    planes = tables[0].shape[:2]
+    _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
+    patterns = [nodes.Pattern(grid, partial(_listed, table), *blocks) for table in tables]
+    partly = nodes.both(patterns[0], nodes.Mod(grid, fn))
+    return nodes.either(partly, patterns[1]) if len(patterns) > 1 else partly
 
-    def resolve(grid: Grid) -> Node:
-        _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
-        partial = nodes.both(pattern(grid, tables[0]), nodes.Mod(grid, fn))
-        return nodes.either(partial, pattern(grid, tables[1])) if len(tables) > 1 else partial
 
-    @cache
-    def depends(device: torch.device) -> tuple[bool, bool]:
-        per_batch, per_head = depends_on_planes(fn, device)
-        return per_batch or planes[0] != 1, per_head or planes[1] != 1
+def _listed(table: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    planes = table.shape[:2]
+    return table[b if planes[0] > 1 else 0, h if planes[1] > 1 else 0, i, j]
 
-    return Mask(f"from_flex({tuple(planes)})", resolve, depends)
+
+def _depends_on_flex(planes: Planes, fn: Callable, device: torch.device) -> Planes:
+    per_batch, per_head = depends_on_planes(fn, device)
+    return per_batch or planes[0], per_head or planes[1]
 
 
 def as_mask(mask) -> Mask | BlockMask:
@@ -360,39 +443,61 @@ def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:
     if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
         raise ValueError(f"{name} must be an int or an integer tensor (batch,), got {value!r}")
     lengths = lengths.to("cpu", torch.int64, copy=True)
-    if lengths.numel() and lengths.min() < 0:
-        raise ValueError(f"{name} must not be negative, got {lengths.tolist()}")
-    return lengths, str(lengths.item()) if lengths.dim() == 0 else f"{len(lengths)} lengths"
+    negative = lambda: f"{name} must not be negative, got {lengths.tolist()}"
+    _require((lengths >= 0).all(), negative)
+    if lengths.dim():
+        return lengths, f"{_shown(len(lengths))} lengths"
+    return lengths, "?" if torch.compiler.is_compiling() else str(lengths.item())
 
 
 def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     """lengths as a column per batch entry, after the checks that need the grid."""
     if lengths.dim() and len(lengths) != grid.batch:
         raise ValueError(f"{name} has {len(lengths)} entries for batch={grid.batch}")
-    if lengths.numel() and lengths.max() > grid.seqlen_k:
-        raise ValueError(f"{name}={lengths.tolist()} must not exceed seqlen_k={grid.seqlen_k}")
+    _require(
+        (lengths <= grid.seqlen_k).all(),
+        lambda: f"{name}={lengths.tolist()} must not exceed seqlen_k={grid.seqlen_k}",
+    )
     return lengths.view(-1, 1).int()
 
 
-def _checked_cu(name: str, cu: Tensor) -> Tensor:
-    if not isinstance(cu, Tensor) or cu.dtype != torch.int32 or cu.dim() != 1 or not len(cu):
-        got = f"{cu.dtype} {tuple(cu.shape)}" if isinstance(cu, Tensor) else type(cu).__name__
-        raise ValueError(f"{name} must be an int32 tensor (documents + 1,), got {got}")
-    cu = cu.to("cpu", copy=True)
-    if cu[0] != 0:
-        raise ValueError(f"{name} must start at 0, got {name}[0]={int(cu[0])}")
-    steps = cu.diff()
-    if len(steps) and steps.min() < 0:
-        at = int(steps.argmin())
-        raise ValueError(
-            f"{name} must not decrease, got {int(cu[at])} then {int(cu[at + 1])} at index {at}"
-        )
+def _checked_cu(name: str, given: Tensor | Sequence[int]) -> Tensor:
+    """Offsets as int64 on the host, copied."""
+    cu = torch.as_tensor(given)
+    if cu.dim() != 1 or not len(cu) or cu.is_floating_point() or cu.dtype == torch.bool:
+        got = f"{cu.dtype} {_shown(tuple(cu.shape))}"
+        raise ValueError(f"{name} must be integers of shape (documents + 1,), got {got}")
+    cu = cu.to("cpu", torch.int64, copy=True)
+    _require(cu[0] == 0, lambda: f"{name} must start at 0, got {name}[0]={int(cu[0])}")
+    _require((cu.diff() >= 0).all(), partial(_say_where_it_falls, name, cu))
     return cu
 
 
+def _say_where_it_falls(name: str, cu: Tensor) -> str:
+    at = int(cu.diff().argmin())
+    return f"{name} must not decrease, got {int(cu[at])} then {int(cu[at + 1])} at index {at}"
+
+
 def _check_end(name: str, cu: Tensor, axis: str, seqlen: int) -> None:
-    if cu[-1] != seqlen:
-        raise ValueError(f"{name} must end at {axis}={seqlen}, got {name}[-1]={int(cu[-1])}")
+    _require(
+        cu[-1] == seqlen,
+        lambda: f"{name} must end at {axis}={seqlen}, got {name}[-1]={int(cu[-1])}",
+    )
+
+
+def _require(is_met: Tensor, message: Callable[[], str]) -> None:
+    """Raise unless the condition, a bool scalar on the host, holds. A graph finds out when it
+    runs, and says only that.
+    """
+    if torch.compiler.is_compiling():
+        torch._assert_async(is_met, "the tensors of a mask do not fit the lengths of the call")
+    elif not is_met:
+        raise ValueError(message())
+
+
+def _shown(numbers: int | tuple) -> str:
+    """Numbers in the text of a mask: in a graph they may be symbols."""
+    return "?" if torch.compiler.is_compiling() else str(numbers)
 
 
 def _flex_table(counts: Tensor, indices: Tensor) -> Tensor:

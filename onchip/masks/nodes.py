@@ -26,6 +26,7 @@ from .bits import (
     distinct_tiles,
     interval_tiles,
     pack,
+    unpack,
 )
 from .blockmask import BlockMask, assemble, divide, num_blocks
 
@@ -97,6 +98,12 @@ class Node:
         """Bit tiles of the given blocks; cells outside the lengths may be anything."""
         raise NotImplementedError
 
+    def cells(self) -> Tensor:
+        """Bool (batch or 1, heads or 1, seqlen_q, seqlen_k) on the grid's device, by operations
+        that a graph can hold: O(seqlen_q x seqlen_k) memory.
+        """
+        raise NotImplementedError
+
     def bits(self, keys: Tensor) -> Bits:
         """As `cut`, which is asked only about the blocks that `status` leaves open."""
         status = self.status(keys)
@@ -125,19 +132,28 @@ class Interval(Node):
 
     def __invert__(self) -> "Or":
         """The interval before or the interval after."""
-        lo, hi = self.bounds
+        lo, hi = self.find_bounds()
         before = Interval(self.grid, 0, lo)
         return Or(self.grid, [before, Interval(self.grid, hi, self.grid.seqlen_k)])
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """(1 or batch, seqlen_q) each, 0 <= lo <= hi <= seqlen_k; lo = seqlen_k if empty."""
+        return self.find_bounds()
+
+    def find_bounds(self) -> tuple[Tensor, Tensor]:
+        """The same for a graph, which keeps no property."""
         end = self.grid.seqlen_k
         lo, hi, _ = torch.broadcast_tensors(
             self._lo.clamp(0, end), self._hi.clamp(0, end), torch.empty(1, self.grid.seqlen_q)
         )
         lo = torch.where(lo < hi, lo, end)
         return lo, torch.maximum(lo, hi)
+
+    def cells(self) -> Tensor:
+        lo, hi = (x.to(self.grid.device)[:, None, :, None] for x in self.find_bounds())
+        k = torch.arange(self.grid.seqlen_k, device=self.grid.device)
+        return (lo <= k) & (k < hi)
 
     @cached_property
     def _blocked(self) -> tuple[Tensor, Tensor]:
@@ -223,11 +239,22 @@ class Mod(Cells):
 
     def __init__(self, grid: Grid, fn: Callable):
         super().__init__(grid)
-        per_key = torch.vmap(lambda *at: torch.as_tensor(fn(*at)), in_dims=(None, None, None, 0))
+        self._scalar = lambda *at: torch.as_tensor(fn(*at))
+        per_key = torch.vmap(self._scalar, in_dims=(None, None, None, 0))
         self._fn = torch.vmap(torch.vmap(per_key, in_dims=(None, None, 0, None)))
 
     def visible(self, b, h, q, k):
         return self._fn(*(x.to(self.grid.device) for x in (b, h, q, k)))
+
+    def cells(self) -> Tensor:
+        fn = self._scalar
+        for axis in reversed(range(4)):
+            fn = torch.vmap(fn, in_dims=tuple(0 if i == axis else None for i in range(4)))
+        at = (torch.arange(n, device=self.grid.device) for n in self.grid[:4])
+        cells = fn(*at)
+        # vmap expands what does not depend on an index.
+        cells = cells if cells.stride(0) else cells[:1]
+        return cells if cells.stride(1) else cells[:, :1]
 
 
 class Pattern(Cells):
@@ -245,6 +272,14 @@ class Pattern(Cells):
         b, h = b[:, None, None], h[:, None, None]
         i, j = (q + self._shift) // self._block_q, k // self._block_k
         return self._rule(b, h, i[:, :, None], j[:, None, :]).expand(-1, BLOCK, BLOCK)
+
+    def cells(self) -> Tensor:
+        b, h, q, k = (
+            torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate(self.grid[:4])
+        )
+        i, j = (q + self._shift) // self._block_q, k // self._block_k
+        return self._rule(b, h, i, j).to(self.grid.device)
 
     def status(self, keys: Tensor) -> Tensor:
         grid = self.grid
@@ -285,12 +320,27 @@ class Dense(Node):
         tiles = self.words[b[:, None], h[:, None], q, j[:, None]]
         return Bits(tiles, torch.arange(len(keys)))
 
+    def cells(self) -> Tensor:
+        cells = unpack(self._words.flatten(-2))[..., : self.grid.seqlen_k]
+        return cells.to(self.grid.device)
+
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """As of `Cells`."""
         plane = (x[:, None, None] * (n > 1) for x, n in zip((b, h), self.words.shape, strict=False))
         k = k[:, None, :]
         words = self.words[(*plane, q[:, :, None], k // BLOCK, k % BLOCK // 32)]
         return (words >> (k % 32) & 1).bool()
+
+
+class Given(Node):
+    """A bool tensor of a graph, as it is."""
+
+    def __init__(self, grid: Grid, visible: Tensor):
+        super().__init__(grid)
+        self._visible = visible
+
+    def cells(self) -> Tensor:
+        return self._visible.to(self.grid.device)
 
 
 class Join(Node):
@@ -315,6 +365,9 @@ class And(Join):
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
+    def cells(self) -> Tensor:
+        return reduce(torch.logical_and, [part.cells() for part in self.parts])
+
 
 class Or(Join):
     """Visible in some part."""
@@ -330,6 +383,9 @@ class Or(Join):
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
 
+    def cells(self) -> Tensor:
+        return reduce(torch.logical_or, [part.cells() for part in self.parts])
+
 
 class Not(Node):
     """Visible where the part is not."""
@@ -344,6 +400,9 @@ class Not(Node):
     def cut(self, keys: Tensor) -> Bits:
         bits = self.part.bits(keys)
         return Bits(~bits.tiles, bits.which)
+
+    def cells(self) -> Tensor:
+        return ~self.part.cells()
 
 
 def both(a: Node, b: Node) -> Node:

@@ -1,6 +1,8 @@
 """Masks of well-known papers. p is the position of a query among the keys (see `mods`); blocks are
 128 tokens, and a query with p < 0 (more queries than keys) sees nothing through a block rule."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from .nodes import Grid, Interval, Pattern
 def block_local(block: int = BLOCK) -> Mask:
     """Local blocks: query q sees key k iff p // block == k // block (block in tokens)."""
     _at_least(1, block=block)
-    return Mask(f"block_local({block})", lambda grid: _block_band(grid, block, 0))
+    return Mask(f"block_local({block})", partial(_block_band, block, 0))
 
 
 def longformer(window_size: int, global_tokens: int = 0) -> Mask:
@@ -37,10 +39,8 @@ def bigbird(
     _at_least(
         0, window_blocks=window_blocks, random_blocks=random_blocks, global_blocks=global_blocks
     )
-    near = Mask(f"near({window_blocks})", lambda grid: _block_band(grid, BLOCK, window_blocks))
-    drawn = Mask(
-        f"random({random_blocks}, seed={seed})", lambda grid: _random(grid, random_blocks, seed)
-    )
+    near = Mask(f"near({window_blocks})", partial(_block_band, BLOCK, window_blocks))
+    drawn = Mask(f"random({random_blocks}, seed={seed})", partial(_random, random_blocks, seed))
     return near | _global_tokens(global_blocks * BLOCK) | drawn
 
 
@@ -51,11 +51,11 @@ def strided(stride: int) -> Mask:
     a multiple of stride): the last `stride` blocks, and every stride-th block before them.
     """
     _at_least(1, stride=stride)
+    return causal() & _blocks(f"strided({stride})", partial(_is_strided, stride))
 
-    def rule(b, h, i, j):
-        return (i >= 0) & ((i - j < stride) | ((i - j) % stride == 0))
 
-    return causal() & _blocks(f"strided({stride})", rule)
+def _is_strided(stride: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (i >= 0) & ((i - j < stride) | ((i - j) % stride == 0))
 
 
 def butterfly() -> Mask:
@@ -64,20 +64,24 @@ def butterfly() -> Mask:
     With i = p // 128 and j = k // 128, query q sees key k iff i = j or i and j differ in exactly
     one binary digit: 1 + log2(blocks) blocks per row.
     """
+    return _blocks("butterfly()", _is_butterfly)
 
-    def rule(b, h, i, j):
-        digits = i ^ j
-        return (i >= 0) & (digits & (digits - 1) == 0)
 
-    return _blocks("butterfly()", rule)
+def _is_butterfly(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    digits = i ^ j
+    return (i >= 0) & (digits & (digits - 1) == 0)
 
 
 def _blocks(text: str, rule) -> Mask:
     """rule(b, h, p // 128, k // 128)."""
-    return Mask(text, lambda grid: Pattern(grid, rule, shift=grid.offset))
+    return Mask(text, partial(_pattern, rule))
 
 
-def _block_band(grid: Grid, block: int, reach: int) -> Interval:
+def _pattern(rule, grid: Grid) -> Pattern:
+    return Pattern(grid, rule, shift=grid.offset)
+
+
+def _block_band(block: int, reach: int, grid: Grid) -> Interval:
     """|p // block - k // block| <= reach, for p >= 0."""
     p, block, reach = positions(grid), min(block, grid.seqlen_k + 1), min(reach, grid.blocks_k)
     row = torch.div(p, block, rounding_mode="floor")
@@ -86,22 +90,26 @@ def _block_band(grid: Grid, block: int, reach: int) -> Interval:
 
 def _global_tokens(count: int) -> Mask:
     """0 <= p < count or k < count."""
-
-    def seeing(grid: Grid) -> Interval:
-        p = positions(grid)
-        return Interval(grid, 0, ((p >= 0) & (p < min(count, grid.seqlen_k))) * grid.seqlen_k)
-
-    seen = Mask(f"keys(< {count})", lambda grid: Interval(grid, 0, min(count, grid.seqlen_k)))
-    return Mask(f"queries(< {count})", seeing) | seen
+    seeing = Mask(f"queries(< {count})", partial(_seeing, count))
+    return seeing | Mask(f"keys(< {count})", partial(_seen, count))
 
 
-def _random(grid: Grid, count: int, seed: int) -> Pattern:
+def _seeing(count: int, grid: Grid) -> Interval:
+    p = positions(grid)
+    return Interval(grid, 0, ((p >= 0) & (p < min(count, grid.seqlen_k))) * grid.seqlen_k)
+
+
+def _seen(count: int, grid: Grid) -> Interval:
+    return Interval(grid, 0, min(count, grid.seqlen_k))
+
+
+def _random(count: int, seed: int, grid: Grid) -> Pattern:
     drawn = _draw(grid.blocks_k, min(count, grid.blocks_k), seed)
+    return Pattern(grid, partial(_is_drawn, drawn), shift=grid.offset)
 
-    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return ((i >= 0)[..., None] & (drawn[i.clamp(min=0)] == j[..., None])).any(-1)
 
-    return Pattern(grid, rule, shift=grid.offset)
+def _is_drawn(drawn: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return ((i >= 0)[..., None] & (drawn[i.clamp(min=0)] == j[..., None])).any(-1)
 
 
 def _draw(blocks: int, count: int, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.derivatives import refuse_transforms
 from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel import digests
@@ -73,6 +74,7 @@ def context_parallel_attention(
     queries, like that of any weight: sum it over the ranks. dropout_seed: the same on all ranks;
     drawn by rank 0 unless given.
     """
+    refuse_transforms("context_parallel_attention", q, k, v, sinks)
     ranks = ranks_of(group)
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from onchip.derivatives import first_order, refuse_forward_mode
 from onchip.kernels.protocol import Grads, row_delta, sink_gradient
 from onchip.library import split, with_residual
 from onchip.parallel.comm import Comm
@@ -82,7 +82,7 @@ class Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.job.before_backward()
         q, k, v, sinks, out, lse, residual = ctx.saved_tensors
@@ -93,3 +93,5 @@ class Attention(torch.autograd.Function):
         dq, dk, dv = (g.to(q.dtype) for g in grads[:3])
         dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
         return None, dq, dk, dv, dsinks
+
+    jvp = staticmethod(refuse_forward_mode)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.derivatives import refuse_transforms
 from onchip.parallel.facts import Agreed, agree
 from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError
 
@@ -26,6 +27,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
+    refuse_transforms("run_ranks")
     hall, results = Hall(size, timeout_s), [None] * size
     room = _same_room()
 

@@ -91,4 +91,4 @@ def attend(
         return Attention.apply(job, *inputs)
     nest = ranks if isinstance(ranks, Nest) else nested(ranks, chosen.inner_size)
     plan = Plan.of(nest, layout, rule, call, x, out_dtype, before_backward)
-    return Ulysses.apply(plan, *inputs)
+    return Ulysses.of(plan, *inputs)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.derivatives import refuse_transforms
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import UNBOUNDED, attention, paged_attention
 from onchip.parallel import digests
@@ -326,6 +327,7 @@ OPTIONS = {"softmax_scale", "softcap", "deterministic", "kernel"}
 def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None:
     for name in sorted(set(options) - OPTIONS):
         raise UnsupportedError(f"decoding over several ranks does not take {name}")
+    refuse_transforms("decoding over several ranks", *tensors)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         raise UnsupportedError(
             "decoding over several ranks has no gradient: call it under torch.no_grad(), or train"

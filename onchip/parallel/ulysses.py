@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from onchip.derivatives import first_order, refuse_forward_mode
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.parallel import ring
 from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
@@ -84,21 +84,28 @@ class Plan(NamedTuple):
 
 
 class Ulysses(torch.autograd.Function):
-    """(out, lse) of a rank's tokens."""
+    """(out, lse) of a rank's tokens. origin is no element of q, k and v: the heads that are saved
+    are not those tensors, and a second derivative must find the way back to them, to be refused.
+    """
+
+    @classmethod
+    def of(cls, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+        origin = torch.cat([t[:0].flatten() for t in (q, k, v)])
+        return cls.apply(plan, origin, q, k, v, sinks)
 
     @staticmethod
-    def forward(ctx, plan: Plan, q, k, v, sinks):
+    def forward(ctx, plan: Plan, origin, q, k, v, sinks):
         k, v, q = plan.exchange.to_heads((k, v, q), plan.of_keys_and_queries)
         out, lse, residual = _attend(plan, q, k, v, sinks)
         ctx.plan = plan
-        ctx.save_for_backward(q, k, v, sinks, out, lse, residual)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, residual, origin)
         lse, out = plan.exchange.to_tokens((_columns(lse), out), (plan.heads, plan.heads))
         return out, _rows(lse)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, (q, k, v, sinks, out, lse, residual) = ctx.plan, ctx.saved_tensors
+        plan, (q, k, v, sinks, out, lse, residual, _) = ctx.plan, ctx.saved_tensors
         plan.job.before_backward()
         both = plan.heads, plan.heads
         dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
@@ -107,7 +114,9 @@ class Ulysses(torch.autograd.Function):
         found = plan.exchange.to_tokens((grads.dk, grads.dv, grads.dq), plan.of_keys_and_queries)
         dk, dv, dq = (t.to(q.dtype) for t in found)
         dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
-        return None, dq, dk, dv, dsinks
+        return None, None, dq, dk, dv, dsinks
+
+    jvp = staticmethod(refuse_forward_mode)
 
 
 def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:

@@ -285,9 +285,9 @@ def cu(*values, dtype=torch.int32):
 
 
 BAD = {
-    "cu_seqlens must be an int32 tensor": lambda: masks.document(cu(0, 64, dtype=torch.int64)),
+    "cu_seqlens must be integers": lambda: masks.document(cu(0, 64, dtype=torch.float32)),
     r"got torch.int32 \(1, 2\)": lambda: masks.document(cu(0, 64)[None]),
-    "got list": lambda: masks.document([0, 64]),
+    "got torch.bool": lambda: masks.document([False, True]),
     r"must start at 0, got cu_seqlens\[0\]=1": lambda: masks.document(cu(1, 64)),
     "must not decrease, got 40 then 30 at index 1": lambda: masks.document(cu(0, 40, 30, 64)),
     r"end at seqlen_q=64, got cu_seqlens\[-1\]=63": lambda: masks.document(cu(0, 63)),

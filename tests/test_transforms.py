@@ -1,0 +1,313 @@
+"""Every transform of torch over every public function, eager and compiled: the value of the formula
+in plain torch, or a sentence that says what is not served. Nothing in between: a zero tangent looks
+like an answer.
+"""
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.autograd.functional as functional
+from torch import func
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import onchip
+from onchip.parallel import context_parallel_attention, run_ranks, tree_attention
+
+F64 = torch.float64
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=F64, generator=GENERATOR)
+
+
+Q, K, V, TANGENT = draw(1, 3, 2, 4), draw(1, 5, 2, 4), draw(1, 5, 2, 4), draw(1, 3, 2, 4)
+OUTS, LSES = [draw(1, 3, 2, 4) for _ in range(2)], [draw(1, 2, 3) for _ in range(2)]
+CU_Q, CU_K = (torch.tensor([0, n], dtype=torch.int32) for n in (3, 5))
+PAGES = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+CACHE_SEQLENS = torch.tensor([5], dtype=torch.int32)
+LSE = torch.einsum("bqhd,bkhd->bhqk", Q, K).mul(0.5).logsumexp(-1)
+
+
+def in_pages(x):
+    pages = x.new_zeros(3, 2, 2, 4)
+    pages[PAGES[0].long()] = torch.cat([x[0], x.new_zeros(1, 2, 4)]).unflatten(0, (3, 2))
+    return pages
+
+
+K_PAGES, V_PAGES = in_pages(K), in_pages(V)
+
+
+def scores(q):
+    return torch.einsum("bqhd,bkhd->bhqk", q, K) * 0.5
+
+
+def formula(q, seen=None):
+    s = scores(q)
+    s = s if seen is None else s.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), V)
+
+
+def causal_formula(q):
+    return formula(q, torch.ones(3, 5).tril(2).bool())
+
+
+def merge_formula(q):
+    lses = torch.stack([LSES[0], LSES[1] + q.sum(-1).transpose(1, 2)])
+    weights = lses.softmax(0).transpose(-1, -2)[..., None]
+    return (weights * torch.stack([OUTS[0] * q, OUTS[1]])).sum(0)
+
+
+def of_one_rank(call):
+    return lambda q: run_ranks(1, lambda comm: call(q, comm))[0]
+
+
+def ranks(strategy):
+    keys, values = K[:, :3], V[:, :3]
+    attend = of_one_rank(
+        lambda q, comm: context_parallel_attention(q, keys, values, comm, strategy=strategy)
+    )
+
+    def plain(q):
+        s = torch.einsum("bqhd,bkhd->bhqk", q, keys) * 0.5
+        return torch.einsum("bhqk,bkhd->bqhd", s.softmax(-1), values)
+
+    return attend, plain, "gradient"
+
+
+def paged(call):
+    def attend(q):
+        return call(q, K_PAGES, V_PAGES, PAGES, CACHE_SEQLENS, causal=False)
+
+    return attend, formula, "value"
+
+
+# (function of q, formula, which derivatives it has: "all", the "gradient", or only its "value")
+FUNCTIONS = {
+    "attention": (
+        lambda q: onchip.attention(q, K, V, causal=True),
+        causal_formula,
+        "gradient",
+    ),
+    "lse": (
+        lambda q: onchip.attention(q, K, V, return_lse=True)[1],
+        lambda q: scores(q).logsumexp(-1),
+        "gradient",
+    ),
+    "varlen_attention": (
+        lambda q: onchip.varlen_attention(q[0], K[0], V[0], CU_Q, CU_K, 3, 5)[None],
+        formula,
+        "gradient",
+    ),
+    "paged_attention": paged(onchip.paged_attention),
+    "cascade_attention": paged(onchip.cascade_attention),
+    "offload_attention": (lambda q: onchip.offload_attention(q, (K, V)), formula, "value"),
+    "merge_states": (
+        lambda q: onchip.merge_states(
+            [OUTS[0] * q, OUTS[1]], [LSES[0], LSES[1] + q.sum(-1).transpose(1, 2)]
+        )[0],
+        merge_formula,
+        "all",
+    ),
+    "attention_weights": (
+        lambda q: onchip.attention_weights(q, K, LSE, [0, 2]),
+        lambda q: (scores(q) - LSE[..., None]).exp()[:, :, [0, 2]],
+        "all",
+    ),
+    "ring": ranks("ring"),
+    "ulysses": ranks("ulysses"),
+    "allgather": ranks("allgather"),
+    "tree_attention": (
+        of_one_rank(lambda q, comm: tree_attention(q, K, V, comm, causal=False)),
+        formula,
+        "value",
+    ),
+}
+
+
+def cubed(f):
+    return lambda q: (f(q) ** 3).sum()
+
+
+def dual(f):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(Q, TANGENT))).tangent
+
+
+def double_backward(f, dout_requires_grad):
+    """The example of a gradient penalty: w.grad has terms through q alone."""
+    w = torch.eye(4, dtype=F64, requires_grad=True)
+    x = Q.clone().requires_grad_()
+    y = f(x @ w)
+    dout = torch.ones_like(y).requires_grad_(dout_requires_grad)
+    (g,) = torch.autograd.grad(y, x, dout, create_graph=True)
+    return torch.autograd.grad(g.pow(2).sum(), w, allow_unused=True, materialize_grads=True)[0]
+
+
+def checkpointed(f, reentrant):
+    x = Q.clone().requires_grad_()
+    cubed(lambda x: checkpoint(f, x, use_reentrant=reentrant))(x).backward()
+    return x.grad
+
+
+class Module(torch.nn.Module):
+    def __init__(self, f, w=None):
+        super().__init__()
+        self.f, self.w = f, w
+
+    def forward(self, q):
+        return self.f(q if self.w is None else q @ self.w)
+
+
+def by_functional_call(f):
+    module = Module(f, torch.nn.Parameter(torch.eye(4, dtype=F64)))
+    loss = lambda w: func.functional_call(module, {"w": w}, (Q,)).pow(2).sum()
+    return func.grad(loss)(torch.eye(4, dtype=F64))
+
+
+def jit_traced(f):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.trace(f, (Q,), check_trace=False)(TANGENT)
+
+
+TWO = torch.stack([Q, TANGENT])
+# name: (which derivative, its value for f, is it a transform of torch.func, which compile whole)
+TRANSFORMS = {
+    "vmap": ("value", lambda f: torch.vmap(f)(TWO), True),
+    "jit.trace": ("value", jit_traced, False),
+    "make_fx": ("value", lambda f: make_fx(lambda q: f(q))(Q)(TANGENT), False),
+    "export": ("value", lambda f: torch.export.export(Module(f), (Q,)).module()(TANGENT), False),
+    "grad": ("gradient", lambda f: func.grad(cubed(f))(Q), True),
+    "vjp": ("gradient", lambda f: func.vjp(cubed(f), Q)[1](torch.tensor(2.0, dtype=F64))[0], True),
+    "jacrev": ("gradient", lambda f: func.jacrev(f)(Q), True),
+    "vmap(grad)": ("gradient", lambda f: torch.vmap(func.grad(cubed(f)))(TWO), True),
+    "grad(vmap)": (
+        "gradient",
+        lambda f: func.grad(lambda x: torch.vmap(cubed(f))(x).sum())(TWO),
+        True,
+    ),
+    "functional_call": ("gradient", by_functional_call, True),
+    "checkpoint": ("gradient", lambda f: checkpointed(f, False), False),
+    "checkpoint(reentrant)": ("gradient", lambda f: checkpointed(f, True), False),
+    "functional.vjp": ("gradient", lambda f: functional.vjp(cubed(f), Q)[1], False),
+    "functional.jacobian": ("gradient", lambda f: functional.jacobian(f, Q), False),
+    "functional.jacobian(vectorize)": (
+        "mapped",
+        lambda f: functional.jacobian(f, Q, vectorize=True),
+        False,
+    ),
+    "jvp": ("more", lambda f: func.jvp(f, (Q,), (TANGENT,))[1], True),
+    "jacfwd": ("more", lambda f: func.jacfwd(f)(Q), True),
+    "linearize": ("more", lambda f: func.linearize(f, Q)[1](TANGENT), True),
+    "vmap(jvp)": (
+        "more",
+        lambda f: torch.vmap(lambda t: func.jvp(f, (Q,), (t,))[1])(TWO),
+        True,
+    ),
+    "jvp(vmap)": ("more", lambda f: func.jvp(torch.vmap(f), (TWO,), (TWO.flip(0),))[1], True),
+    "dual tensors": ("more", dual, False),
+    "functional.jacobian(forward-mode)": (
+        "more",
+        lambda f: functional.jacobian(f, Q, strategy="forward-mode", vectorize=True),
+        False,
+    ),
+    "double backward": ("more", lambda f: double_backward(f, False), False),
+    "double backward(dout)": ("more", lambda f: double_backward(f, True), False),
+    "functional.jvp": ("more", lambda f: functional.jvp(f, Q, TANGENT)[1], False),
+    "functional.hvp": ("more", lambda f: functional.hvp(cubed(f), Q, TANGENT)[1], False),
+    "functional.vhp": ("more", lambda f: functional.vhp(cubed(f), Q, TANGENT)[1], False),
+    "functional.hessian": ("more", lambda f: functional.hessian(cubed(f), Q), False),
+    "hessian": ("more", lambda f: func.hessian(cubed(f))(Q), True),
+    "grad(grad)": (
+        "more",
+        lambda f: func.grad(lambda q: func.grad(cubed(f))(q).pow(2).sum())(Q),
+        True,
+    ),
+}
+SENTENCES = re.compile(
+    r"not served|has no (gradient|derivative)|is not mapped|vmap serves dense calls"
+)
+# what torch itself says: of values that the host reads, and of transforms around compiled functions
+OF_TORCH = re.compile(
+    r"data-dependent|does not currently support double backward"
+    r"|FX to symbolically trace a dynamo-optimized|vmap: aten::copy_|Batching rule not implemented"
+)
+
+
+def all_of(*kinds):
+    return {name for name, (kind, *_) in TRANSFORMS.items() if kind in kinds}
+
+
+MAPS = {"vmap", "jacrev", "vmap(grad)", "grad(vmap)"}
+OF_AUTOGRAD = {"checkpoint", "checkpoint(reentrant)", "functional.vjp", "functional.jacobian"}
+# what must be right; the rest is right or refused
+SERVED = {
+    "attention": all_of("value", "gradient"),
+    "lse": all_of("value", "gradient"),
+    "varlen_attention": all_of("value", "gradient") - MAPS,
+    "paged_attention": {"jit.trace", "make_fx", "export"},
+    "merge_states": set(TRANSFORMS),
+    "attention_weights": all_of("gradient", "more") - MAPS - {"vmap(jvp)", "jvp(vmap)", "jacfwd"},
+    "ring": OF_AUTOGRAD,
+    "ulysses": OF_AUTOGRAD,
+    "allgather": OF_AUTOGRAD,
+}
+
+
+def judge(function, transform, compiled=False):
+    """ "right", or the sentence that refuses; a failure says why it is neither."""
+    attend, plain, _ = FUNCTIONS[function]
+    _, apply, is_whole = TRANSFORMS[transform]
+    where = f"{transform} of {function}{', compiled' * compiled}"
+    expected = apply(plain)
+    try:
+        found = run_compiled(apply, attend, is_whole) if compiled else apply(attend)
+    except Exception as error:
+        said = "\n".join(str(e) for e in chain(error))
+        assert SENTENCES.search(said) or OF_TORCH.search(said), f"{where}: {error!r}"
+        return said
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda m: f"{where}: {m}")
+    return "right"
+
+
+def run_compiled(apply, attend, is_whole):
+    torch._dynamo.reset()
+    if is_whole:
+        return torch.compile(lambda: apply(attend), backend="aot_eager")()
+    return apply(torch.compile(lambda q: attend(q), backend="aot_eager"))
+
+
+def chain(error):
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def test_the_table_is_whole():
+    """Every public function, and 360 cells in each of two columns."""
+    public = {name for name in onchip.__all__ if name.endswith(("attention", "states", "weights"))}
+    assert public <= set(FUNCTIONS)
+    assert len(TRANSFORMS) * len(FUNCTIONS) == 360
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_right_or_refused(function):
+    results = {transform: judge(function, transform) for transform in TRANSFORMS}
+    right = {transform for transform, said in results.items() if said == "right"}
+    refused = {name: results[name] for name in SERVED.get(function, set()) - right}
+    assert not refused
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_right_or_refused_compiled(function):
+    results = {transform: judge(function, transform, True) for transform in TRANSFORMS}
+    whole = {name for name, (*_, is_whole) in TRANSFORMS.items() if is_whole}
+    wanted = SERVED.get(function, set()) & whole
+    assert not {name: said for name, said in results.items() if name in wanted and said != "right"}
