@@ -9,45 +9,28 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 
+from onchip.adapters.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSERVED
+
 VERSION = "2.8.3"  # of flash_attn, whose functions these are
-INTERFACE = (
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-)
-PADDING = (
-    "index_first_axis",
-    "index_first_axis_residual",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
-    "unpad_input_for_concatenated_sequences",
-)
-ROTARY = (
-    "RotaryEmbedding",
-    "apply_rotary_emb",
-    "apply_rotary_emb_func",
-    "apply_rotary_emb_kv_",
-    "apply_rotary_emb_qkv_",
-)
+VERSION_3 = "3.0.0"  # of the distribution flash-attn-3
 _HERE = "onchip.adapters.flash_attn"
 
 
-def install(*, transformers: bool = False) -> None:
-    """From now on `import flash_attn` and its submodules flash_attn_interface, bert_padding and
-    layers.rotary give onchip's functions, and importlib.metadata knows a flash-attn 2.8.3.
+def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
+    """From now on `import flash_attn` and the submodules that names.py lists give onchip's
+    functions, and importlib.metadata finds a flash-attn 2.8.3.
 
     transformers: that package is imported, and told that flash_attn is there, on the CPU too, so
-    that attn_implementation="flash_attention_2" works. A second call changes nothing. RuntimeError
-    if the real flash_attn is loaded: programs hold on to its functions.
+    that attn_implementation="flash_attention_2" works. flash_attn_3: FlashAttention-3's module
+    flash_attn_interface and its package flash_attn_3 as well; not by default, because programs
+    that find them prefer them. A second call adds what the first did not install. RuntimeError if
+    a real module of these names is loaded: programs hold on to its functions.
     """
-    if not is_installed():
-        _refuse_the_real_one()
-        sys.modules.update({module.__name__: module for module in _modules()})
+    wanted = FLASH_ATTN | (FLASH_ATTN_3 if flash_attn_3 else {})
+    missing = {name: row for name, row in wanted.items() if not _is_alias(name)}
+    _refuse_real_modules(missing)
+    sys.modules.update(_build(missing))
+    if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     if transformers:
         import_module(f"{_HERE}.huggingface").admit()
@@ -65,10 +48,10 @@ def uninstall() -> None:
 
 
 @contextmanager
-def installed(*, transformers: bool = False) -> Iterator[None]:
+def installed(*, transformers: bool = False, flash_attn_3: bool = False) -> Iterator[None]:
     """install() for a while; nothing is undone if it was installed before."""
     before = is_installed()
-    install(transformers=transformers)
+    install(transformers=transformers, flash_attn_3=flash_attn_3)
     try:
         yield
     finally:
@@ -77,73 +60,81 @@ def installed(*, transformers: bool = False) -> Iterator[None]:
 
 
 def is_installed() -> bool:
-    return isinstance(sys.modules.get("flash_attn"), Alias)
+    return _is_alias("flash_attn")
 
 
 class Alias(ModuleType):
     """A module that stands in for one of flash_attn."""
 
 
-def _refuse_the_real_one() -> None:
-    real = sys.modules.get("flash_attn")
-    if real is not None:
-        raise RuntimeError(
-            f"flash_attn is loaded already, from {getattr(real, '__file__', None)}: call install()"
-            " before anything imports it, or import from onchip.adapters.flash_attn"
-        )
+def _is_alias(name: str) -> bool:
+    return isinstance(sys.modules.get(name), Alias)
 
 
-def _modules() -> list[Alias]:
-    """Parents first; each is an attribute of its parent."""
-    ours = {name: import_module(f"{_HERE}.{name}") for name in ("bert_padding", "rotary")}
-    package = import_module(_HERE)
-    flash_attn = _module("flash_attn", package, INTERFACE, is_package=True)
-    flash_attn.__dict__["__version__"] = VERSION
-    interface = _module("flash_attn.flash_attn_interface", package, INTERFACE)
-    padding = _module("flash_attn.bert_padding", ours["bert_padding"], PADDING)
-    layers = _module("flash_attn.layers", package, (), is_package=True)
-    rotary = _module("flash_attn.layers.rotary", ours["rotary"], ROTARY)
-    flash_attn.__dict__.update(flash_attn_interface=interface, bert_padding=padding, layers=layers)
-    layers.__dict__["rotary"] = rotary
-    return [flash_attn, interface, padding, layers, rotary]
+def _refuse_real_modules(names: dict) -> None:
+    for name in names:
+        real = sys.modules.get(name)
+        if real is not None:
+            raise RuntimeError(
+                f"{name} is loaded already, from {getattr(real, '__file__', None)}: call install()"
+                " before anything imports it, or import from onchip.adapters.flash_attn"
+            )
 
 
-def _module(
-    name: str, source: ModuleType, names: tuple[str, ...], is_package: bool = False
-) -> Alias:
+def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
+    """The modules of rows; each is an attribute of its parent."""
+    made = {name: _module(name, *row) for name, row in rows.items()}
+    for name, module in made.items():
+        parent, _, last = name.rpartition(".")
+        if parent:
+            (made.get(parent) or sys.modules[parent]).__dict__[last] = module
+    if "flash_attn" in made:
+        made["flash_attn"].__dict__["__version__"] = VERSION
+    return made
+
+
+def _module(name: str, source: str, names: dict[str, str]) -> Alias:
+    ours = import_module(f"{_HERE}.{source}" if source else _HERE)
     module = Alias(name, f"{name}, computed by onchip: see onchip.adapters.flash_attn.")
-    module.__spec__ = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
-    module.__file__ = source.__file__
-    if is_package:
-        module.__path__ = []  # nothing else of flash_attn can be imported
-    module.__dict__.update({n: getattr(source, n) for n in names}, __all__=list(names))
+    # All are packages, so that `from module import name` asks the finder about a missing name.
+    module.__spec__ = ModuleSpec(name, None, origin=ours.__file__, is_package=True)
+    module.__file__, module.__path__ = ours.__file__, []
+    public = [theirs for theirs in names if not theirs.startswith("_")]
+    module.__dict__.update({t: getattr(ours, o) for t, o in names.items()}, __all__=public)
     return module
 
 
 class _Distribution(Distribution):
-    """What importlib.metadata says about it."""
+    """What importlib.metadata says about one of the aliases."""
+
+    def __init__(self, name: str, version: str, modules: str):
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            "top_level.txt": modules,
+        }
 
     def read_text(self, filename: str) -> str | None:
-        texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {VERSION}\n",
-            "top_level.txt": "flash_attn\n",
-        }
-        return texts.get(filename)
+        return self._texts.get(filename)
 
     def locate_file(self, path) -> Path:
         return Path(__file__).parent / path  # no file of it exists
 
 
 class _Finder(DistributionFinder):
-    """Finds the distribution; modules it leaves to others."""
+    """Finds the distributions. Modules it leaves to others, but for names that flash_attn has and
+    onchip does not serve.
+    """
 
     def find_spec(self, fullname, path=None, target=None) -> None:
-        return None
+        if fullname in UNSERVED and _is_alias(fullname.rpartition(".")[0]):
+            raise ImportError(f"onchip does not serve {fullname}: {UNSERVED[fullname]}")
 
     def find_distributions(self, context=DistributionFinder.Context()) -> list[Distribution]:  # noqa: B008
-        name = context.name
-        asked = name is None or name.replace("_", "-").lower() == "flash-attn"
-        return [_Distribution()] if asked else []
+        found = {"flash-attn": (VERSION, "flash_attn\nflash_attn_2_cuda\n")}
+        if _is_alias("flash_attn_3"):
+            found["flash-attn-3"] = VERSION_3, "flash_attn_interface\nflash_attn_3\n"
+        name = context.name and context.name.replace("_", "-").lower()
+        return [_Distribution(n, *row) for n, row in found.items() if name in (None, n)]
 
 
 _FINDER = _Finder()

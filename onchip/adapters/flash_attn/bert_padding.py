@@ -1,8 +1,21 @@
 """flash_attn.bert_padding: batches with padding to packed sequences and back."""
 
+from importlib import import_module
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Tensor:
+    """einops.rearrange, which programs import from here. einops is loaded by the first call."""
+    try:
+        einops = import_module("einops")
+    except ImportError as error:
+        raise ImportError(
+            "flash_attn.bert_padding.rearrange is einops': pip install einops"
+        ) from error
+    return einops.rearrange(tensor, pattern, **axes_lengths)
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:

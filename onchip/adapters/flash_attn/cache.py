@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.adapters.flash_attn.options import Asked, window
 from onchip.problem import UnsupportedError, check_layout, values_are_checked
 
 MAX_PAGE_SIZE = 256  # of a view of rows: the largest pages that the Hopper kernel copies
@@ -107,6 +108,35 @@ def check_table(block_table: Tensor, batch: int) -> None:
         raise ValueError(f"block_table must be int32 (batch, max_blocks), got {got}")
     if block_table.shape[0] != batch:
         raise ValueError(f"block_table must have a row for each of {batch} sequences, got {got}")
+
+
+class BlockTableError(ValueError, RuntimeError):
+    """flash_attn raises RuntimeError here, the rest of onchip ValueError."""
+
+
+def check_pages(
+    k_pages: Tensor, block_table: Tensor, seqlens: Tensor, seqlens_q: int | Tensor, asked: Asked
+) -> None:
+    """Where values are checked: every key of seqlens (batch,) that a query sees has a block."""
+    if not values_are_checked(k_pages) or not seqlens.numel():
+        return
+    num_blocks, block_size = k_pages.shape[:2]
+    capacity = block_table.shape[1] * block_size
+    longest = int(seqlens.max())
+    if longest > capacity:
+        raise BlockTableError(
+            f"a sequence of {longest} keys exceeds block_table, whose {block_table.shape[1]} columns"
+            f" of {block_size} keys have room for {capacity}: give block_table more columns"
+        )
+    left = window(asked.window_size)[0]
+    first = 0 * seqlens if left is None else (seqlens - seqlens_q - left).clamp(min=0)
+    column = torch.arange(block_table.shape[1], device=block_table.device)
+    is_read = (column >= (first // block_size)[:, None]) & (column * block_size < seqlens[:, None])
+    wrong = is_read & ((block_table < 0) | (block_table >= num_blocks))
+    if wrong.any():
+        b, c = wrong.nonzero()[0].tolist()
+        entry = int(block_table[b, c])
+        raise BlockTableError(f"block_table[{b}, {c}]={entry} leaves the {num_blocks} blocks")
 
 
 def check_ints(name: str, t: Tensor | None, q: Tensor) -> None:

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from onchip import ops
-from onchip.adapters.flash_attn.cache import check_table
-from onchip.adapters.flash_attn.options import Asked, contiguous, flash_lse, number
-from onchip.kernels import philox
+from onchip.adapters.flash_attn.cache import check_pages, check_table
+from onchip.adapters.flash_attn.options import Asked, Lengths, contiguous, flash_lse, number
+from onchip.adapters.flash_attn.s_dmask import dense_s_dmask, packed_s_dmask
 from onchip.problem import UnsupportedError, check_offsets_tensor
 
 Answer = Tensor | tuple[Tensor, ...]
-Lengths = tuple[Tensor, Tensor, int, int]
 
 
 def flash_attn_func(
@@ -32,8 +31,7 @@ def flash_attn_func(
 
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, kv_heads, head_dim).
     return_attn_probs: (out, softmax_lse, S_dmask). softmax_lse: (batch, heads, seqlen_q), +inf for
-    a row that sees no key. S_dmask: empty without dropout; else the probabilities (batch, heads,
-    seqlen_q, seqlen_k), negative where dropout took them.
+    a row that sees no key. S_dmask: empty without dropout, else as s_dmask.py has it.
     """
     asked = Asked(
         dropout_p,
@@ -123,8 +121,7 @@ def flash_attn_varlen_func(
 
     q: (total_q, heads, head_dim); k, v: (total_k, kv_heads, head_dim), with block_table (batch,
     max_blocks) int32: (num_blocks, block_size, kv_heads, head_dim), no gradient and no dropout.
-    return_attn_probs: softmax_lse is (heads, total_q), S_dmask (batch, heads, max_seqlen_q,
-    max_seqlen_k), 0 outside of a sequence.
+    return_attn_probs: softmax_lse is (heads, total_q), S_dmask 0 outside of a sequence.
     """
     asked = Asked(
         dropout_p,
@@ -219,8 +216,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Answer:
         return ops.attention(q, k, v, **asked.options)
     seed = ops.seed_tensor(None, q) if asked.dropout_p else None
     out, lse = ops.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
-    s_dmask = _no_probs(out) if seed is None else _signed_probs(q, k, lse, asked, seed)
-    return out, flash_lse(lse), s_dmask.to(out.dtype)
+    return out, flash_lse(lse), dense_s_dmask(q, k, lse, asked, seed)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> Answer:
@@ -231,21 +227,24 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> 
     seed = ops.seed_tensor(None, q) if asked.dropout_p else None
     call = asked.options | {"dropout_seed": seed, "return_lse": True}
     out, lse = ops.varlen_attention(q, k, v, *lengths, **call)
-    s_dmask = _no_probs(out) if seed is None else _packed_probs(q, k, lse, lengths, asked, seed)
-    return out, flash_lse(lse), s_dmask.to(out.dtype)
+    return out, flash_lse(lse), packed_s_dmask(q, k, lse, lengths, asked, seed)
 
 
+@torch.no_grad()
 def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked) -> Answer:
+    """Detached even if an input requires a gradient: flash_attn's backward knows no block_table."""
     k, v, block_table = pages
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
     check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
     check_table(block_table, len(cu_seqlens_k) - 1)
+    cache_seqlens = cu_seqlens_k.diff()
+    check_pages(k, block_table, cache_seqlens, cu_seqlens_q.diff(), asked)
     answer = ops.paged_attention(
         contiguous(q),
         k,
         v,
         block_table,
-        cu_seqlens_k.diff(),
+        cache_seqlens,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=number(max_seqlen_q),
         **asked.scores,
@@ -254,36 +253,4 @@ def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked)
     if not asked.return_attn_probs:
         return answer
     out, lse = answer
-    return out, flash_lse(lse), _no_probs(out)
-
-
-def _no_probs(out: Tensor) -> Tensor:
-    return out.new_empty(0)
-
-
-@torch.no_grad()
-def _signed_probs(q: Tensor, k: Tensor, lse: Tensor, asked: Asked, seed: Tensor, b=0) -> Tensor:
-    """(batch, heads, seqlen_q, seqlen_k), negative where dropout took the probability; b counts the
-    sequences before the first.
-    """
-    p = ops.attention_weights(q, k, lse, range(q.shape[1]), **asked.scores)
-    batch, heads, seqlen_q, seqlen_k = p.shape
-    shape, corner = (batch, heads, seqlen_q, seqlen_k), philox.Corner(b, 0, 0, 0)
-    return torch.where(philox.keep(seed, shape, corner, asked.dropout_p), p, -p)
-
-
-@torch.no_grad()
-def _packed_probs(
-    q: Tensor, k: Tensor, lse: Tensor, lengths: Lengths, asked: Asked, seed: Tensor
-) -> Tensor:
-    """(batch, heads, max_seqlen_q, max_seqlen_k), 0 outside of a sequence."""
-    cu_q, cu_k = (cu.tolist() for cu in lengths[:2])
-    batch, slopes = len(cu_q) - 1, asked.alibi_slopes
-    probs = lse.new_zeros(batch, lse.shape[0], *lengths[2:])
-    for b in range(batch):
-        rows, keys = slice(*cu_q[b : b + 2]), slice(*cu_k[b : b + 2])
-        own = slopes[b : b + 1] if slopes is not None and slopes.dim() == 2 else slopes
-        one = q[None, rows], k[None, keys], lse[None, :, rows]
-        p = _signed_probs(*one, asked._replace(alibi_slopes=own), seed, b)
-        probs[b, :, : p.shape[2], : p.shape[3]] = p[0]
-    return probs
+    return out, flash_lse(lse), q.new_empty(0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip import ops
-from onchip.adapters.flash_attn.cache import Cache, check_ints, located, slots_of
+from onchip.adapters.flash_attn.cache import Cache, check_ints, check_pages, located, slots_of
 from onchip.adapters.flash_attn.options import Asked, contiguous, flash_lse, window
 from onchip.adapters.flash_attn.rotary import check_tables, turn
 from onchip.problem import device_info, values_are_checked
@@ -58,6 +58,8 @@ def flash_attn_with_kvcache(
             if rotary_cos is not None or rotary_sin is not None:
                 tables = _tables(rotary_cos, rotary_sin, q, cache)
                 q, new = _turned(q, new, seqlens, tables, rotary_interleaved, asked)
+            if block_table is not None:
+                check_pages(cache.k_pages, block_table, seqlens + new.k.shape[1], q.shape[1], asked)
             _append(cache, new, seqlens)
             seqlens = seqlens + new.k.shape[1]
         if not return_softmax_lse:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from onchip.problem import Window
 
+Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+
 
 class Asked(NamedTuple):
     """The arguments that flash_attn's functions share, in its words and in its order."""
@@ -64,6 +66,16 @@ def contiguous(t: Tensor) -> Tensor:
     return t.contiguous() if strided else t
 
 
+def round_multiple(x: int, m: int) -> int:
+    """x rounded up to a multiple of m."""
+    return (x + m - 1) // m * m
+
+
 def flash_lse(lse: Tensor) -> Tensor:
     """flash_attn 2 says +inf for a row that sees no key, where onchip says -inf."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def onchip_lse(lse: Tensor) -> Tensor:
+    """The inverse of flash_lse."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)

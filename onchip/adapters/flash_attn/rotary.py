@@ -36,6 +36,19 @@ def apply_rotary_emb(
 apply_rotary_emb_func = apply_rotary_emb
 
 
+def apply_rotary_emb_torch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> Tensor:
+    """The same in the dtype that x and cos promote to. Tables have a row for each token: cos, sin
+    (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2).
+    """
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"cos has {cos.shape[-1]} columns, x has head_dim={x.shape[-1]}")
+    dtype = torch.promote_types(x.dtype, cos.dtype)
+    tables = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))
+    return turn_pairs(x.to(dtype), *tables, interleaved)
+
+
 def apply_rotary_emb_qkv_(
     qkv: Tensor,
     cos: Tensor,
@@ -169,10 +182,17 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bo
     """x: (..., seqlen, heads, head_dim) at positions (..., seqlen), clamped to the tables."""
     rows = positions.long().clamp(0, cos.shape[0] - 1)
     c, s = (table[rows].unsqueeze(-2).to(_wide(x)) for table in (cos, sin))
+    return turn_pairs(x, c, s, interleaved)
+
+
+def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Pairs of the first 2 * cos.shape[-1] elements turned, in the dtype of the tables; cos and sin
+    broadcast over x.
+    """
     width = 2 * cos.shape[-1]
-    pairs, rest = x[..., :width].to(_wide(x)), x[..., width:]
+    pairs, rest = x[..., :width].to(cos.dtype), x[..., width:]
     a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
-    halves = a * c - b * s, b * c + a * s
+    halves = a * cos - b * sin, b * cos + a * sin
     turned = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
 
