@@ -59,7 +59,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs=False,
 ) -> Answer:
     """flash_attn_func of kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    k, v = _unpacked("kv", kv, 2, 5)
+    k, v = unpack("kv", kv, 2, 5)
     asked = Asked(
         dropout_p,
         softmax_scale,
@@ -85,7 +85,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs=False,
 ) -> Answer:
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim)."""
-    q, k, v = _unpacked("qkv", qkv, 3, 5)
+    q, k, v = unpack("qkv", qkv, 3, 5)
     asked = Asked(
         dropout_p,
         softmax_scale,
@@ -158,7 +158,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs=False,
 ) -> Answer:
     """flash_attn_varlen_func of kv (total_k, 2, kv_heads, head_dim)."""
-    k, v = _unpacked("kv", kv, 2, 4)
+    k, v = unpack("kv", kv, 2, 4)
     asked = Asked(
         dropout_p,
         softmax_scale,
@@ -187,7 +187,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs=False,
 ) -> Answer:
     """flash_attn_varlen_func of qkv (total, 3, heads, head_dim)."""
-    q, k, v = _unpacked("qkv", qkv, 3, 4)
+    q, k, v = unpack("qkv", qkv, 3, 4)
     asked = Asked(
         dropout_p,
         softmax_scale,
@@ -202,7 +202,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _packed(q, k, v, lengths, asked)
 
 
-def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
+def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
     if not isinstance(t, Tensor) or t.dim() != rank or t.shape[-3] != count:
         got = tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__
         rows = "batch, seqlen" if rank == 5 else "total"

@@ -86,7 +86,7 @@ def flash_attn_varlen_forward(
     with torch.no_grad():
         if block_table is not None or leftpad_k is not None or seqused_k is not None:
             used = block_table, leftpad_k, seqused_k
-            out, lse = _attend_in_pages(q, k, v, lengths, asked, used)
+            out, lse = attend_in_pages(q, k, v, lengths, asked, used)
             return out, flash_lse(lse), q.new_empty(0), _rng_state(None, q)
         seed = ops.seed_tensor(None, q) if dropout_p else None
         call = asked.options | {"dropout_seed": seed, "return_lse": True}
@@ -124,7 +124,7 @@ def flash_attn_backward(
     window_size = window_size_left, window_size_right
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     asked = Asked(dropout_p, *score)
-    delta = _backward((q, k, v), None, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
+    delta = write_gradients((q, k, v), None, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
     return F.pad(delta, (0, -delta.shape[-1] % ROUNDED_TO))
 
 
@@ -161,7 +161,7 @@ def flash_attn_varlen_backward(
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     asked = Asked(dropout_p, *score)
     lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
-    delta = _backward((q, k, v), lengths, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
+    delta = write_gradients((q, k, v), lengths, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
     token = torch.arange(delta.shape[-1], device=delta.device)
     sequence = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
     width = delta.shape[-1] + ROUNDED_TO * (len(cu_seqlens_q) - 1)
@@ -184,7 +184,7 @@ def _rng_state(seed: Tensor | None, q: Tensor) -> Tensor:
     return state if seed is None else torch.stack([seed, state[1]])
 
 
-def _attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
+def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
     """(out, lse) of sequences that do not have all keys of their share of k. Packed keys are pages
     of one key each, so that a sequence may begin and end anywhere.
     """
@@ -215,7 +215,7 @@ def _attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Ten
 
 @torch.compiler.disable
 @torch.no_grad()
-def _backward(
+def write_gradients(
     qkv: tuple[Tensor, Tensor, Tensor],
     lengths: Lengths | None,
     asked: Asked,

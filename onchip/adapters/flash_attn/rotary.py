@@ -237,3 +237,20 @@ def _positions(
 
 def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
+) -> Tensor:
+    """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate turns back."""
+    sin = -sin if conjugate else sin
+    rest = interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
+    return apply_rotary_emb(x, cos, sin, *rest)

@@ -1,0 +1,77 @@
+"""flash_attn.utils.distributed: collectives over the first dimension, with gradients."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather_raw(input_: Tensor, process_group, async_op: bool = False):
+    """(the inputs of all ranks one after another, the handle if async_op). No gradient."""
+    size = dist.get_world_size(process_group)
+    out = input_.new_empty(size * input_.shape[0], *input_.shape[1:])
+    args = out, input_.contiguous(), process_group, async_op
+    return out, dist.all_gather_into_tensor(*args)
+
+
+def reduce_scatter_raw(input_: Tensor, process_group, async_op: bool = False):
+    """(this rank's part of the sum over ranks, the handle if async_op). No gradient."""
+    size = dist.get_world_size(process_group)
+    if input_.shape[0] % size:
+        raise ValueError(f"{input_.shape[0]} rows are not a multiple of {size} ranks")
+    out = input_.new_empty(input_.shape[0] // size, *input_.shape[1:])
+    summed = dist.ReduceOp.SUM
+    handle = dist.reduce_scatter_tensor(out, input_.contiguous(), summed, process_group, async_op)
+    return out, handle
+
+
+def all_reduce_raw(input_: Tensor, process_group, async_op: bool = False):
+    """(the sum over ranks, in the memory of a contiguous input, the handle if async_op)."""
+    out = input_.contiguous()
+    return out, dist.all_reduce(out, dist.ReduceOp.SUM, process_group, async_op)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return all_gather_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return reduce_scatter_raw(dout, ctx.process_group)[0], None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        ctx.process_group = process_group
+        return reduce_scatter_raw(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return all_gather_raw(dout, ctx.process_group)[0], None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input_, process_group):
+        return all_reduce_raw(input_.clone(), process_group)[0]
+
+    @staticmethod
+    def backward(ctx, dout):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dout, None
+
+
+def all_gather(input_: Tensor, process_group) -> Tensor:
+    """all_gather_raw, whose gradient is reduce_scatter."""
+    return _AllGather.apply(input_, process_group)
+
+
+def reduce_scatter(input_: Tensor, process_group) -> Tensor:
+    """reduce_scatter_raw, whose gradient is all_gather."""
+    return _ReduceScatter.apply(input_, process_group)
+
+
+def all_reduce(input_: Tensor, process_group) -> Tensor:
+    """all_reduce_raw of a copy; the gradient passes through, as upstream's does."""
+    return _AllReduce.apply(input_, process_group)

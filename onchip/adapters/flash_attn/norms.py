@@ -1,0 +1,261 @@
+"""flash_attn.ops.triton.layer_norm, ops.layer_norm and ops.rms_norm in torch's operations: in fp32,
+rounded once, not fused.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onchip.problem import UnsupportedError
+
+
+class Norm(NamedTuple):
+    """Which norm: mean and variance, or the mean square alone."""
+
+    eps: float
+    is_rms_norm: bool
+    zero_centered_weight: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: fp32."""
+        centered = x if self.is_rms_norm else x - x.mean(-1, keepdim=True)
+        scaled = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + self.eps)
+        scaled = scaled * (weight.float() + 1.0 if self.zero_centered_weight else weight.float())
+        return scaled if bias is None else scaled + bias.float()
+
+
+def layer_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    is_rms_norm=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """norm(dropout(x * rowscale) + dropout(x1) + residual) of the last dimension; with weight1 a
+    second one of the same sum. prenorm: the sum is returned as well, in the dtype of residual, or
+    without one fp32 if residual_in_fp32. return_dropout_mask: the masks of x and x1 come last.
+    """
+    if out is not None or residual_out is not None:
+        raise UnsupportedError("out= and residual_out= are not served: assign the result instead")
+    if x1 is not None and rowscale is not None:
+        raise ValueError("rowscale does not go with x1, as in flash_attn")
+    norm = Norm(eps, is_rms_norm, zero_centered_weight)
+    total = x.float() if rowscale is None else x.float() * rowscale[..., None].float()
+    total, mask = _drop(total, dropout_p)
+    mask1 = None
+    if x1 is not None:
+        dropped, mask1 = _drop(x1.float(), dropout_p)
+        total = total + dropped
+    total = total if residual is None else total + residual.float()
+    dtype = x.dtype if out_dtype is None else out_dtype
+    found = [norm(total, weight, bias).to(dtype)]
+    if weight1 is not None:
+        found.append(norm(total, weight1, bias1).to(dtype))
+    if prenorm:
+        found.append(total.to(_residual_dtype(x, residual, residual_in_fp32)))
+    if return_dropout_mask:
+        found += [mask, mask1]
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def rms_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """layer_norm_fn of the mean square alone."""
+    args = x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale
+    kind = prenorm, residual_in_fp32, zero_centered_weight, True
+    return layer_norm_fn(*args, *kind, return_dropout_mask, out_dtype, out, residual_out)
+
+
+class RMSNorm(nn.Module):
+    """rms_norm_fn as a module, of ops.triton.layer_norm."""
+
+    def __init__(
+        self,
+        hidden_size,
+        eps=1e-5,
+        dropout_p=0.0,
+        zero_centered_weight=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.eps, self.zero_centered_weight = eps, zero_centered_weight
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+        return rms_norm_fn(
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+            zero_centered_weight=self.zero_centered_weight,
+        )
+
+
+def layer_norm(x, weight, bias, epsilon):
+    return layer_norm_fn(x, weight, bias, eps=epsilon)
+
+
+def rms_norm(x, weight, epsilon):
+    return rms_norm_fn(x, weight, None, eps=epsilon)
+
+
+def dropout_add_layer_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """norm(layerscale * dropout(x0 * rowscale) + residual), and what layer_norm_fn adds to it."""
+    asked = prenorm, residual_in_fp32, return_dropout_mask
+    norm = Norm(epsilon, is_rms_norm=False)
+    return _add_and_norm(x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm)
+
+
+def dropout_add_rms_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """dropout_add_layer_norm of the mean square alone."""
+    asked = prenorm, residual_in_fp32, return_dropout_mask
+    norm = Norm(epsilon, is_rms_norm=True)
+    return _add_and_norm(x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm)
+
+
+class _DropoutAddNorm(nn.Module):
+    """The modules of ops.layer_norm and ops.rms_norm."""
+
+    has_bias: bool
+    is_rms_norm: bool
+
+    def __init__(
+        self,
+        hidden_size,
+        prenorm=False,
+        p=0.0,
+        eps=1e-5,
+        residual_in_fp32=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.prenorm, self.p, self.eps = prenorm, p, eps
+        self.residual_in_fp32 = residual_in_fp32
+        empty = lambda: nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.weight = empty()
+        self.register_parameter("bias", empty() if self.has_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x0, residual=None):
+        asked = self.prenorm, self.residual_in_fp32, False
+        norm, p = Norm(self.eps, self.is_rms_norm), self.p if self.training else 0.0
+        weights = self.weight, self.bias
+        return _add_and_norm(x0, residual, weights, p, (None, None), asked, norm)
+
+
+class DropoutAddLayerNorm(_DropoutAddNorm):
+    has_bias, is_rms_norm = True, False
+
+
+class DropoutAddRMSNorm(_DropoutAddNorm):
+    has_bias, is_rms_norm = False, True
+
+
+class PlainRMSNorm(RMSNorm):
+    """RMSNorm of ops.rms_norm, which has neither dropout nor a residual."""
+
+    def __init__(self, hidden_size, eps=1e-5, device=None, dtype=None):
+        super().__init__(hidden_size, eps, device=device, dtype=dtype)
+
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return rms_norm(x, self.weight, self.eps)
+
+
+def _add_and_norm(x0, residual, weights, dropout_p, scales, asked, norm: Norm):
+    prenorm, residual_in_fp32, return_dropout_mask = asked
+    rowscale, layerscale = scales
+    total = x0.float() if rowscale is None else x0.float() * rowscale[..., None].float()
+    total, mask = _drop(total, dropout_p)
+    total = total if layerscale is None else total * layerscale.float()
+    total = total if residual is None else total + residual.float()
+    found = [norm(total, *weights).to(x0.dtype)]
+    if prenorm:
+        found.append(total.to(_residual_dtype(x0, residual, residual_in_fp32)))
+    if return_dropout_mask:
+        found.append(torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _drop(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
+    if not p:
+        return x, None
+    keep = torch.rand_like(x) >= p
+    return x * keep / (1.0 - p), keep
+
+
+def _residual_dtype(x: Tensor, residual: Tensor | None, in_fp32: bool) -> torch.dtype:
+    if residual is not None:
+        return residual.dtype
+    return torch.float32 if in_fp32 else x.dtype
