@@ -53,6 +53,8 @@ def flash_attn_with_kvcache(
         seqlens = _seqlens(cache_seqlens, q, cache)
         if k is None and v is None:
             _check_lone(rotary_cos, rotary_sin)
+            if block_table is not None:
+                check_pages(cache.k_pages, block_table, seqlens, q.shape[1], asked)
         else:
             new = _new_tokens(q, k, v, cache, cache_seqlens)
             if rotary_cos is not None or rotary_sin is not None:

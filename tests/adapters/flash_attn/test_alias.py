@@ -12,13 +12,12 @@ import pytest
 import onchip
 import onchip.adapters
 from onchip.adapters import flash_attn as fa
+from onchip.adapters.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3
 
-NAMES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding")
-NAMES += ("flash_attn.layers", "flash_attn.layers.rotary")
 
 
 def loaded():
-    return [name for name in sys.modules if name.split(".")[0] == "flash_attn"]
+    return [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]
 
 
 def test_importing_the_adapter_installs_nothing():
@@ -39,14 +38,14 @@ def test_what_programs_import_while_it_is_installed():
 
         assert flash_attn_func is fa.flash_attn_func is interface.flash_attn_func
         assert callable(apply_rotary_emb) and callable(bert_padding.unpad_input)
-        assert sorted(loaded()) == sorted(NAMES)
+        assert sorted(loaded()) == sorted(FLASH_ATTN)
         assert flash_attn.layers.rotary.apply_rotary_emb is apply_rotary_emb
         for name in fa.__all__:
             if name.startswith("flash_attn_"):
                 assert getattr(flash_attn, name) is getattr(fa, name)
         assert "onchip" in flash_attn.__doc__ and flash_attn.__file__ == fa.__file__
-        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
-            import flash_attn.losses
+        with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.unheard_of"):
+            import flash_attn.unheard_of
         with pytest.raises(ImportError):
             from flash_attn import flash_attn_unheard_of  # noqa: F401
     assert loaded() == []
@@ -69,6 +68,33 @@ def test_checks_for_the_package_find_it():
     assert sys.meta_path == finders
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("flash_attn")
+
+
+def test_flash_attention_3_is_installed_when_it_is_wanted():
+    """Programs that find it prefer it, so that it is not there by default."""
+    with fa.installed():
+        assert importlib.util.find_spec("flash_attn_interface") is None
+        fa.install(flash_attn_3=True)
+        import flash_attn_interface
+        from flash_attn_3.flash_attn_interface import flash_attn_func
+
+        assert flash_attn_interface.flash_attn_func is flash_attn_func
+        assert flash_attn_func is not fa.flash_attn_func
+        assert importlib.metadata.version("flash-attn-3").startswith("3.")
+        assert sorted(loaded()) == sorted(FLASH_ATTN | FLASH_ATTN_3)
+    assert loaded() == []
+
+
+def test_names_that_are_not_served_say_what_to_use():
+    """Modules and names; asking whether they are there is no error."""
+    with fa.installed():
+        with pytest.raises(ImportError, match=r"does not serve flash_attn.models: onchip.models"):
+            import flash_attn.models.gpt
+        import flash_attn.modules.mha
+
+        assert not hasattr(flash_attn.modules.mha, "ParallelMHA")
+        with pytest.raises(ImportError, match=r"mha.ParallelMHA: onchip.parallel deals heads"):
+            from flash_attn.modules.mha import ParallelMHA  # noqa: F401
 
 
 def test_installed_twice_is_installed_once():

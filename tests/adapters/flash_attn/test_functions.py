@@ -5,9 +5,9 @@ import inspect
 import pytest
 import torch
 
-from onchip import UnsupportedError
 from onchip import testing as ot
 from onchip.adapters import flash_attn as fa
+from onchip.adapters.flash_attn.s_dmask import get_block_size_n
 from tests.adapters.flash_attn import plain
 
 COMMON = {
@@ -211,30 +211,60 @@ def test_block_tables_of_any_block_size(options, block_size):
     assert probs.numel() == 0
 
 
+def normalised(s, p, block):
+    """S_dmask (heads, rows, keys) as probabilities, where p are those of attention without dropout:
+    exp(s - m) * exp(m - lse), and exp(m - lse) is the largest p from the block of a key on.
+    """
+    found = []
+    for start in range(0, p.shape[-1], block):
+        largest = p[..., start:].amax(-1, keepdim=True)
+        found.append(s[..., start : start + block] * largest)
+    return torch.cat(found, -1)
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_probabilities_that_dropout_took_are_negative(packed):
-    """S_dmask explains out: |S| are the probabilities, S >= 0 those that count, over 1 - p."""
+def test_s_dmask_explains_out(packed):
+    """As flash_attn's own tests read it: signs are dropout's, and the probabilities are relative to
+    a maximum that runs from the last block of keys to the first. Rounded up to multiples of 128.
+    """
     torch.manual_seed(5)
     options = {"causal": True, "alibi_slopes": SLOPES, "return_attn_probs": True}
     if packed:
-        x = ot.make_packed([9, 21], num_heads=4, num_kv_heads=2, dtype=torch.float64)
-        lengths = x.cu_seqlens_q, x.cu_seqlens_k, 21, 21
+        x = ot.make_packed([9, 201], num_heads=4, num_kv_heads=2, dtype=torch.float64)
+        lengths = x.cu_seqlens_q, x.cu_seqlens_k, 201, 201
         out, lse, s = fa.flash_attn_varlen_func(*x[:3], *lengths, 0.25, **options)
-        assert s.shape == (2, 4, 21, 21)
         assert not s[0, :, 9:].any() and not s[0, :, :, 9:].any()
-        p, q, k, v, out, lse = s[1], x.q[9:], x.k[9:], x.v[9:], out[9:], lse[:, 9:]
+        q, k, v, out, lse = x.q[9:], x.k[9:], x.v[9:], out[9:], lse[:, 9:]
     else:
-        q, k, v = (t.detach() for t in qkv(21, 21))
+        q, k, v = (t.detach() for t in qkv(201, 201))
         out, lse, s = fa.flash_attn_func(q, k, v, 0.25, **options)
-        p, q, k, v, out, lse = s[1], q[1], k[1], v[1], out[1], lse[1]
+        q, k, v, out, lse = q[1], k[1], v[1], out[1], lse[1]
+    assert s.shape == (2, 4, 256, 256) and not s[..., 201:, :].any() and not s[..., 201:].any()
     _, want_lse = plain.attention(q, k, v, causal=True, slopes=SLOPES)
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-12)
-    torch.testing.assert_close(p.abs().sum(-1), torch.ones(4, 21, dtype=p.dtype))
-    kept = p.clamp(min=0) / 0.75
-    want = torch.einsum("hqk,khd->qhd", kept, v.repeat_interleave(2, 1))
+    keys = k.repeat_interleave(2, 1)
+    ahead = (torch.arange(201)[:, None] - torch.arange(201)).abs()
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[-1] ** -0.5
+    scores = (scores - SLOPES.double()[:, None, None] * ahead).masked_fill(
+        torch.ones(201, 201).triu(1).bool(), -torch.inf
+    )
+    p = torch.softmax(scores, -1)
+    got = normalised(s[1, :, :201, :201], p, get_block_size_n(None, q.shape[-1], True, True))
+    torch.testing.assert_close(got.abs(), p, rtol=0, atol=1e-12)
+    want = torch.einsum("hqk,khd->qhd", got.clamp(min=0) / 0.75, v.repeat_interleave(2, 1))
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
-    taken = (p < 0).sum() / (p != 0).sum()
-    assert 0.15 < taken < 0.35
+    taken = (got < 0).sum() / (got != 0).sum()
+    assert 0.2 < taken < 0.3
+
+
+def test_block_sizes_are_those_of_the_kernel():
+    """By head_dim, without and with dropout: A100 and H100."""
+    sizes = [(32, 128, 128), (64, 128, 64), (96, 64, 64), (128, 64, 32), (192, 64, 64)]
+    for head_dim, alone, dropped in [*sizes, (256, 64, 64)]:
+        assert get_block_size_n("cpu", head_dim, False, True) == alone
+        assert get_block_size_n("cpu", head_dim, True, True) == dropped
+    with pytest.raises(ValueError, match="head_dim=257 must be at most 256"):
+        get_block_size_n("cpu", 257, False, False)
 
 
 def test_dropout_follows_torchs_seed_and_reaches_the_gradient():
@@ -288,8 +318,37 @@ def test_refusals_are_sentences(call, sentence):
         call(torch.randn(1, 4, 2, 8))
 
 
-def test_pages_have_no_gradient():
+def paged_call(cu_k, table, **options):
     q = torch.randn(4, 2, 8, requires_grad=True)
-    cu, table = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="no gradient"):
-        fa.flash_attn_varlen_func(q, *torch.randn(2, 1, 4, 2, 8), cu, cu, 4, 4, block_table=table)
+    k, v = torch.randn(2, 3, 4, 2, 8, requires_grad=True)
+    cu, table = torch.tensor([0, 4], dtype=torch.int32), torch.tensor([table], dtype=torch.int32)
+    cu_k = torch.tensor([0, cu_k], dtype=torch.int32)
+    given = {"block_table": table} | options
+    return fa.flash_attn_varlen_func(q, k, v, cu, cu_k, 4, 8, **given)
+
+
+def test_pages_are_served_without_gradient():
+    """Inputs that require one change nothing: upstream's backward has no block_table."""
+    out = paged_call(8, [2, 0])
+    assert out.shape == (4, 2, 8) and not out.requires_grad
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+@pytest.mark.parametrize(
+    ("keys", "table", "sentence"),
+    [
+        (9, [2, 0], "9 keys exceeds block_table, whose 2 columns of 4 keys have room for 8"),
+        (8, [2, 3], r"block_table\[0, 1\]=3 leaves the 3 blocks"),
+        (8, [-1, 0], r"block_table\[0, 0\]=-1 leaves the 3 blocks"),
+    ],
+)
+def test_block_tables_out_of_range_are_named(keys, table, sentence, error):
+    """RuntimeError as upstream, ValueError as the rest of onchip."""
+    with pytest.raises(error, match=sentence):
+        paged_call(keys, table)
+
+
+def test_blocks_that_a_window_has_left_may_be_anything():
+    options = {"causal": True, "window_size": (0, 0)}
+    assert torch.isfinite(paged_call(8, [-7, 0], **options)).all()
+    assert torch.isfinite(paged_call(4, [1, 99])).all()

@@ -293,6 +293,25 @@ def test_refusals_are_sentences(options, sentence):
     assert torch.equal(caches, before)
 
 
+@pytest.mark.parametrize("appends", [False, True])
+def test_lengths_beyond_the_block_table_are_a_runtime_error(appends):
+    """As upstream: one key more than the columns of block_table have room for. All of them is
+    served, and nothing is written by a call that is refused.
+    """
+    caches = torch.randn(2, 4, 8, KV_HEADS, DIM)
+    before = caches.clone()
+    q, table = torch.randn(1, 1, HEADS, DIM), torch.zeros(1, 1, dtype=I32)
+    new = torch.randn(2, 1, 1, KV_HEADS, DIM) if appends else (None, None)
+    seqlens = torch.tensor([8 if appends else 9], dtype=I32)
+    with pytest.raises(RuntimeError, match="9 keys exceeds block_table"):
+        flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=seqlens, block_table=table)
+    assert torch.equal(caches, before)
+    full = torch.tensor([8], dtype=I32)
+    assert torch.isfinite(
+        flash_attn_with_kvcache(q, *caches, cache_seqlens=full, block_table=table)
+    ).all()
+
+
 def test_more_sequences_than_rows_and_rows_that_lie_anyhow():
     q = torch.randn(3, 1, HEADS, DIM)
     caches = torch.randn(2, 2, 20, KV_HEADS, DIM)
