@@ -82,7 +82,7 @@ LEAVES = {
 }
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),
-    "torch.distributed": ("parallel",),
+    "torch.distributed": ("parallel", "adapters/flash_attn/collectives.py"),
     "transformers": ("models/interface.py", "adapters", "bench"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
