@@ -25,7 +25,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
+from flash_on_cpu import OnCpu
 
 TWO_ULPS = 2.0**-6  # of bf16, relative to the largest value
 LSE = 1e-4
@@ -39,16 +39,6 @@ SCRIPTS = (
     "test_zigzag_ring_flash_attn_varlen_func.py",
 )  # not test_triton_kernels.py: kernels of its own, for a GPU, without flash_attn
 TIMEOUT_S = 900
-
-
-class OnCpu(TorchFunctionMode):
-    """Tensors that a script makes on cuda are made on the CPU."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
 
 
 def run_rank(checkout: Path, script: str) -> None:

@@ -1,0 +1,14 @@
+"""For programs that name cuda: their tensors are made on the CPU."""
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """Replaces `device="cuda"` of any function by the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
