@@ -10,7 +10,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow triton36 upstream lint format lock clean
+.PHONY: help demo test slow triton36 upstream ring lint format lock clean
 
 help:
 	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
@@ -18,6 +18,7 @@ help:
 	@echo "make slow      run the tests marked slow"
 	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
 	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
+	@echo "make ring      run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
 	@echo "make lint      ruff (lint, format) and basedpyright"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make lock      write constraints-hashed.txt from constraints.txt and the hashes of the package index"
@@ -43,6 +44,9 @@ triton36: $(OLDEST)/.done
 
 upstream: $(VENV)/.upstream
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/adapters/upstream.py "$(TRANSFORMERS)" $(TEST)
+
+ring: $(VENV)/.test
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/programs/ring_flash_attention.py "$(RING)" $(TEST)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check --quiet .

@@ -29,7 +29,7 @@ def _grads(out, inputs):
 def compare(name, got, want, inputs, rows=slice(None)):
     """out, and the gradients of its sum of squares."""
     pairs = [(got[rows], want[rows])]
-    pairs += zip(*(_grads(t[rows], inputs) for t in (got, want)))
+    pairs += zip(*(_grads(t[rows], inputs) for t in (got, want)), strict=True)
     worst = max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
     print(f"{'passed' if worst < 1e-5 else 'FAILED'} {name}: {worst:.1e}")
     return worst < 1e-5

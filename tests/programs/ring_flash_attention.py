@@ -2,12 +2,12 @@
 
     python tests/programs/ring_flash_attention.py CHECKOUT [--ranks 2] [--scripts NAME ...]
 
-CHECKOUT is a clone of its repository. Each script runs once in every rank, on gloo and the CPU where
-it names nccl and cuda. Its adapter to transformers, which older versions of that package need, is
-left out; nothing else changes. A script prints how far the ring's results are from
-those of one process: it passes if every rank ends well and every printed difference of out and of
-the gradients is within two units in the last place of bf16 at the largest value that it is compared
-with, and every difference of lse within 1e-4.
+CHECKOUT is a clone of its repository. Each script runs once in every rank, on gloo and the CPU
+where it names nccl and cuda. Its adapter to transformers, which works with older versions of that
+package, is left out; nothing else changes. A script prints how far the ring's results are from
+those of one process. It passes if every rank ends well, every printed difference of out and of the
+gradients is within two units in the last place of bf16 at the largest value that it is compared
+with, and every difference of lse is within 1e-4.
 
 This is a program, not a module of our tests.
 """
@@ -23,7 +23,6 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-import torch
 import torch.distributed as dist
 from flash_on_cpu import OnCpu
 

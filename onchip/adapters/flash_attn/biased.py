@@ -1,4 +1,4 @@
-"""flash_attn.flash_attn_triton: attention with a dense bias, of FlashAttention's first Triton kernel."""
+"""flash_attn.flash_attn_triton: attention with a dense bias."""
 
 from typing import cast
 

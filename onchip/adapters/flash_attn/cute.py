@@ -1,6 +1,8 @@
-"""flash_attn.cute, FlashAttention-4: its functions return (out, lse), lse None unless asked for. Its
+"""flash_attn.cute, FlashAttention-4: functions return (out, lse), lse None unless return_lse. Its
 score_mod, mask_mod and block_sparse_tensors are programs for its compiler, which is not here.
 """
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,7 +57,7 @@ def flash_attn_func(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    return found if return_lse else (found, None)
+    return _pair(found, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -115,7 +117,7 @@ def flash_attn_varlen_func(
             if queries:
                 queries["max_seqlen_q"] = _longest(max_seqlen_q, cu_seqlens_q)
             found = ops.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
-        return found if return_lse else (found, None)
+        return _pair(found, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None or seqused_k is not None:
         raise UnsupportedError(
             "packed sequences need cu_seqlens_q and cu_seqlens_k; seqused_k is served with"
@@ -125,7 +127,7 @@ def flash_attn_varlen_func(
         check_offsets_tensor(name, cu, q)
     longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
     found = ops.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
-    return found if return_lse else (found, None)
+    return _pair(found, return_lse)
 
 
 def check_head_dims(
@@ -155,6 +157,10 @@ def _window(window_size) -> tuple[int | None, int | None]:
 
 def _sinks(learnable_sink: Tensor | None) -> Tensor | None:
     return None if learnable_sink is None else learnable_sink.float()
+
+
+def _pair(found: Tensor | tuple, return_lse: bool) -> Answer:
+    return cast(Answer, found if return_lse else (found, None))
 
 
 def _longest(given: int | None, offsets: Tensor) -> int:

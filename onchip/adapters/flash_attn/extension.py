@@ -41,11 +41,13 @@ def bwd(
     rng_state=None,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
-    grads = [_empty(one, t) for one, t in ((dq, q), (dk, k), (dv, v))]
+    dq, dk, dv = _empty(dq, q), _empty(dk, k), _empty(dv, v)
     score = p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
     rest = alibi_slopes, deterministic, rng_state
-    delta = primitives.flash_attn_backward(dout, q, k, v, out, softmax_lse, *grads, *score, *rest)
-    return [*grads, delta]
+    delta = primitives.flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *score, *rest
+    )
+    return [dq, dk, dv, delta]
 
 
 def varlen_bwd(
@@ -54,14 +56,14 @@ def varlen_bwd(
     window_size_left, window_size_right, softcap, deterministic, gen_=None, rng_state=None,
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
-    grads = [_empty(one, t) for one, t in ((dq, q), (dk, k), (dv, v))]
+    dq, dk, dv = _empty(dq, q), _empty(dk, k), _empty(dv, v)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     score = p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
     rest = alibi_slopes, deterministic, rng_state, zero_tensors
     delta = primitives.flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, *grads, *lengths, *score, *rest
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *lengths, *score, *rest
     )
-    return [*grads, delta]
+    return [dq, dk, dv, delta]
 
 
 def fwd_kvcache(*args, **kwargs) -> NoReturn:

@@ -4,7 +4,7 @@ decides here, and num_splits=1 of a call without gradient asks for results that 
 the rest of the batch.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -319,7 +319,9 @@ def refuse(context: str = "", **arguments: Any) -> None:
     """UnsupportedError about the first argument that is not None."""
     for name, value in arguments.items():
         if value is not None:
-            raise UnsupportedError(f"{name} {context}".rstrip() + f" is not served: pass {name}=None")
+            raise UnsupportedError(
+                f"{name} {context}".rstrip() + f" is not served: pass {name}=None"
+            )
 
 
 def check_no_gradient(name: str, *tensors: Tensor) -> None:
@@ -334,7 +336,8 @@ def _attend_varlen(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tenso
     q, k, v = map(contiguous, (q, k, v))
     if any(one is not None for one in used):
         return attend_in_pages(q, k, v, lengths, asked, used)
-    return ops.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
+    found = ops.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
+    return cast(tuple[Tensor, Tensor], found)
 
 
 @torch.no_grad()
@@ -344,6 +347,5 @@ def _attend_packed(q, cache, queries, asked: Asked) -> tuple[Tensor, Tensor]:
     k_pages, v_pages, page_table, cache_seqlens = cache
     packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": number(max_seqlen_q)}
     pages = k_pages, v_pages, page_table, cache_seqlens
-    return ops.paged_attention(
-        contiguous(q), *pages, **packed, **asked.scores, return_lse=True
-    )
+    found = ops.paged_attention(contiguous(q), *pages, **packed, **asked.scores, return_lse=True)
+    return cast(tuple[Tensor, Tensor], found)

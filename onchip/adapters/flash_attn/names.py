@@ -26,7 +26,10 @@ CUTE = _same("flash_attn_func", "flash_attn_varlen_func")
 
 FLASH_ATTN: Rows = {
     "flash_attn": ("", FUNCTIONS),
-    "flash_attn_2_cuda": ("extension", _same("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache")),
+    "flash_attn_2_cuda": (
+        "extension",
+        _same("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache"),
+    ),
     "flash_attn.flash_attn_interface": (
         "interface",
         FUNCTIONS
@@ -80,7 +83,8 @@ FLASH_ATTN: Rows = {
     ),
     "flash_attn.ops.rms_norm": (
         "norms",
-        _same("DropoutAddRMSNorm", "dropout_add_rms_norm", "rms_norm") | {"RMSNorm": "PlainRMSNorm"},
+        _same("DropoutAddRMSNorm", "dropout_add_rms_norm", "rms_norm")
+        | {"RMSNorm": "PlainRMSNorm"},
     ),
     "flash_attn.ops.triton": ("", {}),
     "flash_attn.ops.triton.cross_entropy": ("losses", _same("cross_entropy_loss")),
@@ -95,10 +99,14 @@ FLASH_ATTN: Rows = {
     "flash_attn.cute": ("cute", CUTE),
     "flash_attn.cute.interface": (
         "cute",
-        CUTE | {"_validate_head_dims": "check_head_dims", "flash_attn_combine": "flash_attn_combine"},
+        CUTE
+        | {"_validate_head_dims": "check_head_dims", "flash_attn_combine": "flash_attn_combine"},
     ),
 }
-_HOPPER = {"_flash_attn_forward": "flash_attn_forward", "_flash_attn_backward": "flash_attn_backward"}
+_HOPPER = {
+    "_flash_attn_forward": "flash_attn_forward",
+    "_flash_attn_backward": "flash_attn_backward",
+}
 _HOPPER |= _same(
     "flash_attn_combine",
     "flash_attn_func",
@@ -143,7 +151,7 @@ UNSERVED = {
     "flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual": _NORM,
     "flash_attn.ops.triton.k_activations": _AUTOGRAD,
     "flash_attn.ops.triton.linear": "torch.nn.functional.linear and an activation do the same",
-    "flash_attn.ops.triton.mlp": "flash_attn.modules.mlp.Mlp with activation=sqrelu_fwd does the same",
+    "flash_attn.ops.triton.mlp": "flash_attn.modules.mlp.Mlp(activation=sqrelu_fwd) does the same",
     "flash_attn.utils.distributed.get_dim_for_local_rank": _RANKS,
     "flash_attn.utils.distributed.sync_shared_params": _RANKS,
     "flash_attn.utils.generation": "onchip.LLM generates",
@@ -151,7 +159,7 @@ UNSERVED = {
     "flash_attn.utils.pretrained": "onchip.models loads checkpoints",
     "flash_attn.cute.utils": "they build programs for FlashAttention-4's compiler",
     "flash_attn.cute.block_sparsity": "onchip.attention takes a mask=",
-    "flash_attn.cute.interface._flash_attn_fwd": "flash_attn.cute.flash_attn_func returns (out, lse)",
+    "flash_attn.cute.interface._flash_attn_fwd": "flash_attn.cute.flash_attn_func has return_lse",
     "flash_attn.cute.interface._flash_attn_bwd": (
         "flash_attn.flash_attn_interface._flash_attn_backward writes dq, dk and dv"
     ),

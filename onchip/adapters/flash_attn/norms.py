@@ -157,7 +157,9 @@ def dropout_add_layer_norm(
     """norm(layerscale * dropout(x0 * rowscale) + residual), and what layer_norm_fn adds to it."""
     asked = prenorm, residual_in_fp32, return_dropout_mask
     norm = Norm(epsilon, is_rms_norm=False)
-    return _add_and_norm(x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm)
+    return _add_and_norm(
+        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm
+    )
 
 
 def dropout_add_rms_norm(
@@ -176,7 +178,9 @@ def dropout_add_rms_norm(
     """dropout_add_layer_norm of the mean square alone."""
     asked = prenorm, residual_in_fp32, return_dropout_mask
     norm = Norm(epsilon, is_rms_norm=True)
-    return _add_and_norm(x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm)
+    return _add_and_norm(
+        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm
+    )
 
 
 class _DropoutAddNorm(nn.Module):

@@ -1,13 +1,15 @@
 """What flash_attn's arguments are called here, and its lse."""
 
 import operator
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from onchip.problem import Window
 
+Function = TypeVar("Function", bound=Callable)
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
@@ -58,6 +60,11 @@ def number(length: int | Tensor) -> int:
     if torch.compiler.is_compiling():
         torch._check(length >= 0)  # of a length that is data nothing else tells the compiler
     return length
+
+
+def untraced(function: Function) -> Function:
+    """For functions that torch.compile must not look into: a graph break where they are called."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 def contiguous(t: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ GPUs, sequence parallelism. They have upstream's names, order and defaults, beca
 their signatures.
 """
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from onchip.adapters.flash_attn.options import (
     flash_lse,
     number,
     onchip_lse,
+    untraced,
 )
 from onchip.adapters.flash_attn.s_dmask import ROUNDED_TO, dense_s_dmask, packed_s_dmask
 from onchip.kernels.protocol import accumulator_dtype, row_delta
@@ -124,7 +127,8 @@ def flash_attn_backward(
     window_size = window_size_left, window_size_right
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     asked = Asked(dropout_p, *score)
-    delta = write_gradients((q, k, v), None, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
+    saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
+    delta = write_gradients((q, k, v), None, asked, saved, buffers, rng_state)
     return F.pad(delta, (0, -delta.shape[-1] % ROUNDED_TO))
 
 
@@ -161,7 +165,8 @@ def flash_attn_varlen_backward(
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     asked = Asked(dropout_p, *score)
     lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
-    delta = write_gradients((q, k, v), lengths, asked, (out, softmax_lse, dout), (dq, dk, dv), rng_state)
+    saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
+    delta = write_gradients((q, k, v), lengths, asked, saved, buffers, rng_state)
     token = torch.arange(delta.shape[-1], device=delta.device)
     sequence = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
     width = delta.shape[-1] + ROUNDED_TO * (len(cu_seqlens_q) - 1)
@@ -171,7 +176,9 @@ def flash_attn_varlen_backward(
 
 def _check_varlen(num_splits: int, zero_tensors: bool) -> None:
     if num_splits > 1:
-        raise RuntimeError(f"num_splits > 1 is not supported for packed sequences, got {num_splits}")
+        raise RuntimeError(
+            f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
+        )
     if zero_tensors:
         raise UnsupportedError(
             "zero_tensors=True is not served: rows that belong to no sequence are left as they are;"
@@ -208,12 +215,13 @@ def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tens
         check_table(block_table, len(cu_seqlens_k) - 1)
         check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), asked)
     queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    return ops.paged_attention(
+    found = ops.paged_attention(
         q, k, v, block_table, seqlens, **queries, **asked.scores, return_lse=True
     )
+    return cast(tuple[Tensor, Tensor], found)
 
 
-@torch.compiler.disable
+@untraced
 @torch.no_grad()
 def write_gradients(
     qkv: tuple[Tensor, Tensor, Tensor],

@@ -45,8 +45,8 @@ def apply_rotary_emb_torch(
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(f"cos has {cos.shape[-1]} columns, x has head_dim={x.shape[-1]}")
     dtype = torch.promote_types(x.dtype, cos.dtype)
-    tables = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))
-    return turn_pairs(x.to(dtype), *tables, interleaved)
+    cos, sin = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))
+    return turn_pairs(x.to(dtype), cos, sin, interleaved)
 
 
 def apply_rotary_emb_qkv_(

@@ -15,7 +15,6 @@ from onchip.adapters import flash_attn as fa
 from onchip.adapters.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3
 
 
-
 def loaded():
     return [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]
 

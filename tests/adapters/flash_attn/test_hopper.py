@@ -36,7 +36,8 @@ SIGNATURES = {  # upstream's, in its order
         "q k v k_new v_new qv out_ cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k"
         " max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin"
         f" seqlens_rotary {DESCALES} softmax_scale causal window_size_left window_size_right"
-        " attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin"
+        " attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa"
+        " sm_margin"
     ),
     hopper.flash_attn_backward: (
         "dout q k v out softmax_lse cu_seqlens_q cu_seqlens_k sequed_q sequed_k max_seqlen_q"

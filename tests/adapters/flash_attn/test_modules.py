@@ -22,7 +22,9 @@ def assert_same(got, want, atol=1e-6):
 def test_cross_entropy_is_torchs(reduction, smoothing):
     logits = torch.randn(9, 17, requires_grad=True)
     labels = torch.randint(17, (9,)).index_fill_(0, torch.tensor([2, 5]), -100)
-    module = losses.CrossEntropyLoss(reduction=reduction, label_smoothing=smoothing, logit_scale=0.5)
+    module = losses.CrossEntropyLoss(
+        reduction=reduction, label_smoothing=smoothing, logit_scale=0.5
+    )
     options = {"reduction": reduction, "label_smoothing": smoothing}
     pairs = module(logits, labels), F.cross_entropy(logits * 0.5, labels, **options)
     assert_same(*([t] for t in pairs))
@@ -82,7 +84,15 @@ def test_dropout_before_a_norm_says_what_it_took():
     x, residual, scale = torch.randn(64, 16), torch.randn(64, 16), torch.rand(16)
     weight, bias = torch.randn(16), torch.randn(16)
     out, total, mask = norms.dropout_add_layer_norm(
-        x, residual, weight, bias, 0.25, 1e-5, layerscale=scale, prenorm=True, return_dropout_mask=True
+        x,
+        residual,
+        weight,
+        bias,
+        0.25,
+        1e-5,
+        layerscale=scale,
+        prenorm=True,
+        return_dropout_mask=True,
     )
     want = residual + x * mask / 0.75 * scale
     assert_same([total, out], [want, F.layer_norm(want, (16,), weight, bias)], atol=1e-5)
@@ -129,7 +139,9 @@ def test_mha_is_its_projections_around_attention(kv_heads, flash):
 
 def test_mha_generates_token_by_token():
     """From a cache: what all tokens at once give."""
-    module = mha.MHA(32, 4, 2, causal=True, rotary_emb_dim=8, use_flash_attn=True, layer_idx=3).eval()
+    module = mha.MHA(
+        32, 4, 2, causal=True, rotary_emb_dim=8, use_flash_attn=True, layer_idx=3
+    ).eval()
     x = torch.randn(2, 9, 32)
     params = SimpleNamespace(
         max_seqlen=16, max_batch_size=2, batch_size_offset=0, seqlen_offset=0,
@@ -146,7 +158,7 @@ def test_mha_generates_token_by_token():
 
 
 def test_padding_masks_hide_keys():
-    """Self-attention aligns causal to the last key, cross-attention to the last key that is kept."""
+    """Self-attention aligns causal to the last key, cross-attention to the last one kept."""
     qkv = torch.randn(2, 7, 3, 4, 8)
     kept = torch.arange(7) < torch.tensor([[5], [7]])
     q, k, v = qkv.unbind(2)
@@ -156,7 +168,9 @@ def test_padding_masks_hide_keys():
     queries = q[:, :3]
     got = mha.CrossAttention(causal=True)(queries, qkv[:, :, 1:], key_padding_mask=kept)
     for b, keys in enumerate((5, 7)):
-        one = onchip.attention(queries[b : b + 1], k[b : b + 1, :keys], v[b : b + 1, :keys], causal=True)
+        one = onchip.attention(
+            queries[b : b + 1], k[b : b + 1, :keys], v[b : b + 1, :keys], causal=True
+        )
         assert_same([got[b : b + 1]], [one])
     module = mha.MHA(32, 4, causal=True)
     x = torch.randn(2, 7, 32)

@@ -162,11 +162,12 @@ def test_a_ring_adds_up_to_one_process(passes):
 def test_rows_that_see_no_key_pass_through_both_ways(passes):
     """+inf in softmax_lse on the way out and in: zero gradients, no NaN."""
     q, k, v = ot.make_qkv(1, 9, 4, num_heads=2, dtype=torch.float64)
-    out, lse, _, _ = passes._flash_attn_forward(q, k, v, **score({"causal": True}), return_softmax=0)
+    options = score({"causal": True})
+    out, lse, _, _ = passes._flash_attn_forward(q, k, v, **options, return_softmax=False)
     assert (lse[..., :5] == torch.inf).all()
     dq, dk, dv = grads = empty_like(q, k, v)
     args = torch.ones_like(out), q, k, v, out, lse, *grads
-    passes._flash_attn_backward(*args, **score({"causal": True}), deterministic=False)
+    passes._flash_attn_backward(*args, **options, deterministic=False)
     assert not dq[:, :5].any() and all(g.isfinite().all() for g in (dq, dk, dv))
 
 
@@ -241,7 +242,23 @@ def test_the_extension_has_the_same_passes_in_its_own_order():
     cu = torch.tensor([0, 9], dtype=torch.int32)
     flat = [t[0] for t in (q, k, v)]
     packed = extension.varlen_fwd(
-        *flat, None, cu, cu, None, None, None, None, 9, 9, 0.0, 0.3, False, *tail[3:], False, None, 0
+        *flat,
+        None,
+        cu,
+        cu,
+        None,
+        None,
+        None,
+        None,
+        9,
+        9,
+        0.0,
+        0.3,
+        False,
+        *tail[3:],
+        False,
+        None,
+        0,
     )
     assert_same(packed[:2], [out[0], lse[0]])
     back = extension.varlen_bwd(
