@@ -96,7 +96,7 @@ def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
 def _module(name: str, source: str, names: dict[str, str]) -> Alias:
     ours = import_module(f"{_HERE}.{source}" if source else _HERE)
     module = Alias(name, f"{name}, computed by onchip: see onchip.adapters.flash_attn.")
-    # All are packages, so that `from module import name` asks the finder about a missing name.
+    # All are packages: `from module import name` then calls the finder for a missing name.
     module.__spec__ = ModuleSpec(name, None, origin=ours.__file__, is_package=True)
     module.__file__, module.__path__ = ours.__file__, []
     public = [theirs for theirs in names if not theirs.startswith("_")]

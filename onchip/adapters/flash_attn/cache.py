@@ -125,8 +125,8 @@ def check_pages(
     longest = int(seqlens.max())
     if longest > capacity:
         raise BlockTableError(
-            f"a sequence of {longest} keys exceeds block_table, whose {block_table.shape[1]}"
-            f" columns of {block_size} keys have room for {capacity}: give block_table more columns"
+            f"a sequence of {longest} keys exceeds block_table: {block_table.shape[1]} columns of"
+            f" {block_size} keys have room for {capacity}"
         )
     left = window(asked.window_size)[0]
     first = 0 * seqlens if left is None else (seqlens - seqlens_q - left).clamp(min=0)

@@ -63,12 +63,12 @@ class _AllReduce(torch.autograd.Function):
 
 
 def all_gather(input_: Tensor, process_group) -> Tensor:
-    """all_gather_raw, whose gradient is reduce_scatter."""
+    """all_gather_raw; its gradient is reduce_scatter."""
     return _AllGather.apply(input_, process_group)
 
 
 def reduce_scatter(input_: Tensor, process_group) -> Tensor:
-    """reduce_scatter_raw, whose gradient is all_gather."""
+    """reduce_scatter_raw; its gradient is all_gather."""
     return _ReduceScatter.apply(input_, process_group)
 
 

@@ -144,9 +144,9 @@ def _refuse_programs(score_mod, mask_mod, block_sparse_tensors) -> None:
     for name, value in named.items():
         if value is not None:
             raise UnsupportedError(
-                f"{name} is a program for FlashAttention-4's compiler: call onchip.attention, whose"
-                " mask= takes mask_mod(b, h, q, k) and BlockMask objects, and softcap=,"
-                " alibi_slopes= and bias= what most scores need"
+                f"{name} is a program for FlashAttention-4's compiler: call onchip.attention with"
+                " mask= for mask_mod(b, h, q, k) and BlockMask objects, and with softcap=,"
+                " alibi_slopes= or bias= for scores"
             )
 
 

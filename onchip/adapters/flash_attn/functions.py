@@ -232,7 +232,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> 
 
 @torch.no_grad()
 def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked) -> Answer:
-    """Detached even if an input requires a gradient: flash_attn's backward knows no block_table."""
+    """Detached even if an input requires a gradient: flash_attn's backward has no block_table."""
     k, v, block_table = pages
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
     check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)

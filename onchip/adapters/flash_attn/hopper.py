@@ -1,7 +1,7 @@
 """FlashAttention-3's module flash_attn_interface. Its lse of a row that sees no key is -inf, as
 onchip's is. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernels: dispatch
-decides here, and num_splits=1 of a call without gradient asks for results that do not depend on
-the rest of the batch.
+decides here, and num_splits=1 over a cache gives results that do not depend on the rest of the
+batch.
 """
 
 from typing import Any, cast
@@ -149,7 +149,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    """flash_attn_with_kvcache of FlashAttention-2, whose block_table is page_table here; packed q
+    """flash_attn_with_kvcache of FlashAttention-2 with page_table for its block_table; packed q
     (total_q, heads, head_dim) with cu_seqlens_q and max_seqlen_q over pages as well. With
     return_softmax_lse upstream appends two empty tensors to (out, softmax_lse), and so does this.
     """
@@ -303,7 +303,7 @@ def flash_attn_backward(
     deterministic=False,
     sm_margin=0,
 ) -> Tensor:
-    """Write the gradients into dq, dk and dv, those that are given; return rowsum(out * dout),
+    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout),
     shaped as softmax_lse.
     """
     refuse(sequed_q=sequed_q, sequed_k=sequed_k)

@@ -85,8 +85,8 @@ _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FusedMLP(Mlp):
-    """Mlp whose activation is a name. checkpoint_lvl and heuristic say how upstream fuses it, and
-    change nothing here.
+    """Mlp with the name of an activation. checkpoint_lvl and heuristic say how upstream fuses it,
+    and change nothing here.
     """
 
     def __init__(

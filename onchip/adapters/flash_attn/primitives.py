@@ -118,7 +118,7 @@ def flash_attn_backward(
     deterministic,
     rng_state=None,
 ) -> Tensor:
-    """Write the gradients into dq, dk and dv, those that are given, and return rowsum(out * dout)
+    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout)
     (batch, heads, seqlen_q rounded up to a multiple of 128).
 
     out and softmax_lse may belong to the same queries over more keys than k has: the gradients are

@@ -48,7 +48,7 @@ def missing(modules: dict[str, list[str]], absent: dict[str, list[str]]) -> list
 
 
 def results() -> dict[str, tuple[int, list[str]]]:
-    """repository -> (how many modules and names it imports, those that are missing)"""
+    """repository -> (how many modules and names it imports, the missing ones)"""
     table = rows()
     absent = table.pop("absent")
     with fa.installed(flash_attn_3=True):

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not here")
 def test_backends_of_diffusers():
-    """ "flash" and "flash_varlen" of the installed package. A process of its own: diffusers asks
-    for flash_attn once, when it is imported.
+    """ "flash" and "flash_varlen" of the installed package. A process of its own: diffusers
+    looks for flash_attn once, when it is imported.
     """
     program = ROOT / "tests" / "programs" / "flash_dependants.py"
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

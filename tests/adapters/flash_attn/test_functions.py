@@ -212,7 +212,7 @@ def test_block_tables_of_any_block_size(options, block_size):
 
 
 def normalised(s, p, block):
-    """S_dmask (heads, rows, keys) as probabilities, where p are those of attention without dropout:
+    """S_dmask (heads, rows, keys) as probabilities; p is attention's, without dropout:
     exp(s - m) * exp(m - lse), and exp(m - lse) is the largest p from the block of a key on.
     """
     found = []
@@ -337,7 +337,7 @@ def test_pages_are_served_without_gradient():
 @pytest.mark.parametrize(
     ("keys", "table", "sentence"),
     [
-        (9, [2, 0], "9 keys exceeds block_table, whose 2 columns of 4 keys have room for 8"),
+        (9, [2, 0], "9 keys exceeds block_table: 2 columns of 4 keys have room for 8"),
         (8, [2, 3], r"block_table\[0, 1\]=3 leaves the 3 blocks"),
         (8, [-1, 0], r"block_table\[0, 0\]=-1 leaves the 3 blocks"),
     ],

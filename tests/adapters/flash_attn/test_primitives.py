@@ -14,7 +14,7 @@ from tests.adapters.flash_attn import plain
 SCORE = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap")
 SAVED = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-SIGNATURES = {  # of flash_attn 2.8, whose callers build keyword arguments from them
+SIGNATURES = {  # of flash_attn 2.8: callers build keyword arguments from them
     "_flash_attn_forward": [*"qkv", *SCORE, "alibi_slopes", "return_softmax"],
     "_flash_attn_varlen_forward": [*"qkv", *LENGTHS, *SCORE, "alibi_slopes", "return_softmax"]
     + ["block_table", "leftpad_k", "seqused_k", "zero_tensors", "num_splits"],
@@ -171,7 +171,7 @@ def test_rows_that_see_no_key_pass_through_both_ways(passes):
     assert not dq[:, :5].any() and all(g.isfinite().all() for g in (dq, dk, dv))
 
 
-def test_gradients_that_nobody_wants_are_not_written(passes):
+def test_gradients_without_a_buffer_are_not_written(passes):
     q, k, v = ot.make_qkv(1, 9, num_heads=2, dtype=torch.float64)
     out, lse, _, _ = passes._flash_attn_forward(q, k, v, **score({}), return_softmax=False)
     (dv,) = empty_like(v)
