@@ -50,12 +50,12 @@ def flash_attn_func(
         k,
         v,
         softmax_scale=softmax_scale,
-        causal=causal,
+        causal=bool(causal),
         window_size=_window(window_size),
         softcap=softcap or 0.0,
         sinks=_sinks(learnable_sink),
-        deterministic=deterministic,
-        return_lse=return_lse,
+        deterministic=bool(deterministic),
+        return_lse=bool(return_lse),
     )
     return _pair(found, return_lse)
 
@@ -102,12 +102,12 @@ def flash_attn_varlen_func(
     q, k, v = map(contiguous, (q, k, v))
     call = {
         "softmax_scale": softmax_scale,
-        "causal": causal,
+        "causal": bool(causal),
         "window_size": _window(window_size),
         "softcap": softcap or 0.0,
         "sinks": _sinks(learnable_sink),
-        "deterministic": deterministic,
-        "return_lse": return_lse,
+        "deterministic": bool(deterministic),
+        "return_lse": bool(return_lse),
     }
     if page_table is not None:
         check_no_gradient("page_table", q, k, v)

@@ -248,7 +248,7 @@ def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked)
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=number(max_seqlen_q),
         **asked.scores,
-        return_lse=asked.return_attn_probs,
+        return_lse=bool(asked.return_attn_probs),
     )
     if not asked.return_attn_probs:
         return answer

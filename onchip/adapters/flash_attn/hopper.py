@@ -44,7 +44,7 @@ def flash_attn_func(
     score = softmax_scale, causal, window_size, softcap, None, deterministic
     options = Asked(0.0, *score).options
     q, k, v = map(contiguous, (q, k, v))
-    return ops.attention(q, k, v, **options, return_lse=return_attn_probs)
+    return ops.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
 
 
 def flash_attn_qkvpacked_func(
@@ -109,7 +109,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
     q, k, v = map(contiguous, (q, k, v))
     if seqused_k is None:
-        call = asked.options | {"return_lse": return_attn_probs}
+        call = asked.options | {"return_lse": bool(return_attn_probs)}
         return ops.varlen_attention(q, k, v, *lengths, **call)
     check_no_gradient("seqused_k", q, k, v)
     with torch.no_grad():
