@@ -1,6 +1,10 @@
 """An engine that says what it is told to, behind a real server on the loopback."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -258,3 +262,38 @@ def until():
             time.sleep(0.005)
 
     return wait
+
+
+@contextmanager
+def processes():
+    started = []
+
+    def start(*options):
+        command = [sys.executable, "-m", "onchip", "serve", "--port", "0", *options]
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+        )
+        started.append(child)
+        for line in child.stdout:
+            if found := re.search(r"http://[\d.]+:\d+", line):
+                return child, found[0]
+        raise AssertionError(child.stderr.read())
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def process():
+    """process(*options): (the process, its address); it is killed at the end."""
+    with processes() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_process():
+    """A process for all tests of a file that leave nothing behind; little room for bodies."""
+    with processes() as start:
+        yield start("--max-bodies-mib", "16")
