@@ -198,17 +198,17 @@ def _json(value: Any) -> Iterator[bytes]:
 
 async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
     """The result of the work, which is cancelled as soon as one of `ends` raises."""
-    tasks = [asyncio.ensure_future(one) for one in (work, *ends)]
+    worker, watchers = asyncio.ensure_future(work), [asyncio.ensure_future(one) for one in ends]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0] not in done:
-            for task in done:
-                task.result()
-        return await tasks[0]
+        done, _ = await asyncio.wait([worker, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        if worker not in done:
+            for watcher in done:
+                watcher.result()
+        return await worker
     finally:
-        for task in tasks:
+        for task in (worker, *watchers):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(worker, *watchers, return_exceptions=True)
 
 
 async def client_gone(receive: Receive) -> None:

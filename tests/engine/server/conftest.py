@@ -265,19 +265,23 @@ def until():
 
 
 @contextmanager
-def processes():
+def processes(log):
+    """start(*options): (the process, its address). log: a file for what it writes, which no pipe
+    would hold.
+    """
     started = []
 
     def start(*options):
         command = [sys.executable, "-m", "onchip", "serve", "--port", "0", *options]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-        )
+        with log.open("w") as file:
+            child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ
+            )
         started.append(child)
-        for line in child.stdout:
+        for line in child.stdout or ():
             if found := re.search(r"http://[\d.]+:\d+", line):
                 return child, found[0]
-        raise AssertionError(child.stderr.read())
+        raise AssertionError(log.read_text())
 
     yield start
     for child in started:
@@ -286,14 +290,20 @@ def processes():
 
 
 @pytest.fixture
-def process():
+def process(tmp_path):
     """process(*options): (the process, its address); it is killed at the end."""
-    with processes() as start:
+    with processes(tmp_path / "log") as start:
         yield start
 
 
 @pytest.fixture(scope="module")
-def shared_process():
+def shared_log(tmp_path_factory):
+    """What the shared process has written."""
+    return tmp_path_factory.mktemp("process") / "log"
+
+
+@pytest.fixture(scope="module")
+def shared_process(shared_log):
     """A process for all tests of a file that leave nothing behind; little room for bodies."""
-    with processes() as start:
+    with processes(shared_log) as start:
         yield start("--max-bodies-mib", "16")

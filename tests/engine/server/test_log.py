@@ -103,7 +103,7 @@ def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
 
 
 def test_the_start_says_what_serves():
-    from onchip import LLM
+    from onchip.engine import LLM
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0, device="cpu")
     said = command.describe(llm.engine, "tiny")
