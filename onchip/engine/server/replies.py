@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from .answers import Format, Piece, Reader, failure_of, usage
 from .log import record_of
 from .metrics import Metrics
-from .protocol import Usage
+from .protocol import CompletionLogprobs, Usage
 from .refusal import Refusal, refuse
 from .service import Service
 from .tickets import Ticket
@@ -31,7 +31,7 @@ T = TypeVar("T")
 PING_S = 15.0  # a comment in a silent stream: proxies keep it, and a dead client is noticed
 GRACE_S = 5.0  # past its deadline a request is cut off by the engine; past this, without it
 INLINE_ENTRIES = 512  # tokens and logprobs that are written on the loop: a few ms
-SLICE = 256  # of a list that is written in one go, without a chance for other threads
+SLICE = 64  # tokens whose logprobs are written in one go
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,12 @@ class WholeReply(OrderReply):
         """The whole answer: its head, then choice by choice."""
         whole, counted = self.order.format.whole, self.order.usage
         head, opening, tail = whole([], counted).model_dump_json().encode().partition(_CHOICES)
-        parts = [head + opening]
-        for place, piece in enumerate(pieces):
-            [choice] = whole([piece], counted).choices
-            parts.append(b"".join((b"," if place else b"", *_json(choice))))
-        return [*parts, tail]
+        choice_of = lambda piece: whole([piece], counted).choices[0]
+        choices = [
+            with_logprobs(choice_of(replace(piece, tokens=())), piece, choice_of)
+            for piece in pieces
+        ]
+        return [head + opening, *_separate(choices), tail]
 
 
 class StreamReply(OrderReply):
@@ -163,7 +164,18 @@ class StreamReply(OrderReply):
         await _send(send, _event(b"[DONE]"), more=False)
 
     def _chunks(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(self._event(self.order.format.chunk(piece)) for piece in pieces)
+        return b"".join(map(self._chunk, pieces))
+
+    def _chunk(self, piece: Piece) -> bytes:
+        chunk = self.order.format.chunk
+        choice_of = lambda part: chunk(part).choices[0]
+        return _event(
+            with_logprobs(chunk(replace(piece, tokens=())), piece, choice_of, self._left_out)
+        )
+
+    @property
+    def _left_out(self) -> set[str] | None:
+        return None if self.order.include_usage else {"usage"}
 
     async def _wait(self, send: Send) -> None:
         while True:
@@ -174,26 +186,47 @@ class StreamReply(OrderReply):
                 await _send(send, b": waiting\n\n")
 
     def _event(self, chunk: BaseModel) -> bytes:
-        left_out = None if self.order.include_usage else {"usage"}
-        return _event(chunk.model_dump_json(exclude=left_out).encode())
+        return _event(chunk.model_dump_json(exclude=self._left_out).encode())
 
 
-def _json(value: Any) -> Iterator[bytes]:
-    """A model as JSON, its lists in slices: what is written in one go holds up every thread."""
-    if isinstance(value, BaseModel):
-        opening = b"{"
-        for name in type(value).model_fields:
-            yield opening + b'"%s":' % name.encode()
-            yield from _json(getattr(value, name))
-            opening = b","
-        yield b"}"
-    elif isinstance(value, list) and value:
-        for start in range(0, len(value), SLICE):
-            part = to_json(value[start : start + SLICE], inf_nan_mode="null")
-            yield (b"," if start else b"[") + part[1:-1]
-        yield b"]"
-    else:
-        yield to_json(value, inf_nan_mode="null")
+def with_logprobs(
+    bare: BaseModel,
+    piece: Piece,
+    choice_of: Callable[[Piece], Any],
+    left_out: set[str] | None = None,
+) -> bytes:
+    """JSON of a model that has one choice, or is one. bare: without the piece's tokens, which are
+    written SLICE at a time. Otherwise all threads would wait: for what is written in one go, and
+    for the garbage collector, which looks at every object that lives for long.
+    """
+    text = bare.model_dump_json(exclude=left_out).encode()
+    if not piece.tokens:
+        return text
+    head, _, tail = text.partition(_NO_LOGPROBS)  # in a string its quotes would be escaped
+    columns: dict[str, list[bytes]] = {}
+    offset = piece.offset
+    for start in range(0, len(piece.tokens), SLICE):
+        part = replace(piece, tokens=piece.tokens[start : start + SLICE], offset=offset)
+        logprobs = choice_of(part).logprobs
+        if isinstance(logprobs, CompletionLogprobs):
+            offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        for name in type(logprobs).model_fields:
+            value = to_json(getattr(logprobs, name), inf_nan_mode="null")
+            columns.setdefault(name, []).append(value)
+    fields = [b'"%s":%s' % (name.encode(), _joined(parts)) for name, parts in columns.items()]
+    return b"".join([head, b'"logprobs":{', *_separate(fields), b"}", tail])
+
+
+def _joined(parts: list[bytes]) -> bytes:
+    """Lists as one list; anything else is the same in all parts."""
+    if parts[0][:1] != b"[":
+        return parts[0]
+    return b"[" + b",".join([part[1:-1] for part in parts if part != b"[]"]) + b"]"
+
+
+def _separate(parts: Sequence[bytes]) -> Iterator[bytes]:
+    for place, part in enumerate(parts):
+        yield b"," + part if place else part
 
 
 async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
@@ -236,7 +269,7 @@ def _loop_time(monotonic_s: float) -> float:
     return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
 
 
-_CHOICES = b'"choices":['
+_CHOICES, _NO_LOGPROBS = b'"choices":[', b'"logprobs":null'
 _STREAM_START = {
     "type": "http.response.start",
     "status": 200,
