@@ -11,8 +11,8 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -82,7 +82,8 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 if record.status is None:
                     record.status = message["status"]
-                MutableHeaders(scope=message)[HEADER] = record.request_id
+                name = (HEADER.encode(), record.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), name]}
             await send(message)
 
         try:
@@ -112,5 +113,5 @@ def _request_id(scope: Scope) -> str:
 def _write(scope: Scope, record: Record) -> None:
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if LOG.isEnabledFor(level):
-        path = scope["raw_path"].decode("latin-1")  # as sent: it holds no blank and no line break
-        LOG.log(level, record.line(scope["method"], path[:MAX_PATH_CHARS]))
+        path = quote(scope["path"])[:MAX_PATH_CHARS]  # neither a blank nor a line break
+        LOG.log(level, record.line(scope["method"], path))

@@ -175,7 +175,6 @@ WORST = (
 
 
 @linux
-@pytest.mark.alone
 def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask, open_stream):
     """In processor time: this machine may be busy with other things."""
     running, url = shared_process

@@ -88,8 +88,8 @@ class Nowhere:
         pass
 
 
-async def reply_to(kind, form, output, lags=None):
-    """What a client gets; lags: seconds by which the loop was late meanwhile."""
+async def reply_to(kind, form, output, turns=None):
+    """What a client gets; turns: gets an entry whenever the loop has time for it."""
     sent = []
 
     async def send(message):
@@ -97,11 +97,10 @@ async def reply_to(kind, form, output, lags=None):
 
     async def watch():
         while True:
-            started = time.monotonic()
-            await asyncio.sleep(0.005)
-            lags.append(time.monotonic() - started - 0.005)
+            await asyncio.sleep(0.002)
+            turns.append(time.monotonic())
 
-    watching = asyncio.ensure_future(watch()) if lags is not None else None
+    watching = asyncio.ensure_future(watch()) if turns is not None else None
     samples = len(output.outputs)
     order = Order(
         Nowhere(), Answered(output), form, Reader(samples), samples, time.monotonic() + 99, None
@@ -136,12 +135,9 @@ def test_a_large_piece_of_a_stream_is_whole(form):
     assert sent == wanted
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", [WholeReply, StreamReply])
 def test_a_large_answer_is_built_off_the_loop(kind):
-    """20,000 logprobs a choice: the loop is late by a small part of the time that it takes."""
-    lags, started = [], time.monotonic()
-    sent = asyncio.run(reply_to(kind, ChatFormat("m", str, 20), answer_of(2, 1000, 20), lags))
-    took = time.monotonic() - started
-    assert len(sent) > 1_000_000
-    assert max(lags) < took / 3, (max(lags), took)
+    """20,000 logprobs a choice: the loop goes round meanwhile. On the loop it would not, once."""
+    turns = []
+    sent = asyncio.run(reply_to(kind, ChatFormat("m", str, 20), answer_of(2, 1000, 20), turns))
+    assert len(sent) > 1_000_000 and len(turns) > 15
