@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -18,13 +19,15 @@ from onchip.engine.params import SamplingParams
 
 from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
-from .guard import Guard, bounded_route
+from .bodies import BodyMemory, Intake, body_route, invalid
+from .guard import Guard
 from .keys import Keyring
 from .live import Watch
+from .log import RequestLog
 from .metrics import Metrics
 from .protocol import ChatRequest, CompletionRequest, Sampling
-from .refusal import Refusal
-from .replies import Order, StreamReply, WholeReply, refuse
+from .refusal import Refusal, refuse
+from .replies import Order, StreamReply, WholeReply
 from .service import Engine, Service, State
 from .texts import Texts
 from .tickets import Ask
@@ -51,21 +54,34 @@ _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 @dataclass(frozen=True)
 class Options:
-    """model: the name it is served under. max_request_s: no request may take longer. max_stall_s:
-    a step older than this makes the server not ready. hosts: as of Guard.
+    """model: the name it is served under. max_bodies_bytes: of all bodies that are being read.
+    max_request_s: no request may take longer. max_stall_s: a step older than this makes the server
+    not ready. hosts: as of Guard.
     """
 
     model: str
     max_body_bytes: int = 4 << 20
+    max_bodies_bytes: int = 64 << 20
     max_request_s: float = 600.0
     max_stall_s: float = 30.0
     max_open: int = 16384
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_request_s", "max_stall_s", "max_open"):
+        for name in (
+            "max_body_bytes",
+            "max_bodies_bytes",
+            "max_request_s",
+            "max_stall_s",
+            "max_open",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes={self.max_bodies_bytes} must be at least"
+                f" max_body_bytes={self.max_body_bytes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -99,6 +115,9 @@ class Server:
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.watch = Watch(self.service, options.model)
         self._started = int(time.time())
+        # One thread each: bodies and answers take their turns, and none waits for the other kind.
+        self._parsers = ThreadPoolExecutor(1, "onchip-bodies")
+        self._builders = ThreadPoolExecutor(1, "onchip-answers")
         self.app = self._application()
 
     def _application(self) -> FastAPI:
@@ -114,7 +133,8 @@ class Server:
         for path, (file, kind) in _PAGE.items():
             app.add_api_route(path, _static(file, kind), include_in_schema=False)
         app.add_middleware(Guard, keys=self.keys, hosts=self.options.hosts)
-        for kind in (Refusal, HTTPException, RequestValidationError, Exception):
+        app.add_middleware(RequestLog, metrics=self.metrics)  # the last one is the outermost
+        for kind in (Refusal, HTTPException, RequestValidationError):
             app.add_exception_handler(kind, self._failed)
         return app
 
@@ -125,12 +145,17 @@ class Server:
             yield
         finally:
             await self.service.close()
+            for pool in (self._parsers, self._builders):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _api(self) -> APIRouter:
-        router = APIRouter(
-            route_class=bounded_route(self.options.max_body_bytes, self.service.arriving),
-            responses=_ERRORS,
+        intake = Intake(
+            self.options.max_body_bytes,
+            BodyMemory(self.options.max_bodies_bytes),
+            self.service.arriving,
+            self._parsers,
         )
+        router = APIRouter(route_class=body_route(intake), responses=_ERRORS)
         streams = {200: {"content": _STREAM}}
         router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
             self._completions
@@ -152,6 +177,7 @@ class Server:
 
     async def _completions(self, body: CompletionRequest, request: Request) -> Response:
         params, prompts = _checked(body.params), body.prompts
+        self._check_lengths(prompts)
         if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
             raise Refusal(
                 400, "which choices are best is known at the end: they cannot be streamed"
@@ -162,31 +188,33 @@ class Server:
             echo = Echo(texts, body.scores_only)
         form = CompletionFormat(self.options.model, self.texts.decode)
         question = Question(params, prompts, form, Reader(params.n, echo))
-        return await self._serve(body, request.state.salt, question)
+        return await self._serve(body, request, question)
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         params = _checked(body.params)
         prompt = await self._beside(self.texts.chat, [message.plain for message in body.messages])
         form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
         question = Question(params, [prompt], form, Reader(params.n))
-        return await self._serve(body, request.state.salt, question)
+        return await self._serve(body, request, question)
 
-    async def _serve(self, body: Sampling, salt: bytes, question: Question) -> Response:
+    async def _serve(self, body: Sampling, request: Request, question: Question) -> Response:
         self._check_model(body.model)
         question.check_width()
         allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
         tokens = [await self._encode(prompt) for prompt in question.prompts]
+        salt, arrival = request.state.salt, request.state.arrival
         rest = (question.params, body.priority or 0, allowed_s, salt, bool(body.stream))
         deadline_s = time.monotonic() + allowed_s  # a little before the engine's own
         order = Order(
             self.service,
-            await self.service.submit([Ask(one, *rest) for one in tokens]),
+            await self.service.submit([Ask(one, *rest) for one in tokens], arrival),
             question.form,
             question.reader,
             question.num_choices,
             deadline_s,
             _late(allowed_s, body.deadline_s),
             body.include_usage,
+            self._builders,
         )
         return (StreamReply if body.stream else WholeReply)(order, self.metrics)
 
@@ -202,6 +230,17 @@ class Server:
 
     def _text(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self.texts.decode(prompt)
+
+    def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        """Token ids that can never fit, before anything is done with them."""
+        longest = max((len(p) for p in prompts if not isinstance(p, str)), default=0)
+        if longest > self.limits.max_model_len:
+            raise Refusal(
+                400,
+                f"the prompt has {longest} tokens, the model takes {self.limits.max_model_len}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.options.model):
@@ -252,8 +291,7 @@ class Server:
         refusal = refusal_of(error)
         self.metrics.refused(refusal.status)
         reply = refuse(refusal)
-        if isinstance(error, HTTPException):
-            reply.headers.update(error.headers or {})
+        reply.headers.update(getattr(error, "headers", None) or {})
         return reply
 
 
@@ -277,18 +315,9 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, RequestValidationError):
-        return _invalid(error.errors()[0])
-    return Refusal(500, "the server failed at this request")
-
-
-def _invalid(error: dict[str, Any]) -> Refusal:
-    """The first thing that is wrong, without what was sent: that may be megabytes."""
-    path = ".".join(str(part) for part in error["loc"][1:])[:100]
-    if error["type"] == "extra_forbidden":
-        return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
-    if not path:
-        return Refusal(400, f"the body is no request: {error['msg']}; send application/json")
-    return Refusal(400, f"{path}: {error['msg'][:300]}", param=path)
+        first = error.errors()[0]
+        return invalid(first["type"], first["loc"][1:], first["msg"])
+    raise error
 
 
 def _static(file: str, kind: str) -> Callable[[], Any]:

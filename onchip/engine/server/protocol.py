@@ -2,7 +2,8 @@
 
 Types are strict and unknown fields are refused, as OpenAI does. A field that this server cannot
 honour takes only the value that means "not wanted"; one that changes no answer is accepted and
-unused. The bounds stand here for the schema; SamplingParams has the last word.
+unused. The bounds stand here for the schema; SamplingParams has the last word. A long list stops at
+its first error (`fail_fast`): pydantic would write an error for each of its values.
 """
 
 from typing import Annotated, Any, Literal
@@ -20,7 +21,7 @@ MAX_DEADLINE_S = 86_400.0
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -137,9 +138,12 @@ class TextPart(Strict):
     text: str
 
 
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    content: str | Parts
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
@@ -158,7 +162,7 @@ class TextFormat(Strict):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions: text alone, no tools."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
