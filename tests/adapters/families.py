@@ -48,6 +48,7 @@ DECODERS = {
         "intermediate_size_mlp": 72,
         "no_rope_layers": [1, 0],
     },
+    "doge": {"keep_window_size": 5},  # computes with its masks
     **foreigners.SERVED,
 }
 # What is asked of others than decoders.

@@ -18,11 +18,12 @@ import argparse
 import ast
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from collections import Counter
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 
@@ -151,19 +152,30 @@ def _register(calls):
 
     from onchip.adapters import transformers as adapter
 
-    choose = PreTrainedModel.get_correct_attn_implementation
-
     def ours_by_default(self, requested, *args, **kwargs):
-        if requested is None and self._supports_sdpa:
+        if requested is None and self._supports_sdpa and not _has_refused(type(self).__module__):
             requested = NAMES["sdpa"]
         return choose(self, requested, *args, **kwargs)
 
     adapter.attend = _counted(calls, "ours", adapter.attend)
     for name in NAMES.values():
         adapter.register(name)
+    choose = PreTrainedModel.get_correct_attn_implementation
     theirs = AttentionInterface()["sdpa"]
     AttentionInterface.register("sdpa", _counted(calls, "theirs", theirs))
     PreTrainedModel.get_correct_attn_implementation = ours_by_default
+
+
+@cache
+def _has_refused(module):
+    """Whether a model of this module refuses our name: then none of it takes ours by default."""
+    from transformers import PreTrainedModel
+
+    from onchip.models import served
+
+    kinds = [one for one in vars(sys.modules[module]).values() if isinstance(one, type)]
+    models = [kind for kind in kinds if issubclass(kind, PreTrainedModel)]
+    return any(served.reason(kind, NAMES["sdpa"], PreTrainedModel) for kind in models)
 
 
 def _serve_by(kernel):
@@ -191,6 +203,7 @@ class Upstream:
 
     def __init__(self):
         self.calls, self.skipped = Counter(), Counter()
+        self.outcomes = {}  # by family and test
 
     def pytest_collection_modifyitems(self, config, items):
         from transformers import PreTrainedModel
@@ -219,17 +232,39 @@ class Upstream:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """That attention gives no probabilities is a refusal that documentation promises."""
+        """Refusals that documentation promises: attention gives no probabilities, and a model that
+        runs attention of its own refuses our name.
+        """
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
-        refused = isinstance(error, UnsupportedError) and "output_attentions" in str(error)
-        if refused and "output_attentions" in item.name:
+        said = str(error) if isinstance(error, UnsupportedError) else ""
+        if "output_attentions" in said and "output_attentions" in item.name or "of its own" in said:
             report.outcome, report.wasxfail = "skipped", str(error)
         return report
 
     def pytest_runtest_logreport(self, report):
+        self._record(report)
         if report.skipped and isinstance(report.longrepr, tuple):
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def _record(self, report):
+        """The outcome of a test is that of its last stage that did not pass; a failure of one of
+        its subtests is its failure.
+        """
+        path, _, test = report.nodeid.partition("::")
+        tests = self.outcomes.setdefault(Path(path).parent.name, {})
+        if tests.get(test) == "failed" or (report.passed and report.when != "call"):
+            return
+        refused = report.skipped and hasattr(report, "wasxfail")
+        tests[test] = "refused" if refused else report.outcome
+
+    def write(self, file):
+        """Add the outcomes of this run to those in a JSON file: counts, and the tests that fail."""
+        known = json.loads(file.read_text()) if file.exists() else {}
+        for family, tests in self.outcomes.items():
+            failed = sorted(test for test, outcome in tests.items() if outcome == "failed")
+            known[family] = {**Counter(tests.values()), "failed": failed}
+        file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter):
         for reason, count in sorted(self.skipped.items()):
@@ -249,6 +284,7 @@ def main():
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--kernel", help="serves all calls, or refuses them")
+    parser.add_argument("--json", type=Path, help="a file that outcomes by family are added to")
     said, rest = parser.parse_known_args()
     checkout = said.checkout.resolve()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -261,7 +297,10 @@ def main():
     sys.meta_path.insert(0, _Finder(checkout))
     given = [*_files(checkout, said.models.split(",")), f"--rootdir={checkout}", "-c", os.devnull]
     plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
-    return pytest.main([*given, *plain, *rest], [plugin])
+    status = pytest.main([*given, *plain, *rest], [plugin])
+    if said.json is not None:
+        plugin.write(said.json)
+    return status
 
 
 if __name__ == "__main__":
