@@ -5,13 +5,14 @@ from pathlib import Path
 from onchip.models import builtin, foreign
 from onchip.models.config import FAMILIES
 from onchip.models.loader import read_json
+from onchip.models.parts import text_fields
 
 
 def is_native(folder: str | Path) -> bool:
     """Whether `decoder` has the family of a folder's model, as its config.json says. What says
     nothing is left to the reader of our own, which refuses it.
     """
-    data = read_json(Path(folder) / "config.json")
+    data = text_fields(read_json(Path(folder) / "config.json"))
     model_type = data.get("model_type") if isinstance(data, dict) else None
     return not isinstance(model_type, str) or model_type in FAMILIES
 
