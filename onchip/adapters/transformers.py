@@ -30,8 +30,8 @@ NAME = "onchip"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FEW_KEYS = 8  # or a model that computes with its mask might take two bounds for two keys
 _CELLS_AT_ONCE = 1 << 24  # of a rule that is not known
-# Models that compute with their masks before they hand them over: they take dense ones, as of SDPA.
-_DENSE = frozenset({"doge"})
+# Models that compute with their masks before they hand them over take those of eager attention.
+_ADDITIVE = frozenset({"deepseek_v4", "doge"})
 
 
 def register(name: str = NAME, *, precise_delta: bool = False) -> None:
@@ -91,8 +91,8 @@ def mask(
     asked = said | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
     asked |= {"kv_offset": kv_offset, "mask_function": mask_function}
     asked |= {"attention_mask": attention_mask}
-    if getattr(said.get("config"), "model_type", None) in _DENSE:
-        return _sdpa_mask(asked)
+    if getattr(said.get("config"), "model_type", None) in _ADDITIVE:
+        return _additive(_cells(asked), said.get("dtype", torch.float32))
     if q_length == 1 or kv_length < _FEW_KEYS:
         return _additive(_sdpa_mask(asked), said.get("dtype", torch.float32))
     if torch.compiler.is_compiling():

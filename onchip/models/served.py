@@ -54,7 +54,7 @@ def check(model: Any, name: str, base: type) -> None:
 @cache
 def reason(kind: type, name: str, base: type) -> str | None:
     """Why models of this class cannot serve the name; None: they look it up, or do not attend."""
-    built = list(_classes_of(kind, base))
+    built = list(classes_of(kind, base))
     tables = [table for part in built for table in _tables(part) if name not in table]
     if tables:
         others = ", ".join(map(repr, tables[0]))
@@ -67,7 +67,7 @@ def reason(kind: type, name: str, base: type) -> str | None:
             "masks keys for 'eager' and 'sdpa' alone, and gives any other implementation indices of"
             " keys that it must choose of its own: load it with attn_implementation='sdpa'"
         )
-    if any(_INTERFACE in _names(part) for part in built):
+    if any(map(looks_up, built)):
         return None
     own = next((part for part in built if _is_attention(part)), None)
     if own is None:
@@ -76,6 +76,25 @@ def reason(kind: type, name: str, base: type) -> str | None:
         f"runs attention of its own ({own.__name__}), which looks up no implementation: load it"
         " with attn_implementation='eager'"
     )
+
+
+def classes_of(kind: type, base: type) -> Iterator[type]:
+    """The class and all classes that it builds, but not the models inside it."""
+    seen, waiting = {kind}, [kind]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        for one in _globals(part, "__init__"):
+            if not isinstance(one, type) or one in seen or not hasattr(one, "forward"):
+                continue
+            if not issubclass(one, base) and not one.__module__.startswith("torch."):
+                seen.add(one)
+                waiting.append(one)
+
+
+def looks_up(part: type) -> bool:
+    """Whether a class asks the attention interface for its attention function."""
+    return _INTERFACE in _names(part)
 
 
 def _wrap(base: Any) -> None:
@@ -101,20 +120,6 @@ def _wrap(base: Any) -> None:
 
     base.get_correct_attn_implementation = get_correct_attn_implementation
     base.set_attn_implementation = set_attn_implementation
-
-
-def _classes_of(kind: type, base: type) -> Iterator[type]:
-    """The class and all classes that it builds, but not the models inside it."""
-    seen, waiting = {kind}, [kind]
-    while waiting:
-        part = waiting.pop()
-        yield part
-        for one in _globals(part, "__init__"):
-            if not isinstance(one, type) or one in seen or not hasattr(one, "forward"):
-                continue
-            if not issubclass(one, base) and not one.__module__.startswith("torch."):
-                seen.add(one)
-                waiting.append(one)
 
 
 def _is_attention(part: type) -> bool:

@@ -1,6 +1,7 @@
 """transformers' own tests of attention, with our implementation where they name another.
 
     python tests/adapters/upstream.py CHECKOUT [--models llama,bert] [--kernel tiled] [pytest ...]
+    python tests/adapters/upstream.py CHECKOUT --models all --json docs/transformers.json
 
 CHECKOUT is a clone of transformers' repository at the version that is installed. Its tests are read
 with "sdpa" and "flash_attention_2" replaced by names under which the adapter is registered, and a
@@ -198,6 +199,15 @@ def _among(tests, name):
     return _SAME_TO_US not in name and any(fnmatchcase(name, one) for one in tests)
 
 
+def _is_promised(sentence, test):
+    """Whether documentation promises this refusal: attention gives no probabilities, and a model
+    with attention of its own refuses our name.
+    """
+    return "of its own" in sentence or (
+        "output_attentions" in sentence and "output_attentions" in test
+    )
+
+
 class Upstream:
     """What pytest has to know: which tests, and whether each asked us for attention."""
 
@@ -232,13 +242,10 @@ class Upstream:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """Refusals that documentation promises: attention gives no probabilities, and a model that
-        runs attention of its own refuses our name.
-        """
+        """A refusal that documentation promises is no failure."""
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
-        said = str(error) if isinstance(error, UnsupportedError) else ""
-        if "output_attentions" in said and "output_attentions" in item.name or "of its own" in said:
+        if isinstance(error, UnsupportedError) and _is_promised(str(error), item.name):
             report.outcome, report.wasxfail = "skipped", str(error)
         return report
 
@@ -255,7 +262,7 @@ class Upstream:
         tests = self.outcomes.setdefault(Path(path).parent.name, {})
         if tests.get(test) == "failed" or (report.passed and report.when != "call"):
             return
-        refused = report.skipped and hasattr(report, "wasxfail")
+        refused = report.skipped and _is_promised(getattr(report, "wasxfail", ""), test)
         tests[test] = "refused" if refused else report.outcome
 
     def write(self, file):
@@ -269,6 +276,15 @@ class Upstream:
     def pytest_terminal_summary(self, terminalreporter):
         for reason, count in sorted(self.skipped.items()):
             terminalreporter.write_line(f"skipped {count:4} x {reason}")
+
+
+def _families(checkout):
+    """All that the checkout has tests of, and the installed version has a model of."""
+    import transformers
+
+    known = {folder.name for folder in (Path(transformers.__file__).parent / "models").iterdir()}
+    files = (checkout / "tests" / "models").glob("*/test_modeling_*.py")
+    return sorted({file.parent.name for file in files} & known)
 
 
 def _files(checkout, models):
@@ -290,12 +306,14 @@ def main():
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path.pop(0)  # the folder of this file, which has a flash_attn that is none
     sys.path.insert(0, str(checkout))
+    sys.path.append(str(checkout / "utils"))
     plugin = Upstream()
     _drop_conditions()
     _serve_by(said.kernel)
     _register(plugin.calls)
     sys.meta_path.insert(0, _Finder(checkout))
-    given = [*_files(checkout, said.models.split(",")), f"--rootdir={checkout}", "-c", os.devnull]
+    models = _families(checkout) if said.models == "all" else said.models.split(",")
+    given = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
     plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
     status = pytest.main([*given, *plain, *rest], [plugin])
     if said.json is not None:
