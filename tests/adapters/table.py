@@ -17,16 +17,20 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RESULTS = DOCS / "transformers.md", DOCS / "transformers.json"
 HEAD = """# Families of transformers
 
-[`attn_implementation="onchip"`](adapters.md#transformers) in transformers {version}, by family: a folder of its `models`. Written by `python tests/adapters/table.py`; a test compares this page with
-the classes of the installed version. Verdicts are what a model says when the name is set:
+[`attn_implementation="onchip"`](adapters.md#transformers) in transformers {version}, by family: a
+folder of its `models`. Written by `python tests/adapters/table.py`; a test compares this page with
+the classes of the installed version. The verdict is what a model says when the name is set:
 
 | verdict | families | |
 |---|---|---|
 {counts}
-A model inside another (the images of a language model, say) has a verdict of its own: `attn_implementation={{"text_config": "onchip"}}` serves the part that can be.
+A model inside another, such as the image encoder of a language model, has a verdict of its own:
+`attn_implementation={{"text_config": "onchip"}}` serves the part that can be.
 
-transformers' own tests of attention ([how](adapters.md#transformers-own-tests)) with our implementation in the place of SDPA and flash_attn, on the CPU: {passed:,} passed, {refused:,} met a refusal that this page
-or the table of arguments names, {failed:,} failed, in {families} families. `-`: not run.
+The numbers are tests of attention that transformers has itself, with our implementation in the
+place of SDPA and flash_attn ([how](adapters.md#transformers-own-tests)), on a CPU without bf16:
+{passed:,} passed, {refused:,} met a refusal that is documented, {failed:,} failed, over {families}
+families. `-`: not run.
 
 """
 MEANINGS = {
@@ -35,7 +39,8 @@ MEANINGS = {
     "refused": "none does: an `UnsupportedError` in one sentence",
     "its parts": "it has no attention itself; models inside it answer for themselves",
 }
-TABLE = "| family | verdict | why | passed | refused | skipped | failed |\n|---|---|---|---|---|---|---|\n"
+COLUMNS = ("family", "verdict", "why", "passed", "refused", "skipped", "failed")
+TABLE = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
 def families():

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-pytest.importorskip("accelerate")
-
 from tests.adapters import families
 from tests.programs import hf
+
+pytest.importorskip("accelerate")
 
 pytestmark = pytest.mark.programs
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tests.programs import hf
+
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-
-from tests.programs import hf
 
 pytestmark = pytest.mark.programs
 
