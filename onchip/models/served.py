@@ -11,7 +11,6 @@ class are the classes that it builds, and an attention module that uses the inte
 """
 
 import inspect
-import sys
 from collections.abc import Iterator
 from functools import cache, wraps
 from itertools import takewhile
@@ -84,7 +83,7 @@ def classes_of(kind: type, base: type) -> Iterator[type]:
     while waiting:
         part = waiting.pop()
         yield part
-        for one in _globals(part, "__init__"):
+        for one in named_in(part, "__init__"):
             if not isinstance(one, type) or one in seen or not hasattr(one, "forward"):
                 continue
             if not issubclass(one, base) and not one.__module__.startswith("torch."):
@@ -95,6 +94,19 @@ def classes_of(kind: type, base: type) -> Iterator[type]:
 def looks_up(part: type) -> bool:
     """Whether a class asks the attention interface for its attention function."""
     return _INTERFACE in _names(part)
+
+
+def named_in(part: type, method: str) -> list[Any]:
+    """What the names in a method mean in the modules that its classes were written in. Values of
+    tables of classes count as if they were named.
+    """
+    values = []
+    for function in _functions(part, method):
+        space, names = function.__globals__, sorted(_code_names(function.__code__))
+        named = [space[name] for name in names if name in space]
+        tables = [value for value in named if type(value) is dict]
+        values += [*named, *(one for table in tables for one in table.values())]
+    return values
 
 
 def _wrap(base: Any) -> None:
@@ -130,21 +142,8 @@ def _tables(part: type) -> list[dict[str, Any]]:
     """Dictionaries of implementations by name that a class chooses from when it is built."""
     if "_attn_implementation" not in _names(part, "__init__"):
         return []
-    values = _globals(part, "__init__")
+    values = named_in(part, "__init__")
     return [value for value in values if type(value) is dict and "eager" in value]
-
-
-def _globals(part: type, method: str) -> list[Any]:
-    """What the names in a method mean in the modules that its classes were written in. Values of
-    tables of classes count as if they were named.
-    """
-    values = []
-    for function in _functions(part, method):
-        space = vars(sys.modules[function.__module__])
-        named = [space[name] for name in sorted(_code_names(function.__code__)) if name in space]
-        tables = [value for value in named if type(value) is dict]
-        values += [*named, *(one for table in tables for one in table.values())]
-    return values
 
 
 def _names(part: type, method: str | None = None) -> set[str]:

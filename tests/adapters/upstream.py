@@ -154,7 +154,7 @@ def _register(calls):
     from onchip.adapters import transformers as adapter
 
     def ours_by_default(self, requested, *args, **kwargs):
-        if requested is None and self._supports_sdpa and not _has_refused(type(self).__module__):
+        if requested is None and self._supports_sdpa and not _refuses(type(self)):
             requested = NAMES["sdpa"]
         return choose(self, requested, *args, **kwargs)
 
@@ -168,15 +168,16 @@ def _register(calls):
 
 
 @cache
-def _has_refused(module):
-    """Whether a model of this module refuses our name: then none of it takes ours by default."""
+def _refuses(kind):
+    """Whether a model, or one that it builds with the same config, refuses our name."""
     from transformers import PreTrainedModel
 
     from onchip.models import served
 
-    kinds = [one for one in vars(sys.modules[module]).values() if isinstance(one, type)]
-    models = [kind for kind in kinds if issubclass(kind, PreTrainedModel)]
-    return any(served.reason(kind, NAMES["sdpa"], PreTrainedModel) for kind in models)
+    if served.reason(kind, NAMES["sdpa"], PreTrainedModel):
+        return True
+    built = [one for one in served.named_in(kind, "__init__") if isinstance(one, type)]
+    return any(_refuses(one) for one in built if issubclass(one, PreTrainedModel) and one != kind)
 
 
 def _serve_by(kernel):
