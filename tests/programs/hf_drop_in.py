@@ -1,13 +1,11 @@
 """Models that choose their attention from a table of their own, under the name of flash_attn, which
-is ours: a program, because they look for flash_attn when they are imported.
+is ours: a program, because their modules look for flash_attn when they are imported.
 """
-
-import onchip.adapters.flash_attn
-
-onchip.adapters.flash_attn.install(transformers=True)
 
 import torch
 import transformers
+
+from onchip.adapters import flash_attn
 
 SMALL = {"vocab_size": 131, "hidden_size": 48}
 KINDS = {
@@ -19,6 +17,7 @@ KINDS = {
 
 @torch.no_grad()
 def main():
+    flash_attn.install(transformers=True)
     words = torch.randint(3, 131, (3, 23), generator=torch.Generator().manual_seed(1))
     seen = torch.ones_like(words)
     seen[0, -5:] = 0

@@ -1,5 +1,5 @@
-"""Falcon, GPT-J and GPT-Neo, which refuse our name, take "flash_attention_2" through the drop-in, as
-the sentence of their refusal says.
+"""Falcon, GPT-J and GPT-Neo refuse our name, and take "flash_attention_2" through the drop-in, as
+their refusal says.
 """
 
 import os
