@@ -499,6 +499,30 @@ class TestRefusals:
             adapter.attend(torch.nn.Module(), q, q, q, None, **said)
 
 
+class OwnAttention(torch.nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class AskingAttention(torch.nn.Module):
+    def forward(self, x):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        return ALL_ATTENTION_FUNCTIONS["onchip"](self, x, x, x, None)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = OwnAttention()
+
+
+class AskingModel(transformers.PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = AskingAttention()
+
+
 class TestModelsThatAreNotServed:
     """They say so when the name is set, in one sentence."""
 
@@ -548,6 +572,12 @@ class TestModelsThatAreNotServed:
         assert one.model.language_model.config._attn_implementation == "onchip"
         assert one.model.vision_tower.config._attn_implementation != "onchip"
         assert one(torch.arange(11)[None]).logits.isfinite().all()
+
+    def test_models_that_users_write(self):
+        config = transformers.LlamaConfig(attn_implementation="onchip")
+        AskingModel(config)
+        with pytest.raises(onchip.UnsupportedError, match="OwnModel runs.*OwnAttention"):
+            OwnModel(config)
 
     def test_models_without_attention_take_any_name(self):
         config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
