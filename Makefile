@@ -10,12 +10,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 # The oldest Triton that is supported, in a folder of its own that comes before the environment: no second torch.
 OLDEST := $(VENV)/triton36
 
-.PHONY: help demo test slow triton36 upstream ring lint format lock clean
+.PHONY: help demo test slow programs triton36 upstream ring lint format lock clean
 
 help:
 	@echo "make demo      set up $(VENV) and run 'onchip demo' (about a minute)"
 	@echo "make test      set up $(VENV) and run the tests"
 	@echo "make slow      run the tests marked slow"
+	@echo "make programs  train and run programs of others on onchip: Trainer and TRL of Hugging Face, and more"
 	@echo "make triton36  interpret and cross-compile the GPU kernels with Triton 3.6, the oldest supported"
 	@echo "make upstream  run transformers' own tests of attention with ours: TRANSFORMERS=a clone of its repository"
 	@echo "make ring      run ring-flash-attention's own scripts with ours: RING=a clone of its repository"
@@ -28,12 +29,16 @@ demo: $(VENV)/.run
 	@$(BIN)/onchip demo $(DEMO)
 
 test: $(VENV)/.test
-	@$(PYTEST) -m "not slow" $(TEST)
+	@$(PYTEST) -m "not slow and not programs" $(TEST)
 
 # ALL=1: every variant of the Hopper kernels, not every second one. 5: nothing of TEST is of that kind.
 slow: $(VENV)/.test
 	@$(PYTEST) -m "slow and not alone $(if $(ALL),,and not all)" $(TEST) || [ $$? = 5 ]
 	@$(PYTEST) -n 0 -m "slow and alone" $(TEST) || [ $$? = 5 ]
+
+# Starts processes of its own, which share the cores with nothing else.
+programs: $(VENV)/.programs
+	@$(PYTEST) -n 0 -m programs tests/programs $(TEST)
 
 # Attention interpreted, portable kernels compiled, Hopper kernels in the variants of `make test`. ALL=1: all kernels
 # interpreted, all variants compiled (13 minutes more).
@@ -107,6 +112,10 @@ $(OLDEST)/.done: $(VENV)/.test constraints-triton36.txt
 $(VENV)/.upstream: $(VENV)/.test
 	@echo "Installing what transformers' tests import ..."
 	@$(INSTALL) -e ".[upstream]" && touch $@
+
+$(VENV)/.programs: $(VENV)/.test
+	@echo "Installing programs of others ..."
+	@$(INSTALL) -e ".[programs]" && touch $@
 
 $(VENV)/.dev: $(VENV)/.test
 	@echo "Installing the linters ..."

@@ -8,9 +8,8 @@ their size is linear. What is not an interval is a dense bool mask; the few cell
 or of a sequence of a few tokens, are a bias.
 """
 
-import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -31,6 +30,8 @@ NAME = "onchip"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _FEW_KEYS = 8  # or a model that computes with its mask might take two bounds for two keys
 _CELLS_AT_ONCE = 1 << 24  # of a rule that is not known
+# Models that compute with their masks before they hand them over take those of eager attention.
+_ADDITIVE = frozenset({"deepseek_v4", "doge"})
 
 
 def register(name: str = NAME, *, precise_delta: bool = False) -> None:
@@ -90,12 +91,11 @@ def mask(
     asked = said | {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset}
     asked |= {"kv_offset": kv_offset, "mask_function": mask_function}
     asked |= {"attention_mask": attention_mask}
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        _check_model(type(said.get("config")))
+    if getattr(said.get("config"), "model_type", None) in _ADDITIVE:
+        return _additive(_cells(asked), said.get("dtype", torch.float32))
     if q_length == 1 or kv_length < _FEW_KEYS:
         return _additive(_sdpa_mask(asked), said.get("dtype", torch.float32))
-    if compiling:
+    if torch.compiler.is_compiling():
         return _traced(asked)
     frame = _Frame(q_length, kv_length, int(q_offset), kv_offset)
     reading = None if said.get("use_vmap") else _read(mask_function)
@@ -218,24 +218,6 @@ def _sdpa_mask(asked: dict[str, Any]) -> Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     return sdpa_mask(**asked)
-
-
-@cache
-def _check_model(config: type) -> None:
-    """Refuse models whose modules have attention of their own: they would take our masks for
-    theirs.
-    """
-    import transformers
-
-    known = transformers.MODEL_MAPPING.get(config, None)
-    if known is None or getattr(config, "sub_configs", None):
-        return
-    model = known[0] if isinstance(known, tuple) else known
-    if not hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS"):
-        raise UnsupportedError(
-            f"{model.__name__} does not use the attention interface of transformers: load it with"
-            " attn_implementation='eager' or 'sdpa'"
-        )
 
 
 class _Call(NamedTuple):
@@ -370,7 +352,7 @@ def attend(
     """Attention for transformers: query (batch, num_heads, seqlen_q, head_dim), key and value
     alike; out (batch, seqlen_q, num_heads, head_dim_v).
     """
-    if said.get("output_attentions"):
+    if said.get("output_attentions") or _records_attentions():
         raise UnsupportedError(
             "output_attentions needs probabilities that are never there: use"
             " attn_implementation='eager', or onchip.attention_weights for some rows"
@@ -378,7 +360,7 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     packing = _Packing.taken_from(said)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    q, k, v = (_last_contiguous(t).transpose(1, 2) for t in (query, key, value))
     options = options_of(said) | {"dropout_p": dropout, "precise_delta": precise_delta}
     call = _Call(q, k, v, position_bias, options)
     if packing is not None:
@@ -386,3 +368,18 @@ def attend(
     if attention_mask is None:
         return call.unmasked(is_causal).run(), None
     return call.masked(attention_mask).run(), None
+
+
+def _last_contiguous(t: Tensor) -> Tensor:
+    """Kernels read whole vectors of head_dim elements; Florence-2 hands over transposed ones."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _records_attentions() -> bool:
+    """Whether the model that runs collects the probabilities that its modules return: most models
+    read output_attentions themselves and do not hand it on.
+    """
+    from transformers.utils import output_capturing
+
+    active = output_capturing._active_collector.get()
+    return active is not None and any("attentions" in key for key in active)

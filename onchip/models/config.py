@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from onchip.models.fields import Fields, check_size
+from onchip.models.parts import text_fields
 from onchip.models.rotary import Rotary
 from onchip.problem import MAX_HEAD_DIM
 
@@ -165,9 +166,10 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any], ignore: Collection[str] = ()) -> "ModelConfig":
-        """From the fields of a Hugging Face config.json. ignore: names of fields that you know to
-        change nothing.
+        """From the fields of a Hugging Face config.json; of several modalities, the language model.
+        ignore: names of fields that you know to change nothing.
         """
+        data = text_fields(data)
         if not isinstance(data, Mapping):
             raise ValueError(f"config.json must hold an object, got {type(data).__name__}")
         model_type = data.get("model_type")

@@ -6,6 +6,7 @@ from pathlib import Path
 from onchip.models import builtin, foreign
 from onchip.models.config import FAMILIES
 from onchip.models.loader import read_json
+from onchip.models.parts import text_fields
 
 
 def is_native(folder: str | Path) -> bool:
@@ -13,7 +14,7 @@ def is_native(folder: str | Path) -> bool:
     nothing is left to the reader of our own, which refuses it.
     """
     check_exists(folder)
-    data = read_json(Path(folder) / "config.json")
+    data = text_fields(read_json(Path(folder) / "config.json"))
     model_type = data.get("model_type") if isinstance(data, dict) else None
     return not isinstance(model_type, str) or model_type in FAMILIES
 

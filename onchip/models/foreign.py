@@ -32,7 +32,6 @@ ABOUT = "runs through transformers, slower: nothing is fused, and no step is rec
 # Why modules of transformers fail where ours would not, by what the error says.
 _REASONS = {
     "'Rule'": "it computes with its masks instead of handing them to the attention interface",
-    repr(interface.NAME): "it chooses its attention from a list of its own, not the interface",
     "meta tensor": "it looks at values while it computes, so nothing is known before it is loaded",
 }
 

@@ -14,15 +14,19 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from onchip.models import served
 from onchip.models.rules import Rule
 from onchip.problem import UnsupportedError
 
 NAME = "onchip_paged"
-# Said to every attention function, and nothing to the score: what the caller knows already.
-_HARMLESS = frozenset(
+# Keywords of attention functions of transformers that choose keys or change scores, and that
+# `onchip.attention` has no option for. Any other keyword is one that a model hands on to all of its
+# modules (`TransformersKwargs`, labels, arguments of a loss), and says nothing to attention.
+_REFUSED = frozenset(
     {
-        *("cache_position", "dropout", "is_causal", "output_attentions", "output_hidden_states"),
-        *("output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache"),
+        *("alibi", "attention_bias", "block_indices", "block_mask", "block_table", "cache"),
+        *("head_mask", "indices", "k_cache", "learnable_sink", "position_bias", "score_mod"),
+        *("use_top_left_mask", "v_cache", "window_size"),
     }
 )
 
@@ -60,6 +64,7 @@ def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) ->
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
+    served.guard(transformers.PreTrainedModel, name)
     return transformers
 
 
@@ -74,14 +79,14 @@ def reading(reader: Reader) -> Iterator[None]:
 
 
 def options_of(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `onchip.attention` for the keywords of a call; UnsupportedError names one that is
-    not known, and that might change the scores. Windows come with the mask.
+    """Options of `onchip.attention` for the keywords of a call; UnsupportedError names one that
+    would change the scores and has no counterpart. `sliding_window` is in the mask already.
     """
     said = {name: value for name, value in said.items() if value is not None}
     scale, softcap = said.pop("scaling", None), said.pop("softcap", 0.0)
     sinks = said.pop("s_aux", None)
     for name, value in said.items():
-        if name not in _HARMLESS and value is not False:
+        if name in _REFUSED and value is not False:
             raise UnsupportedError(f"attention is given {name}, which has no counterpart here")
     if isinstance(scale, Tensor) or isinstance(softcap, Tensor):
         raise UnsupportedError("scaling or softcap of attention is computed, not a number")

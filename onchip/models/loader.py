@@ -18,6 +18,7 @@ from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
 from onchip.models.names import DERIVED, NAMES, Part, Target, expected, targets
+from onchip.models.parts import text_entries
 from onchip.models.safetensors import Entry
 
 MAX_JSON_BYTES = 100_000_000
@@ -50,8 +51,9 @@ def inspect(folder: str | Path, ignore: Collection[str] = ()) -> Checkpoint:
     config.json and headers only. ignore: fields of config.json that you know to change nothing.
     """
     folder = Path(folder)
-    config = ModelConfig.from_hf(read_json(folder / "config.json"), ignore)
-    entries = entries_of(folder)
+    data = read_json(folder / "config.json")
+    config = ModelConfig.from_hf(data, ignore)
+    entries = text_entries(data, entries_of(folder))
     names = NAMES[config.model_type]
     wanted = tuple(targets(config, prefixed=names.prefix + names.embed in entries))
     _check_entries(entries, expected(wanted), names.head if config.tied else None)

@@ -48,6 +48,25 @@ DECODERS = {
         "intermediate_size_mlp": 72,
         "no_rope_layers": [1, 0],
     },
+    "doge": {"keep_window_size": 5},  # computes with its masks
+    "deepseek_v4": {  # longer keys than its masks know of, which it completes itself
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "head_dim": 32,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 2,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["moe", "moe"],
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 1,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 24,
+        "sliding_window": 8,
+    },
     **foreigners.SERVED,
 }
 # What is asked of others than decoders.

@@ -2,6 +2,9 @@
 
 import copy
 import gc
+import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch
 import onchip
 from onchip.adapters import transformers as adapter
 from onchip.masks import later
+from onchip.models import interface
 from tests.adapters import families
 from tests.adapters.families import DECODERS, OTHERS, padding
 
@@ -455,23 +459,23 @@ class TestRefusals:
             with pytest.raises(ValueError, match="something else"):
                 adapter.register(name)
 
-    def test_models_that_compute_attention_themselves(self, words):
-        small = {"hidden_size": 48, "n_layer": 1, "n_head": 4, "vocab_size": 131}
-        config = transformers.BloomConfig(**small)
-        build = transformers.AutoModelForCausalLM.from_config
-        one = build(config, attn_implementation="onchip")
-        with pytest.raises(onchip.UnsupportedError, match="BloomModel does not use"):
-            one(words)
-
     def test_probabilities(self, words):
         q = torch.randn(1, 2, 9, 8)
         with pytest.raises(onchip.UnsupportedError, match="eager"):
             adapter.attend(torch.nn.Module(), q, q, q, None, output_attentions=True)
 
-    def test_what_is_not_known(self):
+    @pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox"])
+    def test_probabilities_that_a_model_would_collect(self, kind, words):
+        """output_attentions stays in the model, which collects what its modules return."""
+        one = as_name(families.model(kind), "onchip")
+        with torch.no_grad(), pytest.raises(onchip.UnsupportedError, match="output_attentions"):
+            one(words, output_attentions=True)
+
+    def test_keywords_that_change_scores(self):
         q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(onchip.UnsupportedError, match="given novelty"):
-            adapter.attend(torch.nn.Module(), q, q, q, None, novelty=torch.ones(1))
+        for name in ("indices", "score_mod", "head_mask", "block_table"):
+            with pytest.raises(onchip.UnsupportedError, match=f"given {name}"):
+                adapter.attend(torch.nn.Module(), q, q, q, None, **{name: torch.ones(1)})
 
     def test_a_mask_that_a_model_computed_with(self):
         q, mask = torch.randn(1, 2, 9, 8), torch.zeros(1, 1, 9, 9, dtype=torch.int32)
@@ -493,6 +497,135 @@ class TestRefusals:
         said = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu}
         with pytest.raises(onchip.UnsupportedError, match="batch of 2"):
             adapter.attend(torch.nn.Module(), q, q, q, None, **said)
+
+
+class OwnAttention(torch.nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class AskingAttention(torch.nn.Module):
+    def forward(self, x):
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        return ALL_ATTENTION_FUNCTIONS["onchip"](self, x, x, x, None)
+
+
+class OwnModel(transformers.PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = OwnAttention()
+
+
+class AskingModel(transformers.PreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.attention = AskingAttention()
+
+
+class TestModelsThatAreNotServed:
+    """They say so when the name is set, in one sentence."""
+
+    SMALL = {"vocab_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
+    KINDS = {
+        "falcon": (SMALL, "FalconModel chooses its attention from a table"),
+        "gptj": ({"n_embd": 48, "n_layer": 1, "n_head": 4}, "GPTJModel chooses"),
+        "gpt_neo": ({"num_layers": 1, "attention_types": [[["global"], 1]]}, "GPTNeoModel chooses"),
+        "bloom": ({"n_layer": 1, "n_head": 4}, "BloomModel runs attention of its own"),
+        "mpt": ({"n_layers": 1, "n_heads": 4}, "MptModel runs attention of its own"),
+        "xlnet": ({"n_layer": 1, "n_head": 4, "d_model": 48}, "XLNetModel runs attention"),
+        "deberta-v2": (SMALL, "DebertaV2Model runs attention of its own"),
+        "wavlm": (SMALL, "WavLMModel runs attention of its own"),
+        "deepseek_v32": ({}, "DeepseekV32Model masks keys for 'eager' and 'sdpa' alone"),
+        "sam": ({}, "SamVisionEncoder chooses.*larger model.*{'text_config': 'onchip'}"),
+        "blip": ({}, "BlipTextModel runs attention.*{'vision_config': 'onchip'}"),
+    }
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_when_built(self, kind):
+        fields, sentence = self.KINDS[kind]
+        config = transformers.CONFIG_MAPPING[kind](**fields)
+        with torch.device("meta"), pytest.raises(onchip.UnsupportedError, match=sentence):
+            transformers.AutoModel.from_config(config, attn_implementation="onchip")
+
+    def test_when_set_later(self):
+        """transformers itself would warn and go on."""
+        config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=4, vocab_size=131)
+        one = transformers.BloomForCausalLM(config)
+        before = one.config._attn_implementation
+        with pytest.raises(onchip.UnsupportedError, match="BloomModel runs attention of its own"):
+            one.set_attn_implementation("onchip")
+        one.set_attn_implementation("eager")
+        assert before == "eager" == one.config._attn_implementation
+
+    @torch.no_grad()
+    def test_a_part_of_a_model(self):
+        """A model of text and images with an encoder that has attention of its own: the rest."""
+        text = families.config("qwen2").to_dict() | {"rope_parameters": {"rope_type": "default"}}
+        vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision |= {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": []}
+        config = transformers.GotOcr2Config(text_config=text, vision_config=vision)
+        build = transformers.GotOcr2ForConditionalGeneration._from_config
+        with pytest.raises(onchip.UnsupportedError, match="GotOcr2VisionEncoder runs attention"):
+            build(copy.deepcopy(config), attn_implementation="onchip")
+        one = build(config, attn_implementation={"text_config": "onchip"}).eval()
+        assert one.model.language_model.config._attn_implementation == "onchip"
+        assert one.model.vision_tower.config._attn_implementation != "onchip"
+        assert one(torch.arange(11)[None]).logits.isfinite().all()
+
+    def test_models_that_users_write(self):
+        config = transformers.LlamaConfig(attn_implementation="onchip")
+        AskingModel(config)
+        with pytest.raises(onchip.UnsupportedError, match="OwnModel runs.*OwnAttention"):
+            OwnModel(config)
+
+    def test_models_without_attention_take_any_name(self):
+        config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])
+        config._attn_implementation = "onchip"
+        transformers.ResNetModel(config)
+
+
+class TestKeywords:
+    """What a model hands on to its modules for others than attention changes nothing."""
+
+    @pytest.mark.parametrize(
+        "name", ["num_items_in_batch", "seq_idx", "labels", "decoder_input_ids", "any_novelty"]
+    )
+    def test_what_is_not_for_attention(self, name):
+        q = torch.randn(1, 2, 9, 8)
+        expected, _ = adapter.attend(torch.nn.Module(), q, q, q, None)
+        ours, _ = adapter.attend(torch.nn.Module(), q, q, q, None, **{name: torch.arange(9)})
+        assert torch.equal(ours, expected)
+
+    def test_every_keyword_of_transformers_is_decided(self):
+        """All that its modules say by name to an attention function is served or refused, or says
+        nothing to a score: a version with another name needs a decision.
+        """
+        served = {*inspect.signature(adapter.attend).parameters, *adapter._PACKING}
+        served |= {"scaling", "softcap", "s_aux", "output_attentions"}
+        indifferent = {"deterministic", "position_ids", "sliding_window"}  # windows are in masks
+        call = re.compile(r"\battention_interface\((.*?)\n\s*\)", re.DOTALL)
+        folder = Path(transformers.__file__).parent / "models"
+        found = set()
+        for file in folder.glob("*/modeling_*.py"):
+            for arguments in call.findall(file.read_text()):
+                found |= set(re.findall(r"^\s+(\w+)=", arguments, re.MULTILINE))
+        assert {"scaling", "dropout", "indices", "position_bias"} <= found
+        assert found - served - indifferent - interface._REFUSED == set()
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_a_last_dimension_that_is_not_contiguous(grads):
+    """Florence-2 attends over channels: its queries are transposed once more."""
+    base = torch.randn(3, 2, 4, 8, 9, requires_grad=grads)
+    q, k, v = base.transpose(-1, -2).unbind()
+    ours, _ = adapter.attend(torch.nn.Module(), q, k, v, None, is_causal=False)
+    same = [t.contiguous() for t in (q, k, v)]
+    expected, _ = adapter.attend(torch.nn.Module(), *same, None, is_causal=False)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    if grads:
+        ours.square().sum().backward()
+        assert base.grad.isfinite().all()
 
 
 def test_registering_does_not_touch_what_is_there():

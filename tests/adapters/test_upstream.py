@@ -32,6 +32,19 @@ def test_all_that_apply_pass():
     assert status == 0, said[-8000:]
 
 
+@pytest.mark.slow
+def test_the_page_of_families_is_what_models_say():
+    """Counts of tests are of a run that takes hours: they are read, not measured."""
+    import transformers
+
+    from tests.adapters import table
+
+    published = table.PAGE.read_text()
+    if f"transformers {transformers.__version__}," not in published:
+        pytest.skip("the page is of another version of transformers")
+    assert published == table.page(), "run python tests/adapters/table.py"
+
+
 def test_names_are_replaced_and_a_test_without_our_attention_does_not_pass(tmp_path):
     """Over a checkout of three tests: of our attention, of SDPA's in spite of us, and of none."""
     folder = tmp_path / "tests" / "models" / "llama"

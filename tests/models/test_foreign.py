@@ -167,9 +167,10 @@ def test_nothing_is_fetched_and_no_code_of_a_checkpoint_is_run(monkeypatch, tmp_
 
 
 REFUSED = {
-    "bloom": ({}, "position_ids"),  # ALiBi
-    "falcon": ({"alibi": False}, "a list of its own"),
-    "xglm": ({}, "computes with its masks"),
+    "bloom": ({}, "BloomModel runs attention of its own"),  # ALiBi
+    "falcon": ({"alibi": False}, "a table of its own"),
+    "xglm": ({}, "XGLMModel runs attention of its own"),
+    "doge": ({}, "computes with its masks"),
     "jetmoe": ({}, "before it is loaded"),
     "mamba": ({}, "remember more than keys and values"),
     "jamba": ({}, "remember more than keys and values"),
@@ -177,7 +178,7 @@ REFUSED = {
         {**foreigners._HEADS_OF_MLA, "head_dim": 8},
         "remember more than keys and values",
     ),
-    "openai-gpt": ({}, "0 of its 2 layers"),
+    "openai-gpt": ({}, "OpenAIGPTModel runs attention of its own"),
     "bert": ({}, "neither causal"),
     "llama4_text": ({"attention_chunk_size": 64}, "neither causal"),
     "bart": ({"decoder_layers": 2, "is_encoder_decoder": True}, "encoder"),
