@@ -64,15 +64,15 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be True or False")
 
 
-def as_int(name: str, value: object, least: int = 0) -> int:
+def as_int(name: str, value: Any, least: int = 0) -> int:
     """An int (or a symbol of the compiler, or an integer of numpy) of at least `least`."""
     whole = isinstance(value, (int, torch.SymInt, Integral))
     if not whole or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
-    return value if isinstance(value, (int, torch.SymInt)) else int(value)
+    return int(value) if isinstance(value, Integral) and not isinstance(value, int) else value
 
 
-def as_ints(name: str, values: object) -> list[int]:
+def as_ints(name: str, values: Any) -> list[int]:
     """The ints of a sequence, or of a 1-d tensor or array of an integer dtype."""
     if hasattr(values, "tolist"):  # tensors and arrays
         values = values.tolist()

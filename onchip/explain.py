@@ -6,6 +6,7 @@ pages it reads, and what reading shared pages once would save.
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from onchip.ops import Extras, Packing, attention, paged_attention, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
-_OPTIONS = {*attention.__kwdefaults__, *paged_attention.__kwdefaults__, "plan"}
+_OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
 

@@ -683,7 +683,7 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
         raise ValueError(f"mask is on {x.mask.device}, q is on {x.q.device}: use mask.to(q.device)")
 
 
-def _is_finite(x: object) -> bool:
+def _is_finite(x: Any) -> bool:
     number = isinstance(x, (int, float, Real))  # Real: the floats of numpy
     return number and not isinstance(x, bool) and -math.inf < x < math.inf
 

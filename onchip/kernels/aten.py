@@ -10,6 +10,7 @@ returned); the 16-bit backward sums dK and dV in 16 bits (so gradients are too);
 take scalar loops on CPUs without instructions for them (so they are computed in fp32 there).
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -76,14 +77,14 @@ def supports(problem: Problem, device: DeviceInfo) -> str | None:
 def forward(problem: Problem, x: Tensors) -> Result:
     if _is_bare(problem) and _is_whole(problem, x):
         q, k, v = x.q.transpose(1, 2), x.k.transpose(1, 2), x.v.transpose(1, 2)
-        out, lse = _call_forward(problem, q, k, v, problem.causal, None)
+        out, lse = _call_forward(problem, (q, k, v), problem.causal, None)
         return Result(out.transpose(1, 2), lse.contiguous())
     compute = _compute_dtype(problem)
     width = max(problem.head_dim, problem.head_dim_v)
     q, k, v = (_operand(t, compute, width) for t in x[:3])
     q = q if problem.softmax_scale > 0 else q * _sign(problem)
     if _is_whole(problem, x):
-        out, lse = _call_forward(problem, *_heads_first(q, k, v), problem.causal, None)
+        out, lse = _call_forward(problem, _heads_first(q, k, v), problem.causal, None)
         out, lse = _narrow(out.transpose(1, 2), problem.head_dim_v), lse.contiguous()
     else:
         out, lse = empty_result(problem._replace(out_dtype=compute), x)
@@ -108,16 +109,16 @@ def _forward_plane(
             continue
         mask, blind = _float_mask(plane.visibility, call, accumulator_dtype(q.dtype))
         tile = q[:, :, rows], gather_k(call), gather_v(call)
-        o, row_lse = _call_forward(problem, *tile, call.is_causal, mask)
+        o, row_lse = _call_forward(problem, tile, call.is_causal, mask)
         out[:, rows] = _narrow(o.transpose(1, 2), problem.head_dim_v)
         lse[:, :, rows] = row_lse if blind is None else row_lse.masked_fill(blind, -torch.inf)
 
 
 def _call_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None
+    problem: Problem, qkv: Sequence[Tensor], is_causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """out and lse, which is -inf for rows whose scores are all -inf."""
-    scale = _positive_scale(problem)
+    (q, k, v), scale = qkv, _positive_scale(problem)
     out, lse = _FORWARD(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
     if not bool(lse.all()):
         lse = _mark_empty(lse, q, k, scale, is_causal, mask)
