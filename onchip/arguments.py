@@ -5,7 +5,7 @@ Each is refused with a sentence that says what to write.
 import difflib
 from collections.abc import Mapping
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -69,7 +69,7 @@ def as_int(name: str, value: Any, least: int = 0) -> int:
     whole = isinstance(value, (int, torch.SymInt, Integral))
     if not whole or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an int >= {least}, got {value!r}")
-    return int(value) if isinstance(value, Integral) and not isinstance(value, int) else value
+    return cast(int, value) if isinstance(value, (int, torch.SymInt)) else int(value)
 
 
 def as_ints(name: str, values: Any) -> list[int]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -684,8 +684,8 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: Any) -> bool:
-    number = isinstance(x, (int, float, Real))  # Real: the floats of numpy
-    return number and not isinstance(x, bool) and -math.inf < x < math.inf
+    number = isinstance(x, (int, float, Real)) and not isinstance(x, bool)  # Real: numpy's floats
+    return number and math.isfinite(cast(float, x))
 
 
 class checks:
