@@ -115,7 +115,7 @@ def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
 
 def _check_pages(x: Tensors, batch: int) -> None:
     for name, t in (("k_pages", x.k), ("v_pages", x.v)):
-        check_layout(name, t, 4, "(num_pages, page_size, kv_heads, dim)")
+        check_layout(name, t, 4, "(num_pages, page_size, kv_heads, dim)", may_overlap=True)
     if not x.k.shape[1]:
         raise ValueError(f"k_pages of shape {tuple(x.k.shape)} has pages without slots")
     for name, t, rank in (("page_table", x.page_table, 2), ("cache_seqlens", x.cache_seqlens, 1)):

@@ -495,7 +495,10 @@ def check_tensor(name: str, t: object) -> None:
         )
 
 
-def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
+def check_layout(
+    name: str, t: Tensor, rank: int, layout: str, *, may_overlap: bool = False
+) -> None:
+    """may_overlap: pages that no table names, of a view of rows, may share memory with others."""
     check_tensor(name, t)
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
@@ -504,7 +507,9 @@ def check_layout(name: str, t: Tensor, rank: int, layout: str) -> None:
             f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
             f" call {name}.contiguous()"
         )
-    if not torch.compiler.is_compiling() and _overlaps(t):  # strides may be symbols: the op checks
+    if may_overlap or torch.compiler.is_compiling():  # strides may be symbols: the op checks
+        return
+    if _overlaps(t):
         raise ValueError(
             f"{name} has elements that share memory, with strides {t.stride()} for shape"
             f" {tuple(t.shape)}: call {name}.contiguous()"
