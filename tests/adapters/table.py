@@ -30,7 +30,8 @@ A model inside another, such as the image encoder of a language model, has a ver
 The numbers are tests of attention that transformers has itself, with our implementation in the
 place of SDPA and flash_attn ([how](adapters.md#transformers-own-tests)), on a CPU without bf16:
 {passed:,} passed, {refused:,} met a refusal that is documented, {failed:,} failed, over {families}
-families. `-`: not run.
+families. `-`: not run. The tests are of commit d56c55bf (5.16.0.dev0), those of fp32 and of
+checkpointed training; the config in the test of Qwen3-VL is too old for its model.
 
 """
 MEANINGS = {
