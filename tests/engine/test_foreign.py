@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_refused_by_the_engine_too(tmp_path):
 
 def test_the_command_line_says_that_it_is_slower(saved, capsys):
     folder = str(saved("olmo2"))
-    assert main(["doctor", folder]) == 0
+    assert main(["doctor", "--model", folder]) == 0
     assert "runs through transformers, slower" in capsys.readouterr().out
     assert main(["generate", "x", "--model", folder]) == 2  # it has no tokenizer
     assert f"{folder} runs through transformers, slower" in capsys.readouterr().err
