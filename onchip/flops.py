@@ -37,6 +37,8 @@ def tell_counters(formulas: dict[Any, Formula]) -> None:
     """Add formulas to the FlopCounterModes that are active. To register them with torch beforehand
     would import its module, which takes a second.
     """
+    if torch.compiler.is_compiling():
+        return
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if registry is not None:

@@ -78,8 +78,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
         wants_grad = torch.is_grad_enabled() and _wants_grad(x)
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
-    if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack():
-        tell_counters(_FLOPS)
+    tell_counters(_FLOPS)
     mask = [] if x.mask is None else _mask_tensors(x.mask)
     scalars = _scalars(problem, kernel)
     out, lse, stats = _ATTENTION(*x[:_NUM_TENSORS], *scalars, mask, problem.precise_delta)

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, cast
 
 import torch
 from torch import Tensor
@@ -527,7 +527,7 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
         return Later(mask, *grid[2:])
     if not is_traced():
         return masks.build(mask, *grid, q.device)
-    mask = masks.as_mask(mask)
-    if mask.number is not None:
-        return LaterRule.of(mask, grid, q.device)
-    return Later(library.built_once(mask.in_graph(*grid, q.device), grid[3]), *grid[2:])
+    rule = cast(masks.Mask, masks.as_mask(mask))
+    if rule.number is not None:
+        return LaterRule.of(rule, grid, q.device)
+    return Later(library.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])

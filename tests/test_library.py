@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
 from onchip import library, masks
 from onchip.bench import delta_accuracy
+from onchip.masks.later import LaterRule
 from onchip.ops import Extras, pose
 from onchip.problem import Options
 
@@ -53,6 +55,12 @@ def test_opcheck_backward(name):
     out, lse, _ = torch.ops.onchip.forward.default(*args)
     saved = (torch.randn_like(out), torch.randn_like(lse), out, lse)
     torch.library.opcheck(torch.ops.onchip.backward.default, (*saved, *args))
+
+
+@pytest.mark.parametrize("name", ["causal", "mask", "bias"])
+def test_opcheck_what_is_differentiated(name):
+    args = op_arguments(OPTIONS[name], grad=True)
+    torch.library.opcheck(torch.ops.onchip.attention.default, (*args, False))
 
 
 def test_opcheck_split():
@@ -133,6 +141,29 @@ def test_exports_with_a_dynamic_length():
     torch.testing.assert_close(program.module()(*x), Layer()(*x))
 
 
+# option and shape: (the tensor, its mapped dimension)
+VMAPPED = {
+    "mask of the batch": (lambda: masks.padding(torch.tensor([37, 150])), None),
+    "mask of heads": (
+        lambda: masks.mod(lambda b, h, q, k: (k + b) % 4 != h).build(2, 4, 150, 150),
+        None,
+    ),
+    "mask of all": (lambda: masks.causal(), None),
+    "mask tensor": (lambda: torch.rand(2, 1, 150, 150) > 0.3, None),
+    "mask tensors": (lambda: torch.rand(2, 5, 1, 150, 150) > 0.3, 1),
+    "mask tensors of rank 2": (lambda: torch.rand(150, 150, 5) > 0.3, 2),
+    "mask spans": (lambda: torch.randint(150, (5, 2, 1, 150, 2)), 0),
+    "bias of the batch": (lambda: torch.randn(2, 4, 1, 150), None),
+    "bias of all": (lambda: torch.randn(1, 4, 1, 150), None),
+    "bias mapped": (lambda: torch.randn(5, 1, 1, 150, 150), 0),
+    "bias mapped of the batch": (lambda: torch.randn(2, 5, 4, 1, 150), 1),
+    "alibi_slopes of the batch": (lambda: torch.rand(2, 4), None),
+    "alibi_slopes of heads": (lambda: torch.rand(4), None),
+    "alibi_slopes mapped": (lambda: torch.rand(5, 4), 0),
+    "alibi_slopes mapped of the batch": (lambda: torch.rand(5, 2, 4), 0),
+}
+
+
 class TestVmap:
     def test_dense_forward(self):
         q, k, v = torch.randn(3, 5, 2, 9, 4, 16)
@@ -151,20 +182,109 @@ class TestVmap:
             torch.testing.assert_close(out[:, i], expected)
             torch.testing.assert_close(stats.entropy[:, i], expected_stats.entropy)
 
-    @pytest.mark.parametrize("name", ["dropout", "bias"])
+    @pytest.mark.parametrize("name", VMAPPED)
+    def test_what_differs_by_batch_entry(self, name):
+        """Every tensor that may have a batch, with and without one of its own for each entry."""
+        make, in_dims = VMAPPED[name]
+        q, k, v = torch.randn(3, 5, 2, 150, 4, 8)
+        given = make()
+
+        def fn(q, k, v, given):
+            return onchip.attention(q, k, v, **{name.split()[0]: given})
+
+        found = torch.vmap(fn, in_dims=(0, 0, 0, in_dims))(q, k, v, given)
+        for i in range(5):
+            own = given if in_dims is None else given.select(in_dims, i)
+            torch.testing.assert_close(found[i], fn(q[i], k[i], v[i], own))
+
+    def test_gradients_of_each_entry(self):
+        q, k, v = torch.randn(3, 5, 2, 20, 4, 16, dtype=torch.float64)
+        mask = masks.padding(torch.tensor([7, 20])).build(2, 4, 20, 20)
+        loss = lambda q, k: onchip.attention(q, k, v[0], mask=mask).pow(3).sum()
+        dq, dk = torch.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(q, k[0])
+        for i in range(5):
+            x = q[i].clone().requires_grad_(), k[0].clone().requires_grad_()
+            torch.testing.assert_close((dq[i], dk[i]), torch.autograd.grad(loss(*x), x))
+
+    @pytest.mark.parametrize("name", ["dropout", "sinks", "packed", "paged"])
     def test_refuses_the_rest_in_a_sentence(self, name):
         q, k, v = torch.randn(3, 5, 2, 20, 4, 16)
-        options = dict(OPTIONS[name])
-        if name == "bias":
-            options["bias"] = torch.randn(2, 4, 1, 20)
-        with pytest.raises(onchip.UnsupportedError, match="vmap"):
-            torch.vmap(lambda *x: onchip.attention(*x, **options))(q, k, v)
+        cu = torch.tensor([0, 20], dtype=torch.int32)
+        table, seqlens = torch.zeros(2, 1, dtype=torch.int32), torch.full((2,), 9).int()
+        calls = {
+            "dropout": lambda q, k, v: onchip.attention(q, k, v, dropout_p=0.5, dropout_seed=7),
+            "sinks": lambda q, k, v: onchip.attention(q, k, v, sinks=q[0, 0, :, 0]),
+            "packed": lambda q, k, v: onchip.varlen_attention(q[0], k[0], v[0], cu, cu, 20, 20),
+            "paged": lambda q, k, v: onchip.paged_attention(q, k, v, table, seqlens),
+        }
+        with pytest.raises(onchip.UnsupportedError, match="vmap serves dense calls"):
+            torch.vmap(calls[name])(q, k, v)
 
-    def test_refuses_gradients(self):
-        q, k, v = qkv()
-        loss = lambda q: onchip.attention(q, k, v).sum()
-        with pytest.raises(onchip.UnsupportedError, match="torch.func"):
-            torch.func.grad(loss)(q)
+    def test_refuses_gradients_of_bias(self):
+        q, k, v = torch.randn(3, 5, 2, 20, 4, 16)
+        loss = lambda bias, q, k, v: onchip.attention(q, k, v, bias=bias).sum()
+        with pytest.raises(onchip.UnsupportedError, match="vmap does not serve the gradients"):
+            torch.vmap(torch.func.grad(loss))(torch.randn(5, 1, 1, 1, 20), q, k, v)
+
+
+class TestTracedGraphs:
+    """torch.jit.trace and make_fx do not check what their graphs are called with."""
+
+    TRACERS = {
+        "jit.trace": lambda fn, *x: torch.jit.trace(fn, x, check_trace=False),
+        "make_fx": lambda fn, *x: make_fx(fn)(*x),
+    }
+
+    @pytest.fixture(params=TRACERS)
+    def trace(self, request):
+        return self.TRACERS[request.param]
+
+    def calls(self, *lengths):
+        return [torch.randn(3, 2, n, 4, 16) for n in lengths]
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_other_lengths_are_served(self, trace):
+        fn = lambda q, k, v: onchip.attention(q, k, v, causal=True)
+        short, long = self.calls(20, 33)
+        torch.testing.assert_close(trace(fn, *short)(*long), fn(*long), rtol=0, atol=0)
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("mask", ["rule", "function", "tensor"])
+    def test_masks_follow(self, trace, mask):
+        rules = {"rule": masks.causal(), "function": lambda b, h, q, k: q >= k}
+        short, long = self.calls(20, 33)
+        if mask == "tensor":
+            fn = lambda q, k, v, m: onchip.attention(q, k, v, mask=m)
+            short, long = ((*x, torch.rand(x.shape[2], x.shape[2]) > 0.3) for x in (short, long))
+        else:
+            fn = lambda q, k, v: onchip.attention(q, k, v, mask=rules[mask])
+        torch.testing.assert_close(trace(fn, *short)(*long), fn(*long), rtol=0, atol=0)
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_what_does_not_fit_is_refused(self, trace):
+        short, long = self.calls(20, 33)
+        built = masks.causal().build(2, 4, 20, 20)
+        graph = trace(lambda q, k, v: onchip.attention(q, k, v, mask=built), *short)
+        with pytest.raises(Exception, match="does not fit scores"):
+            graph(*long)
+        graph = trace(lambda q, k, v: onchip.attention(q, k, v), *short)
+        with pytest.raises(Exception, match="q has batch 1, k and v have batch 2"):
+            graph(short[0][:1], *short[1:])
+        with pytest.raises(Exception, match="traced for torch.float32"):
+            graph(*(t.bfloat16().double() for t in short))
+
+    def test_the_graph_of_a_forward_is_not_differentiated(self):
+        (x,) = self.calls(20)
+        graph = make_fx(lambda q, k, v: onchip.attention(q, k, v))(*x)
+        with pytest.raises(onchip.UnsupportedError, match="traced without its gradient"):
+            graph(x[0].requires_grad_(), *x[1:])
+
+    def test_a_mask_that_is_gone_is_named(self):
+        mask = masks.causal()
+        later = LaterRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
+        assert later.built() is mask.build(2, 4, 20, 20)
+        with pytest.raises(ValueError, match="the mask of this graph is gone"):
+            masks.mods.numbered(10**9)
 
 
 class TestAutocast:
@@ -213,9 +333,23 @@ class TestEager:
 
     def test_modes_see_the_op(self, calls):
         x = qkv(grad=True)
-        with FlopCounterMode(display=False):
+        with FlopCounterMode(display=False) as counter:
             onchip.attention(*x)
         assert calls == ["_FORWARD"]
+        assert counter.get_total_flops() == 4 * 2 * 4 * 20 * 20 * 16
+
+    def test_operations_are_counted(self):
+        """Two products forward, five backward; of packed calls those within sequences."""
+        x, forward = qkv(grad=True), 4 * 2 * 4 * 20 * 20 * 16
+        cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+        outside = onchip.attention(*x)
+        with FlopCounterMode(display=False) as counter:
+            onchip.attention(*x, causal=True).sum().backward()
+            outside.sum().backward()
+        assert counter.get_total_flops() == forward + 2 * forward * 5 // 2
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            onchip.varlen_attention(*(t[0] for t in x), cu, cu, 13, 13)
+        assert counter.get_total_flops() == 4 * 4 * (7 * 7 + 13 * 13) * 16
 
     @pytest.mark.parametrize("name", ["plain", "mask", "sinks"])
     def test_its_backward_can_be_compiled_alone(self, name, calls):
@@ -255,7 +389,7 @@ class TestAutograd:
     def test_no_second_derivative_in_silence(self):
         q, k, v = qkv(grad=True)
         (dq,) = torch.autograd.grad(onchip.attention(q, k, v).square().sum(), q, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(onchip.UnsupportedError, match="second derivatives"):
             dq.sum().backward()
 
     def test_an_expanded_gradient(self):
@@ -281,6 +415,60 @@ class TestAutograd:
         moved = onchip.attention(q, k, (v + 1e-3 * direction).detach(), dropout_p=0.5)
         slope = (moved - out).sum() / 1e-3  # linear in v
         torch.testing.assert_close(slope, (v.grad * direction).sum())
+
+
+class TestOtherTensors:
+    def test_meta_tensors_have_shapes(self):
+        x = [t.to("meta").requires_grad_() for t in qkv()]
+        out, lse = onchip.attention(*x, mask=masks.causal(), return_lse=True)
+        out.sum().backward()
+        assert out.is_meta and out.shape == (2, 20, 4, 16) and lse.shape == (2, 4, 20)
+        assert x[1].grad.shape == (2, 20, 2, 16)
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+    def test_nested_tensors_are_sent_on(self, layout):
+        nested = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (5, 9)], layout=layout)
+        with pytest.raises(onchip.UnsupportedError, match="q is a nested tensor.*varlen_attention"):
+            onchip.attention(nested, nested, nested)
+
+    def test_sparse_tensors_are_refused(self):
+        q, k, v = qkv()
+        with pytest.raises(onchip.UnsupportedError, match="q has layout torch.sparse_coo"):
+            onchip.attention(q.to_sparse(), k, v)
+
+
+EXPANDED = {
+    "batch": lambda n, heads: torch.randn(1, n, heads, 16).expand(2, -1, -1, -1),
+    "positions": lambda n, heads: torch.randn(2, 1, heads, 16).expand(-1, n, -1, -1),
+    "heads": lambda n, heads: torch.randn(2, n, 1, 16).expand(-1, -1, heads, -1),
+    "all": lambda n, heads: torch.randn(1, 1, 1, 16).expand(2, n, heads, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["aten_cpu", "tiled", "reference", "paper_v2"])
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_tensors_are_what_their_copies_are(name, kernel, dtype):
+    make, dout = EXPANDED[name], torch.randn(2, 33, 4, 16).to(dtype)
+    x = [make(33, heads).to(dtype) for heads in (4, 2, 2)]
+    results = []
+    for given in (x, [t.contiguous() for t in x]):
+        leaves = [t.detach().requires_grad_() for t in given]
+        out = onchip.attention(*leaves, causal=True, kernel=kernel)
+        results.append([out, *torch.autograd.grad(out, leaves, dout)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", "qkv")
+def test_overlapping_tensors_are_refused(name):
+    """torch's kernels and conversions read them wrongly."""
+    x = dict(zip("qkv", torch.randn(3, 2, 20, 4, 16), strict=True))
+    x[name] = torch.randn(2000).as_strided((2, 20, 4, 16), (640, 32, 8, 1))
+    with pytest.raises(ValueError, match=f"{name} has elements that share memory"):
+        onchip.attention(**x)
+    out = onchip.attention(**x | {name: x[name].contiguous()})
+    assert out.isfinite().all()
 
 
 def test_a_tensor_that_is_two_arguments_compiles():

@@ -321,7 +321,7 @@ class Dense(Node):
         return Bits(tiles, torch.arange(len(keys)))
 
     def cells(self) -> Tensor:
-        cells = unpack(self._words.flatten(-2))[..., : self.grid.seqlen_k]
+        cells = unpack(self.words.flatten(-2))[..., : self.grid.seqlen_k]
         return cells.to(self.grid.device)
 
     def visible(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
