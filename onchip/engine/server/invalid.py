@@ -59,7 +59,7 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return repr(value) if len(value) <= 40 else f"a text of {len(value)} characters"
     if isinstance(value, (int, float)):
-        return f"{value:.6g}" if abs(value) < 1e300 else "a number of hundreds of digits"
+        return str(value) if abs(value) < 1e15 else "a number of more than 15 digits"
     if isinstance(value, Mapping):
         return f"an object of {len(value)} fields"
     return f"a list of {len(value)} entries" if isinstance(value, Sequence) else "this value"
