@@ -21,7 +21,11 @@ _END = "\ue000END OF THE FINAL MESSAGE\ue001 "  # private characters; templates 
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], *, template: str | None = None, **options: Any
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    template: str | None = None,
+    **options: Any,
 ) -> str:
     """The prompt of a conversation. template: replaces the tokenizer's own; options: as of
     `render_template`.
@@ -53,7 +57,7 @@ def render_template(
     where the content of the last message ends, and the model continues it.
     """
     if add_generation_prompt and continue_final_message:
-        raise ValueError("add_generation_prompt begins a new message: not with continue_final_message")
+        raise ValueError("add_generation_prompt=True excludes continue_final_message")
     conversation = _copy_messages(messages)
     if continue_final_message:
         _mark_end(conversation[-1])
@@ -66,7 +70,7 @@ def render_template(
     try:
         text = compiled.render(**variables)
     except Exception as error:  # a template is a program of its own, and may fail in any way
-        raise ValueError(f"the chat template failed: {str(error) or type(error).__name__}") from None
+        raise _failure(error) from None
     return _cut_at_end(text) if continue_final_message else text
 
 
@@ -113,7 +117,11 @@ def _compile(template: str) -> Any:
     try:
         return environment.from_string(template)
     except Exception as error:  # also RecursionError and what compile() raises
-        raise ValueError(f"the chat template failed: {str(error) or type(error).__name__}") from None
+        raise _failure(error) from None
+
+
+def _failure(error: Exception) -> ValueError:
+    return ValueError(f"the chat template failed: {str(error) or type(error).__name__}")
 
 
 def _environment() -> Any:

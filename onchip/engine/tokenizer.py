@@ -76,9 +76,9 @@ class FileTokenizer:
     """The tokenizer of a folder: tokenizer.json, read by the `tokenizers` library, and what
     tokenizer_config.json says about special tokens and chats.
 
-    The file is a program of the checkpoint's author. What it does to a text is bounded by
-    `Components`, and a panic of the library, which is a BaseException, becomes a ValueError; time is
-    bounded where the tokenizer runs in a process of `workers.Workers`.
+    The file is a program of the checkpoint's author. `Components` bounds what it does to a text,
+    and a panic of the library, which is a BaseException, becomes a ValueError. Time is bounded
+    where the tokenizer runs in a process of `workers.Workers`.
 
     chars_per_token: no token stands for more characters; None: there is no such bound.
     """

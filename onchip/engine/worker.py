@@ -1,11 +1,12 @@
 """The program of a worker process: renders chat templates and runs one tokenizer, within bounds.
 
 `workers.Worker` starts it as a script. A message is 4 bytes, its length, and JSON; the first one
-sets the worker up and every later one is a job. The answer is {"value": ...} or {"error": sentence}.
-What is beyond a sentence (an endless loop, memory beyond the limit, a crash) ends this process only.
+sets the worker up, every later one is a job. The answer is {"value": ...} or {"error": sentence}.
+What no sentence covers (an endless loop, too much memory, a crash) ends this process alone.
 """
 
 import base64
+import contextlib
 import json
 import signal
 import socket
@@ -137,7 +138,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone, or has ended this job
         main()
-    except (EOFError, OSError):
-        pass  # the parent is gone, or has ended this job

@@ -23,7 +23,7 @@ START_S = 120.0  # to load a tokenizer on a busy machine
 JOB_BYTES = 1 << 30  # of one job; 4 MiB of text take a BPE some 0.5 GiB
 LOAD_BYTES = 4 << 30  # of a tokenizer while it is read
 # Nothing else of the environment: a template has no use for keys.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")
 # A single text is never split over threads, and each thread maps memory that counts as used.
 _SINGLE = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
@@ -43,15 +43,16 @@ class Worker:
 
     def __init__(self, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
         self._connection, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", worker.__file__],
+                [sys.executable, "-I", str(worker.__file__)],
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic prints pages
-                env={k: v for k in _ENVIRONMENT if (v := os.environ.get(k))} | _SINGLE,
+                env=environment | _SINGLE,
             )
-        setup = {"path": sys.path, "folder": None if folder is None else str(Path(folder).resolve())}
+        setup = {"path": sys.path, "folder": folder and str(Path(folder).resolve())}
         setup |= {"job_bytes": job_bytes, "load_bytes": LOAD_BYTES}
         try:
             self._exchange(setup, START_S, f"the tokenizer of {folder} was not loaded")
@@ -82,7 +83,7 @@ class Worker:
             raise JobEnded(f"{failure}: not done within {seconds:.3g} s", late=True) from None
         except (EOFError, OSError):
             self.close()
-            raise JobEnded(f"{failure}: its process died, for lack of memory or by a crash") from None
+            raise JobEnded(f"{failure}: its process ran out of memory or crashed") from None
         except BaseException:  # an interrupt: what is on its way belongs to nobody
             self.close()
             raise
@@ -102,9 +103,7 @@ class Workers:
     than `count` at a time wait for one another.
     """
 
-    def __init__(
-        self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES
-    ):
+    def __init__(self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
         self._folder, self._job_bytes = folder, job_bytes
         self._slots = threading.Semaphore(count)
         self._lock = threading.Lock()
@@ -154,7 +153,7 @@ class Workers:
         try:
             return self.run("render", seconds, **job)
         except TypeError as error:
-            raise ValueError(f"messages and variables of a template must be JSON: {error}") from None
+            raise ValueError(f"what a template is given must be JSON: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool, seconds: float = JOB_S) -> list[int]:
         job = {"text": text, "add_special_tokens": add_special_tokens}

@@ -67,7 +67,8 @@ def test_a_template_that_loops_is_ended_and_the_next_one_runs(templates):
     "template",
     [
         "{{ 'a' * 10 ** 9 }}",
-        "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='a') %}"
+        "{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "{{ '%9999999999d' % 1 }}",
         "{{ 10 ** 100000000 }}",
     ],
@@ -181,7 +182,7 @@ def test_a_tokenizer_that_expands_while_it_is_loaded_ends_its_worker(folder, mon
     token = {"id": 257, "content": "a", "special": False, "normalized": True}
     token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     rewrite(folder, normalizer={"type": "Sequence", "normalizers": BOMB}, added_tokens=[token])
-    with pytest.raises(ValueError, match="its process died|too much memory|is no tokenizer"):
+    with pytest.raises(ValueError, match="its process ran out|too much memory|is no tokenizer"):
         Worker(folder)
 
 
@@ -252,7 +253,12 @@ class TestBytesOfAToken:
         assert len(ids) == len("né€ ".encode()) + 1
 
     def test_sentence_piece(self, tmp_path):
-        vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256, "▁": 257, "a": 258, "▁a": 259}
+        vocab = {f"<0x{i:02X}>": i for i in range(256)} | {
+            "<unk>": 256,
+            "▁": 257,
+            "a": 258,
+            "▁a": 259,
+        }
         model = models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True)
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")

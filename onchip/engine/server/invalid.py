@@ -10,6 +10,7 @@ from typing import Any
 
 from .refusal import Refusal
 
+_MAX_ERRORS = 64  # that are looked at
 _KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -37,8 +38,14 @@ _BOUNDS = {
 }
 
 
-def explain(error: Mapping[str, Any], body: Any, fields: Mapping[str, Any]) -> Refusal:
-    """One of pydantic's errors about a body. fields: of the body's model, by name."""
+def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]) -> Refusal:
+    """pydantic's errors about a body as one sentence. fields: of the body's model, by name.
+
+    A field that may be several things has an error for each of them: the one that is deepest within
+    the field is about what the client meant.
+    """
+    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][1:2] == errors[0]["loc"][1:2]]
+    error = max(same, key=lambda one: len(_path(one["loc"][1:], body)))
     path = _path(error["loc"][1:], body)
     if not path:
         return Refusal(400, "the body is no request: send an object as application/json")
@@ -67,11 +74,10 @@ def describe(value: Any) -> str:
 
 def _path(loc: Sequence[Any], body: Any) -> list[str | int]:
     """The part of the location that is in the body: pydantic adds names of its types."""
-    path, here = [], body
+    path: list[str | int] = []
+    here: Any = body
     for part in loc:
-        if isinstance(here, Mapping) and part in here:
-            here = here[part]
-        elif isinstance(here, list) and isinstance(part, int) and 0 <= part < len(here):
+        if _has(here, part):
             here = here[part]
         elif path and part != loc[-1] or not isinstance(part, str) or _is_type(part):
             continue
@@ -79,6 +85,12 @@ def _path(loc: Sequence[Any], body: Any) -> list[str | int]:
             here = None  # the name of a field that is missing
         path.append(part)
     return path
+
+
+def _has(value: Any, part: Any) -> bool:
+    if isinstance(value, Mapping):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)
 
 
 def _is_type(part: str) -> bool:

@@ -4,7 +4,7 @@ Types are strict and unknown fields are refused, as OpenAI does. A field that th
 honour takes only the value that means "not wanted"; one that changes no answer is accepted and
 unused. The bounds stand here for the schema; SamplingParams has the last word.
 
-The description of a field completes the sentence "field=value is not served: send ..." (invalid.py).
+The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
 """
 
 import json
@@ -243,9 +243,11 @@ class Message(Strict):
         return message
 
     def check(self) -> None:
-        if self.content is None and not (self.role == "assistant" and (self.tool_calls or self.refusal)):
+        called = self.role == "assistant" and (self.tool_calls or self.refusal)
+        if self.content is None and not called:
             raise ValueError(
-                f"a message of role {self.role} has no content: null is for an assistant's with tool_calls"
+                f"a message of role {self.role} has no content: only an assistant's that has"
+                " tool_calls may be without"
             )
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of role tool needs tool_call_id, the call that it answers")
@@ -271,14 +273,12 @@ class Conversation(Strict):
     ]
     tools: Annotated[
         list[dict[str, Any]] | None,
-        Field(max_length=MAX_TOOL_CALLS, description="a list of tools with tool_choice none, or []"),
+        Field(max_length=MAX_TOOL_CALLS, description='[], or up to 128 with tool_choice "none"'),
     ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=256)], Any], Field(max_length=MAX_VARIABLES)
-        ]
+        Annotated[dict[Annotated[str, Field(max_length=256)], Any], Field(max_length=MAX_VARIABLES)]
         | None
     ) = None
     chat_template: Absent = None
@@ -297,7 +297,8 @@ class Conversation(Strict):
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt begins a new message, continue_final_message does not: give one"
+                "add_generation_prompt begins a message, continue_final_message goes on with the"
+                " last: give one"
             )
         return given | {
             "tools": self.tools,
@@ -328,9 +329,9 @@ class ChatRequest(Sampling, Conversation):
     function_call: Annotated[
         Literal["none"] | None, Field(description='"none", or leave it out')
     ] = None
-    reasoning_effort: (
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None
-    ) = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     verbosity: Annotated[
         Literal["medium"] | None, Field(description='"medium", or leave it out')
     ] = None

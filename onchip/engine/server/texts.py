@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from onchip.engine.chat import template_of
-from onchip.engine.tokenizer import FileTokenizer, Tokenizer
+from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.engine.workers import JOB_S, JobEnded, Workers
 
 from .refusal import Refusal
@@ -133,7 +133,7 @@ class Texts:
         return self._known[token_id]
 
     def _read_token(self, token_id: int) -> Token:
-        if not hasattr(self._tokenizer, "token_bytes"):  # a tokenizer of the user's
+        if not isinstance(self._tokenizer, (FileTokenizer, ByteTokenizer)):  # of the user's own
             text = self.decode([token_id])
             return Token(text, text.encode())
         data = self._tokenizer.token_bytes(token_id)
