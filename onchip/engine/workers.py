@@ -104,7 +104,7 @@ class Workers:
     """
 
     def __init__(self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
-        self._folder, self._job_bytes = folder, job_bytes
+        self._folder, self._job_bytes, self._job_s = folder, job_bytes, JOB_S
         self._slots = threading.Semaphore(count)
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
@@ -122,8 +122,11 @@ class Workers:
         with self._slots:
             self._give(self._take())
 
-    def run(self, do: str, seconds: float = JOB_S, **job: Any) -> Any:
-        """As of Worker.run. seconds: counted from when a process is free and started."""
+    def run(self, do: str, seconds: float | None = None, **job: Any) -> Any:
+        """As of Worker.run. seconds: at most, from when a process is free and started; never more
+        than JOB_S.
+        """
+        seconds = self._job_s if seconds is None else max(1e-3, min(seconds, self._job_s))
         with self._slots:
             one = self._take()
             try:
@@ -146,7 +149,7 @@ class Workers:
         messages: Sequence[Any],
         special: Mapping[str, str],
         options: Mapping[str, Any],
-        seconds: float = JOB_S,
+        seconds: float | None = None,
     ) -> str:
         """As of chat.render_template. What a template may see must be JSON."""
         job = {"template": template, "messages": messages, "special": special, "options": options}
@@ -155,12 +158,17 @@ class Workers:
         except TypeError as error:
             raise ValueError(f"what a template is given must be JSON: {error}") from None
 
-    def encode(self, text: str, add_special_tokens: bool, seconds: float = JOB_S) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool, seconds: float | None = None
+    ) -> list[int]:
         job = {"text": text, "add_special_tokens": add_special_tokens}
         return worker.unpack_ids(self.run("encode", seconds, **job))
 
     def decode(
-        self, token_ids: Sequence[int], skip_special_tokens: bool = True, seconds: float = JOB_S
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        seconds: float | None = None,
     ) -> str:
         job = {"token_ids": worker.pack_ids(token_ids), "skip_special_tokens": skip_special_tokens}
         return self.run("decode", seconds, **job)

@@ -356,7 +356,8 @@ def refusal_of(error: Exception, path: str = "") -> Refusal:
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, RequestValidationError):
         fields = _BODIES[path].model_fields if path in _BODIES else {}
-        return explain(error.errors(), error.body, fields)
+        errors = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # they begin with "body"
+        return explain(errors, error.body, fields)
     return Refusal(500, "the server failed at this request")
 
 

@@ -39,14 +39,15 @@ _BOUNDS = {
 
 
 def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]) -> Refusal:
-    """pydantic's errors about a body as one sentence. fields: of the body's model, by name.
+    """pydantic's errors about a body as one sentence, located from the body on. fields: of the
+    body's model, by name.
 
     A field that may be several things has an error for each of them: the one that is deepest within
     the field is about what the client meant.
     """
-    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][1:2] == errors[0]["loc"][1:2]]
-    error = max(same, key=lambda one: len(_path(one["loc"][1:], body)))
-    path = _path(error["loc"][1:], body)
+    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(same, key=lambda one: len(_path(one["loc"], body)))
+    path = _path(error["loc"], body)
     if not path:
         return Refusal(400, "the body is no request: send an object as application/json")
     name = ".".join(map(str, path))[:100]

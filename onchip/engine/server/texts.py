@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from onchip.engine.chat import template_of
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
-from onchip.engine.workers import JOB_S, JobEnded, Workers
+from onchip.engine.workers import JobEnded, Workers
 
 from .refusal import Refusal
 
@@ -36,7 +36,7 @@ class Lane:
         """
 
         def start() -> Any:
-            return work(seconds=max(0.0, min(JOB_S, deadline_s - time.monotonic())))
+            return work(seconds=deadline_s - time.monotonic())
 
         async with asyncio.timeout(deadline_s - time.monotonic()):
             try:

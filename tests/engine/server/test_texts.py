@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from onchip.engine import workers
 from onchip.engine.request import Logprob
 from onchip.engine.server import texts
 from onchip.engine.server.answers import CompletionFormat, Piece
@@ -27,7 +28,7 @@ def folder_engine(fake, folder, template=None, **knobs):
 
 
 def test_a_template_that_loops_holds_up_no_plain_prompt(fake, tmp_path, serving, ask, monkeypatch):
-    monkeypatch.setattr(texts, "JOB_S", 0.5)
+    monkeypatch.setattr(workers, "JOB_S", 0.5)
     answers = []
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: answers.append(ask(url, CHATS, {"messages": HELLO}))
@@ -62,7 +63,7 @@ def test_the_deadline_covers_the_line_before_the_template(
     fake, tmp_path, serving, ask, monkeypatch
 ):
     """All processes are taken for two seconds: what waits leaves at its own time."""
-    monkeypatch.setattr(texts, "JOB_S", 2.0)
+    monkeypatch.setattr(workers, "JOB_S", 2.0)
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: ask(url, CHATS, {"messages": HELLO})
         threads = [threading.Thread(target=chat) for _ in range(texts.PROCESSES)]
