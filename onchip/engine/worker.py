@@ -91,6 +91,8 @@ class Jobs:
         from onchip.engine.tokenizer import FileTokenizer
 
         self._render = render_template
+        with contextlib.suppress(ValueError):  # now, not in the time of a job, Jinja is imported
+            render_template("", [{"role": ""}], {})
         self._tokenizer = FileTokenizer(folder) if folder else None
 
     def render(self, template: str, messages: Any, special: Any, options: Any) -> str:

@@ -58,7 +58,7 @@ def test_special_tokens_are_shown_if_wanted(llm):
 
 
 def test_a_template_that_loops_is_ended_offline_too(llm, monkeypatch):
-    monkeypatch.setattr("onchip.engine.workers.JOB_S", 0.3)
+    monkeypatch.setattr("onchip.engine.workers.JOB_S", 1.0)
     one = llm()
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ValueError, match="not done within"):

@@ -62,8 +62,8 @@ def test_the_deadline_covers_the_template(fake, tmp_path, serving, ask):
 def test_the_deadline_covers_the_line_before_the_template(
     fake, tmp_path, serving, ask, monkeypatch
 ):
-    """All processes are taken for two seconds: what waits leaves at its own time."""
-    monkeypatch.setattr(workers, "JOB_S", 2.0)
+    """All processes are taken for three seconds: what waits leaves at its own time."""
+    monkeypatch.setattr(workers, "JOB_S", 3.0)
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: ask(url, CHATS, {"messages": HELLO})
         threads = [threading.Thread(target=chat) for _ in range(texts.PROCESSES)]
@@ -72,7 +72,7 @@ def test_the_deadline_covers_the_line_before_the_template(
         time.sleep(0.3)
         started = time.monotonic()
         assert ask(url, CHATS, {"messages": HELLO, "deadline_s": 0.2})[0] == 408
-        assert time.monotonic() - started < 1.2
+        assert time.monotonic() - started < 2
         for thread in threads:
             thread.join()
 
