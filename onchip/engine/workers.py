@@ -64,7 +64,13 @@ class Worker:
         """The value of a job, which is a method of worker.Jobs; ValueError: what is wrong with it.
         After a JobEnded the process is gone.
         """
-        return self._exchange({"do": do, "seconds": seconds, **job}, seconds, f"{do} was ended")
+        what = "chat template" if do == "render" else "tokenizer"
+        job = {"do": do, "seconds": seconds, **job}
+        return self._exchange(job, seconds, f"the {what} was ended")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def close(self) -> None:
         """Ends the process, whatever it does."""
@@ -186,8 +192,11 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise JobEnded("the workers are closed")
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                one = self._idle.pop()
+                if one.is_alive:
+                    return one
+                self._all.discard(one)  # killed from outside
         one = Worker(self._folder, self._job_bytes)
         with self._lock:
             self._all.add(one)

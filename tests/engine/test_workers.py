@@ -56,7 +56,7 @@ def test_a_worker_imports_no_torch_and_sees_no_secret(monkeypatch):
 
 def test_a_template_that_loops_is_ended_and_the_next_one_runs(templates):
     started = time.monotonic()
-    with pytest.raises(JobEnded, match=r"not done within 0\.3 s") as caught:
+    with pytest.raises(JobEnded, match=r"template was ended: not done within 0\.3 s") as caught:
         templates.render(LOOP, TALK, {}, {}, seconds=0.3)
     assert caught.value.late and time.monotonic() - started < 5
     assert templates.render("{{ 1 }}", TALK, {}, {}) == "1"
@@ -97,6 +97,13 @@ def test_sentences_of_a_template_arrive(templates):
     with pytest.raises(ValueError, match="must be JSON"):
         templates.render("{{ x }}", TALK, {}, {"x": object()})
     assert templates.render("{{ x.y }}", TALK, {}, {"x": {"y": "\ud800"}}) == "\ud800"
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced(templates):
+    templates.start()
+    templates._idle[-1]._process.kill()
+    templates._idle[-1]._process.wait()
+    assert templates.render("{{ 2 }}", TALK, {}, {}) == "2"
 
 
 def test_closed_workers_end_what_runs():

@@ -113,17 +113,13 @@ def _wanted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, 
 
 
 def _description(path: Sequence[Any], fields: Mapping[str, Any]) -> str | None:
-    """Of the field at the path, or of the nearest one around it that has a description."""
-    found = None
+    """Of the last field on the path: an entry of a list or of an object is described by that."""
+    description = None
     for part in path:
-        if isinstance(part, int):
-            continue
-        field = fields.get(part)
-        if field is None:
-            break
-        found = field.description or (None if len(path) == 1 else found)
-        fields = _inner(field.annotation)
-    return found
+        if part in fields:
+            description = fields[part].description
+            fields = _inner(fields[part].annotation)
+    return description
 
 
 def _inner(annotation: Any) -> Mapping[str, Any]:

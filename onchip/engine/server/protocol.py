@@ -30,6 +30,13 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=bounds.MAX_BIASES),
+]
 Label = Annotated[str, Field(max_length=1024)]  # read by nothing here
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
@@ -61,20 +68,17 @@ class Sampling(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None,
+        Field(description="a text of 1 to 256 characters, or a list of up to 16 of them"),
+    ] = None
     stop_token_ids: Annotated[list[Token], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=bounds.MAX_BIASES),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[
+        Biases | None,
+        Field(description='an object of up to 300 entries as "50256": -100, of -100 to 100'),
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None

@@ -27,6 +27,7 @@ HISTORY = [
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "7 C"},
 ]
+JSON = {"type": "json_object"}
 ROBOT, SILENT = {"role": "robot", "content": "a"}, {"role": "user", "content": None}
 FIVE, IMAGE = {"role": "user", "content": 5}, {"role": "user", "content": [{"type": "image_url"}]}
 # What each program sends besides messages, with its own names and defaults.
@@ -193,7 +194,7 @@ def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
     ("change", "sentence"),
     [
         ({"tool_choice": "required"}, "tool_choice='required' is not served: send \"none\""),
-        ({"response_format": {"type": "json_object"}}, 'is not served: send {"type": "text"}'),
+        ({"response_format": JSON}, "response_format.type='json_object' is not served: send 'text'"),
         ({"store": True}, "store=true is not served: send false, or leave it out"),
         ({"service_tier": "flex"}, "service_tier='flex' is not served: send \"auto\""),
         ({"verbosity": "low"}, "verbosity='low' is not served"),
@@ -210,8 +211,8 @@ def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
         ({"seed": 1.5}, "seed=1.5 is not served: send an integer"),
         ({"user": ["u"]}, "user=a list of 1 entries is not served: send a text"),
         ({"stop": "x" * 1000}, "stop=a text of 1000 characters is not served"),
-        ({"stop": 5}, "stop=5 is not served"),
-        ({"logit_bias": {"x": 1}}, "logit_bias.x='x' is not served"),
+        ({"stop": 5}, "stop=5 is not served: send a text of 1 to 256"),
+        ({"logit_bias": {"x": 1}}, "logit_bias.x='x' is not served: send an object"),
         ({"cache_salt": ""}, "cache_salt='' is not served"),
         ({"reasoning_effort": "huge"}, "reasoning_effort='huge' is not served: send 'none',"),
         ({"messages": "hi"}, "messages='hi' is not served: send a list of 1 to 4096 messages"),
