@@ -194,7 +194,7 @@ def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
     ("change", "sentence"),
     [
         ({"tool_choice": "required"}, "tool_choice='required' is not served: send \"none\""),
-        ({"response_format": JSON}, "response_format.type='json_object' is not served: send 'text'"),
+        ({"response_format": JSON}, "type='json_object' is not served: send 'text'"),
         ({"store": True}, "store=true is not served: send false, or leave it out"),
         ({"service_tier": "flex"}, "service_tier='flex' is not served: send \"auto\""),
         ({"verbosity": "low"}, "verbosity='low' is not served"),
