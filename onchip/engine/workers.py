@@ -47,7 +47,7 @@ class Worker:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", str(worker.__file__)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panic prints pages
                 env=environment | _SINGLE,
