@@ -193,8 +193,15 @@ def _add_serve(commands) -> None:
     p.add_argument("--max-queue", type=int, default=4096, help="requests that wait, then 429")
     p.add_argument("--max-request-s", type=float, default=600.0, help="no request takes longer")
     p.add_argument("--max-body-mib", type=float, default=4.0, help="of a request (default 4)")
+    p.add_argument("--max-bodies-mib", type=float, default=64.0, help="of all bodies being read")
     p.add_argument("--max-stall-s", type=float, default=30.0, help="a longer step: not ready")
     p.add_argument("--drain-s", type=float, default=30.0, help="to finish after SIGTERM")
+    p.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="info: a line for each request",
+    )
     p.set_defaults(run=_serve)
 
 

@@ -2,8 +2,13 @@
 server, few threads, short requests.
 """
 
+import io
 import json
+import socket
+import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -15,7 +20,9 @@ from onchip.lab.playground import OPENING, Playground
 
 MAX_BODY_BYTES = 4096
 MAX_CONNECTIONS = 32
-PATIENCE_S = 10.0  # for a client that says nothing
+MAX_REQUEST_BYTES = 64 << 10  # head and body
+REQUEST_S = 10.0  # for a whole request, and for its answer
+EVICT_S = 1.0  # for a connection that makes room
 
 
 class LabServer(ThreadingHTTPServer):
@@ -30,6 +37,7 @@ class LabServer(ThreadingHTTPServer):
             self.playground.do(operation)
         self.lock = Lock()
         self.seats = BoundedSemaphore(MAX_CONNECTIONS)
+        self.seated: dict[socket.socket, None] = {}  # the oldest first
         super().__init__((host, port), Handler)
 
     @property
@@ -38,17 +46,34 @@ class LabServer(ThreadingHTTPServer):
         return f"http://{host}:{port}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own if one is left; otherwise the connection is closed."""
-        if self.seats.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        """In a thread of its own. If all are taken, the oldest connection ends: a request takes
+        milliseconds, so that one is a client that sends nothing, or drips.
+        """
+        if not self.seats.acquire(blocking=False):
+            self._evict_oldest()
+            if not self.seats.acquire(timeout=EVICT_S):
+                self.shutdown_request(request)
+                return
+        self.seated[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.seated.pop(request, None)
             self.seats.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves, or is made to, is no error of this server."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+    def _evict_oldest(self) -> None:
+        for oldest in list(self.seated)[:1]:
+            self.seated.pop(oldest, None)
+            with suppress(OSError):  # it may have ended meanwhile
+                oldest.shutdown(socket.SHUT_RDWR)
 
     def play(self, operation: Mapping[str, Any] | None) -> dict[str, Any]:
         """An operation (None: a look), its answer and what there is after it."""
@@ -57,10 +82,39 @@ class LabServer(ThreadingHTTPServer):
             return {**answer, "state": self.playground.state()}
 
 
+class RequestReader(io.RawIOBase):
+    """The bytes of one request, with REQUEST_S for all of them: a byte now and then does not keep a
+    connection open.
+    """
+
+    def __init__(self, connection: socket.socket):
+        super().__init__()
+        self._connection, self._left = connection, MAX_REQUEST_BYTES
+        self._end = time.monotonic() + REQUEST_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._end - time.monotonic()
+        if left_s <= 0 or self._left <= 0:
+            raise TimeoutError("the request takes too long, or is too large")
+        self._connection.settimeout(left_s)
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        self._connection.settimeout(REQUEST_S)
+        self._left -= count
+        return count
+
+
 class Handler(BaseHTTPRequestHandler):
     """GET / is the page, GET /pages the playground, POST /pages an operation on it."""
 
-    timeout = PATIENCE_S
+    timeout = REQUEST_S  # of an answer: Python counts it for all that one call sends
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(RequestReader(self.connection))
 
     @property
     def lab(self) -> LabServer:

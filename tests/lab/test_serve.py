@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.client import HTTPConnection
 from urllib.request import urlopen
 
@@ -94,15 +96,15 @@ def test_only_its_own_address_is_served(server):
 
 
 def test_connections_are_bounded(server):
-    """Those who only sit there take the seats; one who comes later is turned away, not queued."""
+    """Idle connections take all seats: for each that follows the oldest one ends."""
     server.seats = threading.BoundedSemaphore(3)
     idle = [HTTPConnection(*server.server_address, timeout=10) for _ in range(3)]
     for one in idle:
         one.connect()
     seats_taken = lambda: server.seats._value == 0
     assert _soon(seats_taken)
-    with pytest.raises(ConnectionError):
-        ask(server, "GET", "/pages")
+    assert ask(server, "GET", "/pages")[0] == 200
+    assert idle[0].sock.recv(1) == b"" and len(server.seated) <= 3
     for one in idle:
         one.close()
     assert _soon(lambda: server.seats._value == 3)
@@ -136,3 +138,73 @@ def test_the_command_writes_a_page_that_needs_no_server(tmp_path, capsys, monkey
     assert 'data-behind="offline"' in file.read_text(encoding="utf-8")
     assert cli.main(["lab", "--out", str(file)]) == 2
     assert "is a file" in capsys.readouterr().err
+
+
+def drip(client, stop):
+    """A byte of a head now and then."""
+    client.sendall(b"GET / HTTP/1.1\r\nx: ")
+    while not stop.wait(0.05):
+        try:
+            client.sendall(b"a")
+        except OSError:
+            return
+
+
+@pytest.fixture
+def dripping(server):
+    """Opens connections that drip until the end of the test."""
+    stop, threads, clients = threading.Event(), [], []
+
+    def start(count):
+        for _ in range(count):
+            clients.append(socket.create_connection(server.server_address, timeout=10))
+            threads.append(threading.Thread(target=drip, args=(clients[-1], stop)))
+            threads[-1].start()
+        return clients
+
+    yield start
+    stop.set()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        client.close()
+
+
+def test_dripping_connections_hold_nobody_up(server, dripping):
+    dripping(serve.MAX_CONNECTIONS + 8)
+    for _ in range(3):
+        assert ask(server, "GET", "/pages")[0] == 200
+    assert len(server.seated) <= serve.MAX_CONNECTIONS
+
+
+@pytest.mark.parametrize(
+    "head", [b"GET / HTTP/1.1\r\nx: ", b"POST /pages HTTP/1.1\r\nContent-Length: 900\r\n\r\n{"]
+)
+def test_a_request_arrives_in_time_or_not_at_all(server, monkeypatch, head):
+    """A byte now and then does not start the time anew."""
+    monkeypatch.setattr(serve, "REQUEST_S", 0.5)
+    with socket.create_connection(server.server_address, timeout=10) as client:
+        client.sendall(head)
+        started, client_ended = time.monotonic(), False
+        while not client_ended and time.monotonic() - started < 8:
+            client.settimeout(0.1)
+            try:
+                client.sendall(b"a")
+                client_ended = not client.recv(4096)
+            except TimeoutError:
+                continue
+            except OSError:
+                client_ended = True
+        assert client_ended
+
+
+def test_a_request_is_bounded_in_bytes(server):
+    with socket.create_connection(server.server_address, timeout=10) as client:
+        line = b"x: " + b"a" * 8000 + b"\r\n"
+        try:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + 20 * line + b"\r\n")
+            answer = client.recv(100)
+        except ConnectionError:
+            answer = b""
+        assert b"200" not in answer
+    assert ask(server, "GET", "/pages")[0] == 200

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -18,10 +19,12 @@ from onchip.engine.params import SamplingParams
 
 from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
-from .guard import Guard, bounded_route
+from .bodies import BodyMemory, Intake, body_route
+from .guard import Guard
 from .invalid import explain
 from .keys import Keyring
 from .live import Watch
+from .log import RequestLog
 from .metrics import Metrics
 from .protocol import (
     ChatRequest,
@@ -31,8 +34,8 @@ from .protocol import (
     Sampling,
     TokenizeRequest,
 )
-from .refusal import Refusal
-from .replies import Order, StreamReply, WholeReply, refuse
+from .refusal import Refusal, refuse
+from .replies import Order, StreamReply, WholeReply
 from .service import Engine, Service, State
 from .texts import Texts
 from .tickets import Ask
@@ -53,32 +56,39 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": protocol.Error, "description": "The request is at fault"},
     "5XX": {"model": protocol.Error, "description": "The server is"},
 }
-_BODIES = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-    "/tokenize": TokenizeRequest,
-    "/detokenize": DetokenizeRequest,
-}
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
 class Options:
-    """model: the name it is served under. max_request_s: no request may take longer. max_stall_s:
-    a step older than this makes the server not ready. hosts: as of Guard.
+    """model: the name it is served under. max_bodies_bytes: of all bodies that are being read.
+    max_request_s: no request may take longer. max_stall_s: a step older than this makes the server
+    not ready. hosts: as of Guard.
     """
 
     model: str
     max_body_bytes: int = 4 << 20
+    max_bodies_bytes: int = 64 << 20
     max_request_s: float = 600.0
     max_stall_s: float = 30.0
     max_open: int = 16384
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_request_s", "max_stall_s", "max_open"):
+        for name in (
+            "max_body_bytes",
+            "max_bodies_bytes",
+            "max_request_s",
+            "max_stall_s",
+            "max_open",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes={self.max_bodies_bytes} must be at least"
+                f" max_body_bytes={self.max_body_bytes}"
+            )
 
 
 @dataclass(frozen=True)
@@ -140,6 +150,9 @@ class Server:
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.watch = Watch(self.service, options.model)
         self._started = int(time.time())
+        # One thread each: bodies and answers take their turns, and none waits for the other kind.
+        self._parsers = ThreadPoolExecutor(1, "onchip-bodies")
+        self._builders = ThreadPoolExecutor(1, "onchip-answers")
         self.app = self._application()
 
     def _application(self) -> FastAPI:
@@ -155,7 +168,8 @@ class Server:
         for path, (file, kind) in _PAGE.items():
             app.add_api_route(path, _static(file, kind), include_in_schema=False)
         app.add_middleware(Guard, keys=self.keys, hosts=self.options.hosts)
-        for kind in (Refusal, HTTPException, RequestValidationError, Exception):
+        app.add_middleware(RequestLog, metrics=self.metrics)  # the last one is the outermost
+        for kind in (Refusal, HTTPException, RequestValidationError):
             app.add_exception_handler(kind, self._failed)
         return app
 
@@ -168,12 +182,17 @@ class Server:
         finally:
             self.texts.close()
             await self.service.close()
+            for pool in (self._parsers, self._builders):
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _api(self) -> APIRouter:
-        router = APIRouter(
-            route_class=bounded_route(self.options.max_body_bytes, self.service.arriving),
-            responses=_ERRORS,
+        intake = Intake(
+            self.options.max_body_bytes,
+            BodyMemory(self.options.max_bodies_bytes),
+            self.service.arriving,
+            self._parsers,
         )
+        router = APIRouter(route_class=body_route(intake), responses=_ERRORS)
         streams = {200: {"content": _STREAM}}
         router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
             self._completions
@@ -198,6 +217,7 @@ class Server:
     async def _completions(self, body: CompletionRequest, request: Request) -> Response:
         deadline = self._begin(body)
         params, prompts = _checked(body.params), body.prompts
+        self._check_lengths(prompts)
         if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
             raise Refusal(
                 400, "which choices are best is known at the end: they cannot be streamed"
@@ -208,7 +228,7 @@ class Server:
             echo = Echo(texts, body.scores_only)
         form = CompletionFormat(self.options.model, self.texts.token)
         question = Question(params, prompts, form, Reader(params.n, echo))
-        return await self._serve(body, request.state.salt, question, deadline)
+        return await self._serve(body, request, question, deadline)
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
         deadline = self._begin(body)
@@ -216,24 +236,26 @@ class Server:
         prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
         form = ChatFormat(self.options.model, self.texts.token, body.top_logprobs or 0)
         question = Question(params, [prompt], form, Reader(params.n))
-        return await self._serve(body, request.state.salt, question, deadline)
+        return await self._serve(body, request, question, deadline)
 
     async def _serve(
-        self, body: Sampling, salt: bytes, question: Question, deadline: Deadline
+        self, body: Sampling, request: Request, question: Question, deadline: Deadline
     ) -> Response:
         question.check_width()
         special = body.add_special_tokens is not False
         tokens = [await self._encode(one, special, deadline) for one in question.prompts]
-        rest = (question.params, body.priority or 0, deadline.left_s, body.salted(salt))
+        salt, arrival = body.salted(request.state.salt), request.state.arrival
+        rest = (question.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
         order = Order(
             self.service,
-            await self.service.submit([Ask(one, *rest, bool(body.stream)) for one in tokens]),
+            await self.service.submit([Ask(one, *rest) for one in tokens], arrival),
             question.form,
             question.reader,
             question.num_choices,
             deadline.at_s,  # a little before the engine's own
             deadline.refusal,
             body.include_usage,
+            self._builders,
         )
         return (StreamReply if body.stream else WholeReply)(order, self.metrics)
 
@@ -287,6 +309,17 @@ class Server:
             return prompt
         return await self.texts.decode_prompt(prompt, deadline.at_s)
 
+    def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
+        """Token ids that can never fit, before anything is done with them."""
+        longest = max((len(p) for p in prompts if not isinstance(p, str)), default=0)
+        if longest > self.limits.max_model_len:
+            raise Refusal(
+                400,
+                f"the prompt has {longest} tokens, the model takes {self.limits.max_model_len}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.options.model):
             raise Refusal(
@@ -333,11 +366,10 @@ class Server:
         return Response(self.metrics.render(self.service), media_type=kind)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        refusal = refusal_of(error, request.url.path)
+        refusal = refusal_of(error)
         self.metrics.refused(refusal.status)
         reply = refuse(refusal)
-        if isinstance(error, HTTPException):
-            reply.headers.update(error.headers or {})
+        reply.headers.update(getattr(error, "headers", None) or {})
         return reply
 
 
@@ -348,17 +380,20 @@ def _checked(make: Callable[[], Any]) -> Any:
         raise Refusal(400, str(error)) from None
 
 
-def refusal_of(error: Exception, path: str = "") -> Refusal:
-    """Whatever goes wrong, in the API's words. path: of the request."""
+def refusal_of(error: Exception) -> Refusal:
+    """Whatever goes wrong, in the API's words."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, RequestValidationError):
-        fields = _BODIES[path].model_fields if path in _BODIES else {}
-        errors = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # they begin with "body"
-        return explain(errors, error.body, fields)
-    return Refusal(500, "the server failed at this request")
+        return explain(_located(error), error.body, {})
+    raise error
+
+
+def _located(error: RequestValidationError) -> list[dict[str, Any]]:
+    """FastAPI's errors, which begin with "body": of bodies that are not application/json."""
+    return [one | {"loc": one["loc"][1:]} for one in error.errors()]
 
 
 def _static(file: str, kind: str) -> Callable[[], Any]:

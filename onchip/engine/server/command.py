@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from onchip.engine.engine import Engine
 from onchip.engine.llm import LLM
 from onchip.engine.step import Limits
 from onchip.models import about, builtin
@@ -15,18 +16,22 @@ from .app import Options, Server
 from .keys import Keyring, read_keys
 from .run import Address, Process, raise_file_limit, url_of
 
+LOG = logging.getLogger("onchip.serve")
 BUILTIN_PAGES = 2049  # of the built-in model, 112 MiB; the live page draws all but the null page
 
 
 def serve(args: argparse.Namespace) -> int:
     """Runs until SIGTERM or SIGINT; what can be wrong is found before the model loads."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("onchip").setLevel(args.log_level.upper())  # of other packages: warnings
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = _options(args, address, keys)
     sock = address.bind()
     raise_file_limit()
-    server = Server(_model(args).engine, options, keys)
+    engine = _model(args).engine
+    LOG.info("%s", describe(engine, options.model))
+    server = Server(engine, options, keys)
     Process(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run([sock])
     return 1 if server.service.death else 0
 
@@ -74,11 +79,30 @@ def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Optio
     return Options(
         model=args.name or Path(args.model).resolve().name,
         max_body_bytes=int(args.max_body_mib * 2**20),
+        max_bodies_bytes=int(args.max_bodies_mib * 2**20),
         max_request_s=args.max_request_s,
         max_stall_s=args.max_stall_s,
         max_open=args.max_num_seqs + args.max_queue,
         hosts=address.hosts if keys.open else None,
     )
+
+
+def describe(engine: Engine, name: str) -> str:
+    """What serves: device, dtype, pages, memory."""
+    model, pool, spec = engine.model, engine.cache.pool, engine.cache.spec
+    words = [
+        f"model={name} device={model.device} dtype={_word(model.dtype)}",
+        f"kv_dtype={_word(spec.kv_dtype or spec.dtype)} pages={pool.capacity}",
+        f"page_tokens={spec.page_size} max_model_len={engine.limits.max_model_len}",
+        f"pages_mib={pool.capacity * spec.page_bytes / 2**20:.0f}",
+    ]
+    if model.device.type == "cuda":
+        words.append(f"device_mib={torch.cuda.memory_reserved(model.device) / 2**20:.0f}")
+    return " ".join(words)
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _announce(server: Server, url: str, model: str) -> None:

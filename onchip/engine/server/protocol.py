@@ -2,7 +2,8 @@
 
 Types are strict and unknown fields are refused, as OpenAI does. A field that this server cannot
 honour takes only the value that means "not wanted"; one that changes no answer is accepted and
-unused. The bounds stand here for the schema; SamplingParams has the last word.
+unused. The bounds stand here for the schema; SamplingParams has the last word. A long list stops at
+its first error (`fail_fast`): pydantic would write an error for each of its values.
 
 The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
 """
@@ -28,7 +29,7 @@ MAX_DETOKENIZED = 1 << 20
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = Annotated[
     dict[
@@ -205,6 +206,9 @@ class ToolCall(Strict):
         return {"id": self.id, "type": self.type, "function": self.function.plain}
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class Message(Strict):
     """Also as clients send answers back: with every field of an answer, null where it was."""
 
@@ -213,11 +217,12 @@ class Message(Strict):
         Field(description='"system", "developer", "user", "assistant" or "tool"'),
     ]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)] | None,
-        Field(description="a text, or a list of parts of type text"),
+        str | Parts | None, Field(description="a text, or a list of parts of type text")
     ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -257,6 +262,10 @@ class Message(Strict):
             raise ValueError("a message of role tool needs tool_call_id, the call that it answers")
 
 
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+
+
 class TextFormat(Strict):
     type: Literal["text"]
 
@@ -268,16 +277,11 @@ class Conversation(Strict):
     """
 
     messages: Annotated[
-        list[Message],
-        Field(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description=f"a list of 1 to {MAX_MESSAGES} messages with role and content",
-        ),
+        Messages,
+        Field(description=f"a list of 1 to {MAX_MESSAGES} messages with role and content"),
     ]
     tools: Annotated[
-        list[dict[str, Any]] | None,
-        Field(max_length=MAX_TOOL_CALLS, description='[], or up to 128 with tool_choice "none"'),
+        Tools | None, Field(description='[], or up to 128 with tool_choice "none"')
     ] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -390,8 +394,8 @@ class TokenizeRequest(Strict):
 
     model: Label | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS)] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -413,7 +417,7 @@ class DetokenizeRequest(Strict):
     """POST /detokenize, as vLLM's."""
 
     model: Label | None = None
-    tokens: Annotated[list[Token], Field(max_length=MAX_DETOKENIZED)]
+    tokens: Annotated[list[Token], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
 
 
 class Tokenized(BaseModel):

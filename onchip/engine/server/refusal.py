@@ -1,9 +1,15 @@
 """Why a request gets no answer, as the OpenAI API says it."""
 
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
-class Refusal(Exception):
+CLIENT_GONE = 499  # no status of HTTP: for logs alone, a client that hung up reads none
+
+
+class Refusal(HTTPException):
     """One request fails, with a status of HTTP and a sentence. param: the field at fault.
-    retry_after_s: when to ask again.
+    retry_after_s: when to ask again. closes: the connection ends with the answer, because the rest
+    of the request is not read.
     """
 
     def __init__(
@@ -14,10 +20,17 @@ class Refusal(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
+        closes: bool = False,
     ):
-        super().__init__(message)
+        headers = {}
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"  # RFC 9110 wants a 401 to say what would help
+        if retry_after_s is not None:
+            headers["retry-after"] = str(retry_after_s)
+        if closes:
+            headers["connection"] = "close"
+        super().__init__(status, message, headers)
         self.status, self.message, self.code, self.param = status, message, code, param
-        self.retry_after_s = retry_after_s
 
     @property
     def kind(self) -> str:
@@ -37,12 +50,6 @@ class Refusal(Exception):
             }
         }
 
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.status == 401:
-            return {"www-authenticate": "Bearer"}  # RFC 9110 wants a 401 to say what would help
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
-
 
 _KINDS = {
     401: "authentication_error",
@@ -50,3 +57,8 @@ _KINDS = {
     429: "rate_limit_error",
     504: "timeout_error",
 }
+
+
+def refuse(refusal: Refusal) -> JSONResponse:
+    """The answer."""
+    return JSONResponse(refusal.body, refusal.status, refusal.headers)

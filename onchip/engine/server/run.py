@@ -1,24 +1,32 @@
-"""The process of a server: its socket, its signals, its end."""
+"""The process of a server: its socket, its connections, its signals, its end."""
 
 import asyncio
+import json
 import logging
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of headers
 
 from .app import Server
-from .guard import LOCAL_NAMES
+from .guard import LOCAL_NAMES, MAX_HEAD_BYTES
+from .refusal import Refusal
+
+LOG = logging.getLogger("onchip.serve")
 
 FLUSH_S = 5.0  # for answers that are on their way when everything is done
 STUCK_CLIENT_MS = 60_000  # a client that takes nothing for so long is gone
-MAX_HEADER_BYTES = 64 << 10
 HEADER_S = 10.0
 BACKLOG = 2048
+MAX_CONNECTIONS = 8192
+SPARE_FILES = 64  # of those that a process may open: for all that is no connection
 
 
 @dataclass(frozen=True)
@@ -58,30 +66,78 @@ def url_of(sock: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+@dataclass
+class Crowd:
+    """All connections of a server, at most `limit`. idle: those without a request, the one that has
+    been so for longest first.
+    """
+
+    limit: int
+    idle: "dict[Connection, None]" = field(default_factory=dict)
+
+
 class Connection(H11Protocol):
     """Closes unless the head of a request arrives in time: neither silence nor a byte now and then
-    keeps a connection open.
+    keeps a connection open. Where there are too many, the one that has been idle for longest makes
+    room, so that silent clients shut out no other.
     """
 
     _timer: asyncio.TimerHandle | None = None
 
+    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._crowd = crowd
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         super().connection_made(transport)
         self._expect_request()
+        if len(self.connections) > self._crowd.limit:
+            self._make_room()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._crowd.idle.pop(self, None)
 
     def on_response_complete(self) -> None:
+        self._expect_request()  # before: the next request may have arrived already
         super().on_response_complete()
-        self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._crowd.idle.pop(self, None)
         self._cancel_timer()  # or it keeps the connection in memory until it rings
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Refusal(400, f"no HTTP, or a head of more than {MAX_HEAD_BYTES} bytes"))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer in place of the application, unless that has begun to; the connection ends."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(refusal.body).encode()
+            headers = {**(refusal.headers or {}), "content-type": "application/json"}
+            headers |= {"content-length": str(len(body)), "connection": "close"}
+            start = h11.Response(status_code=refusal.status, headers=list(headers.items()))
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _make_room(self) -> None:
+        longest = next(iter(self._crowd.idle))
+        self._crowd.idle.pop(longest)
+        self.connections.discard(longest)  # now: it is lost only when the loop gets to that
+        if longest is self:
+            self._refuse(Refusal(503, "all connections are in use", retry_after_s=1))
+        else:
+            longest.transport.close()
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
     def _expect_request(self) -> None:
+        self._crowd.idle.pop(self, None)
+        self._crowd.idle[self] = None
         self._cancel_timer()
         self._timer = self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
 
@@ -93,26 +149,34 @@ class Connection(H11Protocol):
 class Process(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: nothing new is taken, what runs may finish for drain_s,
     what is left is answered with a sentence. A second one does not wait. announce: called once it
-    listens.
+    listens. max_connections: at a time.
     """
 
-    def __init__(self, server: Server, drain_s: float, announce: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        server: Server,
+        drain_s: float,
+        announce: Callable[[], None] | None = None,
+        max_connections: int | None = None,
+    ):
         self.server, self.drain_s, self._announce = server, drain_s, announce
+        crowd = Crowd(max_connections or most_connections())
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 server.app,
-                http=Connection,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                http=partial(Connection, crowd=crowd),  # pyright: ignore (called, nothing else)
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 lifespan="on",
-                backlog=BACKLOG,
-                log_level=logging.WARNING,
+                backlog=1,  # as asyncio reads it: connections to accept at a time; see startup
+                log_config=None,
+                log_level=logging.ERROR,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=FLUSH_S,
+                timeout_graceful_shutdown=2 * FLUSH_S,
             )
         )
 
@@ -131,14 +195,40 @@ class Process(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._end(0.0))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Where a process may open no more files, asyncio logs a line for each connection that it
+        would accept in one go, and tries again after a second as often as it failed. So it accepts
+        one in one go, and the line is ours.
+        """
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_log_failure)
         await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
         if self._announce:
             self._announce()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """A client that does not take its answer in time loses its connection, which ends its task
+        in the usual way.
+        """
+        timer = asyncio.get_running_loop().call_later(FLUSH_S, self._abort_connections)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _abort_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # pyright: ignore (all are of class Connection)
 
     async def _end(self, drain_s: float) -> None:
         await self.server.service.drain(drain_s)
         self.should_exit = True
+
+
+def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    if "accept" in context["message"]:
+        LOG.error("no connection can be accepted: %s", context.get("exception"))
+    else:
+        loop.default_exception_handler(context)
 
 
 def raise_file_limit() -> None:
@@ -151,14 +241,32 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def most_connections() -> int:
+    """As many as there are files for, and some to spare."""
+    try:
+        import resource
+    except ImportError:
+        return MAX_CONNECTIONS
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+
+
 class Background:
     """A server in a thread of this process, as a block; installs no signal handlers.
 
     with Background(server) as url: ...
     """
 
-    def __init__(self, server: Server, address: Address | None = None, drain_s: float = 5.0):
-        self.process = Process(server, drain_s)
+    def __init__(
+        self,
+        server: Server,
+        address: Address | None = None,
+        drain_s: float = 5.0,
+        max_connections: int | None = None,
+    ):
+        self.process = Process(server, drain_s, max_connections=max_connections)
         self._socket = (address or Address(port=0)).bind()
         self.url = url_of(self._socket)
         self._thread = threading.Thread(target=self.process.run, args=([self._socket],))

@@ -1,9 +1,11 @@
 """The thread that drives the engine, and those who wait for it on an event loop.
 
 The engine belongs to one thread, which does everything that is asked of it between two steps, in
-order. What a step gives goes into one mailbox, by request: outputs are cumulative, so the newest
-one says it all. However slow the loop or a reader is, a request has at most one output waiting, and
-nobody waits for anybody.
+order, but cancels first: a request whose client is gone is neither added nor computed.
+
+What a step gives goes into one mailbox, by request: outputs are cumulative, so the newest one says
+it all. However slow the loop or a reader is, a request has at most one output waiting, and nobody
+waits for anybody.
 
 If a step raises, the engine is dead: everybody who waits is told, and the thread stays to refuse
 whatever comes later. No request is ever left without an answer.
@@ -14,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -26,7 +29,7 @@ from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import Tokenizer
 
 from .refusal import Refusal
-from .tickets import Ask, Place, Standing, Ticket
+from .tickets import Arrival, Ask, Place, Standing, Ticket
 
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
@@ -89,6 +92,7 @@ class Service:
         self._engine, self._max_open = engine, max_open
         self.on_output = on_output
         self._commands = queue.SimpleQueue[Callable[[], None] | None]()
+        self._released = deque[str]()  # ids to cancel, before any command
         self._places: dict[str, Place] = {}
         self._mail: dict[str, RequestOutput] = {}
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class Service:
         self._state = State.READY
         self._death: str | None = None
         self._busy_since: float | None = None
-        self._arriving: set[asyncio.Task | None] = set()
+        self._arriving: set[Arrival] = set()
         self.num_steps = 0
 
     def start(self) -> None:
@@ -135,30 +139,30 @@ class Service:
         return 0.0 if since is None else time.monotonic() - since
 
     @contextmanager
-    def arriving(self) -> Iterator[None]:
-        """While a task reads a request, up to its `submit`. A Refusal: there is no room for it."""
+    def arriving(self) -> Iterator[Arrival]:
+        """While a request is read, up to its `submit`. A Refusal: there is no room for it."""
         self._check_open(1)
-        task = asyncio.current_task()
-        self._arriving.add(task)
+        arrival = Arrival()
+        self._arriving.add(arrival)
         try:
-            yield
+            yield arrival
         finally:
-            self._arriving.discard(task)
+            self._arriving.discard(arrival)
 
-    async def submit(self, asks: Sequence[Ask]) -> Ticket:
+    async def submit(self, asks: Sequence[Ask], arrival: Arrival | None = None) -> Ticket:
         """All of them, or none and a Refusal. A caller that is cancelled meanwhile leaves nothing
-        behind.
+        behind. arrival: of this request, which ends here.
         """
-        self._arriving.discard(asyncio.current_task())
+        if arrival is not None:
+            self._arriving.discard(arrival)
         self._check_open(len(asks))
         ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
         now = time.monotonic()
         for place, (request_id, ask) in enumerate(zip(ticket.request_ids, asks, strict=True)):
             self._places[request_id] = Place(ticket, place, ask, now)
-        answer = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._add(asks, ticket, answer))
+        self._commands.put(lambda: self._add(asks, ticket))
         try:
-            refusal = await answer
+            refusal = await ticket.taken
         except BaseException:
             self.release(ticket)
             raise
@@ -168,11 +172,15 @@ class Service:
         return ticket
 
     def release(self, ticket: Ticket) -> None:
-        """Its caller is gone: what is not finished is cancelled before the next step."""
+        """Its caller is gone: what is not finished is cancelled before the next step, what is not
+        added yet is dropped.
+        """
         self._forget(ticket)
+        ticket.released = True
         ids = ticket.unfinished
         if ids and self._death is None:
-            self._commands.put(lambda: self._cancel(ids))
+            self._released.extend(ids)
+            self._commands.put(self._cancel_released)  # wakes the thread where it has no work
 
     async def ask(self, look: Callable[[Any], T], patience_s: float) -> T | None:
         """What `look` sees of the engine between two steps; None: it died, or a step takes longer
@@ -192,6 +200,7 @@ class Service:
         """Take nothing new, finish what is open; what is not done in time fails with a sentence."""
         if self._state is State.READY:
             self._state = State.DRAINING
+        self._fail_arrivals()
         end = time.monotonic() + timeout_s
         while self._places and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -206,6 +215,7 @@ class Service:
     async def close(self) -> None:
         """After it the thread is gone, and with it the engine's memory, unless a step hangs."""
         self._state = State.CLOSED
+        self._fail_arrivals()
         self.fail_all(Refusal(503, "the server is closed", code="shutdown"))
         if self._thread.is_alive():
             self._commands.put(None)
@@ -215,9 +225,7 @@ class Service:
         if self._death is not None:
             raise _dead(self._death)
         if self._state is not State.READY:
-            raise Refusal(
-                503, "the server is shutting down", code="shutdown", retry_after_s=RETRY_AFTER_S
-            )
+            raise _closing()
         taken = self.num_open + self.num_arriving
         if taken + count > self._max_open:
             raise Refusal(
@@ -226,6 +234,11 @@ class Service:
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def _fail_arrivals(self) -> None:
+        """A body that is still arriving would be refused in the end: the answer is known now."""
+        for arrival in self._arriving:
+            arrival.fail(_closing())
 
     def _forget(self, ticket: Ticket) -> None:
         for request_id in ticket.request_ids:
@@ -264,10 +277,12 @@ class Service:
             try:
                 command = self._commands.get(block=not self._engine.has_work)
             except queue.Empty:
-                return True
+                break
             if command is None:
                 return False
+            self._cancel_released()
             command()
+        self._cancel_released()
         return True
 
     def _step(self) -> None:
@@ -286,11 +301,13 @@ class Service:
         if not waiting:
             self._tell(self._open_mail)
 
-    def _add(self, asks: Sequence[Ask], ticket: Ticket, answer: asyncio.Future) -> None:
+    def _add(self, asks: Sequence[Ask], ticket: Ticket) -> None:
+        if ticket.released:
+            return
         try:
-            self._answer(answer, self._try_all(asks, ticket.request_ids))
+            self._answer(ticket.taken, self._try_all(asks, ticket.request_ids))
         except BaseException as error:  # to take a prompt back is a step, too, and may be the last
-            self._answer(answer, _dead(type(error).__name__))
+            self._answer(ticket.taken, _dead(type(error).__name__))
             raise
 
     def _answer(self, answer: asyncio.Future, result: Any) -> None:
@@ -319,6 +336,14 @@ class Service:
         if answer.later:
             return Refusal(429, answer.reason, code="queue_full", retry_after_s=RETRY_AFTER_S)
         return Refusal(400, answer.reason, code="context_length_exceeded")
+
+    def _cancel_released(self) -> None:
+        """However many clients have left: none of them is computed for, and no other waits for
+        more than this.
+        """
+        ids = [self._released.popleft() for _ in range(len(self._released))]
+        if ids:
+            self._cancel(ids)
 
     def _cancel(self, request_ids: Sequence[str]) -> None:
         if self._death is None:
@@ -354,6 +379,16 @@ class Service:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             LOG.debug("the event loop is closed")
+
+
+def _closing() -> Refusal:
+    return Refusal(
+        503,
+        "the server is shutting down",
+        code="shutdown",
+        retry_after_s=RETRY_AFTER_S,
+        closes=True,
+    )
 
 
 def _dead(reason: str | None) -> Refusal:

@@ -24,8 +24,27 @@ class Ask:
     stream: bool = True
 
 
+class Arrival:
+    """A request that is being read, up to its `submit`."""
+
+    def __init__(self) -> None:
+        self._failure: Refusal | None = None
+        self._event = asyncio.Event()
+
+    def fail(self, failure: Refusal) -> None:
+        self._failure = failure
+        self._event.set()
+
+    async def failed(self) -> None:
+        """Waits until the server ends it, and raises why."""
+        await self._event.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
 class Ticket:
     """What one caller holds: the newest output of each of its requests, or why there is none.
+    taken: the engine's answer to the requests, None if it took them. released: the caller is gone.
     Lives on the event loop.
     """
 
@@ -33,6 +52,8 @@ class Ticket:
         self.request_ids = tuple(request_ids)
         self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)
         self.failure: Refusal | None = None
+        self.taken: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+        self.released = False
         self._news = asyncio.Event()
 
     @property
@@ -58,6 +79,8 @@ class Ticket:
         if not self.settled:
             self.failure = failure
             self._news.set()
+            if not self.taken.done():  # the engine may be in a step that never ends
+                self.taken.set_result(failure)
 
 
 @dataclass(frozen=True)

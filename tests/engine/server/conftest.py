@@ -1,6 +1,10 @@
 """An engine that says what it is told to, behind a real server on the loopback."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from http.client import HTTPConnection
@@ -258,3 +262,48 @@ def until():
             time.sleep(0.005)
 
     return wait
+
+
+@contextmanager
+def processes(log):
+    """start(*options): (the process, its address). log: a file for what it writes, which no pipe
+    would hold.
+    """
+    started = []
+
+    def start(*options):
+        command = [sys.executable, "-m", "onchip", "serve", "--port", "0", *options]
+        with log.open("w") as file:
+            child = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=file, text=True, env=os.environ
+            )
+        started.append(child)
+        for line in child.stdout or ():
+            if found := re.search(r"http://[\d.]+:\d+", line):
+                return child, found[0]
+        raise AssertionError(log.read_text())
+
+    yield start
+    for child in started:
+        child.kill()
+        child.communicate()
+
+
+@pytest.fixture
+def process(tmp_path):
+    """process(*options): (the process, its address); it is killed at the end."""
+    with processes(tmp_path / "log") as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def shared_log(tmp_path_factory):
+    """What the shared process has written."""
+    return tmp_path_factory.mktemp("process") / "log"
+
+
+@pytest.fixture(scope="module")
+def shared_process(shared_log):
+    """A process for all tests of a file that leave nothing behind; little room for bodies."""
+    with processes(shared_log) as start:
+        yield start("--max-bodies-mib", "16")

@@ -111,10 +111,13 @@ class TestQuestions:
         connection = connect(shared)
         connection.putrequest("GET", "/health")
         connection.putheader("x-long", "a" * (1 << 20))
-        with pytest.raises(OSError, match="reset|pipe"):
+        try:
             connection.endheaders()
-            connection.getresponse().read()
-            connection.send(b"a")
+            assert connection.getresponse().status == 400
+            while connection.sock and connection.sock.recv(4096):
+                pass
+        except ConnectionError:
+            pass  # the connection ended before all was sent
         connection.close()
 
     def test_unknown_paths_and_methods_are_refused_in_the_same_words(self, shared, ask):

@@ -1,8 +1,6 @@
 """`onchip serve` as a process, with the built-in model: signals, and clients that are killed."""
 
 import json
-import os
-import re
 import signal
 import socket
 import subprocess
@@ -23,28 +21,6 @@ connection.request("POST", "/v1/completions", body, {"content-type": "applicatio
 for line in connection.getresponse():
     print("got", flush=True)
 """
-
-
-@pytest.fixture
-def process(tmp_path):
-    """process(*options): (the process, its address); it is killed at the end."""
-    started = []
-
-    def start(*options):
-        command = [sys.executable, "-m", "onchip", "serve", "--port", "0", *options]
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-        )
-        started.append(child)
-        for line in child.stdout:
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                return child, found[0]
-        raise AssertionError(child.stderr.read())
-
-    yield start
-    for child in started:
-        child.kill()
-        child.communicate()
 
 
 def stats(ask, url):

@@ -1,0 +1,228 @@
+"""Bodies of requests: bounded in bytes and seconds, one by one and in all; parsed and validated
+within bounds of time and memory, and off the event loop where that takes long.
+
+                 loop                           worker thread
+    bytes -> BodyMemory -> whole body ----> structure, parse, names, validate
+                                    small: the same on the loop
+
+A body of 4 MiB can hold 1.4 million values, and pydantic writes an error for each. So what is
+counted is counted before it is built: objects and names in the bytes, names of each object before
+validation. Long lists of the schema stop at their first error (`fail_fast` in protocol.py).
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.types import Receive, Scope
+
+from .invalid import explain
+from .refusal import Refusal
+from .replies import client_gone, unless
+from .tickets import Arrival
+
+BODY_TIMEOUT_S = 30.0
+PATIENCE = 8  # times the largest body
+SMALL_BYTES = 16 << 10  # of each body: not counted, so that large uploads shut out no small request
+INLINE_BYTES = 64 << 10  # parsed on the loop: a few ms at worst
+MAX_STRUCTURES = 65_536  # lists, objects and names of a body
+MAX_NAMES = 512  # of one object
+
+# A list, an object or a name; or what is between them, with whole strings, at most 4,096 a match:
+# other threads run between two matches. Something matches at every position (a string without an
+# end extends to the end of the body), so a search takes time in proportion to the body.
+_STRUCTURE = re.compile(
+    rb'([\[{:])|(?:[^"\[{:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)){1,4096}+', re.DOTALL
+)
+
+
+class BodyMemory:
+    """Bytes of all bodies that are being read, at most max_bytes."""
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.used = max_bytes, 0
+
+    @contextmanager
+    def hold(self) -> Iterator["Hold"]:
+        hold = Hold(self)
+        try:
+            yield hold
+        finally:
+            hold.clear()
+
+
+@dataclass
+class Hold:
+    """The share of one body."""
+
+    memory: BodyMemory
+    taken: int = 0
+
+    def grow(self, size: int) -> bool:
+        """Whether there is room for a body of this size."""
+        more = max(0, size - SMALL_BYTES) - self.taken
+        if self.memory.used + more > self.memory.max_bytes:
+            return False
+        self.memory.used += more
+        self.taken += more
+        return True
+
+    def clear(self) -> None:
+        self.memory.used -= self.taken
+        self.taken = 0
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What routes with a body need. arriving: a block around one request until it is submitted,
+    which raises a Refusal before the body is read if there is no room. workers: for large bodies.
+    """
+
+    max_bytes: int
+    memory: BodyMemory
+    arriving: Callable[[], AbstractContextManager[Arrival]]
+    workers: Executor
+
+    async def read(self, request: Request, hold: Hold) -> bytes:
+        """A body for which there is no room is read and dropped, because a client that is still
+        sending does not listen; with a much larger one the connection ends.
+        """
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                return await self._read(request, hold)
+        except TimeoutError:
+            message = f"the body did not arrive in {BODY_TIMEOUT_S:.0f} s"
+            raise Refusal(408, message, closes=True) from None
+
+    async def _read(self, request: Request, hold: Hold) -> bytes:
+        too_large = Refusal(413, f"the body is larger than {self.max_bytes} bytes", closes=True)
+        if int(request.headers.get("content-length", "0")) > PATIENCE * self.max_bytes:
+            raise too_large
+        body, total, refusal = bytearray(), 0, None
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total > self.max_bytes:
+                refusal = too_large
+            elif refusal is None and not hold.grow(total):
+                refusal = self._full()
+            if refusal is None:
+                body += chunk
+            else:
+                body.clear()
+                hold.clear()
+            if total > PATIENCE * self.max_bytes:
+                break
+        if refusal is not None:
+            raise refusal
+        return bytes(body)
+
+    def _full(self) -> Refusal:
+        message = f"bodies of other requests fill the {self.memory.max_bytes} bytes for all of them"
+        return Refusal(503, message, code="bodies_full", retry_after_s=1, closes=True)
+
+    async def parse(self, body: bytes, model: type[BaseModel]) -> BaseModel:
+        if len(body) <= INLINE_BYTES:
+            return parse(body, model)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.workers, parse, body, model)
+
+
+def body_route(intake: Intake) -> type[APIRoute]:
+    """Routes whose bodies this intake reads. The client is watched from there on: hanging up ends
+    what is done for it, wherever it waits.
+    """
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+            model = self.body_field.field_info.annotation
+
+            async def bounded(request: Request) -> Response:
+                with intake.arriving() as arrival, intake.memory.hold() as hold:
+                    request.state.arrival = arrival
+                    body = await unless(intake.read(request, hold), arrival.failed())
+                    parsed = ParsedRequest(request.scope, request.receive, body, intake, model)
+                    ends = arrival.failed(), client_gone(request.receive)
+                    return await unless(handle(parsed), *ends)
+
+            return bounded
+
+    return BodyRoute
+
+
+class ParsedRequest(Request):
+    """A request whose JSON is an instance of its model: FastAPI takes such a body as it is."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        body: bytes,
+        intake: Intake,
+        model: type[BaseModel],
+    ):
+        super().__init__(scope, receive)
+        self._body, self._intake, self._model = body, intake, model
+
+    async def json(self) -> BaseModel:
+        return await self._intake.parse(self._body, self._model)
+
+
+def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
+    """A body as a model. A Refusal names the first thing that is wrong."""
+    value = load(body)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False), value, model.model_fields) from None
+
+
+def load(body: bytes) -> Any:
+    """JSON to the letter (NaN and Infinity are none, the parser bounds the depth), of few enough
+    values that validation is cheap.
+    """
+    check_structures(body)
+    try:
+        # The parser keeps names of fields in a cache of the process, but no other text.
+        value = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    if body.count(b":") > MAX_NAMES:
+        check_names(value)
+    return value
+
+
+def check_structures(body: bytes) -> None:
+    """An empty object takes 3 bytes here and 64 in memory. Counted in the texts, too, at first:
+    that is fast, and mostly enough.
+    """
+    if sum(body.count(one) for one in (b"[", b"{", b":")) <= MAX_STRUCTURES:
+        return
+    found = (match for match in _STRUCTURE.finditer(body) if match[1])
+    if next(islice(found, MAX_STRUCTURES, None), None):
+        raise Refusal(400, f"the JSON has more than {MAX_STRUCTURES} lists, objects and names")
+
+
+def check_names(value: Any) -> None:
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if len(value) > MAX_NAMES:
+                message = f"an object of the body has {len(value)} names, at most {MAX_NAMES} fit"
+                raise Refusal(400, message)
+            value = value.values()
+        elif not isinstance(value, list):
+            continue
+        pending += [one for one in value if isinstance(one, (dict, list))]

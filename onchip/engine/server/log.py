@@ -1,0 +1,117 @@
+"""Names of requests, and a line in the log for each: no text of a prompt, no key.
+
+    POST /v1/completions 200 in=26 out=16 first=0.034s total=0.512s id=4f0c...
+
+Probes are answered every few seconds, so they are logged at the level DEBUG.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onchip.engine.request import RequestOutput
+
+from .metrics import Metrics
+from .protocol import Usage
+from .refusal import CLIENT_GONE, Refusal, refuse
+
+LOG = logging.getLogger("onchip.serve")
+HEADER = "x-request-id"
+QUIET_PATHS = frozenset({"/health", "/ready", "/metrics", "/stats"})
+MAX_PATH_CHARS = 200
+_NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+
+
+@dataclass
+class Record:
+    """What is known of one request. status: None until the answer begins. first_token_s: on the
+    clock of started_s.
+    """
+
+    request_id: str
+    started_s: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    tokens_in: int | None = None
+    tokens_out: int | None = None
+    first_token_s: float | None = None
+
+    def count(self, outputs: Sequence[RequestOutput | None], usage: Usage) -> None:
+        self.tokens_in, self.tokens_out = usage.prompt_tokens, usage.completion_tokens
+        times = [output.metrics.first_token_s for output in outputs if output]
+        self.first_token_s = min((t for t in times if t is not None), default=None)
+
+    def line(self, method: str, path: str) -> str:
+        words = [method, path, str(self.status)]
+        if self.tokens_in is not None:
+            words += [f"in={self.tokens_in}", f"out={self.tokens_out}"]
+        if self.first_token_s is not None:
+            words.append(f"first={self.first_token_s - self.started_s:.3f}s")
+        words += [f"total={time.monotonic() - self.started_s:.3f}s", f"id={self.request_id}"]
+        return " ".join(words)
+
+
+def record_of(scope: Scope) -> Record:
+    """The record that RequestLog put there, or one that is not logged."""
+    return scope.get("state", {}).get("record") or Record("-")
+
+
+@dataclass(frozen=True)
+class RequestLog:
+    """ASGI middleware around everything: the header X-Request-Id, the line, and the answer to a
+    request at which the server fails.
+    """
+
+    app: ASGIApp
+    metrics: Metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        record = Record(_request_id(scope))
+        scope.setdefault("state", {})["record"] = record
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if record.status is None:
+                    record.status = message["status"]
+                name = (HEADER.encode(), record.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), name]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, named)
+        except ClientDisconnect:
+            self.metrics.hung_up()
+            record.status = CLIENT_GONE
+        except Exception:
+            await self._fail(record, scope, receive, named)
+        finally:
+            _write(scope, record)
+
+    async def _fail(self, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
+        LOG.exception("the server failed at request %s", record.request_id)
+        refusal = Refusal(500, "the server failed at this request")
+        self.metrics.refused(refusal.status)
+        if record.status is None:
+            await refuse(refusal)(scope, receive, send)
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's own, if it can stand in a line of a log."""
+    given = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
+    return given if _NAME.fullmatch(given) else uuid.uuid4().hex
+
+
+def _write(scope: Scope, record: Record) -> None:
+    level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+    if LOG.isEnabledFor(level):
+        path = quote(scope["path"])[:MAX_PATH_CHARS]  # neither a blank nor a line break
+        LOG.log(level, record.line(scope["method"], path))
