@@ -95,6 +95,7 @@ TORCH_FREE = (
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
     *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),
+    *(f"engine/{name}.py" for name in ("components", "chat", "worker", "workers")),
 )
 
 

@@ -1,8 +1,13 @@
-"""Conversations as text: the Jinja template of a tokenizer, run in a sandbox."""
+"""Conversations as text: the Jinja template of a tokenizer, rendered in a sandbox.
+
+The template is a program of the checkpoint's author. `render` runs it in the calling process, where
+nothing bounds its time and memory; `workers.Workers` runs it in a process that can be ended.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 from onchip.engine.tokenizer import Tokenizer
@@ -10,54 +15,177 @@ from onchip.extras import advise
 
 Message = Mapping[str, Any]
 
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, first the newest
+_END = "\ue000END OF THE FINAL MESSAGE\ue001 "  # private characters; templates may strip the space
+
 
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     template: str | None = None,
-    add_generation_prompt: bool = True,
-    **variables: Any,
+    **options: Any,
 ) -> str:
-    """The prompt that a conversation is for this tokenizer. template: instead of its own."""
+    """The prompt of a conversation. template: replaces the tokenizer's own; options: as of
+    `render_template`.
+    """
+    return render_template(template_of(tokenizer, template), messages, tokenizer.special, **options)
+
+
+def template_of(tokenizer: Tokenizer, template: str | None = None) -> str:
     template = template or tokenizer.chat_template
     if template is None:
         raise ValueError("the tokenizer has no chat_template: give one, or a prompt")
-    _check(messages)
-    environment = _environment()
-    variables = {**tokenizer.special, **variables, "messages": list(messages)}
-    variables["add_generation_prompt"] = add_generation_prompt
+    return template
+
+
+def render_template(
+    template: str,
+    messages: Sequence[Message],
+    special: Mapping[str, str],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    **variables: Any,
+) -> str:
+    """The text that the template writes. special: the tokens that a template may name.
+
+    add_generation_prompt: None for True, unless continue_final_message is set: then the text ends
+    where the content of the last message ends, and the model continues it.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("add_generation_prompt=True excludes continue_final_message")
+    conversation = _copy_messages(messages)
+    if continue_final_message:
+        _mark_end(conversation[-1])
+    compiled = _compile(template)
+    variables = {**special, **variables, "messages": conversation}
+    variables |= {"tools": tools or None, "documents": documents or None}
+    variables["add_generation_prompt"] = add_generation_prompt is not False
+    if continue_final_message:
+        variables["add_generation_prompt"] = False
     try:
-        return environment.from_string(template).render(**variables)
+        text = compiled.render(**variables)
     except Exception as error:  # a template is a program of its own, and may fail in any way
-        raise ValueError(f"the chat template failed: {error}") from None
+        raise _failure(error) from None
+    return _cut_at_end(text) if continue_final_message else text
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _copy_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As templates read them: every name of the reasoning, if the message has one."""
     if not messages:
         raise ValueError("the conversation is empty")
+    conversation = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"a message must have a role and a content, got {message!r:.80}")
+        given = [message[name] for name in _REASONING if message.get(name) is not None]
+        alias = {"thinking": given[0]} if given else {}
+        final = {"reasoning_content": given[0]} if given else {}
+        conversation.append({**alias, **message, **final})
+    return conversation
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """The end of the message's text gets a mark, which shows where the template wrote it."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + _END
+        return
+    parts = [dict(part) for part in content or () if isinstance(part, Mapping)]
+    texts = [part for part in parts if isinstance(part.get("text"), str)]
+    if not texts:
+        raise ValueError("continue_final_message: the last message has no text to continue")
+    texts[-1]["text"] += _END
+    message["content"] = parts
+
+
+def _cut_at_end(text: str) -> str:
+    """A template that strips contents has removed the mark's space: then the text's, too."""
+    at = text.rfind(_END.strip())
+    if at < 0:
+        raise ValueError("continue_final_message: the chat template leaves the last message out")
+    return text[:at] if text.startswith(_END, at) else text[:at].rstrip()
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> Any:
+    environment = _environment()
+    try:
+        return environment.from_string(template)
+    except Exception as error:  # also RecursionError and what compile() raises
+        raise _failure(error) from None
+
+
+def _failure(error: Exception) -> ValueError:
+    return ValueError(f"the chat template failed: {str(error) or type(error).__name__}")
 
 
 def _environment() -> Any:
-    """As transformers renders templates. The sandbox keeps a template, which is somebody else's
-    program, from anything but its variables.
-    """
+    """As transformers renders templates. The sandbox gives a template nothing but its variables."""
     try:
+        from jinja2 import nodes
+        from jinja2.exceptions import SecurityError
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from jinja2.utils import Namespace
     except ImportError:
         raise ValueError(
             f"chat templates are rendered by the package jinja2: {advise('serve')}"
         ) from None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-        value, ensure_ascii=False, indent=indent
+
+    class Generation(Extension):
+        """{% generation %} marks what the model wrote, for training; here it is only a scope."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class PublicNamespace(Namespace):
+        """Without names that begin with an underscore, which could shadow Python's own."""
+
+        def __init__(*args: Any, **values: Any) -> None:  # `self` may be a name of the template
+            self, *rest = args
+            Namespace.__init__(self)
+            for name, value in dict(*rest, **values).items():
+                self[name] = value
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            if name.startswith("_"):
+                raise SecurityError(f"a namespace has no attribute {name!r}")
+            super().__setitem__(name, value)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
+    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = PublicNamespace
     return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> None:

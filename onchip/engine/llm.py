@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from onchip.engine import memory
-from onchip.engine.chat import Message, render
+from onchip.engine.chat import Message, template_of
 from onchip.engine.engine import Engine, EngineError, Pace
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.progress import Bar
@@ -20,6 +20,7 @@ from onchip.engine.request import RequestOutput
 from onchip.engine.stats import Stats
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
+from onchip.engine.workers import Worker, Workers
 from onchip.models import Model, builtin
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -90,6 +91,7 @@ class LLM:
             pace=Pace(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
+        self._templates = Workers(1)
         self._jobs: dict[str, _Job] = {}
         self._numbers = count()
         self.engine.warm_up()
@@ -102,6 +104,7 @@ class LLM:
 
     def close(self) -> None:
         """Give all memory back."""
+        self._templates.close()
         self.engine.close()
         self._ranks.leave()
 
@@ -164,12 +167,15 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        """The prompt that a conversation becomes: text and token ids."""
+        """The prompt that a conversation becomes: text and token ids. options: as of
+        chat.render_template, and chat_template. A template runs in a process of its own, for 10 s
+        at most.
+        """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise ValueError("there is no tokenizer, so no chat template: give token ids")
-        options["template"] = options.pop("chat_template", None)
-        text = render(tokenizer, messages, **options)
+        template = template_of(tokenizer, options.pop("chat_template", None))
+        text = self._templates.render(template, list(messages), tokenizer.special, options)
         ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
         return {"prompt": text, "prompt_token_ids": ids}
 
@@ -256,12 +262,20 @@ def _tokenizer(
     model: str | Path | Model, tokenizer: str | Path | Tokenizer | None
 ) -> Tokenizer | None:
     if isinstance(tokenizer, (str, Path)):
-        return FileTokenizer(tokenizer)
+        return _load_tokenizer(tokenizer)
     if tokenizer is not None or not isinstance(model, (str, Path)):
         return tokenizer
     if model == builtin.NAME:
         return ByteTokenizer()
-    return FileTokenizer(model) if (Path(model) / "tokenizer.json").is_file() else None
+    return _load_tokenizer(model) if (Path(model) / "tokenizer.json").is_file() else None
+
+
+def _load_tokenizer(folder: str | Path) -> FileTokenizer:
+    """First in a process with bounded memory: a tokenizer.json that ends its process by being
+    loaded does not end this one.
+    """
+    Worker(folder).close()
+    return FileTokenizer(folder)
 
 
 def _eos(model: str | Path | Model) -> tuple[int, ...] | None:

@@ -50,6 +50,7 @@ class SamplingParams:
     as eos does; ignore_eos ignores eos, not them; neither is drawn before min_tokens. logprobs k:
     those of the k most probable tokens and of the one drawn. logit_bias: added to the logits of
     these token ids. seed: the same tokens for the same seed, whatever else is in the batch.
+    skip_special_tokens: False writes special tokens into the text.
     """
 
     n: int = 1
@@ -72,6 +73,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     use_beam_search: bool = False
     length_penalty: float = 1.0
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -157,6 +159,7 @@ class SamplingParams:
         for token in ids:
             _integer("a token id of stop_token_ids", token, 0)
         _flag("ignore_eos", self.ignore_eos)
+        _flag("skip_special_tokens", self.skip_special_tokens)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias or {}, Mapping):

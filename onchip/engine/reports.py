@@ -62,7 +62,12 @@ class Reports:
         """The texts of the samples that grow."""
         unread = [s for s in request.samples if not s.complete]
         for sample in unread if self._tokenizer is not None else ():
-            stop = _grow(sample, self._tokenizer)
+            try:
+                stop = _grow(sample, self._tokenizer)
+            except ValueError as error:
+                self._stop(sample, str(error))  # its pages are free
+                _fail(sample, error)
+                continue
             if stop is not None:
                 if sample.finished:  # by its length, with the same token
                     sample.finish(Status.FINISHED_STOPPED, stop)
@@ -71,7 +76,10 @@ class Reports:
     def _put_into_words(self, request: Request, tokenizer: Tokenizer) -> None:
         for sample in request.samples:
             if sample.finished and not sample.complete:
-                _complete(sample, tokenizer)
+                try:
+                    _complete(sample, tokenizer)
+                except ValueError as error:
+                    _fail(sample, error)
             _name_tokens(sample.logprobs, tokenizer)
         _name_tokens(request.prompt_logprobs or (), tokenizer)
 
@@ -80,7 +88,10 @@ def _grow(sample: Sample, tokenizer: Tokenizer) -> str | None:
     """The text of its new tokens; the stop text that they complete."""
     request = sample.request
     if sample.reader is None:
-        sample.reader = Reader(tokenizer, request.prompt_token_ids, request.params.stop)
+        params = request.params
+        sample.reader = Reader(
+            tokenizer, request.prompt_token_ids, params.stop, params.skip_special_tokens
+        )
         sample.text = sample.reader.text
     new = sample.token_ids[sample.reader.num_tokens :]
     if not new:
@@ -91,9 +102,17 @@ def _grow(sample: Sample, tokenizer: Tokenizer) -> str | None:
 def _complete(sample: Sample, tokenizer: Tokenizer) -> None:
     """The whole text of a sample, with what was held back; or what comes before its stop text."""
     if sample.reader is None:
-        sample.text.add(text_of(tokenizer, sample.request.prompt_token_ids, sample.token_ids))
+        request = sample.request
+        skip = request.params.skip_special_tokens
+        sample.text.add(text_of(tokenizer, request.prompt_token_ids, sample.token_ids, skip))
     elif not isinstance(sample.stop_reason, str):
         sample.reader.finish()
+    sample.reader, sample.complete = None, True
+
+
+def _fail(sample: Sample, error: ValueError) -> None:
+    """A tokenizer that cannot decode fails this sample, not the engine."""
+    sample.finish(Status.FINISHED_ERROR, str(error))
     sample.reader, sample.complete = None, True
 
 
@@ -103,4 +122,11 @@ def _name_tokens(tables: Sequence, tokenizer: Tokenizer) -> None:
         if table is None or next(iter(table.values())).decoded_token is not None:
             return
         for token, logprob in table.items():
-            table[token] = logprob._replace(decoded_token=tokenizer.decode([token]))
+            table[token] = logprob._replace(decoded_token=_name_token(token, tokenizer))
+
+
+def _name_token(token: int, tokenizer: Tokenizer) -> str:
+    try:
+        return tokenizer.decode([token])
+    except ValueError:
+        return "\ufffd"

@@ -1,9 +1,12 @@
 """The text of a sample while its tokens come one by one."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from onchip.engine.tokenizer import Tokenizer
+
+Decode = Callable[[Sequence[int]], str]
 
 _BYTES = 3  # of a character that lacks its last one
 _CONTEXT = 4  # tokens of the prompt before the first: some decoders drop a space at a beginning
@@ -49,10 +52,16 @@ class Reader:
     those is new, unless it ends within a character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+    ):
+        self._decode, self._stops = _decoder(tokenizer, skip_special_tokens), tuple(stops)
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
-        self._window, context = _context(tokenizer, prompt)
+        self._window, context = _context(self._decode, prompt)
         self._shown = len(context)  # characters of the window's text that were taken from it
         self._mark = len(self._window)  # where the window's text was whole last
         self.num_tokens = 0
@@ -66,7 +75,7 @@ class Reader:
         """
         self.num_tokens += len(token_ids)
         self._window += token_ids
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         if not text.endswith(_HALF):
             self._grow(text)
         elif len(self._window) > _LONGEST:
@@ -77,7 +86,7 @@ class Reader:
 
     def finish(self) -> str | None:
         """No more tokens: everything is shown, or what comes before the stop text in it."""
-        self._held += self._tokenizer.decode(self._window)[self._shown :]
+        self._held += self._decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return self._show(0)
 
@@ -86,14 +95,14 @@ class Reader:
         self._shown = max(self._shown, len(text))
         if len(self._window) > _WINDOW:
             del self._window[: self._mark]
-            self._shown = len(self._tokenizer.decode(self._window))
+            self._shown = len(self._decode(self._window))
         self._mark = len(self._window)
 
     def _grow_by_bytes(self, text: str) -> None:
         """Of bytes that are no text the last three may still begin a character."""
         self._held += text[self._shown : -_BYTES]
         del self._window[:-_CONTEXT]
-        self._shown = max(0, len(self._tokenizer.decode(self._window)) - _BYTES)
+        self._shown = max(0, len(self._decode(self._window)) - _BYTES)
 
     def _show(self, hold: int) -> str | None:
         """All but the last `hold` characters, or what comes before a stop text."""
@@ -105,14 +114,26 @@ class Reader:
         return stop
 
 
-def text_of(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> str:
+def text_of(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+) -> str:
     """The text of a whole continuation."""
-    window, context = _context(tokenizer, prompt)
-    return tokenizer.decode([*window, *token_ids])[len(context) :]
+    decode = _decoder(tokenizer, skip_special_tokens)
+    window, context = _context(decode, prompt)
+    return decode([*window, *token_ids])[len(context) :]
 
 
-def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[list[int], str]:
+def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decode:
+    if skip_special_tokens:
+        return tokenizer.decode
+    return partial(tokenizer.decode, skip_special_tokens=False)
+
+
+def _context(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
     """The end of a prompt, and its text; none if that ends within a character."""
     window = list(prompt[-_CONTEXT:])
-    context = tokenizer.decode(window)
+    context = decode(window)
     return ([], "") if context.endswith(_HALF) else (window, context)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from onchip.engine.components import Components, byte_letters
 from onchip.extras import advise
 
 MAX_JSON_BYTES = 100_000_000
@@ -22,8 +23,8 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Special tokens are passed over, bytes that are no text become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Bytes that are no text become U+FFFD."""
         ...
 
 
@@ -38,12 +39,21 @@ class ByteTokenizer:
     )
     special: dict[str, str] = {}
     eos_token_ids: tuple[int, ...] = (EOS,)
+    chars_per_token: int | None = 1
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes([t for t in token_ids if t < self.EOS]).decode(errors="replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        end = b"" if skip_special_tokens else END.encode()
+        pieces = [bytes((t,)) if t < self.EOS else end for t in token_ids]
+        return b"".join(pieces).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes((token_id,)) if token_id < self.EOS else END.encode()
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= self.EOS
 
     def save(self, folder: str | Path) -> None:
         """tokenizer.json and tokenizer_config.json that say the same to `FileTokenizer` and to
@@ -53,7 +63,7 @@ class ByteTokenizer:
         end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
         level["use_regex"] = False
-        vocab = {_letter(byte): byte for byte in range(self.EOS)}
+        vocab = dict(sorted(byte_letters().items(), key=lambda entry: entry[1]))
         data = {"version": "1.0", "added_tokens": [end], "pre_tokenizer": level, "decoder": level}
         data["model"] = {"type": "BPE", "vocab": vocab, "merges": []}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
@@ -62,39 +72,64 @@ class ByteTokenizer:
             (Path(folder) / name).write_text(json.dumps(content, indent=1))
 
 
-def _letter(byte: int) -> str:
-    """The letter that byte-level tokenizers write for a byte: itself where it is printed, else the
-    next that is free from U+0100 on.
-    """
-    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    if byte in printed:
-        return chr(byte)
-    return chr(256 + sum(b not in printed for b in range(byte)))
-
-
 class FileTokenizer:
     """The tokenizer of a folder: tokenizer.json, read by the `tokenizers` library, and what
     tokenizer_config.json says about special tokens and chats.
+
+    The file is a program of the checkpoint's author. `Components` bounds what it does to a text,
+    and a panic of the library, which is a BaseException, becomes a ValueError. Time is bounded
+    where the tokenizer runs in a process of `workers.Workers`.
+
+    chars_per_token: no token stands for more characters; None: there is no such bound.
     """
 
     def __init__(self, folder: str | Path):
-        folder = Path(folder)
-        self._tokenizer = _read_tokenizer(folder / "tokenizer.json")
-        config = _json(folder / "tokenizer_config.json")
+        self.folder = Path(folder)
+        self._tokenizer = _read_tokenizer(self.folder / "tokenizer.json")
+        try:
+            self._components = Components(self._tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'tokenizer.json'} is not served: {error}") from None
+        self.chars_per_token = self._components.chars_per_token(self._tokenizer.get_vocab())
+        config = _json(self.folder / "tokenizer_config.json")
         self.special = _special(config)
-        self.chat_template = _chat_template(folder, config)
+        self.chat_template = _chat_template(self.folder, config)
         eos = self._tokenizer.token_to_id(self.special.get("eos_token", ""))
         self.eos_token_ids = () if eos is None else (eos,)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {i: token.content.encode() for i, token in added.items()}
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
 
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            raise _failure("the tokenizer cannot encode the text", error) from None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _failure("the tokenizer cannot decode the tokens", error) from None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token writes: also part of a character, the space before a word, or the content
+        of a special token.
+        """
+        if token_id in self._added:
+            return self._added[token_id]
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:  # a row of the embedding that the tokenizer does not use
+            return b""
+        written = self._components.piece_bytes(piece)
+        return self.decode([token_id]).encode() if written is None else written
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
 
 
 def _read_tokenizer(file: Path) -> Any:
@@ -102,6 +137,8 @@ def _read_tokenizer(file: Path) -> Any:
         raise ValueError(
             f"{file.parent} has no {file.name}; pass prompts as token ids, or tokenizer="
         )
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{file} has {size} bytes, more than {MAX_JSON_BYTES}")
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
@@ -109,9 +146,20 @@ def _read_tokenizer(file: Path) -> Any:
             f"tokenizer.json is read by the package tokenizers: {advise('serve')}"
         ) from None
     try:
-        return Library.from_file(str(file))
-    except Exception as error:  # the library raises bare exceptions for what it cannot read
-        raise ValueError(f"{file} is no tokenizer: {error}") from None
+        tokenizer = Library.from_file(str(file))
+        # As transformers does: what a file says about batches of training holds for no prompt.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+    except BaseException as error:
+        raise _failure(f"{file} is no tokenizer", error) from None
+
+
+def _failure(what: str, error: BaseException) -> BaseException:
+    """The library raises bare Exceptions, and a panic of Rust is a BaseException of its own."""
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return error
+    return ValueError(f"{what}: {str(error)[:300] or type(error).__name__}")
 
 
 def _json(file: Path) -> dict[str, Any]:

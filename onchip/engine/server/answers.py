@@ -13,8 +13,9 @@ from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 
 from . import protocol
 from .refusal import Refusal
+from .texts import Token, offsets
 
-Decode = Callable[[Sequence[int]], str]
+ReadToken = Callable[[int], Token]
 Table = dict[int, Logprob]
 Tokens = tuple[tuple[int, Table | None], ...]
 
@@ -149,25 +150,20 @@ class Format(Protocol):
 class _Names:
     """What stands at the top of each answer."""
 
-    def __init__(self, prefix: str, model: str, decode: Decode):
+    def __init__(self, prefix: str, model: str, read_token: ReadToken):
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
-        self.decode = decode
-
-    def word(self, token: int, entry: Logprob) -> str:
-        if entry.decoded_token is not None:
-            return entry.decoded_token
-        return self.decode([token])
+        self.read_token = read_token
 
 
 class CompletionFormat(_Names):
     """/v1/completions."""
 
-    def __init__(self, model: str, decode: Decode):
-        super().__init__("cmpl", model, decode)
+    def __init__(self, model: str, read_token: ReadToken):
+        super().__init__("cmpl", model, read_token)
 
     def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Completion:
         choices = [self._choice(piece) for piece in pieces]
@@ -192,25 +188,28 @@ class CompletionFormat(_Names):
         )
 
     def _logprobs(self, piece: Piece) -> protocol.CompletionLogprobs:
-        words, offsets, offset = [], [], piece.offset
-        for token, table in piece.tokens:
-            words.append(self.decode([token]) if table is None else self.word(token, table[token]))
-            offsets.append(offset)
-            offset += len(words[-1])
-        tables = [table for _, table in piece.tokens]
+        tokens = [self.read_token(token) for token, _ in piece.tokens]
         return protocol.CompletionLogprobs(
-            tokens=words,
+            tokens=[token.text for token in tokens],
             token_logprobs=[t and t[token].logprob for token, t in piece.tokens],
-            top_logprobs=[t and {self.word(i, e): e.logprob for i, e in t.items()} for t in tables],
-            text_offset=offsets,
+            top_logprobs=[t and self._by_text(t) for _, t in piece.tokens],
+            text_offset=offsets(tokens, piece.offset),
         )
+
+    def _by_text(self, table: Table) -> dict[str, float]:
+        """Two tokens may write the same text: the less probable one goes by its id."""
+        named: dict[str, float] = {}
+        for token, entry in sorted(table.items(), key=lambda item: -item[1].logprob):
+            text = self.read_token(token).text
+            named[f"token_id:{token}" if text in named else text] = entry.logprob
+        return named
 
 
 class ChatFormat(_Names):
     """/v1/chat/completions; top: how many alternatives of a token are shown."""
 
-    def __init__(self, model: str, decode: Decode, top: int = 0):
-        super().__init__("chatcmpl", model, decode)
+    def __init__(self, model: str, read_token: ReadToken, top: int = 0):
+        super().__init__("chatcmpl", model, read_token)
         self.top = top
 
     def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Chat:
@@ -255,5 +254,5 @@ class ChatFormat(_Names):
         )
 
     def _entry(self, token: int, entry: Logprob) -> dict:
-        word = self.word(token, entry)
-        return {"token": word, "logprob": entry.logprob, "bytes": list(word.encode())}
+        read = self.read_token(token)
+        return {"token": read.text, "logprob": entry.logprob, "bytes": list(read.data)}

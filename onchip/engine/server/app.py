@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,13 +19,21 @@ from onchip.engine.params import SamplingParams
 
 from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
-from .bodies import BodyMemory, Intake, body_route, invalid
+from .bodies import BodyMemory, Intake, body_route
 from .guard import Guard
+from .invalid import explain
 from .keys import Keyring
 from .live import Watch
 from .log import RequestLog
 from .metrics import Metrics
-from .protocol import ChatRequest, CompletionRequest, Sampling
+from .protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    DetokenizeRequest,
+    Sampling,
+    TokenizeRequest,
+)
 from .refusal import Refusal, refuse
 from .replies import Order, StreamReply, WholeReply
 from .service import Engine, Service, State
@@ -33,7 +41,6 @@ from .texts import Texts
 from .tickets import Ask
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 MAX_CHOICES = 512  # of one request: prompts times samples
 PAGE_POLICY = (
@@ -103,6 +110,33 @@ class Question:
             raise Refusal(400, f"{prompts} prompts x {samples} samples exceed {MAX_CHOICES}")
 
 
+@dataclass(frozen=True)
+class Deadline:
+    """Until when a request may take, from its arrival on. asked_s: what the client set, if it did.
+    at_s: a time of time.monotonic.
+    """
+
+    allowed_s: float
+    asked_s: float | None
+    at_s: float
+
+    @property
+    def left_s(self) -> float:
+        return max(1e-3, self.at_s - time.monotonic())
+
+    @property
+    def refusal(self) -> Refusal:
+        """Whose fault it is depends on who set the deadline."""
+        status = 408 if self.asked_s == self.allowed_s else 504
+        return Refusal(status, f"not done within {self.allowed_s:g} s", code="deadline")
+
+    async def keep(self, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except TimeoutError:
+            raise self.refusal from None
+
+
 class Server:
     """One engine behind one application. `app` is ASGI; it starts the engine's thread when it
     starts, and closes the engine when it ends.
@@ -110,7 +144,8 @@ class Server:
 
     def __init__(self, engine: Engine, options: Options, keys: Keyring | None = None):
         self.options, self.keys = options, keys or Keyring()
-        self.texts, self.limits = Texts(engine.tokenizer), engine.limits
+        self.limits = engine.limits
+        self.texts = Texts(engine.tokenizer, engine.limits.max_model_len)
         self.metrics = Metrics()
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.watch = Watch(self.service, options.model)
@@ -142,8 +177,10 @@ class Server:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.service.start()
         try:
+            await asyncio.to_thread(self.texts.start)
             yield
         finally:
+            self.texts.close()
             await self.service.close()
             for pool in (self._parsers, self._builders):
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -163,6 +200,8 @@ class Server:
         router.post("/v1/chat/completions", response_model=protocol.Chat, responses=streams)(
             self._chats
         )
+        router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
+        router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
         router.get("/v1/models", response_model=protocol.Models)(self._models)
         router.get("/v1/models/{model:path}", response_model=protocol.Model)(self._model)
         return router
@@ -176,6 +215,7 @@ class Server:
         return router
 
     async def _completions(self, body: CompletionRequest, request: Request) -> Response:
+        deadline = self._begin(body)
         params, prompts = _checked(body.params), body.prompts
         self._check_lengths(prompts)
         if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
@@ -184,52 +224,90 @@ class Server:
             )
         echo = None
         if body.echo:
-            texts = [await self._beside(self._text, prompt) for prompt in prompts]
+            texts = [await deadline.keep(self._text(prompt, deadline)) for prompt in prompts]
             echo = Echo(texts, body.scores_only)
-        form = CompletionFormat(self.options.model, self.texts.decode)
+        form = CompletionFormat(self.options.model, self.texts.token)
         question = Question(params, prompts, form, Reader(params.n, echo))
-        return await self._serve(body, request, question)
+        return await self._serve(body, request, question, deadline)
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
+        deadline = self._begin(body)
         params = _checked(body.params)
-        prompt = await self._beside(self.texts.chat, [message.plain for message in body.messages])
-        form = ChatFormat(self.options.model, self.texts.decode, body.top_logprobs or 0)
+        prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
+        form = ChatFormat(self.options.model, self.texts.token, body.top_logprobs or 0)
         question = Question(params, [prompt], form, Reader(params.n))
-        return await self._serve(body, request, question)
+        return await self._serve(body, request, question, deadline)
 
-    async def _serve(self, body: Sampling, request: Request, question: Question) -> Response:
-        self._check_model(body.model)
+    async def _serve(
+        self, body: Sampling, request: Request, question: Question, deadline: Deadline
+    ) -> Response:
         question.check_width()
-        allowed_s = min(body.deadline_s or self.options.max_request_s, self.options.max_request_s)
-        tokens = [await self._encode(prompt) for prompt in question.prompts]
-        salt, arrival = request.state.salt, request.state.arrival
-        rest = (question.params, body.priority or 0, allowed_s, salt, bool(body.stream))
-        deadline_s = time.monotonic() + allowed_s  # a little before the engine's own
+        special = body.add_special_tokens is not False
+        tokens = [await self._encode(one, special, deadline) for one in question.prompts]
+        salt, arrival = body.salted(request.state.salt), request.state.arrival
+        rest = (question.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
         order = Order(
             self.service,
             await self.service.submit([Ask(one, *rest) for one in tokens], arrival),
             question.form,
             question.reader,
             question.num_choices,
-            deadline_s,
-            _late(allowed_s, body.deadline_s),
+            deadline.at_s,  # a little before the engine's own
+            deadline.refusal,
             body.include_usage,
             self._builders,
         )
         return (StreamReply if body.stream else WholeReply)(order, self.metrics)
 
-    async def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
-        return await self._beside(self.texts.encode, prompt) if isinstance(prompt, str) else prompt
+    async def _tokenize(self, body: TokenizeRequest) -> protocol.Tokenized:
+        self._check_model(body.model)
+        deadline, chat = self._deadline(None), _checked(lambda: body.conversation)
+        if chat is None:
+            special = body.add_special_tokens is not False
+            work = self.texts.encode(body.prompt, deadline.at_s, special, bounded=False)
+            tokens = await deadline.keep(work)
+        else:
+            tokens = await self._encode_chat(chat, bool(body.add_special_tokens), deadline)
+        texts = [self.texts.token(i).text for i in tokens] if body.return_token_strs else None
+        return protocol.Tokenized(
+            count=len(tokens),
+            max_model_len=self.limits.max_model_len,
+            tokens=tokens,
+            token_strs=texts,
+        )
 
-    async def _beside(self, work: Callable[[T], R], what: T) -> R:
-        """Neither on the loop nor in the engine's thread: a long text keeps nobody waiting."""
-        try:
-            return await asyncio.to_thread(work, what)
-        except ValueError as error:
-            raise Refusal(400, str(error)) from None
+    async def _detokenize(self, body: DetokenizeRequest) -> protocol.Detokenized:
+        self._check_model(body.model)
+        deadline = self._deadline(None)
+        return protocol.Detokenized(prompt=await deadline.keep(self._text(body.tokens, deadline)))
 
-    def _text(self, prompt: str | Sequence[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.texts.decode(prompt)
+    def _begin(self, body: Sampling) -> Deadline:
+        """The clock of a request starts before its template and its tokenizer."""
+        self._check_model(body.model)
+        return self._deadline(body.deadline_s)
+
+    def _deadline(self, asked_s: float | None) -> Deadline:
+        allowed_s = min(asked_s or self.options.max_request_s, self.options.max_request_s)
+        return Deadline(allowed_s, asked_s, time.monotonic() + allowed_s)
+
+    async def _encode_chat(
+        self, body: Conversation, special: bool, deadline: Deadline
+    ) -> Sequence[int]:
+        messages, options = _checked(lambda: body.plain_messages), _checked(body.variables)
+        text = await deadline.keep(self.texts.render(messages, options, deadline.at_s))
+        return await self._encode(text, special, deadline)  # most templates write special tokens
+
+    async def _encode(
+        self, prompt: str | Sequence[int], special: bool, deadline: Deadline
+    ) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        return await deadline.keep(self.texts.encode(prompt, deadline.at_s, special))
+
+    async def _text(self, prompt: str | Sequence[int], deadline: Deadline) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return await self.texts.decode_prompt(prompt, deadline.at_s)
 
     def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
         """Token ids that can never fit, before anything is done with them."""
@@ -295,12 +373,6 @@ class Server:
         return reply
 
 
-def _late(allowed_s: float, asked_s: float | None) -> Refusal:
-    """Whose fault it is depends on who set the deadline."""
-    status = 408 if asked_s == allowed_s else 504
-    return Refusal(status, f"not done within {allowed_s:g} s", code="deadline")
-
-
 def _checked(make: Callable[[], Any]) -> Any:
     try:
         return make()
@@ -315,9 +387,13 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, HTTPException):
         return Refusal(error.status_code, str(error.detail))
     if isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        return invalid(first["type"], first["loc"][1:], first["msg"])
+        return explain(_located(error), error.body, {})
     raise error
+
+
+def _located(error: RequestValidationError) -> list[dict[str, Any]]:
+    """FastAPI's errors, which begin with "body": of bodies that are not application/json."""
+    return [one | {"loc": one["loc"][1:]} for one in error.errors()]
 
 
 def _static(file: str, kind: str) -> Callable[[], Any]:

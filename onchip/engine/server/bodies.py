@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
+from .invalid import explain
 from .refusal import Refusal
 from .replies import client_gone, unless
 from .tickets import Arrival
@@ -180,11 +181,11 @@ class ParsedRequest(Request):
 
 def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
     """A body as a model. A Refusal names the first thing that is wrong."""
+    value = load(body)
     try:
-        return model.model_validate(load(body))
+        return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise invalid(first["type"], first["loc"], first["msg"]) from None
+        raise explain(error.errors(include_url=False), value, model.model_fields) from None
 
 
 def load(body: bytes) -> Any:
@@ -225,13 +226,3 @@ def check_names(value: Any) -> None:
         elif not isinstance(value, list):
             continue
         pending += [one for one in value if isinstance(one, (dict, list))]
-
-
-def invalid(kind: str, location: tuple[int | str, ...], message: str) -> Refusal:
-    """What pydantic says, without what was sent: that may be megabytes."""
-    path = ".".join(map(str, location))[:100]
-    if kind == "extra_forbidden":
-        return Refusal(400, f"Unrecognized request argument supplied: {path}", param=path)
-    if not path:
-        return Refusal(400, f"the body is no request: {message}; send application/json")
-    return Refusal(400, f"{path}: {message[:300]}", param=path)

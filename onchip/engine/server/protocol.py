@@ -4,25 +4,44 @@ Types are strict and unknown fields are refused, as OpenAI does. A field that th
 honour takes only the value that means "not wanted"; one that changes no answer is accepted and
 unused. The bounds stand here for the schema; SamplingParams has the last word. A long list stops at
 its first error (`fail_fast`): pydantic would write an error for each of its values.
+
+The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
 """
 
+import json
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from onchip.engine import params as bounds
+from onchip.engine.chat import RESERVED
 from onchip.engine.params import SamplingParams
 from onchip.engine.request import MAX_PRIORITY
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096
 MAX_DEADLINE_S = 86_400.0
+MAX_TOOL_CALLS = 128
+MAX_VARIABLES = 64
+MAX_DETOKENIZED = 1 << 20
 
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = Annotated[
+    dict[
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=bounds.MAX_BIASES),
+]
+Label = Annotated[str, Field(max_length=1024)]  # read by nothing here
+Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
+Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
+Off = Annotated[Literal[False] | None, Field(description="false, or leave it out")]
 
 
 class Strict(BaseModel):
@@ -50,25 +69,45 @@ class Sampling(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None = None
+    stop: Annotated[
+        Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None,
+        Field(description="a text of 1 to 256 characters, or a list of up to 16 of them"),
+    ] = None
     stop_token_ids: Annotated[list[Token], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[
-                Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
-                Annotated[float, Field(ge=-100, le=100)],
-            ],
-            Field(max_length=bounds.MAX_BIASES),
-        ]
-        | None
-    ) = None
+    logit_bias: Annotated[
+        Biases | None,
+        Field(description='an object of up to 300 entries as "50256": -100, of -100 to 100'),
+    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] | None = None
     deadline_s: Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)] | None = None
-    user: str | None = None
+    user: Label | None = None
+    request_id: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # of tokenizers that are not in Rust
+    add_special_tokens: bool | None = None
+    include_stop_str_in_output: Off = None
+    return_token_ids: Off = None
+    return_tokens_as_token_ids: Off = None
+    allowed_token_ids: Absent = None
+    bad_words: Absent = None
+    logits_processors: Absent = None
+    truncate_prompt_tokens: Absent = None
+    structured_outputs: Absent = None
+    guided_json: Absent = None
+    guided_regex: Absent = None
+    guided_choice: Absent = None
+    guided_grammar: Absent = None
+    kv_transfer_params: Absent = None
+    vllm_xargs: Absent = None
+
+    def salted(self, salt: bytes) -> bytes:
+        """The salt of the request's pages: of the caller's key, and of cache_salt."""
+        return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
     @property
     def include_usage(self) -> bool:
@@ -85,6 +124,7 @@ class Sampling(Strict):
 _PASSED_ON = (
     *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
+    "skip_special_tokens",
 )
 
 
@@ -93,19 +133,20 @@ class CompletionRequest(Sampling):
     length_penalty as vLLM names them.
     """
 
-    prompt: (
+    prompt: Annotated[
         str
         | Tokens
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+        | Annotated[list[Tokens], Field(min_length=1, max_length=MAX_PROMPTS)],
+        Field(description="a text, a list of token ids, or a list of up to 128 of either"),
+    ]
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
     best_of: Annotated[int, Field(ge=1, le=bounds.MAX_SAMPLES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=bounds.MAX_LOGPROBS)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
-    suffix: Literal[""] | None = None
+    suffix: Annotated[Literal[""] | None, Field(description='"", or leave it out')] = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -134,53 +175,209 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(Strict):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], Field(description='"text": images and audio are not')]
     text: str
+    cache_control: dict[str, Any] | None = None  # other servers' caches; here prefixes are found
+    prompt_cache_breakpoint: Any = None
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+class FunctionCall(Strict):
+    name: Annotated[str, Field(max_length=256)]
+    arguments: str
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """Templates write arguments as JSON themselves, so they take an object."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = self.arguments  # as the model wrote it
+        return {"name": self.name, "arguments": arguments}
+
+
+class ToolCall(Strict):
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return {"id": self.id, "type": self.type, "function": self.function.plain}
+
+
+Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
+    """Also as clients send answers back: with every field of an answer, null where it was."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool"],
+        Field(description='"system", "developer", "user", "assistant" or "tool"'),
+    ]
+    content: Annotated[
+        str | Parts | None, Field(description="a text, or a list of parts of type text")
+    ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] | None
+    ) = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    audio: Absent = None
+    function_call: Absent = None
 
     @property
-    def plain(self) -> dict[str, str]:
-        """As chat templates take it; most know no developer, which is the new name of system."""
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "".join(part.text for part in self.content)}
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it; most know no developer, which is the new name of system. A
+        content that is null is empty: a template would write "None".
+        """
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(part.text for part in content)
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": content,
+        }
+        for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain for call in self.tool_calls]
+        return message
+
+    def check(self) -> None:
+        called = self.role == "assistant" and (self.tool_calls or self.refusal)
+        if self.content is None and not called:
+            raise ValueError(
+                f"a message of role {self.role} has no content: only an assistant's that has"
+                " tool_calls may be without"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of role tool needs tool_call_id, the call that it answers")
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
 class TextFormat(Strict):
     type: Literal["text"]
 
 
-class ChatRequest(Sampling):
+class Conversation(Strict):
+    """What a chat template is given. chat_template_kwargs: more variables of the template.
+    add_generation_prompt: true unless continue_final_message, which lets the model go on with the
+    last message.
+    """
+
+    messages: Annotated[
+        Messages,
+        Field(description=f"a list of 1 to {MAX_MESSAGES} messages with role and content"),
+    ]
+    tools: Annotated[
+        Tools | None, Field(description='[], or up to 128 with tool_choice "none"')
+    ] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Annotated[str, Field(max_length=256)], Any], Field(max_length=MAX_VARIABLES)]
+        | None
+    ) = None
+    chat_template: Absent = None
+    mm_processor_kwargs: Absent = None
+
+    @property
+    def plain_messages(self) -> list[dict[str, Any]]:
+        for message in self.messages:
+            message.check()
+        return [message.plain for message in self.messages]
+
+    def variables(self) -> dict[str, Any]:
+        """As of chat.render_template."""
+        given = dict(self.chat_template_kwargs or {})
+        if taken := RESERVED & set(given):
+            raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError(
+                "add_generation_prompt begins a message, continue_final_message goes on with the"
+                " last: give one"
+            )
+        return given | {
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": bool(self.continue_final_message),
+        }
+
+
+class ChatRequest(Sampling, Conversation):
     """POST /v1/chat/completions: text alone, no tools."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=bounds.MAX_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
+    response_format: Annotated[
+        TextFormat | None, Field(description='{"type": "text"}, or leave it out')
+    ] = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None,
+        Field(description='["text"], or leave it out'),
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto"] | None, Field(description='"none", or leave it out with tools')
+    ] = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    functions: Absent = None
+    function_call: Annotated[
+        Literal["none"] | None, Field(description='"none", or leave it out')
+    ] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    verbosity: Annotated[
+        Literal["medium"] | None, Field(description='"medium", or leave it out')
+    ] = None
+    metadata: dict[str, Any] | None = None
+    store: Off = None
+    service_tier: Annotated[
+        Literal["auto", "default"] | None, Field(description='"auto", or leave it out')
+    ] = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: Label | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    safety_identifier: Label | None = None
+    audio: Absent = None
+    prediction: Absent = None
+    moderation: Absent = None
+    web_search_options: Absent = None
+    echo: Off = None
+    include_reasoning: Annotated[
+        Literal[True] | None, Field(description="true, or leave it out")
+    ] = None
+    prompt_logprobs: Absent = None
+    documents: Absent = None
+
+    def variables(self) -> dict[str, Any]:
+        """A template that does not read reasoning_effort ignores it."""
+        given = super().variables()
+        if self.reasoning_effort is not None:
+            given.setdefault("reasoning_effort", self.reasoning_effort)
+        return given
 
     def params(self) -> SamplingParams:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
+        if self.tools and self.tool_choice != "none":
+            raise ValueError(
+                f"{len(self.tools)} tools were sent, and calls of tools are not served: leave tools"
+                ' out, or send tool_choice "none" to show them to the model only'
+            )
         return self.sampling(self._max_tokens(), logprobs=self._num_logprobs())
 
     def _max_tokens(self) -> int | None:
@@ -190,6 +387,48 @@ class ChatRequest(Sampling):
 
     def _num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize, as vLLM's: a prompt, or a conversation as of the chats."""
+
+    model: Label | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """None: a prompt is given."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt, a text, or messages, a conversation: one of them")
+        if self.messages is None:
+            return None
+        names = set(Conversation.model_fields) & set(TokenizeRequest.model_fields)
+        return Conversation.model_construct(**{name: getattr(self, name) for name in names})
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize, as vLLM's."""
+
+    model: Label | None = None
+    tokens: Annotated[list[Token], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
 
 
 class CachedTokens(BaseModel):

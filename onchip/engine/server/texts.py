@@ -1,28 +1,177 @@
-"""The model's words: between texts, token ids and conversations."""
+"""The model's tokenizer and chat template, for callers on the event loop.
 
-from collections.abc import Mapping, Sequence
+Both run in processes of their own (workers.py), templates apart from tokenizers: a template that
+loops holds up other chats for its time limit, and no request that brings a plain prompt. A request
+waits for a free process no longer than its deadline allows.
+"""
 
-from onchip.engine.chat import render
-from onchip.engine.tokenizer import Tokenizer
+import asyncio
+import codecs
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from onchip.engine.chat import template_of
+from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from onchip.engine.workers import JobEnded, Workers
+
+from .refusal import Refusal
+
+PROCESSES = min(4, os.cpu_count() or 1)  # of each kind; a tokenizer may take 300 MiB
+
+
+class Lane:
+    """As many threads as processes: what is more waits in line, and leaves it at its deadline."""
+
+    def __init__(self, name: str, workers: Workers):
+        self.workers = workers
+        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix=f"onchip-{name}")
+
+    async def run(self, work: Callable[..., Any], deadline_s: float) -> Any:
+        """work(seconds=...) in a thread; TimeoutError: it is not done by deadline_s, a time of
+        time.monotonic.
+        """
+
+        def start() -> Any:
+            return work(seconds=deadline_s - time.monotonic())
+
+        async with asyncio.timeout(deadline_s - time.monotonic()):
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._threads, start)
+            except JobEnded as error:
+                if error.late and time.monotonic() >= deadline_s:
+                    raise TimeoutError from None
+                raise Refusal(400, str(error), code="text_limit") from None
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.workers.close()
+
+
+class Token(NamedTuple):
+    """One token by itself. text: as OpenAI writes it, `bytes:\\xe2\\x82` for part of a character.
+    hidden: a special token, which no text shows.
+    """
+
+    text: str
+    data: bytes
+    hidden: bool = False
 
 
 class Texts:
-    """A tokenizer, or none: then prompts are token ids, and texts are empty."""
+    """A tokenizer, or none: then prompts are token ids, and texts are empty. max_tokens: of a
+    prompt.
 
-    def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer = tokenizer
+    A tokenizer that is not of a folder is the server's own code and runs in a thread.
+    """
 
-    def encode(self, text: str) -> list[int]:
-        return self._known().encode(text)
+    def __init__(self, tokenizer: Tokenizer | None, max_tokens: int):
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        folder = tokenizer.folder if isinstance(tokenizer, FileTokenizer) else None
+        self._from_folder = folder is not None
+        self._templates = Lane("template", Workers(PROCESSES))
+        self._tokens = Lane("tokenizer", Workers(PROCESSES, folder))
+        self._known: dict[int, Token] = {}
+
+    def start(self) -> None:
+        """Start a process of each kind, so that the first request need not wait for it."""
+        if self._tokenizer is not None and self._tokenizer.chat_template is not None:
+            self._templates.workers.start()
+        if self._from_folder:
+            self._tokens.workers.start()
+
+    def close(self) -> None:
+        self._templates.close()
+        self._tokens.close()
+
+    async def encode(
+        self, text: str, deadline_s: float, add_special_tokens: bool, bounded: bool = True
+    ) -> list[int]:
+        """bounded: False also for more than a prompt may have."""
+        tokenizer = self._given()
+        if bounded:
+            self._check_length(text)
+        if self._from_folder:
+            work = partial(self._tokens.workers.encode, text, add_special_tokens)
+        else:
+            work = _timeless(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._tokens.run(work, deadline_s)
+
+    async def decode_prompt(self, token_ids: Sequence[int], deadline_s: float) -> str:
+        if self._from_folder:
+            work = partial(self._tokens.workers.decode, token_ids)
+        else:
+            work = _timeless(self.decode, token_ids)
+        return await self._tokens.run(work, deadline_s)
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], deadline_s: float
+    ) -> str:
+        """The text of a conversation. options: as of chat.render_template."""
+        tokenizer = self._given()
+        try:
+            template = template_of(tokenizer)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+        work = partial(
+            self._templates.workers.render, template, messages, tokenizer.special, options
+        )
+        return await self._templates.run(work, deadline_s)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The template writes the special tokens that it wants."""
-        return self._known().encode(render(self._known(), messages), add_special_tokens=False)
+    def token(self, token_id: int) -> Token:
+        """What one token writes."""
+        if token_id not in self._known:
+            self._known[token_id] = self._read_token(token_id)
+        return self._known[token_id]
 
-    def _known(self) -> Tokenizer:
+    def _read_token(self, token_id: int) -> Token:
+        if not isinstance(self._tokenizer, (FileTokenizer, ByteTokenizer)):  # of the user's own
+            text = self.decode([token_id])
+            return Token(text, text.encode())
+        data = self._tokenizer.token_bytes(token_id)
+        hidden = self._tokenizer.is_special(token_id)
+        try:
+            return Token(data.decode(), data, hidden)
+        except UnicodeDecodeError:
+            written = "".join(f"\\x{byte:02x}" for byte in data)
+            return Token(f"bytes:{written}", data, hidden)
+
+    def _given(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the prompt as token ids")
+            raise Refusal(400, "the model has no tokenizer: give the prompt as token ids")
         return self._tokenizer
+
+    def _check_length(self, text: str) -> None:
+        """Before the tokenizer runs: a BPE takes seconds for a word of a few MiB."""
+        per_token = getattr(self._tokenizer, "chars_per_token", None)
+        if per_token is not None and len(text) > per_token * self._max_tokens:
+            raise Refusal(
+                400,
+                f"{len(text)} characters are too many: a token has {per_token} at most, and the"
+                f" model takes {self._max_tokens} tokens",
+                code="context_length_exceeded",
+            )
+
+
+def offsets(tokens: Sequence[Token], start: int) -> list[int]:
+    """Where the text of each token begins, in characters, if the first begins at `start`. Bytes of
+    one character begin where that does.
+    """
+    reader, places = codecs.getincrementaldecoder("utf-8")("ignore"), []
+    for token in tokens:
+        places.append(start)
+        start += 0 if token.hidden else len(reader.decode(token.data))
+    return places
+
+
+def _timeless(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Work in this process, which nothing can end before it is done."""
+    return lambda seconds: work(*args, **kwargs)

@@ -13,6 +13,7 @@ from onchip.engine.server.metrics import Metrics
 from onchip.engine.server.refusal import Refusal
 from onchip.engine.server.replies import Order, StreamReply, WholeReply
 from onchip.engine.server.service import Service
+from onchip.engine.server.texts import Token
 from onchip.engine.server.tickets import Ask
 
 
@@ -45,7 +46,7 @@ def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
                 await taken.wait()
 
         ticket = await service.submit([Ask(b"abc", SamplingParams(max_tokens=500))])
-        form, late = CompletionFormat("m", bytes.decode), Refusal(504, "late")
+        form, late = CompletionFormat("m", read_token), Refusal(504, "late")
         order = Order(service, ticket, form, Reader(1), 1, time.monotonic() + 9, late)
         reply = asyncio.ensure_future(StreamReply(order, Metrics())({}, asyncio.Event().wait, send))
         while engine.requests or len(sent) < 2:
@@ -111,7 +112,11 @@ async def reply_to(kind, form, output, turns=None):
     return b"".join(sent)
 
 
-FORMATS = [lambda: CompletionFormat("m", str), lambda: ChatFormat("m", str, 20)]
+def read_token(token):
+    return Token(f'"{token}', b'"%d' % token)
+
+
+FORMATS = [lambda: CompletionFormat("m", read_token), lambda: ChatFormat("m", read_token, 20)]
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -139,5 +144,5 @@ def test_a_large_piece_of_a_stream_is_whole(form):
 def test_a_large_answer_is_built_off_the_loop(kind):
     """20,000 logprobs a choice: the loop goes round meanwhile. On the loop it would not, once."""
     turns = []
-    sent = asyncio.run(reply_to(kind, ChatFormat("m", str, 20), answer_of(2, 1000, 20), turns))
+    sent = asyncio.run(reply_to(kind, ChatFormat("m", read_token, 20), answer_of(2, 1000, 20), turns))
     assert len(sent) > 1_000_000 and len(turns) > 15

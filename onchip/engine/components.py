@@ -1,0 +1,134 @@
+"""The steps of a tokenizer.json around its vocabulary: how far they may grow or shrink a text.
+
+A tokenizer.json is a small program of its author: normalizers rewrite the text, pre-tokenizers cut
+it, decoders rewrite the tokens. What follows is computed from their settings alone, so that a bound
+is known before a text is processed.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+MAX_GROWTH = 256  # of a text, by the steps that the author writes; nmt_nfkc's table reaches 33
+MAX_SETTING_CHARS = 1024
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+_COMPOSED = 4  # characters that NFC makes one of, at most
+# Steps that drop no character: these cannot hide a long text in few tokens.
+_KEEPING = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
+
+
+def byte_letters() -> dict[str, int]:
+    """The letter that byte-level tokenizers write for each byte: itself where it is printable, else
+    the next unused one from U+0100 on.
+    """
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printed]
+    letters = {chr(byte): byte for byte in printed}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+class Components:
+    """The steps of a tokenizer of the library, in order. ValueError: they grow a text too much."""
+
+    def __init__(self, tokenizer: Any):
+        self.normalizers = list(_steps(tokenizer.normalizer))
+        self.pre_tokenizers = list(_steps(tokenizer.pre_tokenizer))
+        self.decoders = list(_steps(tokenizer.decoder))
+        self._model = tokenizer.model
+        self._added = list(tokenizer.get_added_tokens_decoder().values())
+        for steps in (self.normalizers, self.decoders):
+            if (grown := prod(map(_growth, steps))) > MAX_GROWTH:
+                raise ValueError(
+                    f"a text may become {grown:g} times as long, more than {MAX_GROWTH} times"
+                )
+
+    def chars_per_token(self, vocabulary: Mapping[str, int]) -> int | None:
+        """No token stands for more characters than this; None: some step drops characters, so that
+        no number of characters is too many.
+        """
+        shrinking = [_shrinking(step) for step in (*self.normalizers, *self.pre_tokenizers)]
+        whitespace = any(token.lstrip or token.rstrip for token in self._added)
+        if None in shrinking or whitespace or not self._keeps_unknown(vocabulary):
+            return None
+        longest = max(map(len, vocabulary), default=0)
+        return int(longest * prod(one for one in shrinking if one))
+
+    def _keeps_unknown(self, vocabulary: Mapping[str, int]) -> bool:
+        """Whether each character costs a token, also one that is not in the vocabulary."""
+        kinds = {step["type"] for step in (*self.normalizers, *self.pre_tokenizers)}
+        if "ByteLevel" in kinds and all(letter in vocabulary for letter in byte_letters()):
+            return True
+        if type(self._model).__name__ not in ("BPE", "Unigram"):
+            return False
+        return bool(self._model.byte_fallback) and all(one in vocabulary for one in _BYTE_TOKENS)
+
+    def piece_bytes(self, piece: str) -> bytes | None:
+        """The bytes that a token of the vocabulary writes; None: a decoder is not one of the usual
+        and must be asked.
+        """
+        kinds = {step["type"] for step in self.decoders}
+        if "ByteLevel" in kinds:
+            letters = [_LETTERS.get(letter) for letter in piece]
+            return piece.encode() if None in letters else bytes(letters)  # pyright: ignore
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        for step in self.decoders:
+            if step["type"] == "Replace" and (pattern := step["pattern"].get("String")):
+                piece = piece.replace(pattern, step["content"])
+            elif step["type"] == "Metaspace":
+                piece = piece.replace(step["replacement"], " ")
+            elif step["type"] not in ("ByteFallback", "Fuse", "Strip"):
+                return None
+        return piece.encode()
+
+
+_LETTERS = byte_letters()
+
+
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a component of the library, Sequences unfolded."""
+    if component is not None:
+        yield from _unfold(json.loads(component.__getstate__()))
+
+
+def _unfold(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        yield step
+        return
+    for name in ("normalizers", "pretokenizers", "decoders"):
+        for one in step.get(name, ()):
+            yield from _unfold(one)
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """A character becomes so many, by what the author of the file wrote."""
+    written = next((step[name] for name in ("content", "prepend") if name in step), "")
+    if len(written) > MAX_SETTING_CHARS:
+        raise ValueError(f"a {step['type']} writes {len(written)} characters at once")
+    if step["type"] == "Precompiled":
+        return _longest_entry(base64.b64decode(step["precompiled_charsmap"]))
+    if step["type"] != "Replace":
+        return 1
+    pattern = step["pattern"].get("String")
+    return max(1, len(written) / len(pattern)) if pattern else 1 + len(written)
+
+
+def _longest_entry(charsmap: bytes) -> int:
+    """SentencePiece's table: the size of a trie, the trie, then texts that end with a zero byte."""
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    return max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
+
+
+def _shrinking(step: Mapping[str, Any]) -> float | None:
+    """So many characters become one, at most; None: any number may."""
+    kind = step["type"]
+    if kind in ("NFC", "NFKC"):
+        return _COMPOSED
+    if kind == "Replace" and (pattern := step["pattern"].get("String")) and step["content"]:
+        return max(1, len(pattern) / len(step["content"]))
+    if kind in ("Split", "Punctuation"):
+        return None if step["behavior"] == "Removed" else 1
+    return 1 if kind in _KEEPING else None

@@ -1,0 +1,138 @@
+"""What is wrong with a body, in a sentence: the field, what was given, and what would work.
+
+pydantic finds the fault. Its own messages speak of Python's types and of the members of unions, and
+name neither the value nor what this server takes instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from .refusal import Refusal
+
+_MAX_ERRORS = 64  # that are looked at
+_KINDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a finite number",
+    "float_type": "a number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_type": "a text",
+    "string_unicode": "a text of Unicode",
+    "string_pattern_mismatch": "another text",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "a number above"),
+    "greater_than_equal": ("ge", "a number of at least"),
+    "less_than": ("lt", "a number below"),
+    "less_than_equal": ("le", "a number of at most"),
+    "string_too_long": ("max_length", "a text of at most so many characters:"),
+    "string_too_short": ("min_length", "a text of at least so many characters:"),
+    "too_long": ("max_length", "at most so many entries:"),
+    "too_short": ("min_length", "at least so many entries:"),
+}
+
+
+def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]) -> Refusal:
+    """pydantic's errors about a body as one sentence, located from the body on. fields: of the
+    body's model, by name.
+
+    A field that may be several things has an error for each of them: the one that is deepest within
+    the field is about what the client meant.
+    """
+    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(same, key=lambda one: len(_path(one["loc"], body)))
+    path = _path(error["loc"], body)
+    if not path:
+        return Refusal(400, "the body is no request: send an object as application/json")
+    name = ".".join(map(str, path))[:100]
+    if error["type"] == "extra_forbidden":
+        return Refusal(400, _unknown(name, path, fields), param=name)
+    if error["type"] == "missing":
+        return Refusal(400, f"{name} is missing: it must be given", param=name)
+    wanted = _wanted(error, path, fields)
+    given = describe(error.get("input"))
+    return Refusal(400, f"{name}={given} is not served: send {wanted}", param=name)
+
+
+def describe(value: Any) -> str:
+    """A value in a few characters, whatever it is: it may be megabytes."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return repr(value) if len(value) <= 40 else f"a text of {len(value)} characters"
+    if isinstance(value, (int, float)):
+        return str(value) if abs(value) < 1e15 else "a number of more than 15 digits"
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    return f"a list of {len(value)} entries" if isinstance(value, Sequence) else "this value"
+
+
+def _path(loc: Sequence[Any], body: Any) -> list[str | int]:
+    """The part of the location that is in the body: pydantic adds names of its types."""
+    path: list[str | int] = []
+    here: Any = body
+    for part in loc:
+        if _has(here, part):
+            here = here[part]
+        elif path and part != loc[-1] or not isinstance(part, str) or _is_type(part):
+            continue
+        else:
+            here = None  # the name of a field that is missing
+        path.append(part)
+    return path
+
+
+def _has(value: Any, part: Any) -> bool:
+    if isinstance(value, Mapping):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)
+
+
+def _is_type(part: str) -> bool:
+    """A member of a union: `str`, `list[...]`, `constrained-str`, or the name of a model."""
+    return not part.isidentifier() or part in ("str", "int", "float", "bool") or part[0].isupper()
+
+
+def _wanted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, Any]) -> str:
+    known = _description(path, fields)
+    if known is not None:
+        return known
+    kind, context = error["type"], error.get("ctx", {})
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{words} {context[name]}"
+    if kind == "literal_error":
+        return str(context["expected"])
+    return _KINDS.get(kind, "what the schema says, /openapi.json")
+
+
+def _description(path: Sequence[Any], fields: Mapping[str, Any]) -> str | None:
+    """Of the last field on the path: an entry of a list or of an object is described by that."""
+    description = None
+    for part in path:
+        if part in fields:
+            description = fields[part].description
+            fields = _inner(fields[part].annotation)
+    return description
+
+
+def _inner(annotation: Any) -> Mapping[str, Any]:
+    """The fields of the model within an annotation such as list[Message] | None."""
+    if hasattr(annotation, "model_fields"):
+        return annotation.model_fields
+    for argument in getattr(annotation, "__args__", ()):
+        if fields := _inner(argument):
+            return fields
+    return {}
+
+
+def _unknown(name: str, path: Sequence[Any], fields: Mapping[str, Any]) -> str:
+    message = f"Unrecognized request argument supplied: {name}"
+    near = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
+    return f"{message}; did you mean {near[0]}?" if near else message

@@ -1,0 +1,215 @@
+"""Processes that render templates and run tokenizers of checkpoints, within time and memory.
+
+A chat template and a tokenizer.json are programs of the checkpoint's author, and a text is the
+client's. An endless loop of Jinja or Rust cannot be interrupted in a thread, and memory cannot be
+bounded there. A worker is a small process (no torch) that is ended when its job passes its time or
+its memory; the next job starts another.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onchip.engine import worker
+
+JOB_S = 10.0
+START_S = 120.0  # to load a tokenizer on a busy machine
+JOB_BYTES = 1 << 30  # of one job; 4 MiB of text take a BPE some 0.5 GiB
+LOAD_BYTES = 4 << 30  # of a tokenizer while it is read
+# Nothing else of the environment: a template has no use for keys.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")
+# A single text is never split over threads, and each thread maps memory that counts as used.
+_SINGLE = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+
+
+class JobEnded(ValueError):
+    """A job was ended by its time limit, or its process died. late: by its time."""
+
+    def __init__(self, message: str, late: bool = False):
+        super().__init__(message)
+        self.late = late
+
+
+class Worker:
+    """One process. folder: of the tokenizer that it loads, None for templates alone. Not for
+    several threads at a time.
+    """
+
+    def __init__(self, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
+        self._connection, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(worker.__file__)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a panic prints pages
+                env=environment | _SINGLE,
+            )
+        setup = {"path": sys.path, "folder": folder and str(Path(folder).resolve())}
+        setup |= {"job_bytes": job_bytes, "load_bytes": LOAD_BYTES}
+        try:
+            self._exchange(setup, START_S, f"the tokenizer of {folder} was not loaded")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, do: str, seconds: float, **job: Any) -> Any:
+        """The value of a job, which is a method of worker.Jobs; ValueError: what is wrong with it.
+        After a JobEnded the process is gone.
+        """
+        what = "chat template" if do == "render" else "tokenizer"
+        job = {"do": do, "seconds": seconds, **job}
+        return self._exchange(job, seconds, f"the {what} was ended")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the process, whatever it does."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _exchange(self, message: Any, seconds: float, failure: str) -> Any:
+        end = time.monotonic() + seconds
+        try:
+            self._connection.settimeout(seconds)
+            worker.send(self._connection, message)
+            answer = worker.receive(lambda count: self._read(count, end))
+        except TimeoutError:
+            self.close()
+            raise JobEnded(f"{failure}: not done within {seconds:.3g} s", late=True) from None
+        except (EOFError, OSError):
+            self.close()
+            raise JobEnded(f"{failure}: its process ran out of memory or crashed") from None
+        except BaseException:  # an interrupt: what is on its way belongs to nobody
+            self.close()
+            raise
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def _read(self, count: int, end: float) -> bytes:
+        if (left := end - time.monotonic()) <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv(count)
+
+
+class Workers:
+    """At most `count` processes of one kind, started when they are needed. For any thread: more
+    than `count` at a time wait for one another.
+    """
+
+    def __init__(self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
+        self._folder, self._job_bytes, self._job_s = folder, job_bytes, JOB_S
+        self._slots = threading.Semaphore(count)
+        self._lock = threading.Lock()
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self._closed = False
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start one process now, so that the first job need not wait for it."""
+        with self._slots:
+            self._give(self._take())
+
+    def run(self, do: str, seconds: float | None = None, **job: Any) -> Any:
+        """As of Worker.run. seconds: at most, from when a process is free and started; never more
+        than JOB_S.
+        """
+        seconds = self._job_s if seconds is None else max(1e-3, min(seconds, self._job_s))
+        with self._slots:
+            one = self._take()
+            try:
+                value = one.run(do, seconds, **job)
+            except JobEnded:
+                self._drop(one)
+                raise
+            except ValueError:
+                self._give(one)
+                raise
+            except BaseException:
+                self._drop(one)
+                raise
+            self._give(one)
+            return value
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Any],
+        special: Mapping[str, str],
+        options: Mapping[str, Any],
+        seconds: float | None = None,
+    ) -> str:
+        """As of chat.render_template. What a template may see must be JSON."""
+        job = {"template": template, "messages": messages, "special": special, "options": options}
+        try:
+            return self.run("render", seconds, **job)
+        except TypeError as error:
+            raise ValueError(f"what a template is given must be JSON: {error}") from None
+
+    def encode(
+        self, text: str, add_special_tokens: bool, seconds: float | None = None
+    ) -> list[int]:
+        job = {"text": text, "add_special_tokens": add_special_tokens}
+        return worker.unpack_ids(self.run("encode", seconds, **job))
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        seconds: float | None = None,
+    ) -> str:
+        job = {"token_ids": worker.pack_ids(token_ids), "skip_special_tokens": skip_special_tokens}
+        return self.run("decode", seconds, **job)
+
+    def close(self) -> None:
+        """Ends all processes; jobs under way raise JobEnded."""
+        with self._lock:
+            self._closed, all_of_them = True, list(self._all)
+            self._all.clear()
+            self._idle.clear()
+        for one in all_of_them:
+            one.close()
+
+    def _take(self) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise JobEnded("the workers are closed")
+            while self._idle:
+                one = self._idle.pop()
+                if one.is_alive:
+                    return one
+                self._all.discard(one)  # killed from outside
+        one = Worker(self._folder, self._job_bytes)
+        with self._lock:
+            self._all.add(one)
+        return one
+
+    def _give(self, one: Worker) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(one)
+                return
+        one.close()
+
+    def _drop(self, one: Worker) -> None:
+        with self._lock:
+            self._all.discard(one)
+        one.close()
