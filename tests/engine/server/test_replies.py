@@ -144,5 +144,7 @@ def test_a_large_piece_of_a_stream_is_whole(form):
 def test_a_large_answer_is_built_off_the_loop(kind):
     """20,000 logprobs a choice: the loop goes round meanwhile. On the loop it would not, once."""
     turns = []
-    sent = asyncio.run(reply_to(kind, ChatFormat("m", read_token, 20), answer_of(2, 1000, 20), turns))
+    sent = asyncio.run(
+        reply_to(kind, ChatFormat("m", read_token, 20), answer_of(2, 1000, 20), turns)
+    )
     assert len(sent) > 1_000_000 and len(turns) > 15
