@@ -3,12 +3,13 @@ transforms that a function does not serve raise a sentence here, because a zero 
 answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -26,19 +27,19 @@ FORWARD_MODE = (
 )
 
 
-def is_recorded(tensors: tuple[Tensor | None, ...]) -> bool:
+def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
     """Whether a derivative of what is computed from these tensors may be asked for."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def refuse_forward_mode(*_: Any) -> NoReturn:
+def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> NoReturn:
     """`jvp` of an autograd.Function."""
     raise UnsupportedError(FORWARD_MODE)
 
 
-def refuse_second_order(*_: Any) -> NoReturn:
+def refuse_second_order(ctx: Any, *grad_outputs: Any) -> NoReturn:
     """`backward` of an autograd.Function that computes gradients."""
     raise UnsupportedError(SECOND)
 
@@ -47,7 +48,7 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
     """For functions that no transform of torch.func and no tracer may reach. Threads other than the
     one that applies a transform see only the wrapped tensors.
     """
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    is_wrapped = _functorch.is_functorch_wrapped_tensor
     active = torch._C._are_functorch_transforms_active()
     if active or any(isinstance(t, Tensor) and is_wrapped(t) for t in tensors):
         raise UnsupportedError(
@@ -67,7 +68,9 @@ def check_unmapped(*grads: Tensor | None) -> None:
     """torch.autograd maps a backward over several gradients by an older vmap, which custom ops have
     no rule for.
     """
-    if any(t is not None and torch._C._functorch.is_legacy_batchedtensor(t) for t in grads):
+    if torch.compiler.is_compiling():
+        return  # the older vmap is not traced, and Dynamo cannot read the test for it
+    if any(t is not None and _functorch.is_legacy_batchedtensor(t) for t in grads):
         raise UnsupportedError(
             "a backward of attention is not mapped over gradients (is_grads_batched=True, jacobian"
             " and hessian of torch.autograd.functional with vectorize=True): use torch.func.jacrev"
@@ -114,10 +117,10 @@ class SingleLevel(_SingleLevelFunction):
 
     @classmethod
     def record(cls, *args: Any) -> Any:
-        allow = torch._C._functorch.set_single_level_autograd_function_allowed
-        before = torch._C._functorch.get_single_level_autograd_function_allowed()
+        allow = _functorch.set_single_level_autograd_function_allowed
+        before = _functorch.get_single_level_autograd_function_allowed()
         allow(True)
         try:
-            return cls.apply(*args)
+            return cls.apply(*args)  # pyright: ignore[reportAttributeAccessIssue]
         finally:
             allow(before)

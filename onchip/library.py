@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from onchip import paged
@@ -212,15 +213,16 @@ class _Gradients(SingleLevel):
 
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`attention` at the level of autograd."""
-    (*args, mask, precise_delta), has_transform = args, _has_transform()
-    if not is_recorded([args[i] for i in _DIFFERENTIABLE]):
+    *inputs, mask, precise_delta = args
+    has_transform = _has_transform()
+    if not is_recorded([inputs[i] for i in _DIFFERENTIABLE]):
         precise_delta = False  # there is no backward to keep a residual for
         apply = lambda below, _, *args: below(*args)
     else:
-        _check_differentiable(args, has_transform and precise_delta)
+        _check_differentiable(inputs, has_transform and precise_delta)
         apply = _Attention.record
     if precise_delta:
-        args[_OUT_DTYPE] = accumulator_dtype(args[0].dtype)
+        inputs[_OUT_DTYPE] = accumulator_dtype(inputs[0].dtype)
 
     def below(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         args, mask = args[:_END], list(args[_END:])
@@ -228,7 +230,7 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
             return _redispatch(_ATTENTION, keyset, *args, mask, False)
         return _forward_op(mask)(*args, mask)
 
-    return apply(below, precise_delta, *args, *mask)
+    return apply(below, precise_delta, *inputs, *mask)
 
 
 def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -245,7 +247,7 @@ def _has_transform() -> bool:
     it may differentiate as well. Otherwise it is the op that graphs record, `forward` or
     `backward`: when such a graph runs, no call passes through Python's part of autograd.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
@@ -449,7 +451,7 @@ def _check_unrecorded(x: Tensors) -> None:
             " one: trace with tensors that do, or pass them detached"
         )
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        refuse_forward_mode()  # below autograd a tangent cannot be seen: there may be one
+        refuse_forward_mode(None)  # below autograd a tangent cannot be seen: there may be one
 
 
 def posed(x: Tensors, problem: Problem) -> Question:

@@ -12,7 +12,7 @@ from onchip.bench import tables
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MEASURED = "bench/results"  # empty until a benchmark has been run
-COMMAND = re.compile(r"(?<![\w./-])((?:make|onchip|python -m onchip)(?: [^`#\n]+)?)")
+COMMAND = re.compile(r"(?<![\w./-])((?:make|onchip|python -m onchip)\b(?: [^`#\n]+)?)")
 name = lambda page: page.relative_to(ROOT).as_posix()
 
 

@@ -306,11 +306,22 @@ def test_right_or_refused(function):
 
 # Compiling takes seconds a cell: one of each kind for every function, all of torch.func for one.
 COMPILED = {(function, name) for function in FUNCTIONS for name in ("grad", "jvp")}
-# (A double backward of a compiled function that saves only what it computed itself drops terms in
-# torch's own hands, whatever it calls: varlen_attention of q[0] is such a one.)
+# varlen_attention of q[0] has no cell: test_torch_drops_second_derivatives_of_views says why.
 COMPILED |= {(function, "double backward") for function in ("lse", "ring")}
 COMPILED |= {("attention", name) for name, (*_, is_whole) in TRANSFORMS.items() if is_whole}
 COMPILED |= {("attention", name) for name in ("dual tensors", "double backward", "checkpoint")}
+
+
+def test_torch_drops_second_derivatives_of_views():
+    """torch.compile refuses a double backward only if a saved tensor requires a gradient. A graph
+    that saves results of its own alone, here softmax of views, loses the terms for any function.
+    If this fails, torch has mended it, and varlen_attention gets its compiled cell.
+    """
+    f = lambda q, k, v: torch.softmax(q[0] @ k[0].T, -1) @ v[0]
+    q, k, v = (torch.randn(1, 4, 8, requires_grad=True) for _ in range(3))
+    out = torch.compile(f, backend="aot_eager")(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    assert torch.autograd.grad(dq.pow(2).sum(), (q, k, v), allow_unused=True) == (None,) * 3
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_lo
 _traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no Python object
 
 
+Grid = tuple[int, int, int, int]  # batch, heads, seqlen_q, seqlen_k
+
+
 class Later:
     """A dense mask or the bounds of spans, with the shape of the BlockMask that it will be."""
 
@@ -52,12 +55,12 @@ class LaterRule(Later):
     again, for the planes and lengths that the graph runs with.
     """
 
-    def __init__(self, source: Tensor, grid: tuple[int, ...], device: torch.device):
+    def __init__(self, source: Tensor, grid: Grid, device: torch.device):
         super().__init__(source, *grid[2:])
         self._grid, self._device = grid, device
 
     @classmethod
-    def of(cls, mask: Mask, grid: tuple[int, ...], device: torch.device) -> "LaterRule":
+    def of(cls, mask: Mask, grid: Grid, device: torch.device) -> "LaterRule":
         if not torch.compiler.is_compiling():
             _traced[mask.number] = mask
         return cls(torch.full((1,), mask.number, dtype=torch.int64), grid, device)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -50,7 +51,7 @@ class Mask:
         """Begin without results, under a new number: a mask that a graph makes has none."""
         self._built: dict[tuple, BlockMask] = {}
         self._planes: dict[torch.device, Planes] = {}
-        self.number = None
+        self.number: Any = None  # an int, in a graph a symbol
         if not torch.compiler.is_compiling():
             self.number = next(_NUMBERS)
             _NUMBERED[self.number] = self
@@ -490,7 +491,9 @@ def _require(is_met: Tensor, message: Callable[[], str]) -> None:
     runs, and says only that.
     """
     if torch.compiler.is_compiling():
-        torch._assert_async(is_met, "the tensors of a mask do not fit the lengths of the call")
+        torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
+            is_met, "the tensors of a mask do not fit the lengths of the call"
+        )
     elif not is_met:
         raise ValueError(message())
 
