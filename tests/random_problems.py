@@ -1,6 +1,7 @@
 """Random attention problems, judged by fp64 under the one accuracy rule.
 
     python -m tests.random_problems --seed 7 --count 1000 [--device cuda] [--kernel triton]
+        [--seconds 300]
     python -m tests.random_problems --seed 7 --only 123        # problem 123 of seed 7, alone
 
 Options x shapes x strides x dtypes x inputs that require a gradient x layout (dense, packed, paged)
@@ -12,7 +13,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 1, 2, 3, 5, 7, 8, 12, 17, 20, 31, 33)
 LONG = (63, 65, 96, 127, 129, 150, 257)
 DIMS = (1, 2, 3, 8, 8, 16, 17, 24, 40)
+# A GPU compiles its kernels anew for each width; Hopper's read rows of 16 bytes.
+DIMS_OF_GPUS = (17, 40, 64, 64, 128)
+DIMS_OF_HOPPER = (40, 64, 64, 128, 128, 256)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 1), (4, 2), (6, 3))
 # Of softmax_scale, in units of its default: the rule is stated for scores of ordinary size.
 SCALES = (None, None, None, None, 0, -1.0, -0.3, 0.1, 1.5)
@@ -75,15 +80,16 @@ def draw_case(seed: int, number: int, device: str = "cpu", kernel: str | None = 
     if kernel is None and device == "cpu":
         kernel = draw.choice((*CPU_KERNELS, None, None))
     layout = draw.choice(("dense", "dense", "packed", "paged"))
-    no_fp64 = device != "cpu" or kernel in ("paper_v4", "triton", "hopper")
-    dtype = draw.choice(DTYPES[no_fp64:])
+    no_fp64 = device != "cpu" or kernel in ("paper_v4", "triton")
+    dtype = draw.choice(DTYPES[2 if kernel == "hopper" else no_fp64 :])
     heads, kv_heads = draw.choice(HEADS)
-    dim = draw.choice(DIMS)
+    dims = DIMS if device == "cpu" else DIMS_OF_HOPPER if kernel == "hopper" else DIMS_OF_GPUS
+    dim = draw.choice(dims)
     sizes = {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": dim,
-        "head_dim_v": dim if draw.maybe(0.6) else draw.choice(DIMS),
+        "head_dim_v": dim if draw.maybe(0.6) else draw.choice(dims),
         "dtype": dtype,
         "distribution": draw.choice(ot.DISTRIBUTIONS),
         "seed": draw.getrandbits(30),
@@ -134,7 +140,8 @@ def _paged(draw: Draw, sizes: dict, kernel: str | None) -> Case:
     if packs:
         lengths_q = [draw.randint(0, n) for n in lengths_q]
     packed = ot.make_packed(lengths_q, lengths_k, **sizes)
-    pages = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, draw.choice((1, 4, 16, 64)))
+    page_size = draw.choice((16, 64) if kernel == "hopper" else (1, 4, 16, 64))
+    pages = ot.make_pages(packed.k, packed.v, packed.cu_seqlens_k, page_size)
     k_pages, v_pages = (_spaced(draw, t) for t in pages[:2])
     pages = (k_pages, v_pages, *(t.to(draw.device) for t in pages[2:]))
     options = _served(_options(draw, sizes, batch), kernel)
@@ -270,7 +277,7 @@ def _spaced(draw: Draw, x: Tensor) -> Tensor:
     if way == "heads first":
         return x.transpose(-2, -3).contiguous().transpose(-2, -3)
     if way == "poisoned":
-        return ot.poison_neighbours(x, 3)
+        return ot.poison_neighbours(x, draw.choice((3, 8)))
     if way == "sliced":
         return torch.cat([x * float("nan"), x, x], -2)[..., x.shape[-2] : 2 * x.shape[-2], :]
     if way == "stepped":
@@ -300,7 +307,11 @@ def judge(case: Case) -> str | None:
 
 
 def search(
-    seed: int, numbers: range, counts: Counter, device: str = "cpu", kernel: str | None = None
+    seed: int,
+    numbers: Iterable[int],
+    counts: Counter,
+    device: str = "cpu",
+    kernel: str | None = None,
 ) -> Iterator[Failure]:
     """Failures as they occur; counts: of served, refused and failed problems."""
     for number in numbers:
@@ -321,16 +332,18 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="the number of one problem")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernel", help="default: each in turn on the CPU, dispatch elsewhere")
+    parser.add_argument("--seconds", type=float, default=INF, help="draw no more problems then")
     args = parser.parse_args()
-    numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
     began, counts = time.perf_counter(), Counter()
+    numbers = range(args.count) if args.only is None else range(args.only, args.only + 1)
+    numbers = takewhile(lambda _: time.perf_counter() - began < args.seconds, numbers)
     for number, title, reason in search(args.seed, numbers, counts, args.device, args.kernel):
         print(f"--seed {args.seed} --only {number}: {title}\n{reason}\n", flush=True)
     spent = time.perf_counter() - began
     for outcome, count in counts.items():
         print(f"{count} {outcome}")
-    failed = counts["failed"]
-    print(f"{failed} failures in {len(numbers)} problems of seed {args.seed}, {spent:.0f} s")
+    failed, drawn = counts["failed"], counts.total()
+    print(f"{failed} failures in {drawn} problems of seed {args.seed}, {spent:.0f} s")
     return 1 if failed else 0
 
 

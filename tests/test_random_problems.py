@@ -30,6 +30,6 @@ def test_a_problem_depends_on_its_seed_and_number_alone():
 )
 def test_random_problems_on_a_gpu(kernel):
     counts = Counter()
-    failures = list(random_problems.search(4, range(300), counts, "cuda", kernel))
+    failures = list(random_problems.search(4, range(60), counts, "cuda", kernel))
     assert not failures, failures
-    assert counts["served"] >= 100, counts
+    assert counts["served"] >= 40, counts
