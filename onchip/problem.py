@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -689,8 +689,11 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: Any) -> bool:
-    number = isinstance(x, (int, float, Real)) and not isinstance(x, bool)  # Real: numpy's floats
-    return number and math.isfinite(cast(float, x))
+    """By comparison: Dynamo does not trace math.isfinite of a symbol. Real: numpy's floats."""
+    if not isinstance(x, (int, float, Real)) or isinstance(x, bool):
+        return False
+    number: Any = x
+    return -math.inf < number < math.inf
 
 
 class checks:

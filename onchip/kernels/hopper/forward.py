@@ -335,12 +335,13 @@ def close_rows(out, job, place, m_log2, l):
         shrink = gl.exp2(m_log2 - top)
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
-    return m_log2, l, gl.where(l > 0.0, shrink * approximate("rcp", l), 0.0)
+    return m_log2, l, gl.where(l != 0.0, shrink * approximate("rcp", l), 0.0)
 
 
 @gluon.jit
 def lse_of(m_log2, l):
-    return gl.where(l > 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
+    """-inf where l = 0, a row without keys; a score of +inf or NaN makes l NaN, and lse, too."""
+    return gl.where(l != 0.0, (m_log2 + approximate("lg2", l)) * LN2, float("-inf"))
 
 
 @gluon.jit
