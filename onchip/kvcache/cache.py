@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.kvcache import batch as batches
 from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
 from onchip.kvcache.pages import Pages, Spec
-from onchip.kvcache.pool import NoRoom, Pool, Table, whole
+from onchip.kvcache.pool import NoRoom, Pool, Table, whole, whole_all
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
 
 DEFAULT_MAX_SEQLEN = 131_072
@@ -156,7 +156,7 @@ class KVCache:
     ) -> NoRoom | None:
         """`reserve` for many sequences, all or none, with one batch of page copies."""
         tables = [self.resident(s) for s in sequences]
-        counts = [whole("num_tokens", count) for count in counts]
+        counts = whole_all("num_tokens", counts)
         size = self.spec.page_size
         places = [t.length // size for t in tables]
         for table, count in zip(tables, counts, strict=False):
@@ -185,7 +185,7 @@ class KVCache:
 
     def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """The ids of the first reserved tokens that have none."""
-        ids, free = _ids(tokens), self.resident(sequence).length - len(sequence.tokens)
+        ids, free = words(tokens), self.resident(sequence).length - len(sequence.tokens)
         if len(ids) > free:
             raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
         sequence.tokens += ids
@@ -225,7 +225,7 @@ class KVCache:
         """`commit` for many sequences, all or none."""
         size, filled = self.spec.page_size, self.pool.filled
         tables = self._residents(sequences)
-        lengths = [whole("length", length) for length in lengths]
+        lengths = whole_all("length", lengths)
         if len(set(sequences)) != len(sequences) or len(lengths) != len(sequences):
             raise ValueError(
                 f"{len(sequences)} sequences and {len(lengths)} lengths must be as many, no"
@@ -309,7 +309,7 @@ class KVCache:
         """The table of a sequence on the device; what is queued from now on sees its pages."""
         own = isinstance(sequence, Sequence) and sequence.cache is self
         # One from before a `reset` has a row, but its table is of a pool that is gone.
-        if not own or sequence.row is None or not self.pool.holds(sequence.table):
+        if not own or sequence.row is None or not self.pool.holds([sequence.table]):
             raise ValueError(self._stranger(sequence))
         if sequence.arrival is not None:
             sequence.arrival.wait()
@@ -318,11 +318,11 @@ class KVCache:
 
     def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
         """`resident` for many, most of which have long been there."""
-        pool = self.pool
         for s in sequences:
-            if s.cache is not self or s.row is None or s.arrival or not pool.holds(s.table):
+            if s.cache is not self or s.row is None or s.arrival is not None:
                 self.resident(s)
-        return [s.table for s in sequences]
+        tables = [s.table for s in sequences]
+        return tables if self.pool.holds(tables) else [self.resident(s) for s in sequences]
 
     def _stranger(self, sequence: Sequence) -> str:
         if not isinstance(sequence, Sequence):
@@ -341,7 +341,7 @@ class KVCache:
     def seat(self, sequence: Sequence) -> None:
         """A sequence that left the host table takes a row of it again."""
         own = isinstance(sequence, Sequence) and sequence.cache is self and sequence.row is None
-        if not own or not self.pool.holds(sequence.table) or not self.host_table.free_rows:
+        if not own or not self.pool.holds([sequence.table]) or not self.host_table.free_rows:
             raise ValueError(f"{sequence!r} has no row to take, or its pages are not here")
         sequence.row = self._seat(sequence.table)
 

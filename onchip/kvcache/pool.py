@@ -168,7 +168,7 @@ class Pool:
         size, refs, filled = self.page_size, self._refs, self._filled
         others = []
         for i, table in enumerate(tables):
-            if table._pool is not self or table._away:
+            if type(table) is not Table or table._pool is not self or table._away:
                 self._held(table)
             pages, offset = table._pages, table._length % size
             if not offset or refs[pages[-1]] > 1 or filled[pages[-1]] > offset:
@@ -276,9 +276,12 @@ class Pool:
         self._release([source])
         return [(source, pages[-1])]
 
-    def holds(self, table: Table) -> bool:
-        """Whether all pages of this table are here."""
-        return getattr(table, "_pool", None) is self and not table._away
+    def holds(self, tables: Sequence[Table]) -> bool:
+        """Whether all pages of these tables are here."""
+        for table in tables:  # a loop, not all(...): every step passes here with its whole batch
+            if type(table) is not Table or table._pool is not self or table._away:
+                return False
+        return True
 
     def exclusive(self, tables: Iterable[Table]) -> list[int]:
         """The pages that these tables and no others hold, each once."""
@@ -477,6 +480,14 @@ def whole(name: str, number: int) -> int:
         return int(index(number))
     except TypeError:
         raise ValueError(f"{name}={number!r} must be an integer") from None
+
+
+def whole_all(name: str, numbers: Sequence[int]) -> Sequence[int]:
+    """`whole` for many, nearly all of which are ints already."""
+    for number in numbers:
+        if type(number) is not int:
+            return [whole(name, number) for number in numbers]
+    return numbers
 
 
 def _law(holds: bool, broken: str) -> None:

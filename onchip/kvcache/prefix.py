@@ -122,7 +122,7 @@ class PrefixIndex:
         size, length = self._page_size, whole("length", length)
         done, full = len(chain.keys), length // size
         if (
-            not self._pool.holds(table)
+            not self._pool.holds([table])
             or not done <= full
             or length > min(len(tokens), table.length)
         ):

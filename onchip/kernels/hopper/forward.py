@@ -332,7 +332,9 @@ def close_rows(out, job, place, m_log2, l):
     if out.HAS_SINKS:
         sink = gl.load(out.sinks + job.heads(place, job.cfg.S)).to(gl.float32) * LOG2E
         top = gl.maximum(m_log2, sink)
-        shrink = gl.exp2(m_log2 - top)
+        # At most 1: the difference may be fused into the product that m_log2 is, and of a row
+        # without keys, where that product is near the end of fp32, its rounding is 2^100.
+        shrink = gl.exp2(gl.minimum(m_log2 - top, 0.0))
         l = l * shrink + gl.exp2(sink - top)
         m_log2 = top
     return m_log2, l, gl.where(l != 0.0, shrink * approximate("rcp", l), 0.0)
@@ -390,7 +392,7 @@ def merge_lse(out, job, place, before, m_log2, l):
     """
     at, exist = lse_places(out, job, place)
     lse = lse_of(m_log2, l).to(gl.float64)
-    gap = gl.where(l > 0.0, (lse - before).to(gl.float32), float("-inf"))
+    gap = gl.where(l != 0.0, (lse - before).to(gl.float32), float("-inf"))
     less = gl.exp2(-gl.abs(gap) * LOG2E)
     larger = approximate("rcp", 1.0 + less)
     more = approximate("lg2", 1.0 + less) * LN2
