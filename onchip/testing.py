@@ -596,8 +596,10 @@ def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:
 
     exact = answer(oracle, torch.float64)
     model = answer(rounded, torch.float64) if q.dtype.itemsize == 2 else {}
-    for name in model.keys() & {"dq", "dk", "dv"}:
-        model[name] = _rounded(model[name], q.dtype)
+    inputs = {"q": q, "k": k, "v": v} | {n: options.get(n) for n in ("bias", "sinks")}
+    for name, x in inputs.items():  # autograd stores a gradient in the dtype of its tensor
+        if f"d{name}" in model and x.dtype.itemsize == 2:
+            model[f"d{name}"] = _rounded(model[f"d{name}"], x.dtype)
     return _Yardsticks(exact, model, answer(plain, q.dtype) if q.dtype != torch.float64 else {})
 
 

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+import onchip
 import onchip.testing as ot
 
 HALF = [torch.bfloat16, torch.float16]
@@ -134,6 +136,17 @@ def test_a_correct_kernel_scores_one_under_the_rounding_model(seed):
     ratios = {x.tensor: x.measured for x in report if x.rule == "RMSE / rounding model"}
     assert ratios.keys() == {"out", "dq", "dk", "dv"}
     assert all(0.95 < ratio < 1.03 for ratio in ratios.values()), report
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.float32])
+def test_a_bias_of_16_bits_has_a_gradient_of_16_bits(bias_dtype):
+    """The model rounds it as autograd does, and a kernel that sums in fp32 scores one."""
+    q, k, v = ot.make_qkv(1, 257, 33, num_heads=3, head_dim=16, dtype=torch.float16)
+    bias = torch.randn(1, 3, 257, 33).to(bias_dtype).requires_grad_()
+    attend = partial(onchip.attention, return_lse=True, kernel="tiled")
+    report = ot.assert_accurate(attend, q, k, v, grad=("bias",), bias=bias)
+    (ratio,) = [x.measured for x in report if x.tensor == "dbias" and "model" in x.rule]
+    assert ratio == pytest.approx(1, abs=0.05)
 
 
 def test_a_result_may_be_given_in_place_of_a_function():

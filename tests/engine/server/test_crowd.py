@@ -14,7 +14,7 @@ from onchip.engine.tokenizer import ByteTokenizer
 from onchip.models import ModelConfig, random_model, save
 
 CLIENTS = 1000
-TOKENS = 16  # so many that nobody is done before all are there
+TOKENS = 24  # so many that nobody is done before all are there
 MODEL = {  # small: what a step holds for a moment is little beside what is watched
     "model_type": "llama",
     "vocab_size": ByteTokenizer.VOCAB_SIZE,
