@@ -148,7 +148,7 @@ class Pool:
             raise ValueError(
                 f"{len(tables)} tables and {len(num_tokens)} counts must be as many, no table twice"
             )
-        num_tokens = [whole("num_tokens", count) for count in num_tokens]
+        num_tokens = whole_all("num_tokens", num_tokens)
         growth = list(map(self._growth, tables, num_tokens))
         writers = Counter(tail for _, tail in growth if self._refs[tail] > 1)
         # Of those who write to one page, its last holder stays where it is.
