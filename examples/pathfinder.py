@@ -27,7 +27,7 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor, nn
 
 import onchip
-from onchip.machine import has_fast_matmul
+from onchip.core.machine import has_fast_matmul
 from onchip.models.rotary import rotate
 
 ENOUGH = 0.95

@@ -27,8 +27,8 @@ from rich.progress import Progress, TextColumn
 from torch import Tensor
 
 from onchip import LLM, SamplingParams
+from onchip.core.machine import has_fast_matmul
 from onchip.engine.tokenizer import ByteTokenizer
-from onchip.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
 from onchip.models import save as save_folder
 

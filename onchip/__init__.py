@@ -1,13 +1,11 @@
 """onchip: exact attention for PyTorch that knows where its bytes are."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onchip.explain import explain
-    from onchip.ops import (
+    from onchip.core.explain import explain
+    from onchip.core.functional import (
         attention,
         attention_weights,
         cascade_attention,
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
         paged_attention,
         varlen_attention,
     )
-    from onchip.problem import LayoutWarning, UnsupportedError, checks
+    from onchip.core.problem import LayoutWarning, UnsupportedError, checks
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,9 +33,9 @@ __all__ = [
 
 # Everything is imported at its first use: `onchip --version` needs no torch, which takes seconds.
 _HOMES = {
-    **dict.fromkeys(__all__, "ops"),
-    **dict.fromkeys(("LayoutWarning", "UnsupportedError", "checks"), "problem"),
-    "explain": "explain",
+    **dict.fromkeys(__all__, "core.functional"),
+    **dict.fromkeys(("LayoutWarning", "UnsupportedError", "checks"), "core.problem"),
+    "explain": "core.explain",
     **dict.fromkeys(("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"), "engine"),
 }
 _MODULES = ("adapters", "engine", "iomodel", "kvcache", "masks", "models", "parallel", "quant")
@@ -56,16 +54,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_MODULES})
-
-
-class _Package(ModuleType):
-    """A package whose functions are not hidden by its files: Python binds a submodule to its
-    package when it is first imported, and `onchip.explain` is the function.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import onchip
-from onchip.extras import advise
+from onchip.core.extras import advise
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 KV_DTYPES = ("fp8", "int8")
@@ -384,7 +384,7 @@ def _tune(args: argparse.Namespace) -> int:
 def _explain(args: argparse.Namespace) -> int:
     import torch
 
-    from onchip.problem import find_device
+    from onchip.core.problem import find_device
 
     device = find_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = args.on is not None or device.type == "cuda"

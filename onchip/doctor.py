@@ -19,12 +19,12 @@ import torch
 import onchip
 from onchip import models
 from onchip.bench import levels
-from onchip.dispatch import KERNELS, kernel_module
-from onchip.explain import human_bytes
+from onchip.core.dispatch import KERNELS, kernel_module
+from onchip.core.explain import human_bytes
+from onchip.core.machine import has_fast_matmul
+from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, device_info
 from onchip.iomodel import hardware
-from onchip.machine import has_fast_matmul
 from onchip.models import foreign
-from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
 
 DEVICES = {
     "CPU": DeviceInfo("cpu"),

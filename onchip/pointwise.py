@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.problem import device_info, is_eager
+from onchip.core.problem import device_info, is_eager
 
 
 class Norms(NamedTuple):

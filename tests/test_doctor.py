@@ -5,9 +5,10 @@ import pytest
 import torch
 
 import onchip
-from onchip import dispatch, doctor, models
+from onchip import doctor, models
 from onchip.bench import levels
 from onchip.cli import main
+from onchip.core import dispatch
 from onchip.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
 
 

@@ -6,9 +6,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from onchip import masks, ops
+from onchip import masks
 from onchip.adapters.flash_attn.options import contiguous
-from onchip.problem import UnsupportedError, check_layout
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError, check_layout
 
 
 def from_block_mask(block_mask, batch: int, num_heads: int) -> masks.BlockMask:
@@ -53,7 +54,7 @@ def flex_attention(
     wants_max = return_aux is not None and return_aux.max_scores
     options = {"mask": block_mask, "softmax_scale": scale, "return_stats": wants_max}
     wants_lse = return_lse if return_aux is None else return_aux.lse
-    answer = ops.attention(q, k, v, **options, return_lse=wants_lse)
+    answer = functional.attention(q, k, v, **options, return_lse=wants_lse)
     out, *rest = cast(tuple[Any, ...], answer if isinstance(answer, tuple) else (answer,))
     out = out.transpose(1, 2)
     lse = rest.pop(0) if wants_lse else None

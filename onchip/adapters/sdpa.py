@@ -21,8 +21,8 @@ from torch.nn import attention as registry
 
 from onchip.adapters import sdpa_masks
 from onchip.adapters.sdpa_ops import OPERATORS, Ask, as_bias, math_ask
-from onchip.dispatch import kernel_module
-from onchip.problem import UnsupportedError
+from onchip.core.dispatch import kernel_module
+from onchip.core.problem import UnsupportedError
 
 NAME = "onchip"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

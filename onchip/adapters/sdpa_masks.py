@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import UnsupportedError
 from onchip.masks import dense
 from onchip.masks.blockmask import BlockMask
-from onchip.problem import UnsupportedError
 
 KEPT_BYTES = 64 << 20  # of one mask; a longer call is so long that building its mask is little
 _KEPT_MASKS = 4  # a model with windows has two

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad as fwAD
 from torch.nn import functional as F
 
-from onchip import library
 from onchip.adapters.flash_attn.options import contiguous
 from onchip.adapters.sdpa_masks import block_mask
-from onchip.ops import Extras, pose
-from onchip.problem import Options, Question, Tensors, UnsupportedError, is_eager
+from onchip.core import torch_op
+from onchip.core.functional import Extras, pose
+from onchip.core.problem import Options, Question, Tensors, UnsupportedError, is_eager
 
 Grads = tuple[Tensor | None, ...]
 _SEEDS = 2**63 - 1
@@ -236,7 +236,7 @@ def math_forward(
         raise _left_to_math("dropout_mask is given")
     ask = math_ask(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     question, x = ask.posed(_draw_seed(ask))
-    out = library.attend(question, x, None).out.transpose(1, 2)
+    out = torch_op.attend(question, x, None).out.transpose(1, 2)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
     return out, out.new_full((), torch.nan).expand(*query.shape[:-1], key.shape[-2])
 
@@ -306,7 +306,7 @@ def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Te
     they are dense; otherwise those of (batch, seqlen, heads, head_dim).
     """
     question, x = ask.posed(seed)
-    out, lse, _ = library.run(question, x, None)
+    out, lse, _ = torch_op.run(question, x, None)
     out = out.transpose(1, 2)
     return _laid_out_like(ask.query, out) if like_query else out, lse
 
@@ -316,7 +316,7 @@ def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -
     question, x = ask.posed(seed)
     out, lse, dout = saved
     out, dout = out.transpose(1, 2).contiguous(), dout.transpose(1, 2)
-    found = library.run_backward(question, x, None, out, lse.contiguous(), dout, None)
+    found = torch_op.run_backward(question, x, None, out, lse.contiguous(), dout, None)
     dq, dk, dv, dbias = found[:4]
     behind = ask.key.shape[2] - ask.seen
     dk, dv = (F.pad(g, (0, 0, 0, 0, 0, behind)) if behind else g for g in (dk, dv))

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from onchip import library
+from onchip.core import torch_op
+from onchip.core.functional import attention, varlen_attention
+from onchip.core.problem import UnsupportedError
 from onchip.masks import later, mods
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
 from onchip.models import interface
 from onchip.models.interface import options_of
 from onchip.models.rules import Reading, read
-from onchip.ops import attention, varlen_attention
-from onchip.problem import UnsupportedError
 
 NAME = "onchip"
 _PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -203,7 +203,7 @@ def _traced(asked: dict[str, Any]) -> Tensor | None:
         return None
     cells = _cells(asked)
     odd = asked.get("use_vmap") or rule.__name__ == "or_mask"  # unions are not always intervals
-    return library.built_once(cells if odd else _bounds_of(cells), asked["kv_length"])
+    return torch_op.built_once(cells if odd else _bounds_of(cells), asked["kv_length"])
 
 
 def _additive(cells: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -305,7 +305,7 @@ class _Packing(NamedTuple):
         if mask is None:
             return self._packed(call.saying(causal=is_causal))
         if torch.compiler.is_compiling():
-            return call.masked(library.built_once(self.within(mask), call.k.shape[1])).run()
+            return call.masked(torch_op.built_once(self.within(mask), call.k.shape[1])).run()
         meaning = _meanings.get(mask)
         if meaning is not None and meaning.within is not None:
             return self._packed(call.saying(**meaning.within))

@@ -16,8 +16,8 @@ from torch import Tensor
 import onchip
 from onchip.bench import peers
 from onchip.bench.accuracy_cases import Inputs
-from onchip.dispatch import KERNELS
-from onchip.problem import UnsupportedError
+from onchip.core.dispatch import KERNELS
+from onchip.core.problem import UnsupportedError
 from onchip.quant import formats, recipes
 from onchip.quant.recipes import RECIPES, Recipe
 from onchip.quant.schemes import Scheme, quantise

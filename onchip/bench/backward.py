@@ -17,7 +17,7 @@ from onchip.bench import gpu, patterns
 from onchip.bench.forward import flex_rivals, our_claims, sdpa_rivals
 from onchip.bench.gpu import Claim, Contender, Inputs, Sampled
 from onchip.bench.harness import Bar, Case, Inaccurate, Row, Rows, Session, worst_cell
-from onchip.dispatch import plan
+from onchip.core.dispatch import plan
 from onchip.testing import Report, Verdict, max_error, rmse, ulp
 
 SDPA = ("cudnn", "fa2")

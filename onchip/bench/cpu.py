@@ -25,7 +25,7 @@ from onchip.bench.harness import Bar, Case, Contender, Exact, Row, Session, hold
 from onchip.bench.measure import peak_extra_bytes
 from onchip.bench.patterns import Pattern, document_ends
 from onchip.bench.peers import heads_first, sdpa
-from onchip.machine import has_fast_matmul
+from onchip.core.machine import has_fast_matmul
 from onchip.masks.blockmask import BlockMask
 from onchip.testing import make_packed, make_qkv, oracle, rmse
 

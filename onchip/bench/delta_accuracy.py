@@ -22,7 +22,7 @@ from torch import Tensor
 import onchip
 from onchip.bench.harness import Case, Row
 from onchip.bench.measure import alternate, peak_extra_bytes
-from onchip.kernels.protocol import split
+from onchip.core.backend import split
 from onchip.testing import oracle, rounding_model
 
 TIES = 8

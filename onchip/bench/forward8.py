@@ -19,7 +19,7 @@ from onchip.bench import gpu, patterns, peers
 from onchip.bench.accuracy_kernels import fa3_operands
 from onchip.bench.gpu import Claim, Contender, Inputs
 from onchip.bench.harness import Bar, Case, Inaccurate, Row, Session, geomean
-from onchip.problem import Options, Tensors, describe
+from onchip.core.problem import Options, Tensors, describe
 
 # Of the root mean square of the exact output; recipes measure 5.2 to 5.5 % on N(0,1), less on
 # outliers (docs/numerics.md).

@@ -24,9 +24,9 @@ import torch
 import onchip
 from onchip import bench
 from onchip.bench.harness import SCHEMA, SHORT, Row, geomean
-from onchip.dispatch import KERNELS, kernel_module
+from onchip.core.dispatch import KERNELS, kernel_module
+from onchip.core.problem import DeviceInfo, Problem
 from onchip.doctor import DEVICES, ordinary
-from onchip.problem import DeviceInfo, Problem
 
 ROOT = Path(__file__).parents[2]
 MARKED = re.compile(r"(<!-- ([\w:-]+) -->\n).*?(<!-- /\2 -->)", re.DOTALL)

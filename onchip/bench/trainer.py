@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.machine import has_fast_matmul
+from onchip.core.machine import has_fast_matmul
 from onchip.models import Decoder, ModelConfig, random_model
 from onchip.models.decoder import Block, Turns, add_norm, embed, optional
 from onchip.models.rotary import rotate, turns

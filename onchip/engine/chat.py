@@ -10,8 +10,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from onchip.core.extras import advise
 from onchip.engine.tokenizer import Tokenizer
-from onchip.extras import advise
 
 Message = Mapping[str, Any]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from onchip.machine import matmul_dtype
+from onchip.core.machine import matmul_dtype
+from onchip.core.problem import find_device
 from onchip.models import (
     Model,
     builtin,
@@ -22,7 +23,6 @@ from onchip.models import (
     load,
     load_foreign,
 )
-from onchip.problem import find_device
 
 LOG = logging.getLogger("onchip")
 

@@ -22,8 +22,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from onchip.core.problem import device_info
 from onchip.engine.request import Drawn, Request, Sample
-from onchip.problem import device_info
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from onchip.core.extras import advise
 from onchip.engine.components import Components, byte_letters
-from onchip.extras import advise
 
 MAX_JSON_BYTES = 100_000_000
 END = "<|endoftext|>"  # how 256 is written, where bytes are stored as a tokenizer

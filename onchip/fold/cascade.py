@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import Beside, UnsupportedError
+from onchip.core.state import merge_at_rest
 from onchip.iomodel.prefixes import Costs, Together
-from onchip.problem import Beside, UnsupportedError
-from onchip.state import merge_at_rest
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from onchip.state import finalize, merge, resume
+from onchip.core.state import finalize, merge, resume
 
 Segment = TypeVar("Segment")
 

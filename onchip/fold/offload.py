@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import UnsupportedError, Window, check_layout, check_window
+from onchip.core.state import add_sink, finalize, resume
 from onchip.fold.fold import fold
-from onchip.problem import UnsupportedError, Window, check_layout, check_window
-from onchip.state import add_sink, finalize, resume
 
 Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
 Span = tuple[int, int]  # keys [lo, hi)

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.files import create_private, open_regular
+from onchip.core.files import create_private, open_regular
 from onchip.fold.offload import Offloaded
 
 DTYPES = {

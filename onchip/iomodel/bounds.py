@@ -4,7 +4,7 @@ All count numbers, over all heads of a Problem; times itemsize they are bytes.
 
 import math
 
-from onchip.problem import Problem
+from onchip.core.problem import Problem
 
 
 def theorem2(problem: Problem, sram: float) -> float:

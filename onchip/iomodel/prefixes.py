@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import device_info
 from onchip.iomodel.hardware import Hardware, planned_for
 from onchip.iomodel.roofline import forward_step
 from onchip.kernels.configs import (
@@ -25,7 +26,6 @@ from onchip.kernels.configs import (
     HOPPER_TILE_ROWS,
     hopper_width,
 )
-from onchip.problem import device_info
 
 SEGMENT_KEYS = 512  # four tiles of keys: a program takes two to begin and to end
 

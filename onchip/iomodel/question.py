@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
+from onchip.core.problem import Options, Problem, Tensors, describe
 from onchip.masks import BlockMask
-from onchip.problem import Options, Problem, Tensors, describe
 
 
 def question(
@@ -22,7 +22,8 @@ def question(
     **options: Any,
 ) -> Problem:
     """The Problem of a call with tensors of these sizes; options are those of
-    `onchip.problem.Options`. Takes no memory, whatever the sizes; ValueError as the call would.
+    `onchip.core.problem.Options`. Takes no memory, whatever the sizes; raises ValueError as the
+    call would.
     """
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import Problem
 from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import (
     HopperConfig,
@@ -27,7 +28,6 @@ from onchip.kernels.configs import (
     hopper_gradient_config,
     hopper_width,
 )
-from onchip.problem import Problem
 
 HBM, TENSOR, EXP, SHARED, LAUNCH = "HBM", "tensor cores", "exp unit", "shared memory", "launch"
 LANES = "fp32 lanes"  # which take the products that no tensor core has

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from onchip.core.problem import Problem
 from onchip.iomodel.hardware import Hardware
 from onchip.kernels.configs import SPLIT_MOST_WAVES, SPLIT_WAVES
-from onchip.problem import Problem
 
 
 class Tiles(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from onchip.core.problem import Problem
 from onchip.kernels.configs import (
     TileConfig,
     paper_product_tiles,
@@ -24,7 +25,6 @@ from onchip.kernels.configs import (
     paper_v2_tiles,
 )
 from onchip.masks import BlockMask, Visibility
-from onchip.problem import Problem
 
 from .visits import Visits, page_ids, row_words, shares, visits
 

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip import machine
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.protocol import (
+from onchip.core import machine
+from onchip.core.backend import (
     Grads,
     Result,
     accumulator_dtype,
@@ -30,11 +29,12 @@ from onchip.kernels.protocol import (
     row_delta,
     sink_gradient,
 )
+from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.state import add_sink, finalize, resume
+from onchip.kernels.planes import Plane, planes
 from onchip.kernels.scores import grouped_matmul
 from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
-from onchip.problem import DeviceInfo, Problem, Tensors
-from onchip.state import add_sink, finalize, resume
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

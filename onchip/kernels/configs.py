@@ -6,7 +6,7 @@ from functools import cache
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from onchip.problem import Problem, forget_questions
+from onchip.core.problem import Problem, forget_questions
 
 
 class TileConfig(NamedTuple):

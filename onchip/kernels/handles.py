@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import kept
+from onchip.core.problem import kept
 
 _INT32 = 1 << 31
 # Strides are among what tells variants apart, and of these a long life sees any number. What had to

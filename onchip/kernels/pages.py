@@ -13,10 +13,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
+from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.eightbit import dequantise
-from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
-from onchip.problem import DeviceInfo, Problem, Tensors
-from onchip.state import State, add_sink, finalize, lift, merge
 
 READS_PAGES = True
 MAX_SEQLEN_Q = 8

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from onchip.core.problem import Problem, Tensors
 from onchip.masks.visibility import Visibility
-from onchip.problem import Problem, Tensors
 
 ALL = slice(None)
 

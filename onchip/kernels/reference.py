@@ -6,8 +6,7 @@ Where operands are to be narrow, the specification is the reference of their rec
 import torch
 from torch import Tensor
 
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.protocol import (
+from onchip.core.backend import (
     Grads,
     Result,
     Stats,
@@ -17,8 +16,9 @@ from onchip.kernels.protocol import (
     lacks,
     row_delta,
 )
+from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
+from onchip.kernels.planes import Plane, planes
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
-from onchip.problem import NARROW, DeviceInfo, Problem, Tensors
 from onchip.quant import recipes
 
 PRECISIONS = (None, *NARROW)

@@ -7,9 +7,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels import philox
 from onchip.kernels.planes import Plane
-from onchip.problem import Problem, Tensors
 
 
 class Rectangle(NamedTuple):

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onchip.core.problem import Problem, Question, Tensors, kept
 from onchip.kernels import flat
 from onchip.kernels.counters import counter, is_slot
 from onchip.kernels.handles import listening, on_device
-from onchip.problem import Problem, Question, Tensors, kept
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)

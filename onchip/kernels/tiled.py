@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onchip.kernels.configs import tiled_config
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.protocol import (
+from onchip.core.backend import (
     Grads,
     Result,
     Stats,
@@ -22,10 +20,12 @@ from onchip.kernels.protocol import (
     row_delta,
     sink_gradient,
 )
+from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.core.state import State, add_sink, finalize
+from onchip.kernels.configs import tiled_config
+from onchip.kernels.planes import Plane, planes
 from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul, sum_over_groups
 from onchip.masks.blockmask import BLOCK
-from onchip.problem import DeviceInfo, Problem, Tensors
-from onchip.state import State, add_sink, finalize
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:

@@ -11,9 +11,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from onchip.core.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 from onchip.eightbit import LARGEST, SCALE_BYTES, format_of, quantise
 from onchip.kvcache.pool import Copy, Pool
-from onchip.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
 
 MAX_PAGE_SIZE = 256
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from onchip.core.problem import MAX_HEAD_DIM
 from onchip.models.fields import Fields, check_size
 from onchip.models.parts import text_fields
 from onchip.models.rotary import Rotary
-from onchip.problem import MAX_HEAD_DIM
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Norm = Literal["rms", "layer"]

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onchip.core.functional import attention, paged_attention, varlen_attention
+from onchip.core.problem import DTYPES, checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
 from onchip.models.rotary import rotate, turns
-from onchip.ops import attention, paged_attention, varlen_attention
 from onchip.pointwise import (
     Norms,
     activate,
@@ -27,7 +28,6 @@ from onchip.pointwise import (
     place,
     rms_norm,
 )
-from onchip.problem import DTYPES, checks
 
 Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.files import check_folder
+from onchip.core.files import check_folder
+from onchip.core.problem import UnsupportedError
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
@@ -26,7 +27,6 @@ from onchip.models.loader import entries_of, read_json
 from onchip.models.probe import Layout, call, check_config, probe
 from onchip.models.rehearsal import MOST_TOKENS, rehearse
 from onchip.models.safetensors import Entry
-from onchip.problem import UnsupportedError
 
 ABOUT = "runs through transformers, slower: nothing is fused, and no step is recorded"
 # Why modules of transformers fail where ours would not, by what the error says.

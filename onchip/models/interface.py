@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from onchip.core.problem import UnsupportedError
 from onchip.models import served
 from onchip.models.rules import Rule
-from onchip.problem import UnsupportedError
 
 NAME = "onchip_paged"
 # Keywords of attention functions of transformers that choose keys or change scores, and that

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onchip.files import read_regular
+from onchip.core.files import read_regular
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
 from onchip.models import interface
 from onchip.models.config import MAX_LAYERS
 from onchip.models.interface import Rule
-from onchip.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
 
 _TOKENS = 3
 # What a cache of transformers may keep for a layer: keys and values, all or the last of them.

@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.core.problem import UnsupportedError
 from onchip.kvcache import KVCache
 from onchip.models.decoder import positions_of
 from onchip.models.protocol import Model
-from onchip.problem import UnsupportedError
 
 MOST_TOKENS = 16  # a rehearsal takes no more positions
 # How far logits over pages may be from those of the model's own attention, RMS over RMS. Measured

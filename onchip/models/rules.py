@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 Sees = Callable[..., Tensor]
 _ROWS = 300  # of a rule, and as many columns, that are compared with what it should be

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.files import open_regular
+from onchip.core.files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 DTYPES = {

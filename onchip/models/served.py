@@ -17,7 +17,7 @@ from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import Any
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # Deformable attention samples points of an image, a map of DETR is scores without values, and the

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.protocol import accumulator_dtype
+from onchip.core.backend import accumulator_dtype
 from onchip.parallel.comm import Comm
 from onchip.parallel.ring import Parcel
 from onchip.parallel.rounds import PLANS, Backward, Call, Pair, Round, Rule, attend, plan

@@ -7,23 +7,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.derivatives import refuse_transforms
+from onchip.core.derivatives import refuse_transforms
+from onchip.core.functional import autocast, seed_tensor
+from onchip.core.problem import Options, Tensors, UnsupportedError, Window, check_qkv, describe
 from onchip.masks import BlockMask, as_mask
-from onchip.ops import autocast, seed_tensor
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm
 from onchip.parallel.nest import Nest
 from onchip.parallel.rounds import Call, Rule, hops
 from onchip.parallel.sharding import Layout, as_layout, offsets
 from onchip.parallel.strategy import Group, attend, choose, ranks_of
-from onchip.problem import (
-    Options,
-    Tensors,
-    UnsupportedError,
-    Window,
-    check_qkv,
-    describe,
-)
 
 
 @torch.compiler.disable

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.explain import human_bytes
-from onchip.kernels.protocol import accumulator_dtype
+from onchip.core.backend import accumulator_dtype
+from onchip.core.explain import human_bytes
+from onchip.core.problem import Options, Tensors, Window
 from onchip.parallel.attention import Whole, check, rule_of
 from onchip.parallel.comm import Comm
 from onchip.parallel.exchange import deal, kv_heads
@@ -18,7 +19,6 @@ from onchip.parallel.nest import Groups, Nest, sent_bytes
 from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds
 from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import Chosen, Group, choose, ranks_of
-from onchip.problem import Options, Tensors, Window
 
 BACKWARD = 2.5  # times the products of a forward: five instead of two
 

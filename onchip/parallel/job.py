@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.derivatives import first_order, refuse_forward_mode
-from onchip.kernels.protocol import Grads, row_delta, sink_gradient
-from onchip.library import split, with_residual
+from onchip.core.backend import Grads, row_delta, sink_gradient
+from onchip.core.derivatives import first_order, refuse_forward_mode
+from onchip.core.state import add_sink, finalize, resume
+from onchip.core.torch_op import split, with_residual
 from onchip.parallel.comm import Comm
 from onchip.parallel.rounds import Call, Schedule
-from onchip.state import add_sink, finalize, resume
 
 Kept = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, residual)
 

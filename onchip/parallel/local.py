@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.derivatives import refuse_transforms
+from onchip.core.derivatives import refuse_transforms
 from onchip.parallel.facts import Agreed, agree
 from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from onchip.kernels.protocol import accumulator_dtype
+from onchip.core.backend import accumulator_dtype
 from onchip.parallel.comm import Comm, Work
 from onchip.parallel.rounds import Backward, Call, Pair, Schedule, total_of
 

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip import library
-from onchip.dispatch import kernel_module
-from onchip.kernels.protocol import Grads, accumulator_dtype
+from onchip.core import torch_op
+from onchip.core.backend import Grads, accumulator_dtype
+from onchip.core.dispatch import kernel_module
+from onchip.core.problem import Options, Question, Tensors, Window, ask, describe, device_info
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
 Pair = tuple[Tensor, Tensor]
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
     that is at hand.
     """
     question, x = pose(call, round, q, k, v)
-    return library.run(question, x, call.kernel)[:2]
+    return torch_op.run(question, x, call.kernel)[:2]
 
 
 def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple) -> Grads:
@@ -267,7 +267,7 @@ def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: 
     call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
     """
     question, x = pose(call, round, q, k, v, call.wide_grads)
-    return library.run_backward(question, x, call.kernel, *_of_rows(round, saved))
+    return torch_op.run_backward(question, x, call.kernel, *_of_rows(round, saved))
 
 
 def _of_rows(round: Round, saved: tuple) -> tuple:
@@ -303,7 +303,7 @@ def pose(
     )
     problem = ask(describe, x, options, ()).problem
     problem = problem._replace(first_head=call.first_head, wide_grads=wide_grads)
-    return library.posed(x, problem), x
+    return torch_op.posed(x, problem), x
 
 
 State = tuple[Tensor, Tensor]  # (out, lse)
@@ -362,12 +362,12 @@ class Patient(Total):
 
     def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
         question, x = pose(call, round, q, k, v)
-        merge = library.merging(question, x, call.kernel)
+        merge = torch_op.merging(question, x, call.kernel)
         begins = self._state is None and round.rows == slice(0, self._shape[1])
         if merge is None:
-            self.add(round.rows, *library.run(question, x, call.kernel)[:2])
+            self.add(round.rows, *torch_op.run(question, x, call.kernel)[:2])
         elif begins:
-            super().add(round.rows, *library.run(question, x, call.kernel)[:2])
+            super().add(round.rows, *torch_op.run(question, x, call.kernel)[:2])
         else:
             out, lse = self._begun()
             merge(out[:, round.rows], lse[:, :, round.rows])
@@ -418,7 +418,7 @@ class Backward:
         """
         question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
         sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
-        begin = library.adding(question, x, self._call.kernel)
+        begin = torch_op.adding(question, x, self._call.kernel)
         if begin is None:
             return self._add_found(question, x, round, sums)
         return self._queries(begin, question, x, round).add(question.problem, x, sums)
@@ -433,7 +433,7 @@ class Backward:
         self, question: Question, x: Tensors, round: Round, sums: Pair | None
     ) -> Pair | None:
         saved = _of_rows(round, self._saved)
-        found = library.run_backward(question, x, self._call.kernel, *saved)
+        found = torch_op.run_backward(question, x, self._call.kernel, *saved)
         self._dq[:, round.rows] += found.dq
         if sums is None:
             return found.dk, found.dv

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from onchip.core.problem import Tensors
 from onchip.parallel import allgather, ring, rounds
 from onchip.parallel.comm import Comm, GroupComm, as_comm
 from onchip.parallel.job import Attention, Job
@@ -15,7 +16,6 @@ from onchip.parallel.nest import Nest, best_inner_size, inner_sizes, nested
 from onchip.parallel.rounds import Call, Rule
 from onchip.parallel.sharding import Layout
 from onchip.parallel.ulysses import Plan, Ulysses
-from onchip.problem import Tensors
 
 Group = ProcessGroup | DeviceMesh | Comm | Nest | None
 OF_ONE_DIMENSION = {

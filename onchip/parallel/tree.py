@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.derivatives import refuse_transforms
-from onchip.kernels.protocol import accumulator_dtype
-from onchip.ops import UNBOUNDED, attention, paged_attention
+from onchip.core.backend import accumulator_dtype
+from onchip.core.derivatives import refuse_transforms
+from onchip.core.functional import UNBOUNDED, attention, paged_attention
+from onchip.core.problem import UnsupportedError, Window, check_layout, check_window
+from onchip.core.state import add_sink, finalize, merge_at_rest, resume
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
-from onchip.problem import UnsupportedError, Window, check_layout, check_window
-from onchip.state import add_sink, finalize, merge_at_rest, resume
 
 Pair = tuple[Tensor, Tensor]  # (out, lse)
 Span = tuple[int, int]

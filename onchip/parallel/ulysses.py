@@ -16,15 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.derivatives import first_order, refuse_forward_mode
-from onchip.kernels.protocol import Grads, accumulator_dtype
+from onchip.core.backend import Grads, accumulator_dtype
+from onchip.core.derivatives import first_order, refuse_forward_mode
+from onchip.core.problem import Tensors
 from onchip.parallel import ring
 from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
 from onchip.parallel.job import Job, Kept
 from onchip.parallel.nest import Groups, Nest
 from onchip.parallel.rounds import Call, Rule, schedule
 from onchip.parallel.sharding import Layout
-from onchip.problem import Tensors
 
 
 class Plan(NamedTuple):

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.masks.visibility import Visibility
-from onchip.problem import (
+from onchip.core.problem import (
     Options,
     Problem,
     Tensors,
@@ -26,13 +25,14 @@ from onchip.problem import (
     check_values,
     describe,
 )
+from onchip.core.state import State, finalize
+from onchip.masks.visibility import Visibility
 from onchip.quant import formats
 from onchip.quant.accumulator import Accumulator, add_product
 from onchip.quant.formats import E4M3, Format, cast, wide
 from onchip.quant.rotation import rotate
 from onchip.quant.schemes import Quantised, Scheme, quantise
 from onchip.quant.smoothing import lse_shift, smooth_keys
-from onchip.state import State, finalize
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from types import ModuleType
 
 import pytest
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 NAMES = {"sdpa": "onchip", "flash_attention_2": "onchip2"}  # two, because both are keys of a dict
 MODELS = (

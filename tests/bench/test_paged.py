@@ -99,7 +99,7 @@ def test_a_prefix_is_read_once_and_judged(stand_ins, small_l2, monkeypatch):
     monkeypatch.setattr(paged, "costs", lambda *x: costs(*x)._replace(level=0))
     calls, plain = [], onchip.paged_attention
     count = lambda q, *a, **o: calls.append(tuple(q.shape[:2])) or plain(q, *a, **o)
-    monkeypatch.setattr("onchip.ops.paged_attention", count)
+    monkeypatch.setattr("onchip.core.functional.paged_attention", count)
     (row,) = paged.cascades(Session(device=CPU), paged.Prefix(6, 512, 32))
     assert (row["bench"], row["best_peer"], row["unit"]) == ("cascade", "one call", "us")
     assert (row["batch"], row["seqlen"], row["mask"]) == (6, 544, "512 shared")

@@ -8,7 +8,7 @@ import torch
 
 from onchip.bench import tables
 from onchip.bench.harness import Case, meta
-from onchip.dispatch import KERNELS
+from onchip.core.dispatch import KERNELS
 
 
 def results(tmp_path, rows, schema=1):

@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import onchip
-from onchip import dispatch, ops
+from onchip.core import dispatch, functional
+from onchip.core.problem import Beside, DeviceInfo, Problem, Tensors, is_even
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import Costs, Occupancy, costs
-from onchip.problem import Beside, DeviceInfo, Problem, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -410,12 +410,14 @@ class TestServing:
     @staticmethod
     def serves(*calls):
         """What would be, were nothing computed."""
-        return ops._run_at_once(*[ops._pose_pages(*call.args, **call.options) for call in calls])
+        return functional._run_at_once(
+            *[functional._pose_pages(*call.args, **call.options) for call in calls]
+        )
 
     @pytest.fixture(autouse=True)
     def hopper(self, monkeypatch):
         pytest.importorskip("triton")
-        monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "H200", (9, 0)))
+        monkeypatch.setattr(functional, "device_info", lambda _: DeviceInfo("cuda", "H200", (9, 0)))
 
     def test_both(self):
         assert self.serves(*self.calls()) and self.serves(*self.calls(softcap=20.0))
@@ -465,26 +467,26 @@ class TestServing:
             torch.use_deterministic_algorithms(False)
 
     def test_not_elsewhere(self, monkeypatch):
-        monkeypatch.setattr(ops, "device_info", lambda _: DeviceInfo("cuda", "A100", (8, 0)))
+        monkeypatch.setattr(functional, "device_info", lambda _: DeviceInfo("cuda", "A100", (8, 0)))
         assert not self.serves(*self.calls())
 
     def test_not_where_a_compiler_watches_nor_packed(self, monkeypatch):
         own, level = self.calls()
         packed = cascade.Call(own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()})
-        assert ops._attend_at_once(packed, level) is None
-        monkeypatch.setattr(ops, "is_eager", lambda _: False)
-        assert ops._attend_at_once(own, level) is None
+        assert functional._attend_at_once(packed, level) is None
+        monkeypatch.setattr(functional, "is_eager", lambda _: False)
+        assert functional._attend_at_once(own, level) is None
 
     def test_both_calls_are_made_in_their_order(self, monkeypatch):
         made = []
         answer = lambda question, x, kernel: (
             made.append((question.problem, kernel)) or (x.q, x.q, None)
         )
-        monkeypatch.setattr(ops.library, "attend", answer)
+        monkeypatch.setattr(functional.library, "attend", answer)
         own, level = self.calls()
-        assert ops._attend_at_once(own, level) == [(own.args[0],) * 2, (level.args[0],) * 2]
+        assert functional._attend_at_once(own, level) == [(own.args[0],) * 2, (level.args[0],) * 2]
         assert [problem.beside for problem, _ in made] == [Beside(80, False), Beside(48, True)]
-        assert ops._attend_at_once(*self.calls(kernel="triton")) is None and len(made) == 2
+        assert functional._attend_at_once(*self.calls(kernel="triton")) is None and len(made) == 2
 
     def test_not_the_other_way_round(self):
         own, level = self.calls()

@@ -5,8 +5,8 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks
+from onchip.core.problem import Options, Tensors, describe
 from onchip.iomodel import question
-from onchip.problem import Options, Tensors, describe
 
 
 @pytest.mark.parametrize("masked", [False, True])

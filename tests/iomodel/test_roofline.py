@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from onchip.core.problem import Problem
 from onchip.iomodel import hardware, question
 from onchip.iomodel.hardware import H200
 from onchip.iomodel.roofline import Pace, Step, predict, steps
-from onchip.problem import Problem
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 BAR = 0.15

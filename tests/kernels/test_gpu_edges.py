@@ -1,4 +1,4 @@
-"""GPU kernels where numbers end: the twin of tests/test_edges.py."""
+"""GPU kernels where numbers end: the twin of tests/core/test_edges.py."""
 
 import math
 

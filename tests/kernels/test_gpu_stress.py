@@ -38,7 +38,7 @@ def inputs(seqlen_q, seqlen_k=None, head_dim=64, dtype=BF16, batch=2, **others):
 
 def backward_refusal(kernel: str, qkv: tuple[Tensor, ...], **options) -> str | None:
     """Why this kernel has no backward for such a call, or None if it has."""
-    from onchip.dispatch import plan
+    from onchip.core.dispatch import plan
 
     asked = onchip.explain(*(x.detach().requires_grad_() for x in qkv), kernel=kernel, **options)
     try:

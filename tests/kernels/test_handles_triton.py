@@ -9,8 +9,8 @@ import torch
 
 import onchip.testing as ot
 from onchip import masks
+from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels.handles import Handle
-from onchip.problem import Options, Tensors, describe
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402

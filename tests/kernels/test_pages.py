@@ -5,9 +5,9 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip import dispatch, paged
+from onchip.core import dispatch, paged
+from onchip.core.problem import DeviceInfo, Options, Tensors
 from onchip.kernels import pages
-from onchip.problem import DeviceInfo, Options, Tensors
 from tests.eightbit import FORMS, eight, on_grid
 
 LENGTHS = [63, 1, 799, 16, 0, 111, 17, 2, 64, 300, 0, 33]

@@ -5,12 +5,12 @@ gradients that are not rounded. Parts add up to the whole, in every kernel.
 import pytest
 import torch
 
-from onchip import library
+from onchip.core import torch_op
+from onchip.core.backend import accumulator_dtype
+from onchip.core.functional import attention, merge_states
+from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels.configs import TritonConfig
-from onchip.kernels.protocol import accumulator_dtype
 from onchip.masks import dense
-from onchip.ops import attention, merge_states
-from onchip.problem import Options, Tensors, describe
 from tests.interpreted import INTERPRETED, inside, outside, run_inside
 
 # an interpreter takes seconds for what a kernel does in microseconds
@@ -77,7 +77,7 @@ def pose(x, rows, cols, options, heads=slice(None)):
     wide = accumulator_dtype(q.dtype)
     problem = describe(part, Options(out_dtype=wide, **options))
     problem = problem._replace(first_head=first, wide_grads=True)
-    return library.posed(part, problem), part
+    return torch_op.posed(part, problem), part
 
 
 def reference(x, options, dlse):
@@ -99,8 +99,8 @@ def check(kernel, name, dtype, tolerance):
         saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
         for cols in cut(SEQLEN, 2, 6):
             question, part = pose(x, rows, cols, options)
-            states.append(library.run(question, part, kernel)[:2])
-            shares = library.run_backward(question, part, kernel, *saved)
+            states.append(torch_op.run(question, part, kernel)[:2])
+            shares = torch_op.run_backward(question, part, kernel, *saved)
             found[0][:, rows] += shares.dq
             found[1][:, cols] += shares.dk
             found[2][:, cols] += shares.dv
@@ -126,7 +126,7 @@ def check_heads(kernel):
     out, _, _ = reference(x, options, x[4])
     everything = torch.arange(SEQLEN)
     question, part = pose(x, everything, everything, options, slice(HEADS // 2, None))
-    near(library.run(question, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
+    near(torch_op.run(question, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", *PAPERS])
@@ -143,10 +143,10 @@ def check_wide(kernel):
     x = tensors(torch.bfloat16)
     everything = torch.arange(SEQLEN)
     question, part = pose(x, everything, everything, {})
-    out, lse, _ = library.run(question, part, kernel)
-    wide = library.run_backward(question, part, kernel, out, lse, x[3], None)
-    narrow = library.posed(part, question.problem._replace(wide_grads=False))
-    rounded = library.run_backward(narrow, part, kernel, out, lse, x[3], None)
+    out, lse, _ = torch_op.run(question, part, kernel)
+    wide = torch_op.run_backward(question, part, kernel, out, lse, x[3], None)
+    narrow = torch_op.posed(part, question.problem._replace(wide_grads=False))
+    rounded = torch_op.run_backward(narrow, part, kernel, out, lse, x[3], None)
     for a, b in zip(wide[:3], rounded[:3], strict=True):
         assert a.dtype == torch.float32
         assert not torch.equal(a, a.bfloat16().float())

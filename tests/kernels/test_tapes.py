@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import onchip
+from onchip.core.backend import Result, Stats
+from onchip.core.problem import Options, Question, Tensors, describe, forget_questions
 from onchip.kernels import flat, tapes
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Result, Stats
-from onchip.problem import Options, Question, Tensors, describe, forget_questions
 from onchip.testing import assert_accurate
 from tests.kernels.gpu import each_kernel, inputs
 

@@ -10,7 +10,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip import library, problem
+from onchip.core import problem, torch_op
 from onchip.kernels import flat, tapes
 from onchip.kernels.handles import Handle
 
@@ -84,10 +84,10 @@ def fake(monkeypatch):
     monkeypatch.setattr(JITFunction, "_do_compile", compile)
     card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(library, "device_info", lambda device: HOPPER)
+    monkeypatch.setattr(torch_op, "device_info", lambda device: HOPPER)
     monkeypatch.setattr(launch, "device_info", lambda device: HOPPER)
-    monkeypatch.setattr(library, "check_values", lambda *_: None)
-    monkeypatch.setattr(library.paged, "check_values", lambda *_: None)
+    monkeypatch.setattr(torch_op, "check_values", lambda *_: None)
+    monkeypatch.setattr(torch_op.paged, "check_values", lambda *_: None)
     monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
     for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
         monkeypatch.setattr(handle, "_families", {})
@@ -223,7 +223,7 @@ def test_a_replay_has_the_addresses_of_its_own_call(fake, plays):
 
 def test_the_op_of_compiled_graphs_replays_too(fake, plays, monkeypatch):
     usual = run(fake, CALLS["dense"], False)
-    monkeypatch.setattr(library, "is_eager", lambda q: False)
+    monkeypatch.setattr(torch_op, "is_eager", lambda q: False)
     for _ in range(4):
         assert run(fake, CALLS["dense"], False) == usual
     assert len(plays) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import state
+from onchip.core import state
 from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import TABLE
 from onchip.kernels.papers.ledger import ledger

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import onchip
-from onchip import library
-from onchip.dispatch import plan
+from onchip.core import torch_op
+from onchip.core.dispatch import plan
+from onchip.core.problem import device_info, laid_out
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.rounds import Backward, Call, Round, Rule, gradients, pose, schedule
 from onchip.parallel.sharding import zigzag
-from onchip.problem import device_info, laid_out
 from tests.parallel.judge import (
     CU,
     OPTIONS,
@@ -130,7 +130,7 @@ def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
     k, v = (poisoned(draw(333, 2, d).to(dtype), round.keys) for d in dims)
     lse, dlse = torch.randn(2, 2, 6, 300, device=CUDA).unbind()
     saved = out, lse + 6, dout, dlse
-    assert library.adding(*pose(Call(), round, q, k, v, wide_grads=True), None) is not None
+    assert torch_op.adding(*pose(Call(), round, q, k, v, wide_grads=True), None) is not None
     dq, dk, dv = sums = [torch.randn(t.shape, device=CUDA) for t in (q, k, v)]
     want = [t.clone() for t in sums]
     queries = Backward(Call(), q, saved, dq)

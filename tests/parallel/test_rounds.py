@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip import attention, library
+from onchip import attention
+from onchip.core import torch_op
+from onchip.core.state import merge_at_rest
 from onchip.parallel import rounds
 from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
-from onchip.state import merge_at_rest
 from onchip.testing import make_qkv
 from tests.parallel.judge import Case, in_process
 
@@ -62,14 +63,14 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     """Rounds over five parts of the keys, the first of which may be of some rows only."""
     monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
-    merge = lambda out, lse: fold((out, lse), [(0, *library.run(*posed, None)[:2])], fresh=False)
+    merge = lambda out, lse: fold((out, lse), [(0, *torch_op.run(*posed, None)[:2])], fresh=False)
 
     def merging(*args):
         posed[:] = args[:2]
         return merge if next(way) else None
 
     posed, total = [], Patient(q, 8)
-    monkeypatch.setattr(library, "merging", merging)
+    monkeypatch.setattr(torch_op, "merging", merging)
     visible = torch.zeros(7, 15, dtype=torch.bool)
     for i in range(5):
         rows, keys = slice(first if i in (0, 3) else 0, 7), slice(3 * i, 3 * i + 3)
@@ -87,8 +88,8 @@ class Adder:
     """
 
     def __init__(self, monkeypatch, adds=lambda problem: True):
-        self.noted, self.adds, self.module_of = [], adds, library._module
-        monkeypatch.setattr(library, "_module", self.module)
+        self.noted, self.adds, self.module_of = [], adds, torch_op._module
+        monkeypatch.setattr(torch_op, "_module", self.module)
 
     def module(self, *args, **kwargs):
         kernel = self.module_of(*args, **kwargs)

@@ -4,10 +4,10 @@ from typing import cast
 
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.functions import unpack
 from onchip.adapters.flash_attn.options import contiguous
-from onchip.problem import UnsupportedError
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
 
 
 def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Tensor:
@@ -22,7 +22,7 @@ def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Ten
     q, k, v = map(contiguous, (q, k, v))
     options = {"causal": bool(causal), "softmax_scale": softmax_scale}
     bias = None if bias is None else bias.detach()
-    return cast(Tensor, ops.attention(q, k, v, bias=bias, **options))
+    return cast(Tensor, functional.attention(q, k, v, bias=bias, **options))
 
 
 def flash_attn_kvpacked_func(q, kv, bias=None, causal=False, softmax_scale=None) -> Tensor:

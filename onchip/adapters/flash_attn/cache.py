@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.adapters.flash_attn.options import Asked, window
-from onchip.problem import UnsupportedError, check_layout, values_are_checked
+from onchip.core.problem import UnsupportedError, check_layout, values_are_checked
 
 MAX_PAGE_SIZE = 256  # of a view of rows: the largest pages that the Hopper kernel copies
 

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.hopper import check_no_gradient, flash_attn_combine, refuse
 from onchip.adapters.flash_attn.options import contiguous
-from onchip.problem import UnsupportedError, check_offsets_tensor
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError, check_offsets_tensor
 
 __all__ = ["check_head_dims", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -45,7 +45,7 @@ def flash_attn_func(
     refuse(qv=qv, gather_kv_indices=gather_kv_indices)
     _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
     q, k, v = map(contiguous, (q, k, v))
-    found = ops.attention(
+    found = functional.attention(
         q,
         k,
         v,
@@ -116,7 +116,7 @@ def flash_attn_varlen_func(
             queries = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
             if queries:
                 queries["max_seqlen_q"] = _longest(max_seqlen_q, cu_seqlens_q)
-            found = ops.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
+            found = functional.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
         return _pair(found, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None or seqused_k is not None:
         raise UnsupportedError(
@@ -126,7 +126,7 @@ def flash_attn_varlen_func(
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_offsets_tensor(name, cu, q)
     longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
-    found = ops.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
+    found = functional.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
     return _pair(found, return_lse)
 
 

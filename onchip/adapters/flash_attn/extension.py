@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from onchip.adapters.flash_attn import primitives
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 
 def fwd(

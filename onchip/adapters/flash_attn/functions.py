@@ -5,11 +5,11 @@ gave them, in its order: programs pass them by position.
 import torch
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.cache import check_pages, check_table
 from onchip.adapters.flash_attn.options import Asked, Lengths, contiguous, flash_lse, number
 from onchip.adapters.flash_attn.s_dmask import dense_s_dmask, packed_s_dmask
-from onchip.problem import UnsupportedError, check_offsets_tensor
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError, check_offsets_tensor
 
 Answer = Tensor | tuple[Tensor, ...]
 
@@ -213,9 +213,9 @@ def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
 def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Answer:
     q, k, v = map(contiguous, (q, k, v))
     if not asked.return_attn_probs:
-        return ops.attention(q, k, v, **asked.options)
-    seed = ops.seed_tensor(None, q) if asked.dropout_p else None
-    out, lse = ops.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
+        return functional.attention(q, k, v, **asked.options)
+    seed = functional.seed_tensor(None, q) if asked.dropout_p else None
+    out, lse = functional.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
     return out, flash_lse(lse), dense_s_dmask(q, k, lse, asked, seed)
 
 
@@ -223,10 +223,10 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> 
     q, k, v = map(contiguous, (q, k, v))
     lengths = *lengths[:2], number(lengths[2]), number(lengths[3])
     if not asked.return_attn_probs:
-        return ops.varlen_attention(q, k, v, *lengths, **asked.options)
-    seed = ops.seed_tensor(None, q) if asked.dropout_p else None
+        return functional.varlen_attention(q, k, v, *lengths, **asked.options)
+    seed = functional.seed_tensor(None, q) if asked.dropout_p else None
     call = asked.options | {"dropout_seed": seed, "return_lse": True}
-    out, lse = ops.varlen_attention(q, k, v, *lengths, **call)
+    out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
     return out, flash_lse(lse), packed_s_dmask(q, k, lse, lengths, asked, seed)
 
 
@@ -239,7 +239,7 @@ def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked)
     check_table(block_table, len(cu_seqlens_k) - 1)
     cache_seqlens = cu_seqlens_k.diff()
     check_pages(k, block_table, cache_seqlens, cu_seqlens_q.diff(), asked)
-    answer = ops.paged_attention(
+    answer = functional.paged_attention(
         contiguous(q),
         k,
         v,

@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.functions import unpack
 from onchip.adapters.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
 from onchip.adapters.flash_attn.options import Asked, Lengths, contiguous, number, onchip_lse
 from onchip.adapters.flash_attn.primitives import attend_in_pages, write_gradients
-from onchip.problem import UnsupportedError
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
 
 NO_WINDOW = (-1, -1)
 
@@ -44,7 +44,7 @@ def flash_attn_func(
     score = softmax_scale, causal, window_size, softcap, None, deterministic
     options = Asked(0.0, *score).options
     q, k, v = map(contiguous, (q, k, v))
-    return ops.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
+    return functional.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
 
 
 def flash_attn_qkvpacked_func(
@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
     q, k, v = map(contiguous, (q, k, v))
     if seqused_k is None:
         call = asked.options | {"return_lse": bool(return_attn_probs)}
-        return ops.varlen_attention(q, k, v, *lengths, **call)
+        return functional.varlen_attention(q, k, v, *lengths, **call)
     check_no_gradient("seqused_k", q, k, v)
     with torch.no_grad():
         out, lse = attend_in_pages(q, k, v, lengths, asked, (None, None, seqused_k))
@@ -178,7 +178,7 @@ def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """(out, lse) of partial results over disjoint keys: out_partial (splits, batch, seqlen, heads,
     head_dim), lse_partial (splits, batch, seqlen, heads), both fp32; packed without batch.
     """
-    merged, lse = ops.merge_states(out_partial.unbind(0), lse_partial.mT.unbind(0))
+    merged, lse = functional.merge_states(out_partial.unbind(0), lse_partial.mT.unbind(0))
     dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
     merged = merged.to(dtype) if out is None else out.copy_(merged)
     return merged, lse.mT
@@ -261,7 +261,7 @@ def flash_attn_forward(
             out, lse = _attend_varlen(q, k, v, lengths, asked, (None, leftpad_k, seqused_k))
         elif k_new is None and page_table is None and seqused_k is None:
             q, k, v = map(contiguous, (q, k, v))
-            out, lse = ops.attention(q, k, v, **asked.options, return_lse=True)
+            out, lse = functional.attention(q, k, v, **asked.options, return_lse=True)
         else:
             turns = rotary_cos, rotary_sin
             where = seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, cu_seqlens_k_new
@@ -336,7 +336,7 @@ def _attend_varlen(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tenso
     q, k, v = map(contiguous, (q, k, v))
     if any(one is not None for one in used):
         return attend_in_pages(q, k, v, lengths, asked, used)
-    found = ops.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
+    found = functional.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
     return cast(tuple[Tensor, Tensor], found)
 
 
@@ -347,5 +347,7 @@ def _attend_packed(q, cache, queries, asked: Asked) -> tuple[Tensor, Tensor]:
     k_pages, v_pages, page_table, cache_seqlens = cache
     packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": number(max_seqlen_q)}
     pages = k_pages, v_pages, page_table, cache_seqlens
-    found = ops.paged_attention(contiguous(q), *pages, **packed, **asked.scores, return_lse=True)
+    found = functional.paged_attention(
+        contiguous(q), *pages, **packed, **asked.scores, return_lse=True
+    )
     return cast(tuple[Tensor, Tensor], found)

@@ -6,11 +6,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.cache import Cache, check_ints, check_pages, located, slots_of
 from onchip.adapters.flash_attn.options import Asked, contiguous, flash_lse, window
 from onchip.adapters.flash_attn.rotary import check_tables, turn
-from onchip.problem import device_info, values_are_checked
+from onchip.core import functional
+from onchip.core.problem import device_info, values_are_checked
 
 
 def flash_attn_with_kvcache(
@@ -164,7 +164,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, ...]:
     if cache.leftpad is not None:
         seqlens = _behind_padding(seqlens, cache.leftpad)
-    return ops.paged_attention(
+    return functional.paged_attention(
         q,
         cache.k_pages,
         cache.v_pages,

@@ -4,7 +4,7 @@ fp32, not fused.
 
 from torch import Tensor, nn
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 
 def cross_entropy_loss(

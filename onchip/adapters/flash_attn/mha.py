@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from onchip import ops
 from onchip.adapters.flash_attn.functions import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -18,7 +17,8 @@ from onchip.adapters.flash_attn.functions import (
 )
 from onchip.adapters.flash_attn.kvcache import flash_attn_with_kvcache
 from onchip.adapters.flash_attn.rotary import RotaryEmbedding
-from onchip.problem import UnsupportedError
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
 
 __all__ = [
     "MHA",
@@ -169,7 +169,7 @@ def _attend_padded(q, k, v, kept: Tensor, options: dict, keys: Tensor | None) ->
         ahead = torch.arange(seqlen_k, device=q.device) - row
         mask = mask & (ahead <= (keys - seqlen_q)[:, None, None, None])
     named = {name: options[name] for name in ("dropout_p", "softmax_scale")}
-    return cast(Tensor, ops.attention(q, k, v, mask=mask, **named))
+    return cast(Tensor, functional.attention(q, k, v, mask=mask, **named))
 
 
 class MHA(nn.Module):

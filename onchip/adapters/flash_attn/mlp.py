@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onchip.adapters.flash_attn.options import round_multiple
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 
 def swiglu(x: Tensor, y: Tensor) -> Tensor:

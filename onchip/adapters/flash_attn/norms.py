@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 
 class Norm(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from onchip.problem import Window
+from onchip.core.problem import Window
 
 Function = TypeVar("Function", bound=Callable)
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip import library, ops
 from onchip.adapters.flash_attn.cache import check_pages, check_table
 from onchip.adapters.flash_attn.options import (
     Asked,
@@ -22,8 +21,9 @@ from onchip.adapters.flash_attn.options import (
     untraced,
 )
 from onchip.adapters.flash_attn.s_dmask import ROUNDED_TO, dense_s_dmask, packed_s_dmask
-from onchip.kernels.protocol import accumulator_dtype, row_delta
-from onchip.problem import Options, UnsupportedError, check_offsets_tensor
+from onchip.core import functional, torch_op
+from onchip.core.backend import accumulator_dtype, row_delta
+from onchip.core.problem import Options, UnsupportedError, check_offsets_tensor
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 Saved = tuple[Tensor, Tensor, Tensor]  # out, softmax_lse, dout
@@ -50,8 +50,10 @@ def flash_attn_forward(
     asked = Asked(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = map(contiguous, (q, k, v))
     with torch.no_grad():
-        seed = ops.seed_tensor(None, q) if dropout_p else None
-        out, lse = ops.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
+        seed = functional.seed_tensor(None, q) if dropout_p else None
+        out, lse = functional.attention(
+            q, k, v, **asked.options, dropout_seed=seed, return_lse=True
+        )
         s_dmask = dense_s_dmask(q, k, lse, asked, seed if return_softmax else None)
         return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
 
@@ -91,9 +93,9 @@ def flash_attn_varlen_forward(
             used = block_table, leftpad_k, seqused_k
             out, lse = attend_in_pages(q, k, v, lengths, asked, used)
             return out, flash_lse(lse), q.new_empty(0), _rng_state(None, q)
-        seed = ops.seed_tensor(None, q) if dropout_p else None
+        seed = functional.seed_tensor(None, q) if dropout_p else None
         call = asked.options | {"dropout_seed": seed, "return_lse": True}
-        out, lse = ops.varlen_attention(q, k, v, *lengths, **call)
+        out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
         s_dmask = packed_s_dmask(q, k, lse, lengths, asked, seed if return_softmax else None)
         return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
 
@@ -215,7 +217,7 @@ def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tens
         check_table(block_table, len(cu_seqlens_k) - 1)
         check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), asked)
     queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    found = ops.paged_attention(
+    found = functional.paged_attention(
         q, k, v, block_table, seqlens, **queries, **asked.scores, return_lse=True
     )
     return cast(tuple[Tensor, Tensor], found)
@@ -238,12 +240,12 @@ def write_gradients(
     out, lse, dout = saved
     seed = rng_state[0].clone() if asked.dropout_p and rng_state is not None else None
     options = Options(**_options(asked))
-    extras = ops.Extras(alibi_slopes=asked.alibi_slopes, dropout_seed=seed)
-    packing = None if lengths is None else ops.Packing(*lengths)
-    question, x = ops.pose(q, k, v, options, extras, packing)
+    extras = functional.Extras(alibi_slopes=asked.alibi_slopes, dropout_seed=seed)
+    packing = None if lengths is None else functional.Packing(*lengths)
+    question, x = functional.pose(q, k, v, options, extras, packing)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
-    grads = library.run_backward(question, x, None, out, lse, dout, None)
+    grads = torch_op.run_backward(question, x, None, out, lse, dout, None)
     for buffer, grad in zip(buffers, grads[:3], strict=True):
         if buffer is not None:
             buffer.copy_(grad)

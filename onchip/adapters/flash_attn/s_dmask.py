@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip import ops
 from onchip.adapters.flash_attn.options import Asked, Lengths, round_multiple
+from onchip.core import functional
 from onchip.kernels import philox
 
 ROUNDED_TO = 128
@@ -61,7 +61,7 @@ def packed_s_dmask(
 
 def _signed(q: Tensor, k: Tensor, lse: Tensor, asked: Asked, seed: Tensor, b: int = 0) -> Tensor:
     """(batch, heads, seqlen_q, seqlen_k) without padding; b counts the sequences before q's."""
-    p = ops.attention_weights(q, k, lse, range(q.shape[1]), **asked.scores)
+    p = functional.attention_weights(q, k, lse, range(q.shape[1]), **asked.scores)
     block = get_block_size_n(q.device, q.shape[-1], True, bool(asked.causal))
     s = _relative_to_running_max(p, block)
     batch, heads, seqlen_q, seqlen_k = s.shape

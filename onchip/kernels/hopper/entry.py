@@ -1,5 +1,7 @@
 """FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
 
+from onchip.core.backend import lacks
+from onchip.core.problem import NARROW, DeviceInfo, Problem
 from onchip.kernels.configs import (
     DECODE_ROWS,
     FEW_KEYS,
@@ -12,8 +14,6 @@ from onchip.kernels.configs import (
     HOPPER_TILE_ROWS,
 )
 from onchip.kernels.handles import on_device
-from onchip.kernels.protocol import lacks
-from onchip.problem import NARROW, DeviceInfo, Problem
 
 READS_PAGES = True
 PRECISIONS = (None, *NARROW)

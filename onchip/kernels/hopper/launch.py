@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result, empty_result
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import (
     HOPPER_FORWARD_SHORT,
     HOPPER_FORWARD_SPARSE,
@@ -34,10 +36,8 @@ from onchip.kernels.hopper.tensors import (
     with_rows,
     without_keys,
 )
-from onchip.kernels.protocol import Result, empty_result
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.strips import Strips, strips_of
-from onchip.problem import Problem, Tensors
 
 _forward_kernel = Handle(forward_kernel)
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result, empty_result
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import hopper_eight_config, hopper_width
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
@@ -20,8 +22,6 @@ from onchip.kernels.hopper.tensors import (
     tile_constants,
     without_keys,
 )
-from onchip.kernels.protocol import Result, empty_result
-from onchip.problem import Problem, Tensors
 
 PART = 128  # columns of values that are summed at once
 

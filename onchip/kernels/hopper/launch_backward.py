@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.core.backend import Grads, grad_dtype, row_delta, sink_gradient
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import (
     HopperBackwardConfig,
     hopper_backward_config,
@@ -39,8 +41,6 @@ from onchip.kernels.hopper.tensors import (
     section_of,
     team,
 )
-from onchip.kernels.protocol import Grads, grad_dtype, row_delta, sink_gradient
-from onchip.problem import Problem, Tensors
 
 LOG2E = tl.constexpr(1.4426950408889634)
 PART = tl.constexpr(64 * 64)  # of dq, one consumer's share of a tile

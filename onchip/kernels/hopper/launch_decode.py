@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result, empty_result, scale_strides
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import (
     HOPPER_DECODE_EIGHT_REGISTERS,
     HOPPER_DECODE_EIGHT_STAGES,
@@ -24,8 +26,6 @@ from onchip.kernels.hopper.tensors import (
     with_rows,
     without_keys,
 )
-from onchip.kernels.protocol import Result, empty_result, scale_strides
-from onchip.problem import Problem, Tensors
 
 _decode_kernel = Handle(decode_kernel)
 # Flags are this number where a state is there. What lies in uninitialised memory is not it: flags

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
+from onchip.core.backend import grad_dtype
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import (
     HopperGradientConfig,
     hopper_gradient_config,
@@ -26,8 +28,6 @@ from onchip.kernels.hopper.tensors import (
     section_of,
     team,
 )
-from onchip.kernels.protocol import grad_dtype
-from onchip.problem import Problem, Tensors
 
 _gradient_kernel = Handle(gradient_kernel)
 # With the own rows in registers ptxas of Triton 3.9 makes every product wait for the last: the

@@ -9,10 +9,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from onchip.core.backend import Result
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import HopperBackwardConfig, HopperConfig, HopperGradientConfig
-from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockLists
-from onchip.problem import Problem, Tensors
 
 _GL_DTYPE = {
     torch.bfloat16: gl.bfloat16,

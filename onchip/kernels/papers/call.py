@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.configs import TileConfig
 from onchip.kernels.planes import Plane, planes
-from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
 from onchip.kernels.scores import Rectangle, Scorer
 from onchip.masks.blockmask import BLOCK
-from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .ledger import Ledger, Step
 from .memory import Array, Span, Tile

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from onchip.kernels.protocol import Grads, accumulator_dtype, grad_dtype
-from onchip.problem import Problem, Tensors
+from onchip.core.backend import Grads, accumulator_dtype, grad_dtype
+from onchip.core.problem import Problem, Tensors
 
 from .call import Call
 from .ledger import Ledger

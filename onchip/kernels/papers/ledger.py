@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.problem import Problem
 from onchip.kernels.configs import TileConfig, paper_sram
-from onchip.problem import Problem
 
 if TYPE_CHECKING:
     from .arithmetic import Arithmetic

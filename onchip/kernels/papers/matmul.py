@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from onchip.core.backend import accumulator_dtype
 from onchip.kernels.configs import paper_product_tiles, paper_sram
-from onchip.kernels.protocol import accumulator_dtype
 
 from .call import cuts
 from .ledger import current

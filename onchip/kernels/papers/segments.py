@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Result
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import paper_v2_tiles
 from onchip.kernels.planes import ALL, Plane, planes
-from onchip.kernels.protocol import Result
 from onchip.masks.visibility import Visibility
-from onchip.problem import Problem, Tensors
 
 from .call import Call, convert, results
 from .ledger import current

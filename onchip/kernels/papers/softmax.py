@@ -5,8 +5,8 @@ together with the sum that it weighs. Counted in the open ledger, as `x`, `v` an
 import torch
 from torch import Tensor
 
+from onchip.core.backend import accumulator_dtype
 from onchip.kernels.configs import paper_sram
-from onchip.kernels.protocol import accumulator_dtype
 
 from .call import cuts
 from .ledger import current

@@ -8,9 +8,9 @@ those of more keys, P is written once more from lse first, under names of its ow
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Grads, Result
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.configs import paper_sram
-from onchip.kernels.protocol import Grads, Result
-from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .call import Call, calls, cuts, refusal, results
 from .gradients import Gradients

@@ -8,9 +8,9 @@ and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Grads, Result
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.configs import TileConfig, paper_v1_tiles
-from onchip.kernels.protocol import Grads, Result
-from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .call import Call, calls, convert, meets, refusal, results
 from .gradients import Gradients

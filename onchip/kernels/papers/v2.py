@@ -8,13 +8,13 @@ Tiles that causal and window hide as a whole are skipped (section 3.1), and EMPT
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Grads, Result
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.configs import (
     TileConfig,
     paper_v2_backward_tiles,
     paper_v2_tiles,
 )
-from onchip.kernels.protocol import Grads, Result
-from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .arithmetic import EXACT, Arithmetic
 from .call import Call, calls, meets, refusal, results

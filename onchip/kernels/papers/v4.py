@@ -5,8 +5,8 @@ accumulators rescaled only when a maximum has grown past 2^8. Its schedule has n
 import torch
 from torch import Tensor
 
-from onchip.kernels.protocol import Grads, Result, lacks
-from onchip.problem import DeviceInfo, Problem, Tensors
+from onchip.core.backend import Grads, Result, lacks
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 
 from . import v2
 from .arithmetic import POLYNOMIALS, Arithmetic

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.core.backend import Grads, grad_dtype, sink_gradient
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Grads, grad_dtype, sink_gradient
 from onchip.kernels.triton.bias import bias_gradient
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
@@ -38,7 +39,6 @@ from onchip.kernels.triton.tile import (
     visible,
     walk_tiles,
 )
-from onchip.problem import Problem, Tensors
 
 
 @triton.jit(do_not_specialize=("num_rows", "total_q"))

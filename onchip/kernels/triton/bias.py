@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.core.problem import Problem
 from onchip.kernels.configs import BIAS_PROGRAMS
 from onchip.kernels.handles import Handle
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
@@ -35,7 +36,6 @@ from onchip.kernels.triton.tile import (
     sequence_of,
     visible,
 )
-from onchip.problem import Problem
 
 
 @triton.jit(do_not_specialize=(*LENGTHS, "batch", "num_tiles_q", "num_tiles_k", "num_summed"))

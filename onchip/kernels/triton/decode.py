@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.core.backend import Result, Stats, empty_result, scale_strides
+from onchip.core.problem import Problem, Tensors
 from onchip.iomodel.hardware import HOST, Hardware, planned_for
 from onchip.iomodel.splits import Part, Tiles, choose, choose_unseen
 from onchip.kernels.configs import (
@@ -25,7 +27,6 @@ from onchip.kernels.configs import (
     TritonConfig,
 )
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Result, Stats, empty_result, scale_strides
 from onchip.kernels.triton.eight import (
     Scales,
     as_words,
@@ -63,7 +64,6 @@ from onchip.kernels.triton.tile import (
     scores,
     visible,
 )
-from onchip.problem import Problem, Tensors
 
 
 class Pages(NamedTuple):

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from onchip.core.backend import Grads, Result
+from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.handles import on_device
-from onchip.kernels.protocol import Grads, Result
-from onchip.problem import DeviceInfo, Problem, Tensors
 
 READS_PAGES = True
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies

@@ -5,8 +5,9 @@ they see.
 import triton
 import triton.language as tl
 
+from onchip.core.backend import Result, Stats, empty_result
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.handles import Handle
-from onchip.kernels.protocol import Result, Stats, empty_result
 from onchip.kernels.triton import decode
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (
@@ -37,7 +38,6 @@ from onchip.kernels.triton.tile import (
     visible,
     walk_tiles,
 )
-from onchip.problem import Problem, Tensors
 
 
 @triton.jit(do_not_specialize=LENGTHS)

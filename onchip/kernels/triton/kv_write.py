@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.core.backend import scale_strides
 from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
 from onchip.kernels.handles import Handle, on_device
-from onchip.kernels.protocol import scale_strides
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, packed
 

@@ -1,4 +1,4 @@
-"""The merge of states at rest, (out, lse), in Triton: the twin of onchip/state.py."""
+"""The merge of states at rest, (out, lse), in Triton: the twin of onchip/core/state.py."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,12 +9,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from onchip.core.problem import device_info
 from onchip.kernels.configs import TRITON_STREAMED
 from onchip.kernels.handles import Handle
 from onchip.kernels.triton.launch import dependent_options, launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, rounded
-from onchip.problem import device_info
 
 
 @triton.jit(do_not_specialize=("total_q", "part_rows"))
@@ -182,8 +182,8 @@ def _folded(
     m, l, acc, out_ptr, lse_ptr, rows, start, length, num_heads,
     HEAD_DIM_V: tl.constexpr, PAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """The state with one more, if there is one: this is `merge` of onchip/state.py with l = 1 on
-    one side.
+    """The state with one more, if there is one: this is `merge` of onchip/core/state.py with
+    l = 1 on one side.
     """
     if out_ptr is not None:
         seen, lses, cells, exist = _places(rows, start, length, num_heads, HEAD_DIM_V, PAD_DIM_V)

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from onchip.core.problem import Problem, Tensors
 from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
 from onchip.kernels.handles import Handle
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, padded
 from onchip.kernels.triton.tile import LOG2E, clamped, dot
-from onchip.problem import Problem, Tensors
 from onchip.quant import rotation
 from onchip.quant.recipes import RECIPES
 from onchip.quant.schemes import Scheme

@@ -1,5 +1,5 @@
 "use strict";
-// The algebra of onchip/state.py over one row, values of two numbers, with scores to drag.
+// The algebra of onchip/core/state.py over one row, values of two numbers, with scores to drag.
 
 lab.state = {
   lift(scores, values) {

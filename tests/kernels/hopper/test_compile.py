@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks, paged
+from onchip import masks
+from onchip.core import paged
+from onchip.core.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
 from onchip.iomodel import footprint
 from onchip.iomodel.footprint import HANDED_OVER, Footprint
 from onchip.kernels import configs
 from onchip.kernels.configs import hopper_width
 from onchip.kernels.hopper import entry
-from onchip.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
 from tests.eightbit import FORMS, eight
 
 triton = pytest.importorskip("triton")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels.hopper import entry
-from onchip.problem import Options, Tensors, describe
 from onchip.testing import make_qkv
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import onchip
+from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels import counters
 from onchip.kernels.hopper import entry
-from onchip.problem import Options, Tensors, describe
 from onchip.testing import make_packed, make_pages
 from tests.kernels.gpu import inputs
 

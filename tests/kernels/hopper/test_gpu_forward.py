@@ -8,9 +8,9 @@ import torch
 
 import onchip
 from onchip import masks
+from onchip.core.problem import Options, Tensors, describe
 from onchip.kernels import configs, tapes
 from onchip.kernels.hopper import entry
-from onchip.problem import Options, Tensors, describe
 from onchip.testing import assert_accurate, make_packed
 from tests.kernels.gpu import DIMS, inputs, late_writer
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import onchip.testing as ot
-from onchip import masks, paged
+from onchip import masks
+from onchip.core import paged
+from onchip.core.problem import DeviceInfo, Options, Tensors, describe
 from onchip.iomodel import footprint
 from onchip.kernels.configs import TritonConfig
-from onchip.problem import DeviceInfo, Options, Tensors, describe
 from tests.eightbit import eight
 
 triton = pytest.importorskip("triton")

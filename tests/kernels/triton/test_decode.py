@@ -9,13 +9,13 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.dispatch import kernel_module
+from onchip.core.dispatch import kernel_module
+from onchip.core.problem import Problem
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.iomodel.hardware import H200
 from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
-from onchip.problem import Problem
 from tests.eightbit import FORMS, eight, on_grid
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
@@ -275,9 +275,9 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
 @here
 def test_bad_values_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
-    from onchip import paged as door
+    from onchip.core import paged as door
+    from onchip.core.problem import Options, Tensors
     from onchip.kernels.triton import entry
-    from onchip.problem import Options, Tensors
 
     packed = ot.make_packed([1, 30, 2], [100, 40, 50], dtype=BF16, device=DEVICE, **GQA)
     k_pages, v_pages, table, _ = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
@@ -429,8 +429,8 @@ def states_of(own, parts):
 @pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
+    from onchip.core.state import merge_at_rest
     from onchip.kernels.triton.merge import merge
-    from onchip.state import merge_at_rest
 
     torch.manual_seed(len(counts))
     own, parts = stacks(counts, 11)
@@ -454,8 +454,8 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
 @pytest.mark.parametrize("head_dim_v", [20, 64])
 def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v):
     """Rows that saw nothing in some of them, or in all; entries of a batch."""
+    from onchip.core.state import merge_at_rest
     from onchip.kernels.triton.entry import fold
-    from onchip.state import merge_at_rest
 
     generator = torch.Generator().manual_seed(len(spans))
     draw = lambda *shape: torch.randn(shape, generator=generator)

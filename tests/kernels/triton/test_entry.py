@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from onchip.core.problem import DeviceInfo, Problem
 from onchip.kernels.triton.entry import supports
-from onchip.problem import DeviceInfo, Problem
 
 PROBLEM = Problem(1, 5, 5, 2, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.125)
 DOUBLE = PROBLEM._replace(dtype=torch.float64, out_dtype=torch.float64)

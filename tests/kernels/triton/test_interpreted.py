@@ -238,8 +238,8 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
 @inside
 def test_bad_offsets_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernels clamp to the tensors."""
+    from onchip.core.problem import Options, Tensors, describe
     from onchip.kernels.triton import entry
-    from onchip.problem import Options, Tensors, describe
 
     q, k, v = (x[0] for x in ot.make_qkv(1, 20, 24, head_dim=16))
     bad = torch.tensor([-(10**6), 10**9, 3], dtype=torch.int32)

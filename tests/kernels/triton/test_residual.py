@@ -5,7 +5,7 @@ interpreter on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
-from onchip.kernels import protocol
+from onchip.core import backend
 from onchip.kernels.triton import entry
 from tests.interpreted import DEVICE, here, outside, run_inside
 
@@ -25,7 +25,7 @@ def test_in_a_process_that_interprets():
 def test_split(shape, dtype):
     out = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     high, low = entry.split(out.clone(), dtype)
-    want = protocol.split(out.clone(), dtype)
+    want = backend.split(out.clone(), dtype)
     assert torch.equal(high, want[0]) and torch.equal(low, want[1])
     bits = {torch.bfloat16: 8, torch.float16: 11}[dtype]
     left = out.double() - high.double() - low.double()
@@ -41,7 +41,7 @@ def test_the_share_of_a_residual(shape, lse_too):
     rows = (*shape[:-3], shape[-2], shape[-3])
     dlse = torch.randn(rows, generator=generator).to(DEVICE) if lse_too else None
     got = entry.with_residual(dlse, residual, dout)
-    want = protocol.with_residual(dlse, residual.double(), dout.double())
+    want = backend.with_residual(dlse, residual.double(), dout.double())
     assert got.is_contiguous() and got.shape == want.shape and got.dtype == torch.float32
     torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5 * shape[-1] ** 0.5)
 
@@ -55,5 +55,5 @@ def test_heads_of_a_larger_tensor():
     residual, dout = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (residual, dout))
     assert not (residual.is_contiguous() or dout.is_contiguous() or dlse.is_contiguous())
     got = entry.with_residual(dlse, residual, dout)
-    want = protocol.with_residual(dlse, residual, dout)
+    want = backend.with_residual(dlse, residual, dout)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

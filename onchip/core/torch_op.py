@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
-from onchip import paged
-from onchip.derivatives import (
+from onchip.core import backend, paged
+from onchip.core.backend import Grads, Result, Stats, accumulator_dtype, empty_result
+from onchip.core.derivatives import (
     SingleLevel,
     check_unmapped,
     first_order,
@@ -26,15 +27,9 @@ from onchip.derivatives import (
     refuse_forward_mode,
     refuse_second_order,
 )
-from onchip.dispatch import kernel_module, plan
-from onchip.flops import backward_flops, forward_flops, tell_counters
-from onchip.kernels import protocol
-from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
-from onchip.kernels.tapes import MAX_TAPES, replayed
-from onchip.masks import later
-from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule, is_number
-from onchip.problem import (
+from onchip.core.dispatch import kernel_module, plan
+from onchip.core.flops import backward_flops, forward_flops, tell_counters
+from onchip.core.problem import (
     Problem,
     Question,
     Tensors,
@@ -50,6 +45,10 @@ from onchip.problem import (
     kept,
     laid_out,
 )
+from onchip.kernels.tapes import MAX_TAPES, replayed
+from onchip.masks import later
+from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later, LaterRule, is_number
 
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
@@ -113,7 +112,7 @@ def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor
 def _residuals(t: Tensor) -> ModuleType:
     """What compilers see of with_residual are operations of torch, which they fuse themselves."""
     fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
-    return kernel_module("triton") if fused else protocol
+    return kernel_module("triton") if fused else backend
 
 
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import onchip
-from onchip import dispatch, quant
-from onchip.problem import DeviceInfo, Options, Tensors, UnsupportedError, describe
+from onchip import quant
+from onchip.core import dispatch
+from onchip.core.problem import DeviceInfo, Options, Tensors, UnsupportedError, describe
 from onchip.testing import make_qkv
 
 NARROW = ("fp8", "int8", "int8_pv16")

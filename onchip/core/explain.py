@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip import paged
-from onchip.arguments import refuse_unknown
-from onchip.dispatch import Plan, kernel_module, plan
+from onchip.core import paged
+from onchip.core.arguments import refuse_unknown
+from onchip.core.backend import accumulator_dtype
+from onchip.core.dispatch import Plan, kernel_module, plan
+from onchip.core.functional import Extras, Packing, attention, paged_attention, pose
+from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 from onchip.fold import cascade
 from onchip.iomodel import prefixes
 from onchip.iomodel.hardware import TABLE, Hardware, find, of_device, planned_for
@@ -34,9 +37,6 @@ from onchip.kernels.configs import (
     TileConfig,
     hopper_decode_programs,
 )
-from onchip.kernels.protocol import accumulator_dtype
-from onchip.ops import Extras, Packing, attention, paged_attention, pose
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}

@@ -8,11 +8,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
-from onchip import library, masks
+from onchip import masks
 from onchip.bench import delta_accuracy
+from onchip.core import torch_op
+from onchip.core.functional import Extras, pose
+from onchip.core.problem import Options
 from onchip.masks.later import LaterRule
-from onchip.ops import Extras, pose
-from onchip.problem import Options
 
 FP32 = torch.float32
 OPTIONS = {
@@ -41,7 +42,7 @@ def op_arguments(options, grad=False):
     extras = Extras(**{n: x for n, x in options.items() if n in Extras._fields})
     (problem, _), x = pose(*qkv(grad), scalars, extras)
     mask = [] if x.mask is None else x.mask.tensors()
-    return (*x[:-1], *library._scalars(problem, None), mask)
+    return (*x[:-1], *torch_op._scalars(problem, None), mask)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -315,16 +316,16 @@ class TestEager:
         """Names of the ops that run."""
         found = []
         for name in ("_FORWARD", "_BACKWARD"):
-            op = getattr(library, name)
+            op = getattr(torch_op, name)
             call = lambda *args, name=name, op=op: (found.append(name), op(*args))[1]
-            monkeypatch.setattr(library, name, call)
+            monkeypatch.setattr(torch_op, name, call)
         return found
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_gradients_are_those_of_the_op(self, name, calls, monkeypatch):
         results = {}
         for way in ("eager", "op"):
-            monkeypatch.setattr(library, "is_eager", lambda q, way=way: way == "eager")
+            monkeypatch.setattr(torch_op, "is_eager", lambda q, way=way: way == "eager")
             x = qkv(grad=True)
             out = first(onchip.attention(*x, **OPTIONS[name]))
             results[way] = out, *torch.autograd.grad(out.square().sum(), x)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.dispatch import plan
-from onchip.problem import DeviceInfo, Problem, Tensors, is_even
+from onchip.core.dispatch import plan
+from onchip.core.problem import DeviceInfo, Problem, Tensors, is_even
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
 BF16 = torch.bfloat16

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import onchip
-from onchip import masks, problem
+from onchip import masks
+from onchip.core import problem
 
 PACKAGE = Path(onchip.__file__).parent
 
@@ -255,7 +256,7 @@ def test_an_error_leaves_nothing_behind():
 
 
 def test_checks_is_a_switch_and_a_context():
-    from onchip.problem import checks
+    from onchip.core.problem import checks
 
     with onchip.checks(True):
         assert checks.enabled

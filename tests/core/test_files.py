@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from onchip.files import check_folder, create_private, open_regular, read_regular
+from onchip.core.files import check_folder, create_private, open_regular, read_regular
 
 
 @pytest.fixture(autouse=True)

@@ -8,16 +8,13 @@ from typing import Any, NamedTuple, Never, cast
 import torch
 from torch import Tensor
 
-from onchip import library, masks, paged
-from onchip.arguments import as_int, as_ints, check_flag, refuse_unknown
-from onchip.dispatch import kernel_module, settled
-from onchip.dispatch import plan as dispatch
-from onchip.fold import cascade, offload
-from onchip.iomodel.prefixes import costs
-from onchip.kernels.protocol import Result
-from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule
-from onchip.problem import (
+from onchip import masks
+from onchip.core import paged, torch_op
+from onchip.core.arguments import as_int, as_ints, check_flag, refuse_unknown
+from onchip.core.backend import Result
+from onchip.core.dispatch import kernel_module, settled
+from onchip.core.dispatch import plan as dispatch
+from onchip.core.problem import (
     Options,
     Question,
     Tensors,
@@ -31,7 +28,11 @@ from onchip.problem import (
     is_traced,
     laid_out,
 )
-from onchip.state import merge_at_rest
+from onchip.core.state import merge_at_rest
+from onchip.fold import cascade, offload
+from onchip.iomodel.prefixes import costs
+from onchip.masks.blockmask import BlockMask
+from onchip.masks.later import Later, LaterRule
 
 UNBOUNDED: Window = (None, None)
 
@@ -98,7 +99,7 @@ def attention(
     )
     extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
     question, x = pose(q, k, v, options, extras)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    return _answer(torch_op.attend(question, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -152,7 +153,7 @@ def varlen_attention(
     extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     question, x = pose(q, k, v, options, extras, packing)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    return _answer(torch_op.attend(question, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -223,7 +224,7 @@ def paged_attention(
         v_scales=v_scales,
     )
     question = ask(paged.describe, x, options, max_seqlen_q)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    return _answer(torch_op.attend(question, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -295,7 +296,7 @@ def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
     posed = [_pose_pages(*call.args, **call.options) for call in (own, level)]
     if not _run_at_once(*posed):
         return None
-    return [_answer(library.attend(*one), return_lse=True) for one in posed]
+    return [_answer(torch_op.attend(*one), return_lse=True) for one in posed]
 
 
 def _pose_pages(
@@ -530,4 +531,4 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
     rule = cast(masks.Mask, masks.as_mask(mask))
     if rule.number is not None:
         return LaterRule.of(rule, grid, q.device)
-    return Later(library.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])
+    return Later(torch_op.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import onchip
-from onchip.dispatch import kernel_module
-from onchip.explain import Explanation, Served, count_splits, even_ranges
+from onchip.core.dispatch import kernel_module
+from onchip.core.explain import Explanation, Served, count_splits, even_ranges
 from onchip.fold import cascade
 from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import H200, HOST

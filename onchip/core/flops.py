@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from onchip.problem import Problem, Tensors
+from onchip.core.problem import Problem, Tensors
 
 Formula = Callable[..., int]
 

@@ -8,11 +8,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import onchip
-from onchip import library, paged
+from onchip.core import paged, torch_op
+from onchip.core.problem import Options, Tensors
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import costs, moved
-from onchip.problem import Options, Tensors
 from onchip.testing import assert_accurate, make_packed, make_pages
 from tests.eightbit import FORMS, eight, on_grid
 
@@ -305,7 +305,7 @@ def test_opcheck():
     x = Tensors(q, k_pages.nan_to_num(), v_pages.nan_to_num(), page_table=table)
     x = x._replace(cache_seqlens=seqlens, tree_mask=tree)
     problem = paged.describe(x, Options(causal=True))
-    arguments = (*x[:-1], *library._scalars(problem, None), [])
+    arguments = (*x[:-1], *torch_op._scalars(problem, None), [])
     torch.library.opcheck(torch.ops.onchip.forward.default, arguments)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from onchip.arguments import as_int, check_flag
+from onchip.core.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from onchip import eightbit, masks
-from onchip.arguments import as_int
-from onchip.kernels.protocol import Result, Stats, accumulator_dtype, empty_result
-from onchip.problem import (
+from onchip.core.arguments import as_int
+from onchip.core.backend import Result, Stats, accumulator_dtype, empty_result
+from onchip.core.problem import (
     Options,
     Problem,
     Tensors,

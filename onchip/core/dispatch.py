@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
-from onchip.problem import DeviceInfo, Problem, UnsupportedError
+from onchip.core.problem import DeviceInfo, Problem, UnsupportedError
 
 # In order of preference: the first that supports a problem serves it.
 KERNELS = {

@@ -8,8 +8,8 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip import problem
-from onchip.arguments import ELSEWHERE
+from onchip.core import problem
+from onchip.core.arguments import ELSEWHERE
 
 PACKED = ot.make_packed([3, 5], head_dim=8)
 PAGES = ot.make_pages(PACKED.k, PACKED.v, PACKED.cu_seqlens_k, 4)

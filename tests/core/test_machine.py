@@ -10,11 +10,12 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip import doctor, machine
+from onchip import doctor
+from onchip.core import machine
+from onchip.core.problem import Options, Tensors, describe
 from onchip.engine import ranks
 from onchip.kernels import aten
 from onchip.models import Decoder, builtin, save
-from onchip.problem import Options, Tensors, describe
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip import merge_states
+from onchip.core.state import EMPTY, State, add_sink, finalize, lift, merge, resume
 from onchip.fold import fold
-from onchip.state import EMPTY, State, add_sink, finalize, lift, merge, resume
 
 ROWS, KEYS, DIM = 3, 12, 4
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.problem import Problem, Tensors
+from onchip.core.problem import Problem, Tensors
 
 
 class Stats(NamedTuple):

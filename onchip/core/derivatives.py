@@ -13,7 +13,7 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from onchip.problem import UnsupportedError
+from onchip.core.problem import UnsupportedError
 
 SECOND = (
     "second derivatives of attention are not served yet: neither a double backward"
