@@ -44,7 +44,7 @@ programs: $(VENV)/.programs
 # interpreted, all variants compiled (13 minutes more).
 PORTABLE := tests/kernels/triton$(if $(ALL),,/test_compile.py tests/kernels/triton/test_interpreted.py)
 triton36: $(OLDEST)/.done
-	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" $(PORTABLE) tests/kernels/test_handles_triton.py $(TEST) || [ $$? = 5 ]
+	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper" $(PORTABLE) tests/kernels/runtime/test_launcher_triton.py $(TEST) || [ $$? = 5 ]
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]
 
 upstream: $(VENV)/.upstream

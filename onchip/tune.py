@@ -1,4 +1,4 @@
-"""`onchip tune`: the tile tables of kernels/configs.py, measured anew on this GPU.
+"""`onchip tune`: the tile tables of kernels/tiles.py, measured anew on this GPU.
 
 Nothing is tuned while calls run. Here, every row of a table is searched: the rows that differ from
 it in one field (`--quick`) or in at most two are compiled, held to the accuracy rule (or, in 8
@@ -21,7 +21,7 @@ import onchip
 from onchip import quant
 from onchip.bench import gpu, patterns
 from onchip.bench.harness import Case, Inaccurate, Row, Session, geomean
-from onchip.kernels import configs
+from onchip.kernels import tiles
 from onchip.testing import assert_accurate, make_qkv, oracle, rmse
 
 VARIED: dict[str, dict[str, tuple]] = {
@@ -108,7 +108,7 @@ TRITON = (
 TRITON_WIDE = (
     Table("TRITON_SM90", "triton"),
     Table("TRITON_SM90_MASK", "triton", masks=("blocks",)),
-    Table("TRITON_SHORT", "triton", "forward", lengths=(configs.TRITON_SHORT_KEYS,)),
+    Table("TRITON_SHORT", "triton", "forward", lengths=(tiles.TRITON_SHORT_KEYS,)),
 )
 WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "decode"}
 
@@ -131,7 +131,7 @@ class Knob(NamedTuple):
 
     @property
     def row(self) -> Any:
-        return getattr(configs, self.table.name)[self.key]
+        return getattr(tiles, self.table.name)[self.key]
 
     @property
     def parts(self) -> tuple:
@@ -170,7 +170,7 @@ def knobs(
     (TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED) or the quantisation before a call
     (TRITON_ROTATE, TRITON_TRANSPOSE).
     """
-    found = [Knob(t, key) for t in tables(capability) for key in getattr(configs, t.name)]
+    found = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
     known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]
     wanted = lambda value, choice: not choice or value in choice
     return [
@@ -252,7 +252,7 @@ class Search:
         row: that ends the step.
         """
         try:
-            with configs.trial(self.knob.table.name, self.knob.key, row):
+            with tiles.trial(self.knob.table.name, self.knob.key, row):
                 yield
         except Exception as error:
             gpu.still_there(session.device)
@@ -351,7 +351,7 @@ def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> li
         raise ValueError("tile sizes are measured on the GPU they are for, and torch finds none")
     chosen = choose(torch.cuda.get_device_capability())
     if not chosen:
-        raise ValueError("no row of kernels/configs.py fits that choice on this GPU")
+        raise ValueError("no row of kernels/tiles.py fits that choice on this GPU")
     searches = [Search(knob, 1 if session.quick else 2) for knob in chosen]
     gpu.run(session, lambda: (step for search in searches for step in search.steps(session)))
     return searches

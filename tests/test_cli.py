@@ -68,7 +68,7 @@ print([x for x in ("torch", "rich", "matplotlib") if x in sys.modules])
 def test_the_names_of_options_are_those_of_the_package():
     """The parser has copies, for it does not import torch."""
     from onchip.core.problem import NARROW
-    from onchip.eightbit import FORMATS
+    from onchip.quant.kv8 import FORMATS
 
     assert tuple(FORMATS) == cli.KV_DTYPES and tuple(NARROW) == cli.PRECISIONS
 

@@ -11,7 +11,7 @@ from onchip.bench import gpu
 from onchip.bench.gpu import Lane
 from onchip.bench.harness import Inaccurate, Session
 from onchip.cli import main
-from onchip.kernels import configs
+from onchip.kernels import tiles
 from onchip.testing import make_qkv
 from onchip.tune import CURRENT, Knob, Search, Table
 
@@ -29,7 +29,7 @@ def stand_ins(monkeypatch, knob):
     """A tile of 32 keys takes half of the time; with 8 warps the answer is wrong."""
 
     def open_lane(contender, backward):
-        row = configs.TRITON_SM90[knob.key]
+        row = tiles.TRITON_SM90[knob.key]
         return Lane(lambda: None, 1, 0.5 if row.tile_n == 32 else 1.0)
 
     monkeypatch.setattr(gpu, "open_lane", open_lane)
@@ -39,7 +39,7 @@ def stand_ins(monkeypatch, knob):
     monkeypatch.setattr(gpu, "TOKENS", 64)
 
     def judge(self, device):
-        row = configs.TRITON_SM90[knob.key]
+        row = tiles.TRITON_SM90[knob.key]
         if row.num_warps == 8:
             raise AssertionError("outside the accuracy rule")
 
@@ -47,21 +47,21 @@ def stand_ins(monkeypatch, knob):
 
 
 def test_a_row_is_tried_inside_its_block_only():
-    use = configs.TritonUse(64, 2, (9, 0), False, False)
-    before = configs.triton_config("forward", use)
+    use = tiles.TritonUse(64, 2, (9, 0), False, False)
+    before = tiles.triton_config("forward", use)
     other = before._replace(tile_n=16)
-    with pytest.raises(RuntimeError), configs.trial("TRITON_SM90", ("forward", 64), other):
-        assert configs.triton_config("forward", use) is other
+    with pytest.raises(RuntimeError), tiles.trial("TRITON_SM90", ("forward", 64), other):
+        assert tiles.triton_config("forward", use) is other
         raise RuntimeError
-    assert configs.triton_config("forward", use) is before
-    assert configs.TRITON_SM90["forward", 64] is before
+    assert tiles.triton_config("forward", use) is before
+    assert tiles.TRITON_SM90["forward", 64] is before
 
 
 def test_the_fastest_right_row_wins(stand_ins, knob):
     search, session = Search(knob), Session(device=CPU)
     for _, step in search.steps(session):
         session.rows += step()
-    assert configs.TRITON_SM90["forward", 64] == search.right[CURRENT]
+    assert tiles.TRITON_SM90["forward", 64] == search.right[CURRENT]
     assert search.right[search.best].tile_n == 32
     assert search.gains()[search.best] == pytest.approx(2.0)
     assert all("num_warps=8" in name for name in search.refused) and search.refused
@@ -84,7 +84,7 @@ def test_a_gain_within_the_noise_changes_nothing(knob):
 
 def test_a_candidate_that_cannot_be_captured_is_out(stand_ins, monkeypatch, knob):
     def open_lane(contender, backward):
-        if configs.TRITON_SM90[knob.key].tile_n == 32:
+        if tiles.TRITON_SM90[knob.key].tile_n == 32:
             raise RuntimeError("out of resources")
         return Lane(lambda: None, 1, 1.0)
 
@@ -125,7 +125,7 @@ def test_candidates_differ_in_few_fields(most):
 def test_every_table_is_searched_on_the_devices_that_use_it():
     """A new table of configs.py is a line of tune.py, or a name here."""
     names = lambda *capability: {k.table.name for k in tune.knobs(capability)}
-    tables = {name for name, x in vars(configs).items() if isinstance(x, dict) and name.isupper()}
+    tables = {name for name, x in vars(tiles).items() if isinstance(x, dict) and name.isupper()}
     tables = {name for name in tables if name.startswith(("HOPPER_", "TRITON_"))}
     assert names(9, 0) | names(8, 0) == tables - {
         "TRITON_CHUNK",

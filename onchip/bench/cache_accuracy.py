@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.bench.harness import Case, Refused, Row
-from onchip.eightbit import FORMATS
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, builtin, positions_of
+from onchip.quant.kv8 import FORMATS
 
 TEXT = Path(__file__).parents[2] / "examples" / "data" / "kjv.txt.xz"
 HELD_OUT, FIRST = 20, 10  # of so many chapters the built-in model has not seen this one

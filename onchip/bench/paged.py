@@ -21,9 +21,9 @@ import onchip
 from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
-from onchip.eightbit import FORMATS, held, quantise
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import costs
+from onchip.quant.kv8 import FORMATS, held, quantise
 from onchip.testing import oracle, rmse
 
 CELLS = ((1, 16384), (1, 131072), (16, 4096), (64, 4096), (128, 8192))  # (batch, keys)

@@ -14,7 +14,7 @@ from onchip.bench import paper_runs as runs
 from onchip.core.problem import Problem
 from onchip.iomodel import Chip, Traffic, bounds, footprint, question, roofline, traffic
 from onchip.iomodel.hardware import A100, H100, H200
-from onchip.kernels.configs import HOPPER_FORWARD
+from onchip.kernels.tiles import HOPPER_FORWARD
 
 PAPER = "FlashAttention, NeurIPS 2022"
 SURVEY, BLOG, TUTORIAL = "a survey, 2025", "a blog, 2025", "a tutorial, 2025"

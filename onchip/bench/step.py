@@ -23,8 +23,8 @@ from onchip.engine.sampler import Edits, Rows, Sampled, sample
 from onchip.kvcache import KVCache, PagedBatch
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
 from onchip.models.decoder import Paged, add_norm, embed
+from onchip.models.pointwise import gated_activation
 from onchip.models.rotary import turns
-from onchip.pointwise import gated_activation
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -31,7 +31,7 @@ from onchip.iomodel.roofline import (
     predict,
 )
 from onchip.iomodel.splits import Part, Tiles, even_splits, filling, seconds
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_ROWS,
     TileConfig,

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip import eightbit, masks
+from onchip import masks
 from onchip.core.arguments import as_int
 from onchip.core.backend import Result, Stats, accumulator_dtype, empty_result
 from onchip.core.problem import (
@@ -27,6 +27,7 @@ from onchip.core.problem import (
     is_autocast,
     values_are_checked,
 )
+from onchip.quant import kv8
 
 Forward = Callable[[Problem, Tensors], Result]
 
@@ -90,7 +91,7 @@ def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
     exact = torch.float64 in (q.dtype, k_pages.dtype)
     if exact or not is_autocast(q):
         return q
-    eight = k_pages.dtype in eightbit.LARGEST
+    eight = k_pages.dtype in kv8.LARGEST
     return q.to(torch.get_autocast_dtype(q.device.type) if eight else k_pages.dtype)
 
 
@@ -130,11 +131,11 @@ def _check_pages(x: Tensors, batch: int) -> None:
 def _check_dtypes(x: Tensors) -> None:
     """Pages in the dtype of q, or of 8 bits with scales."""
     scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
-    eight = [t.dtype in eightbit.LARGEST for t in (x.k, x.v)]
+    eight = [t.dtype in kv8.LARGEST for t in (x.k, x.v)]
     if not any(eight) and all(t is None for t in scales.values()):
         return check_agreement(*x[:3])
     if not all(eight) or x.k.dtype != x.v.dtype:
-        formats = " or ".join(map(str, eightbit.LARGEST))
+        formats = " or ".join(map(str, kv8.LARGEST))
         raise ValueError(
             f"k_scales and v_scales belong to pages that are both {formats}, got k_pages"
             f" {x.k.dtype} and v_pages {x.v.dtype}"
@@ -328,7 +329,7 @@ def _rows_of(
 ) -> Tensor:
     rows = pages.flatten(0, 1)[slots]
     if scales is not None:
-        rows = eightbit.dequantise(rows, scales.flatten(0, 1)[slots], dtype)
+        rows = kv8.dequantise(rows, scales.flatten(0, 1)[slots], dtype)
     return rows.masked_fill_(gone[:, None, None], 0.0)
 
 

@@ -291,7 +291,7 @@ FLAGS = ("causal", "return_stats", "deterministic", "precise_delta", "return_lse
 class Question(NamedTuple):
     """A Problem as it was posed. Calls alike, with the same options and with tensors of the same
     shapes, strides, dtypes and devices, share one Question and what is known about it: see
-    kernels/tapes.py. `known` is None where nothing may be kept.
+    kernels/runtime/replay.py. `known` is None where nothing may be kept.
     """
 
     problem: Problem

@@ -45,7 +45,7 @@ from onchip.core.problem import (
     kept,
     laid_out,
 )
-from onchip.kernels.tapes import MAX_TAPES, replayed
+from onchip.kernels.runtime.replay import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule, is_number
@@ -518,7 +518,7 @@ def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    """Its gradients; out and lse as kernels/protocol.py has them."""
+    """Its gradients; out and lse as core/backend.py has them."""
     return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
 
 

@@ -1,5 +1,5 @@
 """Draws the next token of every row of a batch, on the device, without sorting and without waiting.
-What is said here in torch is two or three launches where a GPU has Triton: kernels/triton/draw.py.
+What is said here in torch is two or three launches where a GPU has Triton: kernels/llm/sampling.py.
 
 Probabilities are integers here: the weight exp(s - max s) of a token is rounded to a multiple of
 2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
@@ -251,7 +251,7 @@ def _kernel(logits: Tensor) -> ModuleType | None:
     device = logits.device
     if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
         return None
-    return import_module("onchip.kernels.triton.draw")
+    return import_module("onchip.kernels.llm.sampling")
 
 
 def _choose(logits: Tensor, rows: Rows) -> Tensor:

@@ -5,7 +5,7 @@ tile tables alone. Tests compile the kernels and compare with what the compiler 
 from dataclasses import dataclass
 
 from onchip.iomodel.hardware import Hardware
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     HOPPER_DECODE_EIGHT_REGISTERS,
     HOPPER_DECODE_EIGHT_STAGES,
     HOPPER_DECODE_STAGES,

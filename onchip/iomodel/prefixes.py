@@ -19,7 +19,7 @@ from torch import Tensor
 from onchip.core.problem import device_info
 from onchip.iomodel.hardware import Hardware, planned_for
 from onchip.iomodel.roofline import forward_step
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     HOPPER_DECODE_ROWS,
     HOPPER_FORWARD_PAGED,
     HOPPER_PAGE_SIZES,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from onchip.core.problem import Problem
 from onchip.iomodel.hardware import Hardware
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     HopperConfig,
     HopperGradientConfig,
     hopper_backward_config,

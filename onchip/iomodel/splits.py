@@ -18,7 +18,7 @@ import torch
 
 from onchip.core.problem import Problem
 from onchip.iomodel.hardware import Hardware
-from onchip.kernels.configs import SPLIT_MOST_WAVES, SPLIT_WAVES
+from onchip.kernels.tiles import SPLIT_MOST_WAVES, SPLIT_WAVES
 
 
 class Tiles(NamedTuple):

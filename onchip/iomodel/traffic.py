@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.core.problem import Problem
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     TileConfig,
     paper_product_tiles,
     paper_sram,

@@ -5,7 +5,7 @@ take no time.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from onchip.kernels.configs import TileConfig
+from onchip.kernels.tiles import TileConfig
 from onchip.masks import BLOCK, Visibility
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import DTYPES, MAX_HEAD_DIM, checks, device_info
-from onchip.eightbit import LARGEST, SCALE_BYTES, format_of, quantise
 from onchip.kvcache.pool import Copy, Pool
+from onchip.quant.kv8 import LARGEST, SCALE_BYTES, format_of, quantise
 
 MAX_PAGE_SIZE = 256
 
@@ -217,7 +217,7 @@ def _kernel(device: torch.device) -> ModuleType | None:
     """The module that writes and copies in one launch, where Triton runs."""
     if device.type != "cuda" or not device_info(device).has_triton:
         return None
-    return import_module("onchip.kernels.triton.kv_write")
+    return import_module("onchip.kernels.llm.kv_write")
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

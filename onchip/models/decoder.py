@@ -18,8 +18,7 @@ from onchip.core.problem import DTYPES, checks
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
 from onchip.models.names import Part
-from onchip.models.rotary import rotate, turns
-from onchip.pointwise import (
+from onchip.models.pointwise import (
     Norms,
     activate,
     add_rms_norm,
@@ -28,6 +27,7 @@ from onchip.pointwise import (
     place,
     rms_norm,
 )
+from onchip.models.rotary import rotate, turns
 
 Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 

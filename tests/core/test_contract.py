@@ -15,8 +15,8 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels import tiled
-from onchip.kernels.configs import TileConfig
+from onchip.kernels.cpu import tiled
+from onchip.kernels.tiles import TileConfig
 
 KERNELS = ["tiled", "aten_cpu", "reference"]
 PAPERS = ["paper_v0", "paper_v1", "paper_v2", "paper_v4"]

@@ -295,7 +295,7 @@ class TestKernel:
         [([500, 3, 260], 1, None), ([700, 40], 2, 200), ([64] * 5, 1, None), ([333], 40, None)],
     )
     def test_records_of_the_kernel(self, monkeypatch, lengths, seqlen_q, window, deterministic):
-        from onchip.kernels.configs import TritonConfig
+        from onchip.kernels.tiles import TritonConfig
         from onchip.kernels.triton import decode, launch
 
         monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))
@@ -317,7 +317,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"window_size": (100, None)}])
     def test_records_of_a_call_without_pages(self, monkeypatch, options):
-        from onchip.kernels.configs import TritonConfig
+        from onchip.kernels.tiles import TritonConfig
         from onchip.kernels.triton import decode, launch
 
         monkeypatch.setattr(launch, "triton_config", lambda *_: TritonConfig(32, 32, 4, 1))

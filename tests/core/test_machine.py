@@ -14,7 +14,7 @@ from onchip import doctor
 from onchip.core import machine
 from onchip.core.problem import Options, Tensors, describe
 from onchip.engine import ranks
-from onchip.kernels import aten
+from onchip.kernels.cpu import aten
 from onchip.models import Decoder, builtin, save
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

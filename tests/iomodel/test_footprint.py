@@ -9,13 +9,13 @@ import pytest
 from onchip.iomodel import footprint
 from onchip.iomodel.footprint import HANDED_OVER, Footprint
 from onchip.iomodel.hardware import A100, H200
-from onchip.kernels import configs
+from onchip.kernels import tiles
 
 TABLES = (
-    configs.HOPPER_FORWARD,
-    configs.HOPPER_FORWARD_SHORT,
-    configs.HOPPER_FORWARD_MASK,
-    configs.HOPPER_FORWARD_PAGED,
+    tiles.HOPPER_FORWARD,
+    tiles.HOPPER_FORWARD_SHORT,
+    tiles.HOPPER_FORWARD_MASK,
+    tiles.HOPPER_FORWARD_PAGED,
 )
 
 
@@ -24,12 +24,12 @@ def every_hopper_row():
         for dim, config in table.items():
             yield footprint.hopper_forward(config, dim, dim)
             yield footprint.hopper_forward(config, dim, dim, page_size=16)
-    for dim in configs.HOPPER_DECODE_STAGES:
+    for dim in tiles.HOPPER_DECODE_STAGES:
         yield footprint.hopper_decode(dim, 16)
     yield footprint.hopper_decode(128, 16, eight=True)
-    for dim, config in configs.HOPPER_BACKWARD.items():
+    for dim, config in tiles.HOPPER_BACKWARD.items():
         yield footprint.hopper_backward(config, dim)
-    for dim, config in configs.HOPPER_GRADIENT.items():
+    for dim, config in tiles.HOPPER_GRADIENT.items():
         yield footprint.hopper_gradient(config, dim, keys=True)
 
 
@@ -44,16 +44,16 @@ def test_every_row_of_the_tables_fits_a_hopper_processor(row):
 def test_programs_over_pages_of_8_bits_fit_beside_each_other():
     """Also where they count 2,048 sequences. A warp has the registers of a warpgroup of its own."""
     row = footprint.hopper_decode(128, 16, eight=True)
-    row.buffers["lengths"] = 4 * configs.HOPPER_DECODE_BATCH
+    row.buffers["lengths"] = 4 * tiles.HOPPER_DECODE_BATCH
     row.buffers["handed over, and queries on their way"] = HANDED_OVER + 2 * 16 * 64
     each = replace(row, threads=256)
-    assert each.programs(H200) == configs.HOPPER_DECODE_EIGHT_PROGRAMS == 2
+    assert each.programs(H200) == tiles.HOPPER_DECODE_EIGHT_PROGRAMS == 2
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 def test_every_row_of_triton_fits(kernel, dim):
-    row = footprint.triton(kernel, configs.TRITON_SM90[kernel, dim], dim)
+    row = footprint.triton(kernel, tiles.TRITON_SM90[kernel, dim], dim)
     assert row.shared_bytes <= H200.shared_bytes and row.register_bytes <= 4 * H200.registers
 
 
@@ -67,9 +67,9 @@ def test_programs_are_as_many_as_the_scarcer_memory_allows():
 
 
 def test_a_tile_of_head_dim_128_fills_the_chip():
-    row = footprint.hopper_forward(configs.HOPPER_FORWARD[128], 128, 128)
+    row = footprint.hopper_forward(tiles.HOPPER_FORWARD[128], 128, 128)
     assert row.buffers == {"q": 65536, "k": 65536, "v": 65536, "out": 32768, "tickets": 24}
     assert row.shared_bytes == 229400 + 8 * row.barriers and row.threads == 384
-    alone = configs.HOPPER_FORWARD[128]._replace(q_stages=1)
+    alone = tiles.HOPPER_FORWARD[128]._replace(q_stages=1)
     unrounded = footprint.hopper_forward(alone, 128, 128, wide=True)
     assert unrounded.buffers == row.buffers | {"q": 32768, "out": 65536}

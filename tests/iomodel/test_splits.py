@@ -21,7 +21,7 @@ from onchip.iomodel.splits import (
     predicted,
     seconds,
 )
-from onchip.kernels.configs import HOPPER_DECODE_KEYS, SPLIT_KEYS, SPLIT_WAVES
+from onchip.kernels.tiles import HOPPER_DECODE_KEYS, SPLIT_KEYS, SPLIT_WAVES
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 TILE_N, LEAST = 64, SPLIT_KEYS // 64  # keys of a tile, tiles of a split at least

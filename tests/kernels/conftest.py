@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.kernels import counters
+from onchip.kernels.runtime import counters
 
 
 @pytest.fixture

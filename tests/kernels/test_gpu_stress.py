@@ -14,7 +14,7 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import kernels
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
 from tests.kernels.gpu import each_kernel
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -9,7 +9,7 @@ from onchip.core import torch_op
 from onchip.core.backend import accumulator_dtype
 from onchip.core.functional import attention, merge_states
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels.configs import TritonConfig
+from onchip.kernels.tiles import TritonConfig
 from onchip.masks import dense
 from tests.interpreted import INTERPRETED, inside, outside, run_inside
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import onchip
-from onchip.eightbit import dequantise, quantise
 from onchip.kvcache import KVCache, NoRoom, Shape, Spec
 from onchip.kvcache import batch as batches
+from onchip.quant.kv8 import dequantise, quantise
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
 KV_DTYPES = [None, "fp8", "int8"]

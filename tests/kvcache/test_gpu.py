@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import onchip
-from onchip.eightbit import quantise
 from onchip.kvcache import HostTier, KVCache, Shape, Spec
 from onchip.kvcache.host import Place
+from onchip.quant.kv8 import quantise
 
 pytestmark = pytest.mark.gpu
 

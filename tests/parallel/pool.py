@@ -18,7 +18,12 @@ import torch.distributed as dist
 from onchip.parallel.comm import GroupComm
 
 # by one server, which forks every rank of every pool
-IMPORTED = ["pytest", "onchip.parallel.attention", "onchip.kernels.aten", "onchip.kernels.tiled"]
+IMPORTED = [
+    "pytest",
+    "onchip.parallel.attention",
+    "onchip.kernels.cpu.aten",
+    "onchip.kernels.cpu.tiled",
+]
 IMPORTED += [__name__]
 
 

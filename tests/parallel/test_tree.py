@@ -11,7 +11,7 @@ from onchip.parallel import tree
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.tree import tree_attention, tree_paged_attention
 from onchip.testing import compare, make_packed, make_pages, make_qkv
-from tests.eightbit import FORMS, eight, on_grid
+from tests.kv8 import FORMS, eight, on_grid
 
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 SINKS = torch.tensor([0.3, -1.0, 2.0, 0.0])

@@ -148,7 +148,7 @@ def _append(cache: Cache, new: NewTokens, seqlens: Tensor) -> None:
             f" room for {cache.capacity}, has no slot"
         )
     if at.is_cuda and device_info(at.device).has_triton:
-        kernel = import_module("onchip.kernels.triton.kv_write")
+        kernel = import_module("onchip.kernels.llm.kv_write")
         k, v = (t.flatten(0, 1) for t in new)
         kernel.write(k, v, cache.k_pages, cache.v_pages, slots.flatten())
         return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.adapters.flash_attn.options import Asked, Lengths, round_multiple
 from onchip.core import functional
-from onchip.kernels import philox
+from onchip.kernels.cpu import philox
 
 ROUNDED_TO = 128
 

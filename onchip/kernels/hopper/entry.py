@@ -2,7 +2,8 @@
 
 from onchip.core.backend import lacks
 from onchip.core.problem import NARROW, DeviceInfo, Problem
-from onchip.kernels.configs import (
+from onchip.kernels.runtime.launcher import on_device
+from onchip.kernels.tiles import (
     DECODE_ROWS,
     FEW_KEYS,
     HOPPER_DECODE_BATCH,
@@ -13,7 +14,6 @@ from onchip.kernels.configs import (
     HOPPER_PAGED_ROWS,
     HOPPER_TILE_ROWS,
 )
-from onchip.kernels.handles import on_device
 
 READS_PAGES = True
 PRECISIONS = (None, *NARROW)

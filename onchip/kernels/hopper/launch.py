@@ -8,17 +8,6 @@ from torch import Tensor
 
 from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import (
-    HOPPER_FORWARD_SHORT,
-    HOPPER_FORWARD_SPARSE,
-    HOPPER_STRIPS,
-    HopperConfig,
-    hopper_forward_of,
-    hopper_stages_out,
-    hopper_width,
-)
-from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward import forward_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
@@ -35,6 +24,17 @@ from onchip.kernels.hopper.tensors import (
     tile_constants,
     with_rows,
     without_keys,
+)
+from onchip.kernels.runtime.counters import counter
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import (
+    HOPPER_FORWARD_SHORT,
+    HOPPER_FORWARD_SPARSE,
+    HOPPER_STRIPS,
+    HopperConfig,
+    hopper_forward_of,
+    hopper_stages_out,
+    hopper_width,
 )
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.strips import Strips, strips_of

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from onchip.core.backend import Result, empty_result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import hopper_eight_config, hopper_width
-from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.forward8 import forward8_kernel
 from onchip.kernels.hopper.tensors import (
     L2_FORWARD,
@@ -22,6 +19,9 @@ from onchip.kernels.hopper.tensors import (
     tile_constants,
     without_keys,
 )
+from onchip.kernels.runtime.counters import counter
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import hopper_eight_config, hopper_width
 
 PART = 128  # columns of values that are summed at once
 

@@ -20,14 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.backend import Grads, grad_dtype, row_delta, sink_gradient
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import (
-    HopperBackwardConfig,
-    hopper_backward_config,
-    hopper_gradient_config,
-    hopper_width,
-)
-from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle, on_device
 from onchip.kernels.hopper.backward import backward_kernel
 from onchip.kernels.hopper.launch_gradient import key_gradient, query_gradient, value_gradient
 from onchip.kernels.hopper.tensors import (
@@ -40,6 +32,14 @@ from onchip.kernels.hopper.tensors import (
     scales,
     section_of,
     team,
+)
+from onchip.kernels.runtime.counters import counter
+from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.tiles import (
+    HopperBackwardConfig,
+    hopper_backward_config,
+    hopper_gradient_config,
+    hopper_width,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -8,16 +8,6 @@ from torch import Tensor
 
 from onchip.core.backend import Result, empty_result, scale_strides
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import (
-    HOPPER_DECODE_EIGHT_REGISTERS,
-    HOPPER_DECODE_EIGHT_STAGES,
-    HOPPER_DECODE_KEYS,
-    HOPPER_DECODE_STAGES,
-    HOPPER_DECODE_STAGES_DENSE,
-    hopper_decode_programs,
-    hopper_width,
-)
-from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.decode import ALIGN, TILE_N, decode_kernel
 from onchip.kernels.hopper.tensors import (
     descriptor,
@@ -25,6 +15,16 @@ from onchip.kernels.hopper.tensors import (
     scales,
     with_rows,
     without_keys,
+)
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import (
+    HOPPER_DECODE_EIGHT_REGISTERS,
+    HOPPER_DECODE_EIGHT_STAGES,
+    HOPPER_DECODE_KEYS,
+    HOPPER_DECODE_STAGES,
+    HOPPER_DECODE_STAGES_DENSE,
+    hopper_decode_programs,
+    hopper_width,
 )
 
 _decode_kernel = Handle(decode_kernel)

@@ -10,12 +10,6 @@ from torch import Tensor
 
 from onchip.core.backend import grad_dtype
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import (
-    HopperGradientConfig,
-    hopper_gradient_config,
-    hopper_width,
-)
-from onchip.kernels.handles import Handle
 from onchip.kernels.hopper.gradient import gradient_kernel
 from onchip.kernels.hopper.tensors import (
     L2_BACKWARD,
@@ -28,6 +22,8 @@ from onchip.kernels.hopper.tensors import (
     section_of,
     team,
 )
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import HopperGradientConfig, hopper_gradient_config, hopper_width
 
 _gradient_kernel = Handle(gradient_kernel)
 # With the own rows in registers ptxas of Triton 3.9 makes every product wait for the last: the

@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import HopperBackwardConfig, HopperConfig, HopperGradientConfig
+from onchip.kernels.tiles import HopperBackwardConfig, HopperConfig, HopperGradientConfig
 from onchip.masks.blockmask import BlockLists
 
 _GL_DTYPE = {

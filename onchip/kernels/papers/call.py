@@ -11,9 +11,9 @@ from torch import Tensor
 
 from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.configs import TileConfig
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.scores import Rectangle, Scorer
+from onchip.kernels.cpu.head_slice import Plane, planes
+from onchip.kernels.cpu.scores import Rectangle, Scorer
+from onchip.kernels.tiles import TileConfig
 from onchip.masks.blockmask import BLOCK
 
 from .ledger import Ledger, Step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import Problem
-from onchip.kernels.configs import TileConfig, paper_sram
+from onchip.kernels.tiles import TileConfig, paper_sram
 
 if TYPE_CHECKING:
     from .arithmetic import Arithmetic

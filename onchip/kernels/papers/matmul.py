@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import accumulator_dtype
-from onchip.kernels.configs import paper_product_tiles, paper_sram
+from onchip.kernels.tiles import paper_product_tiles, paper_sram
 
 from .call import cuts
 from .ledger import current

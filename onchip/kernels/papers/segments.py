@@ -11,8 +11,8 @@ from torch import Tensor
 
 from onchip.core.backend import Result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import paper_v2_tiles
-from onchip.kernels.planes import ALL, Plane, planes
+from onchip.kernels.cpu.head_slice import ALL, Plane, planes
+from onchip.kernels.tiles import paper_v2_tiles
 from onchip.masks.visibility import Visibility
 
 from .call import Call, convert, results

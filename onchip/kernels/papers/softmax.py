@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import accumulator_dtype
-from onchip.kernels.configs import paper_sram
+from onchip.kernels.tiles import paper_sram
 
 from .call import cuts
 from .ledger import current

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, Result
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.configs import paper_sram
+from onchip.kernels.tiles import paper_sram
 
 from .call import Call, calls, cuts, refusal, results
 from .gradients import Gradients

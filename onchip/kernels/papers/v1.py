@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, Result
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.configs import TileConfig, paper_v1_tiles
+from onchip.kernels.tiles import TileConfig, paper_v1_tiles
 
 from .call import Call, calls, convert, meets, refusal, results
 from .gradients import Gradients

@@ -10,11 +10,7 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, Result
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.configs import (
-    TileConfig,
-    paper_v2_backward_tiles,
-    paper_v2_tiles,
-)
+from onchip.kernels.tiles import TileConfig, paper_v2_backward_tiles, paper_v2_tiles
 
 from .arithmetic import EXACT, Arithmetic
 from .call import Call, calls, meets, refusal, results

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, grad_dtype, sink_gradient
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
 from onchip.kernels.triton.bias import bias_gradient
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.problem import Problem
-from onchip.kernels.configs import BIAS_PROGRAMS
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import BIAS_PROGRAMS
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options
 from onchip.kernels.triton.tile import (
     BLOCK,

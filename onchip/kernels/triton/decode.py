@@ -19,14 +19,14 @@ from onchip.core.backend import Result, Stats, empty_result, scale_strides
 from onchip.core.problem import Problem, Tensors
 from onchip.iomodel.hardware import HOST, Hardware, planned_for
 from onchip.iomodel.splits import Part, Tiles, choose, choose_unseen
-from onchip.kernels.configs import (
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import (
     DECODE_ROWS,
     FIXED_KEYS,
     SPLIT_KEYS,
     TRITON_SHORT_KEYS,
     TritonConfig,
 )
-from onchip.kernels.handles import Handle
 from onchip.kernels.triton.eight import (
     Scales,
     as_words,

@@ -139,7 +139,7 @@ def whole(state, acc_odd):
 
 @triton.jit
 def scale_of(largest, nothing, DTYPE: tl.constexpr):
-    """The scale of tokens whose largest magnitudes these are, as onchip.eightbit has it; nothing: 0
+    """The scale of tokens whose largest magnitudes these are, as in onchip.quant.kv8; nothing: 0
     for each, NaN for one that is not finite.
     """
     limit: tl.constexpr = 127.0 if tl.int8 == DTYPE else 448.0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.core.backend import Grads, Result
 from onchip.core.problem import DeviceInfo, Problem, Tensors
-from onchip.kernels.handles import on_device
+from onchip.kernels.runtime.launcher import on_device
 
 READS_PAGES = True
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from onchip.core.backend import Result, Stats, empty_result
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
 from onchip.kernels.triton import decode
 from onchip.kernels.triton.launch import LENGTHS, Call, launch_options, packed
 from onchip.kernels.triton.tile import (

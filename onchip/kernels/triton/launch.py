@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import Problem, Tensors, device_info
-from onchip.kernels.configs import TritonConfig, TritonUse, triton_config
+from onchip.kernels.tiles import TritonConfig, TritonUse, triton_config
 
 # Arguments that change with the lengths of a call: Triton must not compile a variant for those that
 # happen to be 1 or a multiple of 16.

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.problem import device_info
-from onchip.kernels.configs import TRITON_STREAMED
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import TRITON_STREAMED
 from onchip.kernels.triton.launch import dependent_options, launch_options, padded
 from onchip.kernels.triton.splits import RECORD
 from onchip.kernels.triton.tile import LN2, LOG2E, rounded

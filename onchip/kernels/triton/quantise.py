@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels.configs import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import TRITON_ROTATE, TRITON_SUMS, TRITON_TRANSPOSE
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, padded
 from onchip.kernels.triton.tile import LOG2E, clamped, dot

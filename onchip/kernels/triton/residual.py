@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.kernels.configs import TRITON_STREAMED
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
+from onchip.kernels.tiles import TRITON_STREAMED
 from onchip.kernels.triton.launch import launch_options, packed, padded
 from onchip.kernels.triton.tile import load_tile, rounded, store_tile
 

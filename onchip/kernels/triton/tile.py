@@ -472,7 +472,7 @@ def kept(
     dropout, at, rows, n, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """bool (TILE_M, TILE_N), or TRANSPOSED: what dropout leaves of the tile of `rows` and the keys
-    from n on; the twin of kernels/philox.py. One draw serves four keys, unless they may stand
+    from n on; the twin of kernels/cpu/philox.py. One draw serves four keys, unless they may stand
     anywhere.
     """
     if dropout.places.q is None:

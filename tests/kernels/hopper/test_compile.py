@@ -21,10 +21,10 @@ from onchip.core import paged
 from onchip.core.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
 from onchip.iomodel import footprint
 from onchip.iomodel.footprint import HANDED_OVER, Footprint
-from onchip.kernels import configs
-from onchip.kernels.configs import hopper_width
+from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
-from tests.eightbit import FORMS, eight
+from onchip.kernels.tiles import hopper_width
+from tests.kv8 import FORMS, eight
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -441,9 +441,9 @@ def _gradient(problem: Problem, constants: dict) -> Footprint:
     width = hopper_width(max(problem.head_dim, problem.head_dim_v))
     dynamic = constants["DYNAMIC"]
     if "DQ" in constants:
-        config = configs.hopper_backward_config(width)
+        config = tiles.hopper_backward_config(width)
         return footprint.hopper_backward(config, width, constants["DQ"], dynamic)
-    config, values = configs.hopper_gradient_config(width), constants["VALUES"]
+    config, values = tiles.hopper_gradient_config(width), constants["VALUES"]
     if values:
         config = config._replace(b1_stages=2)
     return footprint.hopper_gradient(config, width, constants["KEYS"], values, dynamic)
@@ -460,7 +460,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
     widths = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
+    wide, config = problem.out_dtype == torch.float32, tiles.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
     if wide and problem.beside is None:
@@ -571,7 +571,7 @@ def test_warps_that_count_many_sequences_agree_before_a_producer_starts(
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_lengths_of_the_largest_batch_fit_beside_the_tiles(width):
     few = footprint.hopper_decode(width, page_size=16)
-    more = 4 * configs.HOPPER_DECODE_BATCH - few.buffers["lengths"]
+    more = 4 * tiles.HOPPER_DECODE_BATCH - few.buffers["lengths"]
     assert few.shared_bytes + more + HANDED_OVER <= SHARED_BYTES
 
 

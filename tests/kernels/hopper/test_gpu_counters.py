@@ -7,8 +7,8 @@ import torch
 
 import onchip
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels import counters
 from onchip.kernels.hopper import entry
+from onchip.kernels.runtime import counters
 from onchip.testing import make_packed, make_pages
 from tests.kernels.gpu import inputs
 

@@ -7,11 +7,11 @@ import torch
 
 import onchip
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels.configs import HOPPER_PAGE_SIZES
 from onchip.kernels.hopper.entry import splits_keys
+from onchip.kernels.tiles import HOPPER_PAGE_SIZES
 from onchip.testing import assert_accurate, make_packed, make_pages
-from tests.eightbit import FORMS, eight, on_grid
 from tests.kernels.gpu import DIMS, inputs, late_writer
+from tests.kv8 import FORMS, eight, on_grid
 
 pytestmark = [
     pytest.mark.hopper,

@@ -9,8 +9,9 @@ import torch
 import onchip
 from onchip import masks
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels import configs, tapes
+from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
+from onchip.kernels.runtime import replay
 from onchip.testing import assert_accurate, make_packed
 from tests.kernels.gpu import DIMS, inputs, late_writer
 
@@ -196,9 +197,9 @@ def test_unrounded_results_of_packed_sequences():
 def test_the_ideas_of_version_4(dim, change, monkeypatch):
     from onchip.kernels.hopper import launch
 
-    config = configs.hopper_forward_config(dim, True, False, 2048)._replace(**change)
+    config = tiles.hopper_forward_config(dim, True, False, 2048)._replace(**change)
     monkeypatch.setattr(launch, "hopper_forward_of", lambda *_: config)
-    monkeypatch.setattr(tapes, "is_recordable", lambda q: False)
+    monkeypatch.setattr(replay, "is_recordable", lambda q: False)
     distribution = "normal" if change == {"rescale": "stale"} else "outlier"
     q, k, v = inputs(555, 777, dim, distribution=distribution)
     assert_accurate(attend, q, k, v, causal=True)

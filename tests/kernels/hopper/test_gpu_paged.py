@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onchip
-from onchip.kernels.configs import HOPPER_PAGE_SIZES
+from onchip.kernels.tiles import HOPPER_PAGE_SIZES
 from onchip.testing import assert_accurate, make_packed, make_pages, make_qkv
 
 pytestmark = [

@@ -18,8 +18,8 @@ from onchip import masks
 from onchip.core import paged
 from onchip.core.problem import DeviceInfo, Options, Tensors, describe
 from onchip.iomodel import footprint
-from onchip.kernels.configs import TritonConfig
-from tests.eightbit import eight
+from onchip.kernels.tiles import TritonConfig
+from tests.kv8 import eight
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -245,7 +245,7 @@ def test_compiles_within_the_chip(monkeypatch, launches, arch, dtype, sizes, opt
 
 
 def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pages, new = torch.zeros(2, 4, 16, 8, 128, dtype=BF16), torch.zeros(3, 8, 128, dtype=BF16)
     kv_write.write(new, new, pages[0], pages[1], torch.zeros(3, dtype=torch.int32))
@@ -257,7 +257,7 @@ def test_writes_and_copies_move_sixteen_bytes_at_a_time(launches):
 
 def _pointwise(monkeypatch, arch):
     """Every kernel of pointwise.py, at the sizes of Qwen3-0.6B; some of them twice."""
-    from onchip.kernels.triton import pointwise
+    from onchip.kernels.llm import pointwise
 
     info = DeviceInfo("cuda", "", divmod(arch, 10))
     monkeypatch.setattr(pointwise, "device_info", lambda _: info)
@@ -283,17 +283,17 @@ def test_pointwise_kernels_move_sixteen_bytes_at_a_time(monkeypatch, launches, a
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_draws_fit_into_registers(launches, arch):
     """With all that a row may ask for, and with none of it."""
-    from onchip.kernels.triton import draw
+    from onchip.kernels.llm import sampling
 
     logits, rows = torch.zeros(2, 151_936, dtype=BF16), torch.zeros(2)
     top_k, top_p = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)
-    draw.draw(logits, None, rows, top_p)
-    draw.draw(logits, logits.float(), rows, top_p, rows, top_k, top_p)
+    sampling.draw(logits, None, rows, top_p)
+    sampling.draw(logits, logits.float(), rows, top_p, rows, top_k, top_p)
     names = [kernel.fn.__name__ for kernel, _, _ in launches]
     assert names == ["scan_kernel", "pick_kernel", "cut_kernel", "scan_kernel", "pick_kernel"]
     for kernel, args, kwargs in launches[:3]:
         compiled = _compile(kernel, args, kwargs, arch)
-        wide = "b32" if kernel is draw.cut_kernel else "v4.b32"
+        wide = "b32" if kernel is sampling.cut_kernel else "v4.b32"
         assert f"ld.global.{wide}" in compiled.asm["ptx"], kernel.fn.__name__
         sass = _sass(compiled.asm["cubin"])
         assert not re.search(r"\b(STL|LDL)\b", sass), kernel.fn.__name__

@@ -11,13 +11,13 @@ import onchip
 import onchip.testing as ot
 from onchip.core.dispatch import kernel_module
 from onchip.core.problem import Problem
-from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.iomodel.hardware import H200
 from onchip.iomodel.prefixes import Costs, Occupancy
-from onchip.kernels.configs import TritonConfig
-from tests.eightbit import FORMS, eight, on_grid
+from onchip.kernels.tiles import TritonConfig
+from onchip.quant.kv8 import dequantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.kv8 import FORMS, eight, on_grid
 
 pytest.importorskip("triton")
 

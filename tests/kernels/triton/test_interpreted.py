@@ -15,7 +15,7 @@ from torch import Tensor
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels.configs import TritonConfig
+from onchip.kernels.tiles import TritonConfig
 from tests import random_problems
 from tests.interpreted import INTERPRETED, inside, outside, run_inside
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onchip.core.problem import Problem, Question, Tensors, kept
-from onchip.kernels import flat
-from onchip.kernels.counters import counter, is_slot
-from onchip.kernels.handles import listening, on_device
+from onchip.kernels.runtime import raw_launch
+from onchip.kernels.runtime.counters import counter, is_slot
+from onchip.kernels.runtime.launcher import listening, on_device
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -41,7 +41,7 @@ class Tape(NamedTuple):
     """Buffers of a call are its tensors, then those it allocates, of which it returns some."""
 
     buffers: list[Buffer]
-    launches: list[flat.Flat]
+    launches: list[raw_launch.Flat]
     result: type
     returned: list[int | None]
 
@@ -50,7 +50,7 @@ class Tape(NamedTuple):
         with on_device(q):
             made = [make(size, dtype=d, device=device) for make, size, d in self.buffers]
             addresses += [t.data_ptr() for t in made]
-            stream = flat.runtime().stream_of(device.index)
+            stream = raw_launch.runtime().stream_of(device.index)
             for launch in self.launches:
                 launch(addresses, stream)
         return self.result(*[None if i is None else made[i] for i in self.returned])
@@ -72,7 +72,7 @@ def replayed(compute: Callable, question: Question, x: Tensors, kernel: str | No
     layout = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors] if saved else ()
     key = (compute, kernel, len(tensors), *layout, *[address & 15 for address in addresses])
     tape = question.known.get(key)
-    if isinstance(tape, Tape) and not flat.runtime().is_hooked:
+    if isinstance(tape, Tape) and not raw_launch.runtime().is_hooked:
         return tape.play(x.q, addresses)
     if tape is _SEEN:
         result, question.known[key] = _record(compute, question.problem, x, kernel, saved)
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         self.tensors = tensors
         self.made: list[Tensor] = []  # alive, so that none takes another's identity
         self.buffers: list[Buffer] = []
-        self.launches: list[flat.Flat] = []
+        self.launches: list[raw_launch.Flat] = []
         self.is_complete = True
 
     @classmethod
@@ -133,11 +133,11 @@ class _Recorder(TorchDispatchMode):
 
     def launched(self, compiled: Any, grid: tuple, args: tuple) -> None:
         try:
-            self.launches.append(flat.flatten(compiled, grid, args, self._place))
-        except flat.Unknown:
+            self.launches.append(raw_launch.flatten(compiled, grid, args, self._place))
+        except raw_launch.Unknown:
             self.is_complete = False
 
-    def _place(self, t: Tensor) -> flat.Place:
+    def _place(self, t: Tensor) -> raw_launch.Place:
         for i, given in enumerate(self.tensors):
             if t is given:
                 return i, 0
@@ -146,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         for i, made in enumerate(self.made, len(self.tensors)):
             if t.untyped_storage().data_ptr() == made.data_ptr():
                 return i, int(t.storage_offset()) * t.element_size()
-        raise flat.Unknown
+        raise raw_launch.Unknown
 
     def _place_counter(self, t: Tensor) -> int:
         """A launch may be given it several times: it also stands for what is not read."""

@@ -14,7 +14,7 @@ import torch
 import onchip
 from onchip import masks
 from onchip.core import machine
-from onchip.kernels import aten
+from onchip.kernels.cpu import aten
 from onchip.masks.visibility import Visibility
 from onchip.testing import assert_accurate, make_packed, make_pages, make_qkv, oracle
 

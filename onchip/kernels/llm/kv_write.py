@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.backend import scale_strides
-from onchip.kernels.configs import COPY_ELEMENTS, TRITON_STREAMED
-from onchip.kernels.handles import Handle, on_device
+from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.tiles import COPY_ELEMENTS, TRITON_STREAMED
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import launch_options, packed
 
@@ -97,7 +97,7 @@ def write(
     slot_mapping, int (tokens,): slot = page * page_size + place in the page; one outside the pages,
     like -1, writes nothing. Two tokens must not share a slot. Any strides, last dimension
     contiguous. Pages of 8 bits come with scales, (num_pages, page_size, num_kv_heads), and get what
-    onchip.eightbit.quantise makes of k and v.
+    onchip.quant.kv8.quantise makes of k and v.
     """
     if not k.numel():
         return

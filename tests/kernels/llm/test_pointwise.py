@@ -5,13 +5,12 @@ fp64; by Triton's interpreter on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
-from onchip import pointwise
-from onchip.eightbit import quantise
 from onchip.kvcache import KVCache
-from onchip.models import ModelConfig, decoder, positions_of, random_model
+from onchip.models import ModelConfig, decoder, pointwise, positions_of, random_model
 from onchip.models.rotary import Rotary, rotate, turns
-from tests.eightbit import FORMS
+from onchip.quant.kv8 import quantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
+from tests.kv8 import FORMS
 
 pytest.importorskip("triton")
 
@@ -63,7 +62,7 @@ def test_in_a_process_that_interprets():
 
 @pytest.fixture
 def kernels():
-    from onchip.kernels.triton import pointwise as kernels
+    from onchip.kernels.llm import pointwise as kernels
 
     with torch.no_grad():
         yield kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onchip.kernels.philox import Corner, draw, keep
+from onchip.kernels.cpu.philox import Corner, draw, keep
 
 VECTORS = [  # Random123's known answers for philox4x32-10: counter, key, words
     (

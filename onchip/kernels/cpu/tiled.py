@@ -22,9 +22,9 @@ from onchip.core.backend import (
 )
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.core.state import State, add_sink, finalize
-from onchip.kernels.configs import tiled_config
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul, sum_over_groups
+from onchip.kernels.cpu.head_slice import Plane, planes
+from onchip.kernels.cpu.scores import Rectangle, Scorer, grouped_matmul, sum_over_groups
+from onchip.kernels.tiles import tiled_config
 from onchip.masks.blockmask import BLOCK
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from onchip.eightbit import FORMATS, LARGEST, dequantise, format_of, quantise, widened
 from onchip.quant import schemes
 from onchip.quant.formats import E4M3, INT8
+from onchip.quant.kv8 import FORMATS, LARGEST, dequantise, format_of, quantise, widened
 
 FORMS = list(LARGEST)
 # Half a step of the grid, in units of the largest element of a row: int8 has steps of 1 / 127; e4m3

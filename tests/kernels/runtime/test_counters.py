@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from onchip.kernels import counters
+from onchip.kernels.runtime import counters
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.iomodel import question
-from onchip.kernels.configs import (
+from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_GRADIENT,
     TRITON_CHUNK,

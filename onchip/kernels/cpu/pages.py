@@ -16,7 +16,7 @@ from torch import Tensor
 from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, lift, merge
-from onchip.eightbit import dequantise
+from onchip.quant.kv8 import dequantise
 
 READS_PAGES = True
 MAX_SEQLEN_Q = 8

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onchip.kernels.configs import TRITON_CUT, TRITON_PICK, TRITON_SCAN
-from onchip.kernels.handles import Handle, on_device
+from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.tiles import TRITON_CUT, TRITON_PICK, TRITON_SCAN
 from onchip.kernels.triton.launch import launch_options
 from onchip.kernels.triton.tile import LN2, LOG2E
 

@@ -10,7 +10,7 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core.problem import Options, Tensors, describe
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime.launcher import Handle
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402

@@ -7,8 +7,8 @@ import onchip
 import onchip.testing as ot
 from onchip.core import dispatch, paged
 from onchip.core.problem import DeviceInfo, Options, Tensors
-from onchip.kernels import pages
-from tests.eightbit import FORMS, eight, on_grid
+from onchip.kernels.cpu import pages
+from tests.kv8 import FORMS, eight, on_grid
 
 LENGTHS = [63, 1, 799, 16, 0, 111, 17, 2, 64, 300, 0, 33]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

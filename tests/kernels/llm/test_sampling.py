@@ -42,11 +42,11 @@ def test_in_a_process_that_interprets():
 @pytest.fixture
 def kernel(monkeypatch):
     """Spans of 128, so that a small vocabulary has several."""
-    from onchip.kernels.triton import draw
+    from onchip.kernels.llm import sampling
 
-    monkeypatch.setattr(draw, "TRITON_SCAN", draw.TRITON_SCAN._replace(tile_n=128))
-    monkeypatch.setattr(draw, "TRITON_CUT", draw.TRITON_CUT._replace(tile_n=128))
-    return draw
+    monkeypatch.setattr(sampling, "TRITON_SCAN", sampling.TRITON_SCAN._replace(tile_n=128))
+    monkeypatch.setattr(sampling, "TRITON_CUT", sampling.TRITON_CUT._replace(tile_n=128))
+    return sampling
 
 
 @pytest.fixture
@@ -196,15 +196,15 @@ def test_no_rows(kernel):
 @pytest.mark.gpu
 def test_a_whole_vocabulary_replays_from_a_graph():
     """bf16, 256 x 151,936, temperature 0.6: the shares of fp64, and no wait for the host."""
-    from onchip.kernels.triton import draw
+    from onchip.kernels.llm import sampling
 
     logits = torch.randn(256, 151_936, device="cuda", dtype=BF16)
     uniform = torch.rand(256, dtype=torch.float64, device="cuda")
     temperature = torch.full((256,), 0.6, device="cuda")
-    draw.draw(logits, None, temperature, uniform)  # compiled before the capture
+    sampling.draw(logits, None, temperature, uniform)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token, logprob, _ = draw.draw(logits, None, temperature, uniform)
+        token, logprob, _ = sampling.draw(logits, None, temperature, uniform)
     uniform.copy_(torch.rand(256, dtype=torch.float64))
     graph.replay()
     share = (logits.double() / 0.6).softmax(-1)

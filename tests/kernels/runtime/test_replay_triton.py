@@ -11,8 +11,8 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip.core import problem, torch_op
-from onchip.kernels import flat, tapes
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime import raw_launch, replay
+from onchip.kernels.runtime.launcher import Handle
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -88,13 +88,13 @@ def fake(monkeypatch):
     monkeypatch.setattr(launch, "device_info", lambda device: HOPPER)
     monkeypatch.setattr(torch_op, "check_values", lambda *_: None)
     monkeypatch.setattr(torch_op.paged, "check_values", lambda *_: None)
-    monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
+    monkeypatch.setattr(replay, "is_recordable", lambda q: True)
     for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
         monkeypatch.setattr(handle, "_families", {})
-    flat.runtime.cache_clear()
+    raw_launch.runtime.cache_clear()
     problem.forget_questions()
     yield found
-    flat.runtime.cache_clear()
+    raw_launch.runtime.cache_clear()
     problem.forget_questions()
 
 
@@ -195,13 +195,13 @@ def run(fake, call, grad):
 def plays(monkeypatch):
     """The tapes that were played."""
     found = []
-    play = tapes.Tape.play
+    play = replay.Tape.play
 
     def noted(tape, *args):
         found.append(tape)
         return play(tape, *args)
 
-    monkeypatch.setattr(tapes.Tape, "play", noted)
+    monkeypatch.setattr(replay.Tape, "play", noted)
     return found
 
 

@@ -1,7 +1,7 @@
 """torch's own CPU flash kernels, given only the keys that matter: one call per group of query
 blocks, over the keys they see.
 
-They are fast and have traps, each met here and tested in tests/kernels/test_aten.py: a row that
+They are fast and have traps, each met here and tested in tests/kernels/cpu/test_aten.py: a row that
 sees no key, or whose scores are all -inf by value, returns lse = 0; seqlen 0 kills the process;
 is_causal is top-left, and its -inf is multiplied with the scale (so scales are positive); masks
 must be float; head_dim_v must equal head_dim; 16-bit results come back rounded (so fp32 partials
@@ -31,8 +31,8 @@ from onchip.core.backend import (
 )
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.core.state import add_sink, finalize, resume
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.scores import grouped_matmul
+from onchip.kernels.cpu.head_slice import Plane, planes
+from onchip.kernels.cpu.scores import grouped_matmul
 from onchip.masks.blockmask import BLOCK
 from onchip.masks.visibility import Visibility
 

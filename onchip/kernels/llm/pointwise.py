@@ -14,8 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.backend import scale_strides
 from onchip.core.problem import device_info
-from onchip.kernels.configs import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
-from onchip.kernels.handles import Handle, on_device
+from onchip.kernels.runtime.launcher import Handle, on_device
+from onchip.kernels.tiles import TRITON_GATE, TRITON_NORM, TRITON_PLACE, TritonConfig
 from onchip.kernels.triton.eight import quantised, scale_of
 from onchip.kernels.triton.launch import dependent_options
 from onchip.kernels.triton.tile import rounded

@@ -109,7 +109,7 @@ def fused(*tensors: Tensor) -> ModuleType | None:
     return import_module(_KERNEL)
 
 
-_KERNEL = "onchip.kernels.triton.pointwise"
+_KERNEL = "onchip.kernels.llm.pointwise"
 _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

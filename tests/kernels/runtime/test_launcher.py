@@ -13,7 +13,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.kernels.handles import MAX_FAMILIES, MAX_VARIANTS, Handle
+from onchip.kernels.runtime.launcher import MAX_FAMILIES, MAX_VARIANTS, Handle
 from tests.kernels.gpu import each_kernel
 
 GRID = (7,)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import Problem, Tensors
-from onchip.kernels import philox
-from onchip.kernels.planes import Plane
+from onchip.kernels.cpu import philox
+from onchip.kernels.cpu.head_slice import Plane
 
 
 class Rectangle(NamedTuple):

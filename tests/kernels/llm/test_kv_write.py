@@ -5,9 +5,9 @@ interpreter on the CPU, and on a GPU where there is one.
 import pytest
 import torch
 
-from onchip.eightbit import quantise
-from tests.eightbit import FORMS
+from onchip.quant.kv8 import quantise
 from tests.interpreted import DEVICE, here, outside, run_inside
+from tests.kv8 import FORMS
 
 pytest.importorskip("triton")
 
@@ -35,7 +35,7 @@ def expected_write(pages, rows, slots):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
 def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     heads, page_size, dim, dim_v = sizes
     k_pages, v_pages = (randn(5, page_size, heads, d, dtype=dtype) for d in (dim, dim_v))
@@ -54,7 +54,7 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype, sizes):
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 4, 40, 24), (8, 16, 64, 64)], ids=str)
 def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
     """The same numbers, over rows of all magnitudes; scales of any strides."""
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     heads, page_size, dim, dim_v = sizes
     pages = [torch.zeros(5, page_size, heads, d, dtype=form, device=DEVICE) for d in (dim, dim_v)]
@@ -77,7 +77,7 @@ def test_pages_of_8_bits_get_what_the_definition_says(form, dtype, sizes):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pages, scales = torch.zeros(1, 4, 2, 16, dtype=form, device=DEVICE), randn(1, 4, 2)
     new = randn(2, 2, 16)
@@ -89,7 +89,7 @@ def test_a_token_that_is_not_finite_says_so_in_its_scale(form, poison):
 
 @here
 def test_slots_outside_the_pool_write_nothing():
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pool = randn(9, 4, 2, 16)
     inner = pool[3:6]  # a write outside these pages would land in their neighbours
@@ -102,7 +102,7 @@ def test_slots_outside_the_pool_write_nothing():
 
 @here
 def test_no_token_is_no_write():
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pages, none = randn(2, 4, 1, 8), randn(0, 1, 8)
     slots = torch.empty(0, dtype=torch.int32, device=DEVICE)
@@ -113,7 +113,7 @@ def test_no_token_is_no_write():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 7, 16, 3, 72), (2, 7, 1, 1, 5), (3, 7, 4, 2)], ids=str)
 def test_pages_are_copied_in_every_layer(dtype, shape):
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pages = randn(*shape, dtype=dtype)
     expected = pages.clone()
@@ -125,7 +125,7 @@ def test_pages_are_copied_in_every_layer(dtype, shape):
 
 @here
 def test_pages_that_are_not_contiguous_are_refused():
-    from onchip.kernels.triton import kv_write
+    from onchip.kernels.llm import kv_write
 
     pages = randn(1, 4, 2, 8, 16).transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous one by one"):

@@ -5,7 +5,7 @@ accuracy rule of 16-bit calls judges 8-bit ones too.
 import torch
 from torch import Tensor
 
-from onchip.eightbit import LARGEST, held, quantise, widened
+from onchip.quant.kv8 import LARGEST, held, quantise, widened
 
 FORMS = list(LARGEST)
 

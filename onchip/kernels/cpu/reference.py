@@ -17,8 +17,8 @@ from onchip.core.backend import (
     row_delta,
 )
 from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
-from onchip.kernels.planes import Plane, planes
-from onchip.kernels.scores import Rectangle, Scorer, grouped_matmul
+from onchip.kernels.cpu.head_slice import Plane, planes
+from onchip.kernels.cpu.scores import Rectangle, Scorer, grouped_matmul
 from onchip.quant import recipes
 
 PRECISIONS = (None, *NARROW)

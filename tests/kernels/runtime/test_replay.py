@@ -15,9 +15,9 @@ import torch
 import onchip
 from onchip.core.backend import Result, Stats
 from onchip.core.problem import Options, Question, Tensors, describe, forget_questions
-from onchip.kernels import flat, tapes
-from onchip.kernels.counters import counter
-from onchip.kernels.handles import Handle
+from onchip.kernels.runtime import raw_launch, replay
+from onchip.kernels.runtime.counters import counter
+from onchip.kernels.runtime.launcher import Handle
 from onchip.testing import assert_accurate
 from tests.kernels.gpu import each_kernel, inputs
 
@@ -28,7 +28,7 @@ PARAMS = [
 ]
 
 
-LAUNCHER_OF = flat.launcher_of
+LAUNCHER_OF = raw_launch.launcher_of
 
 
 class Compiled:
@@ -48,11 +48,11 @@ def log(monkeypatch):
     """(grid, stream, addresses) of every flat launch."""
     found = []
     note = lambda *args: found.append((args[:3], args[3], args[4:7]))
-    launcher = flat.Launcher(note, (), False, print, {}, (), None)
+    launcher = raw_launch.Launcher(note, (), False, print, {}, (), None)
     knobs = SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
-    monkeypatch.setattr(flat, "launcher_of", lambda compiled: launcher)
-    monkeypatch.setattr(flat, "runtime", lambda: flat.Runtime(knobs, lambda device: 5))
-    monkeypatch.setattr(tapes, "is_recordable", lambda q: True)
+    monkeypatch.setattr(raw_launch, "launcher_of", lambda compiled: launcher)
+    monkeypatch.setattr(raw_launch, "runtime", lambda: raw_launch.Runtime(knobs, lambda device: 5))
+    monkeypatch.setattr(replay, "is_recordable", lambda q: True)
     return found
 
 
@@ -85,7 +85,7 @@ def compute():
 def test_the_third_call_is_replayed(log, compute):
     x = tensors()
     asked = question(x)
-    results = [tapes.replayed(compute, asked, x, None) for _ in range(4)]
+    results = [replay.replayed(compute, asked, x, None) for _ in range(4)]
     assert len(log) == 2
     for (grid, stream, addresses), result in zip(log, results[2:], strict=True):
         assert grid == (3, 1, 1) and stream == 5
@@ -97,7 +97,7 @@ def test_the_third_call_is_replayed(log, compute):
 def test_recording_does_not_wake_the_compiler():
     """A dispatch mode may import torch._dynamo: seconds, for who compiles nothing."""
     code = (
-        "import sys, torch; from onchip.kernels.tapes import _Recorder\n"
+        "import sys, torch; from onchip.kernels.runtime.replay import _Recorder\n"
         "with _Recorder([torch.ones(1)]) as recorder: torch.empty(3)\n"
         "assert len(recorder.made) == 1 and 'torch._dynamo' not in sys.modules"
     )
@@ -111,7 +111,7 @@ def test_a_part_of_a_buffer_keeps_its_place(log, monkeypatch, compute):
     x = tensors()
     asked = question(x)
     for _ in range(3):
-        tapes.replayed(compute, asked, x, None)
+        replay.replayed(compute, asked, x, None)
     (rows,) = (t for t in made[-3:] if t.shape == (3, 5))
     assert log[0][2][2] == rows[2].data_ptr()
 
@@ -131,7 +131,7 @@ def drawing_kernel():
 def test_counters_are_those_of_where_a_tape_is_played(log, now):
     x, compute = tensors(), drawing_kernel()
     asked = question(x)
-    play = lambda: tapes.replayed(compute, asked, x, None)
+    play = lambda: replay.replayed(compute, asked, x, None)
     for _ in range(3):
         play()
     now.stream = 9
@@ -150,9 +150,9 @@ def test_the_counters_of_a_device_are_no_buffer_of_the_call_that_made_them(log, 
     x, compute = tensors(), drawing_kernel()
     asked = question(x)
     now.capturing = True
-    tapes.replayed(compute, asked, x, None)
+    replay.replayed(compute, asked, x, None)
     now.capturing = False
-    tapes.replayed(compute, asked, x, None)
+    replay.replayed(compute, asked, x, None)
     (tape,) = asked.known.values()
     assert now.waits == 1 and len(tape.buffers) == 3
 
@@ -176,7 +176,7 @@ def test_a_call_that_does_more_is_never_replayed(log, extra):
     x, compute = tensors(), kernel_of(Handle(Kernel()), extra)
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        replay.replayed(compute, asked, x, None)
     assert not log
 
 
@@ -191,7 +191,7 @@ def test_nor_is_one_that_returns_a_part_of_a_buffer(log):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        replay.replayed(compute, asked, x, None)
     assert not log
 
 
@@ -206,18 +206,18 @@ def test_nor_is_one_that_returns_row_statistics(log):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        assert isinstance(tapes.replayed(compute, asked, x, None).stats, Stats)
+        assert isinstance(replay.replayed(compute, asked, x, None).stats, Stats)
     assert not log
 
 
 def test_a_kernel_that_did_not_compile_is_not_replayed(log, compute, monkeypatch):
     """The interpreter, AMD: nothing was compiled that could be launched."""
     monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *args: None)
-    monkeypatch.setattr(flat, "launcher_of", LAUNCHER_OF)
+    monkeypatch.setattr(raw_launch, "launcher_of", LAUNCHER_OF)
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        tapes.replayed(compute, asked, x, None)
+        replay.replayed(compute, asked, x, None)
     assert not log
 
 
@@ -227,12 +227,12 @@ def test_alignment_tells_calls_apart(log, compute):
     asked = question(x)
     shifted = x._replace(v=torch.randn(x.v.numel() + 1)[1:].view(x.v.shape))
     for _ in range(3):
-        tapes.replayed(compute, asked, x, None)
+        replay.replayed(compute, asked, x, None)
     assert len(log) == 1
     for _ in range(2):
-        tapes.replayed(compute, asked, shifted, None)
+        replay.replayed(compute, asked, shifted, None)
     assert len(log) == 1
-    tapes.replayed(compute, asked, shifted, None)
+    replay.replayed(compute, asked, shifted, None)
     assert log[-1][2][0] == shifted.v.data_ptr()
 
 
@@ -240,19 +240,19 @@ def test_kernels_by_name_are_told_apart(log, compute):
     x = tensors()
     asked = question(x)
     for kernel in ("one", "other") * 2:
-        tapes.replayed(compute, asked, x, kernel)
+        replay.replayed(compute, asked, x, kernel)
     assert not log
 
 
 def test_calls_that_came_once_do_not_keep_others_from_being_replayed(log, compute):
     x = tensors()
     asked = question(x)
-    for kernel in map(str, range(3 * tapes.MAX_TAPES)):
-        tapes.replayed(compute, asked, x, kernel)
-    assert len(asked.known) == tapes.MAX_TAPES and not log
+    for kernel in map(str, range(3 * replay.MAX_TAPES)):
+        replay.replayed(compute, asked, x, kernel)
+    assert len(asked.known) == replay.MAX_TAPES and not log
     for _ in range(3):
-        tapes.replayed(compute, asked, x, "again and again")
-    assert len(asked.known) == tapes.MAX_TAPES and len(log) == 1
+        replay.replayed(compute, asked, x, "again and again")
+    assert len(asked.known) == replay.MAX_TAPES and len(log) == 1
 
 
 def test_saved_tensors_may_come_back_in_another_layout(log):
@@ -266,16 +266,16 @@ def test_saved_tensors_may_come_back_in_another_layout(log):
     asked = question(x)
     out, other = torch.randn(1, 8, 2, 16), torch.randn(1, 2, 8, 16).transpose(1, 2)
     for saved in (out, out, other, other):
-        tapes.replayed(compute, asked, x, None, saved)
+        replay.replayed(compute, asked, x, None, saved)
     assert not log
-    tapes.replayed(compute, asked, x, None, other)
+    replay.replayed(compute, asked, x, None, other)
     assert log[0][2][1] == other.data_ptr()
 
 
 def test_nothing_is_kept_for_a_question_that_keeps_nothing(log, compute):
     x = tensors()
     for _ in range(4):
-        tapes.replayed(compute, Question(describe(x, Options())), x, None)
+        replay.replayed(compute, Question(describe(x, Options())), x, None)
     assert not log
 
 
@@ -283,7 +283,7 @@ def test_of_tensors_nothing_is_kept(log, compute):
     x = tensors()
     asked = question(x)
     for _ in range(4):
-        result = tapes.replayed(compute, asked, x, None)
+        result = replay.replayed(compute, asked, x, None)
     gone = [weakref.ref(t) for t in (*x[:3], result.out)]
     del x, result
     gc.collect()
@@ -297,7 +297,7 @@ def test_threads_share_tapes(log, compute):
 
     def call(_):
         x = tensors()
-        out = tapes.replayed(compute, asked, x, None).out
+        out = replay.replayed(compute, asked, x, None).out
         wanted[out.data_ptr()] = (x.v.data_ptr(), out.data_ptr())
         return x, out  # alive, so that no address comes again
 
@@ -312,8 +312,8 @@ def plays(monkeypatch):
     """How often tapes were played; none is left of other tests."""
     forget_questions()
     found = []
-    play = tapes.Tape.play
-    monkeypatch.setattr(tapes.Tape, "play", lambda *args: found.append(1) or play(*args))
+    play = replay.Tape.play
+    monkeypatch.setattr(replay.Tape, "play", lambda *args: found.append(1) or play(*args))
     return found
 
 
@@ -364,7 +364,7 @@ def test_paged_replays_read_their_own_tables(plays, monkeypatch):
         lengths = torch.tensor([1, 100 + turn, 192], device="cuda", dtype=torch.int32)
         out = onchip.paged_attention(q, *pages, table, lengths)
         with monkeypatch.context() as usual:
-            usual.setattr(tapes, "is_recordable", lambda q: False)
+            usual.setattr(replay, "is_recordable", lambda q: False)
             expected = onchip.paged_attention(q, *pages, table, lengths)
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert len(plays) == 3
