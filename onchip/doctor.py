@@ -23,7 +23,7 @@ from onchip.core.dispatch import KERNELS, kernel_module
 from onchip.core.explain import human_bytes
 from onchip.core.machine import has_fast_matmul
 from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, device_info
-from onchip.iomodel import hardware
+from onchip.cost import hardware
 from onchip.models import foreign
 
 DEVICES = {

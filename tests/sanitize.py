@@ -19,9 +19,9 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
+from onchip.cost.prefixes import Costs
 from onchip.engine.sampler import Edits, Rows, sample
 from onchip.fold import cascade
-from onchip.iomodel.prefixes import Costs
 from onchip.kvcache import KVCache, Sequence, Spec
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
 

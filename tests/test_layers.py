@@ -181,6 +181,6 @@ def test_import_needs_torch_alone_and_wakes_nothing():
 def test_all_is_the_api():
     for name in onchip.__all__:
         assert callable(getattr(onchip, name)), name
-    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models and onchip.iomodel
+    assert onchip.masks and onchip.testing and onchip.kvcache and onchip.models and onchip.cost
     with pytest.raises(AttributeError, match="no attribute 'flash'"):
         _ = onchip.flash

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.kernels.papers.arithmetic import POLYNOMIALS
+from onchip.lab.published.arithmetic import POLYNOMIALS
 
 Exp2 = Callable[[Tensor], Tensor]
 DEGREES = (2, 3, 4, 5)

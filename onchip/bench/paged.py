@@ -21,8 +21,8 @@ import onchip
 from onchip.bench import gpu, peers, tiers
 from onchip.bench.gpu import Claim, Contender, Inputs, Scale
 from onchip.bench.harness import Bar, Case, Row, Session, hold, worst_cell
+from onchip.cost.prefixes import costs
 from onchip.fold import cascade
-from onchip.iomodel.prefixes import costs
 from onchip.quant.kv8 import FORMATS, held, quantise
 from onchip.testing import oracle, rmse
 

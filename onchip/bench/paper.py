@@ -13,7 +13,7 @@ import torch
 from onchip.bench import counters
 from onchip.bench.harness import Bar, Case, Refused, Row, Session
 from onchip.bench.paper_claims import Claim, claims, verdict
-from onchip.iomodel import question
+from onchip.cost import question
 
 PARTS = ("claims", "counters")
 # 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.

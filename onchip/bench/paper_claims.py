@@ -1,4 +1,4 @@
-"""Published figures about attention and its bytes, each with what iomodel predicts for it, how it
+"""Published figures about attention and its bytes, each with what cost predicts for it, how it
 is measured here, and why it does not follow where it does not.
 
 Bytes are those of fp16, one head executed and multiplied by their number: heads share nothing.
@@ -12,9 +12,11 @@ import torch
 
 from onchip.bench import paper_runs as runs
 from onchip.core.problem import Problem
-from onchip.iomodel import Chip, Traffic, bounds, footprint, question, roofline, traffic
-from onchip.iomodel.hardware import A100, H100, H200
+from onchip.cost import footprint, question, roofline
+from onchip.cost.hardware import A100, H100, H200
 from onchip.kernels.tiles import HOPPER_FORWARD
+from onchip.lab import bounds, traffic
+from onchip.lab.traffic import Chip, Traffic
 
 PAPER = "FlashAttention, NeurIPS 2022"
 SURVEY, BLOG, TUTORIAL = "a survey, 2025", "a blog, 2025", "a tutorial, 2025"

@@ -14,7 +14,7 @@ MARKS = {
     "measured": (MEASURED, "o"),
 }
 SAID = (
-    "published: by the text named. predicted: onchip.iomodel, bytes of fp16, an A100 where a time"
+    "published: by the text named. predicted: onchip.cost, bytes of fp16, an A100 where a time"
     " is asked. measured: here; bytes by the ledger of the executed paper, one head multiplied by"
     " their number; memory and times on this CPU, times of one thread by its own clock."
 )

@@ -13,9 +13,9 @@ from torch import Tensor
 import onchip
 from onchip.bench import patterns
 from onchip.bench.measure import peak_extra_bytes
-from onchip.iomodel import Chip
-from onchip.kernels.papers import ledger, softmax
 from onchip.kvcache import KVCache, Spec
+from onchip.lab.published import ledger, softmax
+from onchip.lab.traffic import Chip
 from onchip.testing import oracle, rmse
 
 DTYPE = torch.bfloat16  # as many bytes as fp16, and faster on CPUs with matrix units

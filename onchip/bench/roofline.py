@@ -1,4 +1,4 @@
-"""`onchip bench roofline`: how long iomodel says that our Hopper kernels take, against what was
+"""`onchip bench roofline`: how long cost says that our Hopper kernels take, against what was
 measured on an H200 (bench/results/h200-forward.json and h200-backward.json, with which in view the
 model was made, and h200-short.json, which was held out). Computes only.
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from onchip.bench.harness import Bar, Case, Refused, Row, Session
-from onchip.iomodel import question, roofline
-from onchip.iomodel.hardware import H200
+from onchip.cost import question, roofline
+from onchip.cost.hardware import H200
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 SEEN = ("forward", "backward", "deterministic")  # while the model was made

@@ -13,7 +13,7 @@ MODEL = (
     "Consumers of 64 rows go round tensor cores, exp unit with lanes, and shared memory of their"
     " processor, as in a closed queueing network; a tile costs one step more than it has; what one"
     " buffer cannot hide of moving own rows is added, and so are launches. Clock, rates and"
-    " bandwidth are those of onchip/iomodel/hardware.py. No factor was fitted, but the structure"
+    " bandwidth are those of onchip/cost/hardware.py. No factor was fitted, but the structure"
     " was decided with the forward and both backwards in view; the short calls were held out."
 )
 

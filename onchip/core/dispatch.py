@@ -15,10 +15,10 @@ KERNELS = {
     "aten_cpu": "onchip.kernels.cpu.aten",
     "tiled": "onchip.kernels.cpu.tiled",
     "reference": "onchip.kernels.cpu.reference",
-    "paper_v0": "onchip.kernels.papers.v0",
-    "paper_v1": "onchip.kernels.papers.v1",
-    "paper_v2": "onchip.kernels.papers.v2",
-    "paper_v4": "onchip.kernels.papers.v4",
+    "paper_v0": "onchip.lab.published.v0",
+    "paper_v1": "onchip.lab.published.v1",
+    "paper_v2": "onchip.lab.published.v2",
+    "paper_v4": "onchip.lab.published.v4",
 }
 
 

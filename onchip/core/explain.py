@@ -19,18 +19,11 @@ from onchip.core.backend import accumulator_dtype
 from onchip.core.dispatch import Plan, kernel_module, plan
 from onchip.core.functional import Extras, Packing, attention, paged_attention, pose
 from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
+from onchip.cost import prefixes
+from onchip.cost.hardware import TABLE, Hardware, find, of_device, planned_for
+from onchip.cost.roofline import Roofline, backward_ratio, bound, human_time, is_modelled, predict
+from onchip.cost.splits import Part, Tiles, even_splits, filling, seconds
 from onchip.fold import cascade
-from onchip.iomodel import prefixes
-from onchip.iomodel.hardware import TABLE, Hardware, find, of_device, planned_for
-from onchip.iomodel.roofline import (
-    Roofline,
-    backward_ratio,
-    bound,
-    human_time,
-    is_modelled,
-    predict,
-)
-from onchip.iomodel.splits import Part, Tiles, even_splits, filling, seconds
 from onchip.kernels.tiles import (
     HOPPER_DECODE_KEYS,
     HOPPER_DECODE_ROWS,

@@ -29,8 +29,8 @@ from onchip.core.problem import (
     laid_out,
 )
 from onchip.core.state import merge_at_rest
+from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
-from onchip.iomodel.prefixes import costs
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule
 
@@ -248,7 +248,7 @@ def cascade_attention(
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """paged_attention() in which pages that several sequences begin with are read once for all of
-    them, where a model of time (`onchip.iomodel.prefixes`) says that this wins.
+    them, where a model of time (`onchip.cost.prefixes`) says that this wins.
 
     plan: what `onchip.fold.cascade.plan` made of the host's copy of the tables, moved to q's
     device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,

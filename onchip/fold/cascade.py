@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onchip.core.problem import Beside, UnsupportedError
 from onchip.core.state import merge_at_rest
-from onchip.iomodel.prefixes import Costs, Together
+from onchip.cost.prefixes import Costs, Together
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
 
@@ -130,7 +130,7 @@ def plan(
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     max_levels: int = MAX_LEVELS,
 ) -> Plan:
-    """The levels of shared pages that save most time, as `iomodel.prefixes.costs` of the tensors
+    """The levels of shared pages that save most time, as `cost.prefixes.costs` of the tensors
     (`model`) predicts it; none, if the plain call is fastest.
 
     page_table (batch, max_pages), cache_seqlens (batch,) and cu_seqlens_q (batch + 1,) are lists or

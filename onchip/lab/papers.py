@@ -10,10 +10,12 @@ from torch import Tensor
 
 import onchip
 from onchip import masks
-from onchip.iomodel import Chip, question, traffic
-from onchip.iomodel.hardware import TABLE, Hardware
-from onchip.kernels.papers.ledger import Step, ledger
+from onchip.cost import question
+from onchip.cost.hardware import TABLE, Hardware
+from onchip.lab import traffic
 from onchip.lab.numbers import shown
+from onchip.lab.published.ledger import Step, ledger
+from onchip.lab.traffic import Chip
 from onchip.parallel.machines import H200, LENGTHS
 
 SRAM_BYTES = 100 * 1024  # of the papers

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.iomodel import hardware
+from onchip.cost import hardware
 
 
 class Link(NamedTuple):

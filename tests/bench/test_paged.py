@@ -10,7 +10,7 @@ import onchip
 from onchip.bench import gpu, paged, peers
 from onchip.bench.gpu import Contender, Lane
 from onchip.bench.harness import Inaccurate, Session, judge
-from onchip.iomodel.prefixes import costs
+from onchip.cost.prefixes import costs
 
 CPU = torch.device("cpu")
 

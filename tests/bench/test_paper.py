@@ -10,7 +10,8 @@ from onchip import bench
 from onchip.bench import paper, paper_claims, paper_report, paper_runs
 from onchip.bench.harness import Session, judge
 from onchip.bench.paper_claims import Claim, claims, verdict
-from onchip.iomodel import Chip, traffic
+from onchip.lab import traffic
+from onchip.lab.traffic import Chip
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = json.loads((ROOT / "bench" / "results" / "cpu-paper.json").read_text())["rows"]

@@ -8,11 +8,11 @@ import torch
 import onchip
 from onchip.core.dispatch import kernel_module
 from onchip.core.explain import Explanation, Served, count_splits, even_ranges
+from onchip.cost import question, roofline
+from onchip.cost.hardware import H200, HOST
+from onchip.cost.prefixes import Occupancy, costs, moved
+from onchip.cost.roofline import human_time
 from onchip.fold import cascade
-from onchip.iomodel import question, roofline
-from onchip.iomodel.hardware import H200, HOST
-from onchip.iomodel.prefixes import Occupancy, costs, moved
-from onchip.iomodel.roofline import human_time
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16

@@ -11,7 +11,7 @@ import torch
 
 import onchip
 from onchip import fold, masks
-from onchip.iomodel.prefixes import costs
+from onchip.cost.prefixes import costs
 from onchip.testing import make_qkv, oracle
 
 

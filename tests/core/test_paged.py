@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 import onchip
 from onchip.core import paged, torch_op
 from onchip.core.problem import Options, Tensors
+from onchip.cost.prefixes import costs, moved
 from onchip.fold import cascade
-from onchip.iomodel.prefixes import costs, moved
 from onchip.quant.kv8 import dequantise
 from onchip.testing import assert_accurate, make_packed, make_pages
 from tests.kv8 import FORMS, eight, on_grid

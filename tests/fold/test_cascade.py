@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import onchip
 from onchip.core import dispatch, functional
 from onchip.core.problem import Beside, DeviceInfo, Problem, Tensors, is_even
+from onchip.cost.prefixes import Costs, Occupancy, costs
 from onchip.fold import cascade
-from onchip.iomodel.prefixes import Costs, Occupancy, costs
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4

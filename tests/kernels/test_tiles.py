@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from onchip.iomodel import question
+from onchip.cost import question
 from onchip.kernels.tiles import (
     HOPPER_BACKWARD,
     HOPPER_GRADIENT,

@@ -9,11 +9,11 @@ import torch
 
 import onchip
 from onchip.core import state
-from onchip.iomodel import question, roofline
-from onchip.iomodel.hardware import TABLE
-from onchip.kernels.papers.ledger import ledger
+from onchip.cost import question, roofline
+from onchip.cost.hardware import TABLE
 from onchip.lab import papers, record
 from onchip.lab.playground import Playground
+from onchip.lab.published.ledger import ledger
 from onchip.models import builtin
 from onchip.parallel.simulate import LAYOUTS, Step, Timeline
 

@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.backend import Result, Stats, empty_result, scale_strides
 from onchip.core.problem import Problem, Tensors
-from onchip.iomodel.hardware import HOST, Hardware, planned_for
-from onchip.iomodel.splits import Part, Tiles, choose, choose_unseen
+from onchip.cost.hardware import HOST, Hardware, planned_for
+from onchip.cost.splits import Part, Tiles, choose, choose_unseen
 from onchip.kernels.runtime.launcher import Handle
 from onchip.kernels.tiles import (
     DECODE_ROWS,

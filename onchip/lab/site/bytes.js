@@ -23,7 +23,7 @@ lab.figures.bytes = (panel, data) => {
     lab.h("div", { class: "race" }, lanes.map((one) => one.box)),
     player.element, say, levels);
   lab.at("bytes-note").textContent = `One head, head_dim ${data.head_dim}, ${data.dtype}, ${lab.bytes(data.sram_bytes)} of SRAM, forward. `
-    + `To ${lab.tokens(data.executed)} tokens the bytes were counted while the paper kernels ran; beyond, by onchip.iomodel.traffic, which `
+    + `To ${lab.tokens(data.executed)} tokens the bytes were counted while the paper kernels ran; beyond, by onchip.lab.traffic, which `
     + "equals those ledgers byte for byte.";
 
   function lane(name) {

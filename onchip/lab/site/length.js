@@ -27,9 +27,9 @@ lab.figures.length = (panel, data) => {
     lab.h("div", { class: "charts" }, chart("memory beside the inputs", memory), chart("least time", time)),
     say,
     lab.h("ul", { class: "legend" }, key("of-b", "standard"), key("of-a", "flash"), key("of-c", "flash as measured on an H200")));
-  lab.at("length-note").textContent = "Forward, no mask. Bytes and operations are those of onchip.iomodel.traffic, each tensor "
+  lab.at("length-note").textContent = "Forward, no mask. Bytes and operations are those of onchip.lab.traffic, each tensor "
     + "moved as rarely as its algorithm allows; the least time is that of the slowest unit, if all others "
-    + "hide behind it (onchip.iomodel.roofline). Measured: onchip's kernel in bf16, with as many heads as fill the GPU.";
+    + "hide behind it (onchip.cost.roofline). Measured: onchip's kernel in bf16, with as many heads as fill the GPU.";
 
   // {memory, seconds, binds} of a kind at a length: the rule of roofline.bound.
   function cell(kind, n = chosen.n) {

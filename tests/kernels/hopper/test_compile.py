@@ -19,8 +19,8 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
 from onchip.core.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
-from onchip.iomodel import footprint
-from onchip.iomodel.footprint import HANDED_OVER, Footprint
+from onchip.cost import footprint
+from onchip.cost.footprint import HANDED_OVER, Footprint
 from onchip.kernels import tiles
 from onchip.kernels.hopper import entry
 from onchip.kernels.tiles import hopper_width

@@ -17,7 +17,7 @@ import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
 from onchip.core.problem import DeviceInfo, Options, Tensors, describe
-from onchip.iomodel import footprint
+from onchip.cost import footprint
 from onchip.kernels.tiles import TritonConfig
 from tests.kv8 import eight
 

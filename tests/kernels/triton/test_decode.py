@@ -11,9 +11,9 @@ import onchip
 import onchip.testing as ot
 from onchip.core.dispatch import kernel_module
 from onchip.core.problem import Problem
+from onchip.cost.hardware import H200
+from onchip.cost.prefixes import Costs, Occupancy
 from onchip.fold import cascade
-from onchip.iomodel.hardware import H200
-from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.tiles import TritonConfig
 from onchip.quant.kv8 import dequantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside

@@ -8,9 +8,9 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels.papers import ledger
-from onchip.kernels.papers.ledger import Ledger
-from onchip.kernels.papers.memory import Array, Tile, accumulate
+from onchip.lab.published import ledger
+from onchip.lab.published.ledger import Ledger
+from onchip.lab.published.memory import Array, Tile, accumulate
 
 
 def test_loads_and_stores_are_counted_in_the_bytes_of_the_array():

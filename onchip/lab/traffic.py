@@ -1,8 +1,8 @@
 """What each algorithm moves between HBM and the chip, and computes, for a Problem: exact counts,
-equal to the ledgers of `onchip.kernels.papers` byte for byte, without running anything.
+equal to the ledgers of `onchip.lab.published` byte for byte, without running anything.
 
-    problem = onchip.iomodel.question(1024, head_dim=64, num_heads=16, batch=64)
-    print(onchip.iomodel.traffic.v1(problem, Chip(sram=51_200)).hbm_bytes)
+    problem = onchip.cost.question(1024, head_dim=64, num_heads=16, batch=64)
+    print(onchip.lab.traffic.v1(problem, Chip(sram=51_200)).hbm_bytes)
 
 Every function takes what a ledger takes, as a Chip; a BlockMask if the problem has one; and, if it
 is packed, the (seqlen_q, seqlen_k) of each sequence. FlashAttention-3 moves what v2 moves.

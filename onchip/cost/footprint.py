@@ -4,7 +4,7 @@ tile tables alone. Tests compile the kernels and compare with what the compiler 
 
 from dataclasses import dataclass
 
-from onchip.iomodel.hardware import Hardware
+from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import (
     HOPPER_DECODE_EIGHT_REGISTERS,
     HOPPER_DECODE_EIGHT_STAGES,

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.iomodel import Chip, Traffic, question, traffic
-from onchip.iomodel.prefixes import moved
-from onchip.kernels.papers import ledger
+from onchip.cost import question
+from onchip.cost.prefixes import moved
+from onchip.lab import traffic
+from onchip.lab.published import ledger
+from onchip.lab.traffic import Chip, Traffic
 
 PAPERS = {
     "paper_v0": (traffic.standard, traffic.standard_backward),

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from onchip.cost.hardware import A100, B200, H200, HOST
+from onchip.cost.prefixes import costs, moved
 from onchip.fold import cascade
-from onchip.iomodel.hardware import A100, B200, H200, HOST
-from onchip.iomodel.prefixes import costs, moved
 
 PAGE = 16
 RESULTS = Path(__file__).parents[2] / "bench" / "results"

@@ -6,7 +6,7 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels.papers import ledger
+from onchip.lab.published import ledger
 
 pytestmark = pytest.mark.gpu
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}

@@ -8,11 +8,11 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import masks
-from onchip.kernels.papers import ledger
-from onchip.kernels.papers.arithmetic import POLYNOMIALS, exp2
-from onchip.kernels.papers.ledger import Ledger
-from onchip.kernels.papers.memory import Tile
-from onchip.kernels.papers.v4 import PUBLISHED
+from onchip.lab.published import ledger
+from onchip.lab.published.arithmetic import POLYNOMIALS, exp2
+from onchip.lab.published.ledger import Ledger
+from onchip.lab.published.memory import Tile
+from onchip.lab.published.v4 import PUBLISHED
 
 PAPERS = ["paper_v0", "paper_v1", "paper_v2", "paper_v4"]
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 40, "head_dim_v": 24}

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from onchip.iomodel import footprint
-from onchip.iomodel.footprint import HANDED_OVER, Footprint
-from onchip.iomodel.hardware import A100, H200
+from onchip.cost import footprint
+from onchip.cost.footprint import HANDED_OVER, Footprint
+from onchip.cost.hardware import A100, H200
 from onchip.kernels import tiles
 
 TABLES = (

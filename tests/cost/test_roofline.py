@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from onchip.core.problem import Problem
-from onchip.iomodel import hardware, question
-from onchip.iomodel.hardware import H200
-from onchip.iomodel.roofline import Pace, Step, predict, steps
+from onchip.cost import hardware, question
+from onchip.cost.hardware import H200
+from onchip.cost.roofline import Pace, Step, predict, steps
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 BAR = 0.15

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import device_info
-from onchip.iomodel.hardware import Hardware, planned_for
-from onchip.iomodel.roofline import forward_step
+from onchip.cost.hardware import Hardware, planned_for
+from onchip.cost.roofline import forward_step
 from onchip.kernels.tiles import (
     HOPPER_DECODE_ROWS,
     HOPPER_FORWARD_PAGED,

@@ -6,7 +6,7 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core.problem import Options, Tensors, describe
-from onchip.iomodel import question
+from onchip.cost import question
 
 
 @pytest.mark.parametrize("masked", [False, True])

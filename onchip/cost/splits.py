@@ -7,7 +7,7 @@ others, and whatever is cut has to be merged. With n programs of s tiles on P pr
 
     call + ceil(n / P) * s * step + merge         step: one tile, as long as P of them come at once
 
-which is within a tenth of what decoding over pages took on an H200 (tests/iomodel/test_splits.py).
+which is within a tenth of what decoding over pages took on an H200 (tests/cost/test_splits.py).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.core.problem import Problem
-from onchip.iomodel.hardware import Hardware
+from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import SPLIT_MOST_WAVES, SPLIT_WAVES
 
 

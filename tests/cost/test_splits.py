@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onchip.iomodel import question
-from onchip.iomodel.hardware import A100, H200, HOST, TABLE
-from onchip.iomodel.splits import (
+from onchip.cost import question
+from onchip.cost.hardware import A100, H200, HOST, TABLE
+from onchip.cost.splits import (
     Part,
     Tiles,
     choose,

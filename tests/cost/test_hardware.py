@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.iomodel import hardware
-from onchip.iomodel.hardware import A100, B200, H100, H200, TABLE
+from onchip.cost import hardware
+from onchip.cost.hardware import A100, B200, H100, H200, TABLE
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

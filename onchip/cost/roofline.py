@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import Problem
-from onchip.iomodel.hardware import Hardware
+from onchip.cost.hardware import Hardware
 from onchip.kernels.tiles import (
     HopperConfig,
     HopperGradientConfig,

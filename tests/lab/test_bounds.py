@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onchip import masks
-from onchip.iomodel import Chip, bounds, question, traffic
+from onchip.cost import question
+from onchip.lab import bounds, traffic
+from onchip.lab.traffic import Chip
 from onchip.masks import Visibility
 
 NUMBERS = torch.float32  # of which lse and l take as many bytes as all else

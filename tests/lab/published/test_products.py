@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from onchip.kernels.papers import ledger
-from onchip.kernels.papers.matmul import matmul
-from onchip.kernels.papers.softmax import one_pass, three_pass, two_pass
+from onchip.lab.published import ledger
+from onchip.lab.published.matmul import matmul
+from onchip.lab.published.softmax import one_pass, three_pass, two_pass
 
 
 @pytest.mark.parametrize("sram", [1, 10, 111, math.inf])

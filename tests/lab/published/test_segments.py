@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 import onchip.testing as ot
 from onchip.core.problem import Options, Tensors, describe
-from onchip.iomodel import Chip, question, traffic
-from onchip.kernels.papers import ledger
-from onchip.kernels.papers.segments import cascade, paged, ring, split_kv
+from onchip.cost import question
+from onchip.lab import traffic
+from onchip.lab.published import ledger
+from onchip.lab.published.segments import cascade, paged, ring, split_kv
+from onchip.lab.traffic import Chip
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "head_dim_v": 8}
 BANDS = [{}, {"causal": True}, {"causal": True, "window_size": (20, None)}]
