@@ -48,7 +48,7 @@ triton36: $(OLDEST)/.done
 	@PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not hopper $(if $(ALL),,and not slow)" tests/kernels/hopper $(TEST) || [ $$? = 5 ]
 
 upstream: $(VENV)/.upstream
-	@OMP_NUM_THREADS=1 $(BIN)/python tests/adapters/upstream.py "$(TRANSFORMERS)" $(TEST)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/upstream.py "$(TRANSFORMERS)" $(TEST)
 
 ring: $(VENV)/.test
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/programs/ring_flash_attention.py "$(RING)" $(TEST)

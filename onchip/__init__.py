@@ -38,7 +38,7 @@ _HOMES = {
     "explain": "core.explain",
     **dict.fromkeys(("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"), "engine"),
 }
-_MODULES = ("adapters", "cost", "engine", "kvcache", "masks", "models", "parallel", "quant")
+_MODULES = ("cost", "engine", "integrations", "kvcache", "masks", "models", "parallel", "quant")
 _MODULES += ("testing",)
 
 

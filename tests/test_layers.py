@@ -82,7 +82,7 @@ LEAVES = {
 }
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/runtime/raw_launch.py"),
-    "torch.distributed": ("parallel", "adapters/flash_attn/collectives.py"),
+    "torch.distributed": ("parallel", "integrations/flash_attn/collectives.py"),
     "transformers": ("models/interface.py", "adapters", "bench"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onchip import testing as ot
-from onchip.adapters import flash_attn as drop_in
-from onchip.adapters import sdpa
+from onchip.integrations import flash_attn as drop_in
+from onchip.integrations import sdpa
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"

@@ -59,7 +59,8 @@ def reason(kind: type, name: str, base: type) -> str | None:
         others = ", ".join(map(repr, tables[0]))
         return (
             f"chooses its attention from a table of its own, which has {others} and no custom names"
-            " (onchip.adapters.flash_attn and onchip.adapters.sdpa serve a model under these)"
+            " (onchip.integrations.flash_attn and onchip.integrations.sdpa serve a model under"
+            " these)"
         )
     if any(_DENSE_ONLY in _constants(part) for part in built):
         return (

@@ -2,7 +2,7 @@
 
 import torch
 
-from onchip.adapters.flash_attn import collectives
+from onchip.integrations.flash_attn import collectives
 
 
 def on_rank(comm):

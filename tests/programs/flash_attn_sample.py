@@ -115,9 +115,9 @@ _OPEN = ExitStack()
 
 def pytest_configure(config):
     import onchip
-    import onchip.adapters.flash_attn
+    import onchip.integrations.flash_attn
 
-    onchip.adapters.flash_attn.install()
+    onchip.integrations.flash_attn.install()
     onchip.checks(True)
     if os.environ[ON_CPU] != "1":
         return

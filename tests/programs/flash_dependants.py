@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from flash_on_cpu import OnCpu
 
-import onchip.adapters.flash_attn
+import onchip.integrations.flash_attn
 
 
 def made(*shape, count=3):
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("program", choices=("diffusers", "hunyuan"))
     parser.add_argument("checkout", type=Path, nargs="?")
     said = parser.parse_args()
-    onchip.adapters.flash_attn.install()
+    onchip.integrations.flash_attn.install()
     with OnCpu():
         passed = diffusers() if said.program == "diffusers" else hunyuan(said.checkout)
     return int(not passed)

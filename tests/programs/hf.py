@@ -9,8 +9,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
 import pytest
 import torch
 
-from onchip.adapters import transformers as adapter
-from tests.adapters import families
+from onchip.integrations import transformers as adapter
+from tests.integrations import families
 from tests.models.foreigners import quiet
 
 _TIMES = ("runtime", "per_second", "time", "flos")

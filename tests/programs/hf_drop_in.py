@@ -5,7 +5,7 @@ is ours: a program, because their modules look for flash_attn when they are impo
 import torch
 import transformers
 
-from onchip.adapters import flash_attn
+from onchip.integrations import flash_attn
 
 SMALL = {"vocab_size": 131, "hidden_size": 48}
 KINDS = {

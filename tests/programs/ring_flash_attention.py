@@ -42,9 +42,9 @@ TIMEOUT_S = 900
 
 def run_rank(checkout: Path, script: str) -> None:
     """One rank of one script; RANK and WORLD_SIZE are in the environment."""
-    import onchip.adapters.flash_attn
+    import onchip.integrations.flash_attn
 
-    onchip.adapters.flash_attn.install()
+    onchip.integrations.flash_attn.install()
     begin = dist.init_process_group
     dist.init_process_group = lambda backend=None, **rest: begin("gloo", **rest)
     sys.path[:0] = [str(checkout), str(checkout / "test")]

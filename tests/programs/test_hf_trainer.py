@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.adapters import families
+from tests.integrations import families
 from tests.programs import hf
 
 pytest.importorskip("accelerate")

@@ -1,0 +1,13 @@
+"""Doors for programs that were written for other packages. Importing one changes nothing: each is
+opened by a call.
+"""
+
+from importlib import import_module
+
+_LAZY = ("flash_attn", "flex", "sdpa", "transformers")
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return import_module(f"onchip.integrations.{name}")
+    raise AttributeError(f"module 'onchip.integrations' has no attribute {name!r}")

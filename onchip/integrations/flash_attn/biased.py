@@ -1,0 +1,35 @@
+"""flash_attn.flash_attn_triton: attention with a dense bias."""
+
+from typing import cast
+
+from torch import Tensor
+
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
+from onchip.integrations.flash_attn.functions import unpack
+from onchip.integrations.flash_attn.options import contiguous
+
+
+def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Tensor:
+    """onchip.attention with bias (batch|1, heads|1, seqlen_q|1, seqlen_k), which gets no gradient,
+    as upstream. causal needs as many queries as keys: upstream aligns it top-left.
+    """
+    if causal and q.shape[1] != k.shape[1]:
+        raise UnsupportedError(
+            f"causal is aligned top-left in flash_attn_triton: {q.shape[1]} queries over"
+            f" {k.shape[1]} keys are not served, call flash_attn_func of flash_attn"
+        )
+    q, k, v = map(contiguous, (q, k, v))
+    options = {"causal": bool(causal), "softmax_scale": softmax_scale}
+    bias = None if bias is None else bias.detach()
+    return cast(Tensor, functional.attention(q, k, v, bias=bias, **options))
+
+
+def flash_attn_kvpacked_func(q, kv, bias=None, causal=False, softmax_scale=None) -> Tensor:
+    k, v = unpack("kv", kv, 2, 5)
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
+
+
+def flash_attn_qkvpacked_func(qkv, bias=None, causal=False, softmax_scale=None) -> Tensor:
+    q, k, v = unpack("qkv", qkv, 3, 5)
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)

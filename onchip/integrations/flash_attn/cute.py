@@ -1,0 +1,167 @@
+"""flash_attn.cute, FlashAttention-4: functions return (out, lse), lse None unless return_lse. Its
+score_mod, mask_mod and block_sparse_tensors are programs for its compiler, which is not here.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError, check_offsets_tensor
+from onchip.integrations.flash_attn.hopper import check_no_gradient, flash_attn_combine, refuse
+from onchip.integrations.flash_attn.options import contiguous
+
+__all__ = ["check_head_dims", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+NO_WINDOW = (None, None)
+Answer = tuple[Tensor, Tensor | None]
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    qv=None,
+    gather_kv_indices=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=NO_WINDOW,
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    block_sparse_tensors=None,
+    block_sparse_tensors_bwd=None,
+    return_lse=False,
+) -> Answer:
+    """onchip.attention; window_size: None is no bound. learnable_sink: sinks."""
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices)
+    _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
+    q, k, v = map(contiguous, (q, k, v))
+    found = functional.attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=bool(causal),
+        window_size=_window(window_size),
+        softcap=softcap or 0.0,
+        sinks=_sinks(learnable_sink),
+        deterministic=bool(deterministic),
+        return_lse=bool(return_lse),
+    )
+    return _pair(found, return_lse)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    min_seqlen_k=None,
+    seqused_q=None,
+    seqused_k=None,
+    gather_kv_indices=None,
+    page_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=NO_WINDOW,
+    learnable_sink=None,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    score_mod=None,
+    score_mod_bwd=None,
+    mask_mod=None,
+    block_sparse_tensors=None,
+    aux_tensors=None,
+    aux_scalars=None,
+    return_lse=False,
+    scheduler_metadata=None,
+    seqlen_k_per_split=None,
+    disable_scheduler_metadata=False,
+) -> Answer:
+    """onchip.varlen_attention; with page_table (batch, max_pages) and seqused_k (batch,), or
+    cu_seqlens_k, paged_attention without gradient. Longest lengths that are missing are read from
+    the offsets, which synchronises a GPU.
+    """
+    refuse(qv=qv, gather_kv_indices=gather_kv_indices, seqused_q=seqused_q)
+    _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
+    q, k, v = map(contiguous, (q, k, v))
+    call = {
+        "softmax_scale": softmax_scale,
+        "causal": bool(causal),
+        "window_size": _window(window_size),
+        "softcap": softcap or 0.0,
+        "sinks": _sinks(learnable_sink),
+        "deterministic": bool(deterministic),
+        "return_lse": bool(return_lse),
+    }
+    if page_table is not None:
+        check_no_gradient("page_table", q, k, v)
+        with torch.no_grad():
+            seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+            queries = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
+            if queries:
+                queries["max_seqlen_q"] = _longest(max_seqlen_q, cu_seqlens_q)
+            found = functional.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
+        return _pair(found, return_lse)
+    if cu_seqlens_q is None or cu_seqlens_k is None or seqused_k is not None:
+        raise UnsupportedError(
+            "packed sequences need cu_seqlens_q and cu_seqlens_k; seqused_k is served with"
+            " page_table"
+        )
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_offsets_tensor(name, cu, q)
+    longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
+    found = functional.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
+    return _pair(found, return_lse)
+
+
+def check_head_dims(
+    head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
+) -> None:
+    """AssertionError, which callers catch, for head dimensions that onchip does not serve."""
+    if not (1 <= head_dim <= 256 and 1 <= head_dim_v <= 256):
+        raise AssertionError(f"({head_dim=}, {head_dim_v=}) must lie between 1 and 256")
+
+
+def _refuse_programs(score_mod, mask_mod, block_sparse_tensors) -> None:
+    named = {"score_mod": score_mod, "mask_mod": mask_mod}
+    named["block_sparse_tensors"] = block_sparse_tensors
+    for name, value in named.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name} is a program for FlashAttention-4's compiler: call onchip.attention with"
+                " mask= for mask_mod(b, h, q, k) and BlockMask objects, and with softcap=,"
+                " alibi_slopes= or bias= for scores"
+            )
+
+
+def _window(window_size) -> tuple[int | None, int | None]:
+    left, right = (None if side is None or side < 0 else int(side) for side in window_size)
+    return left, right
+
+
+def _sinks(learnable_sink: Tensor | None) -> Tensor | None:
+    return None if learnable_sink is None else learnable_sink.float()
+
+
+def _pair(found: Tensor | tuple, return_lse: bool) -> Answer:
+    return cast(Answer, found if return_lse else (found, None))
+
+
+def _longest(given: int | None, offsets: Tensor) -> int:
+    return int(offsets.diff().max()) if given is None else int(given)

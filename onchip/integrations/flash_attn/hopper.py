@@ -1,0 +1,353 @@
+"""FlashAttention-3's module flash_attn_interface. Its lse of a row that sees no key is -inf, as
+onchip's is. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernels: dispatch
+decides here, and num_splits=1 over a cache gives results that do not depend on the rest of the
+batch.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
+from onchip.integrations.flash_attn.functions import unpack
+from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
+from onchip.integrations.flash_attn.options import Asked, Lengths, contiguous, number, onchip_lse
+from onchip.integrations.flash_attn.primitives import attend_in_pages, write_gradients
+
+NO_WINDOW = (-1, -1)
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=NO_WINDOW,
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """onchip.attention: out, or with return_attn_probs (out, softmax_lse)."""
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(attention_chunk=attention_chunk or None)
+    score = softmax_scale, causal, window_size, softcap, None, deterministic
+    options = Asked(0.0, *score).options
+    q, k, v = map(contiguous, (q, k, v))
+    return functional.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    softmax_scale=None,
+    causal=False,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=NO_WINDOW,
+    attention_chunk=0,
+    softcap=0.0,
+    deterministic=False,
+    num_heads_q=None,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q +
+    2 kv_heads, head_dim) with num_heads_q.
+    """
+    if num_heads_q is None:
+        q, k, v = unpack("qkv", qkv, 3, 5)
+    else:
+        heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split((num_heads_q, heads, heads), 2)
+    descales = q_descale, k_descale, v_descale
+    score = softmax_scale, causal, None, *descales, window_size, attention_chunk, softcap
+    return flash_attn_func(q, k, v, *score, 1, None, deterministic, sm_margin, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=NO_WINDOW,
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    """onchip.varlen_attention. seqused_k: int32 (batch,), only so many keys of each sequence exist;
+    without gradient.
+    """
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(attention_chunk=attention_chunk or None, seqused_q=seqused_q)
+    asked = Asked(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    q, k, v = map(contiguous, (q, k, v))
+    if seqused_k is None:
+        call = asked.options | {"return_lse": bool(return_attn_probs)}
+        return functional.varlen_attention(q, k, v, *lengths, **call)
+    check_no_gradient("seqused_k", q, k, v)
+    with torch.no_grad():
+        out, lse = attend_in_pages(q, k, v, lengths, asked, (None, None, seqused_k))
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=NO_WINDOW,
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    """flash_attn_with_kvcache of FlashAttention-2 with page_table for its block_table; packed q
+    (total_q, heads, head_dim) with cu_seqlens_q and max_seqlen_q over pages as well. With
+    return_softmax_lse upstream appends two empty tensors to (out, softmax_lse), and so does this.
+    """
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(rotary_seqlens=rotary_seqlens, cu_seqlens_k_new=cu_seqlens_k_new)
+    refuse(attention_chunk=attention_chunk or None)
+    if cu_seqlens_q is None:
+        score = softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits
+        where = cache_seqlens, cache_batch_idx, cache_leftpad, page_table
+        turns = rotary_cos, rotary_sin
+        out, lse = with_kvcache(q, k_cache, v_cache, k, v, *turns, *where, *score, True)
+        lse = onchip_lse(lse)
+    else:
+        rest = {"k": k, "rotary_cos": rotary_cos, "cache_leftpad": cache_leftpad}
+        refuse("with cu_seqlens_q", **rest, cache_batch_idx=cache_batch_idx)
+        if page_table is None or not isinstance(cache_seqlens, Tensor):
+            raise UnsupportedError("cu_seqlens_q needs page_table and a tensor of cache_seqlens")
+        asked = Asked(0.0, softmax_scale, causal, window_size, softcap)
+        out, lse = _attend_packed(
+            q, (k_cache, v_cache, page_table, cache_seqlens), (cu_seqlens_q, max_seqlen_q), asked
+        )
+    return (out, lse, q.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """(out, lse) of partial results over disjoint keys: out_partial (splits, batch, seqlen, heads,
+    head_dim), lse_partial (splits, batch, seqlen, heads), both fp32; packed without batch.
+    """
+    merged, lse = functional.merge_states(out_partial.unbind(0), lse_partial.mT.unbind(0))
+    dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
+    merged = merged.to(dtype) if out is None else out.copy_(merged)
+    return merged, lse.mT
+
+
+def get_scheduler_metadata(
+    batch_size,
+    max_seqlen_q,
+    max_seqlen_k,
+    num_heads_q,
+    num_heads_kv,
+    headdim,
+    cache_seqlens,
+    qkv_dtype=torch.bfloat16,
+    headdim_v=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    cache_leftpad=None,
+    page_size=None,
+    max_seqlen_k_new=0,
+    causal=False,
+    window_size=NO_WINDOW,
+    attention_chunk=0,
+    has_softcap=False,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+) -> Tensor:
+    """An empty int32 tensor, for scheduler_metadata: a call here plans for itself."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def flash_attn_forward(
+    q,
+    k,
+    v,
+    k_new=None,
+    v_new=None,
+    qv=None,
+    out_=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    cu_seqlens_k_new=None,
+    seqused_q=None,
+    seqused_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    page_table=None,
+    kv_batch_idx=None,
+    leftpad_k=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    seqlens_rotary=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size_left=-1,
+    window_size_right=-1,
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=1,
+    pack_gqa=None,
+    sm_margin=0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, softmax_lse, and two empty tensors) of any call, without autograd. out_: out is written
+    into it.
+    """
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(attention_chunk=attention_chunk or None, seqused_q=seqused_q)
+    window_size = window_size_left, window_size_right
+    asked = Asked(0.0, softmax_scale, causal, window_size, softcap)
+    with torch.no_grad():
+        if cu_seqlens_k is not None:
+            refuse("with cu_seqlens_k", k_new=k_new, page_table=page_table)
+            lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+            out, lse = _attend_varlen(q, k, v, lengths, asked, (None, leftpad_k, seqused_k))
+        elif k_new is None and page_table is None and seqused_k is None:
+            q, k, v = map(contiguous, (q, k, v))
+            out, lse = functional.attention(q, k, v, **asked.options, return_lse=True)
+        else:
+            turns = rotary_cos, rotary_sin
+            where = seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, cu_seqlens_k_new
+            out, lse, *_ = flash_attn_with_kvcache(
+                *(q, k, v, k_new, v_new, None, *turns, *where, max_seqlen_q, seqlens_rotary),
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=softcap,
+                rotary_interleaved=rotary_interleaved,
+                num_splits=num_splits,
+                return_softmax_lse=True,
+            )
+    out = out if out_ is None else out_.copy_(out)
+    return out, lse, q.new_empty(0), lse.new_empty(0)
+
+
+def flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    sequed_q=None,
+    sequed_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    dq=None,
+    dk=None,
+    dv=None,
+    softmax_scale=None,
+    is_causal=False,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    deterministic=False,
+    sm_margin=0,
+) -> Tensor:
+    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout),
+    shaped as softmax_lse.
+    """
+    refuse(sequed_q=sequed_q, sequed_k=sequed_k)
+    score = softmax_scale, is_causal, (window_size_left, window_size_right), softcap
+    asked = Asked(0.0, *score, None, deterministic)
+    lengths = None
+    if cu_seqlens_q is not None:
+        lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    return write_gradients((q, k, v), lengths, asked, (out, softmax_lse, dout), (dq, dk, dv), None)
+
+
+def refuse(context: str = "", **arguments: Any) -> None:
+    """UnsupportedError about the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"{name} {context}".rstrip() + f" is not served: pass {name}=None"
+            )
+
+
+def check_no_gradient(name: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            f"{name} is served without gradient: call under torch.no_grad(), or pack the sequences"
+            " and give their lengths in cu_seqlens"
+        )
+
+
+def _attend_varlen(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
+    q, k, v = map(contiguous, (q, k, v))
+    if any(one is not None for one in used):
+        return attend_in_pages(q, k, v, lengths, asked, used)
+    found = functional.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
+    return cast(tuple[Tensor, Tensor], found)
+
+
+@torch.no_grad()
+def _attend_packed(q, cache, queries, asked: Asked) -> tuple[Tensor, Tensor]:
+    """Packed queries over pages."""
+    cu_seqlens_q, max_seqlen_q = queries
+    k_pages, v_pages, page_table, cache_seqlens = cache
+    packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": number(max_seqlen_q)}
+    pages = k_pages, v_pages, page_table, cache_seqlens
+    found = functional.paged_attention(
+        contiguous(q), *pages, **packed, **asked.scores, return_lse=True
+    )
+    return cast(tuple[Tensor, Tensor], found)

@@ -1,0 +1,326 @@
+"""flash_attn.modules.mha: attention as modules, with the parameters of upstream's state dicts."""
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError
+from onchip.integrations.flash_attn.functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache
+from onchip.integrations.flash_attn.rotary import RotaryEmbedding
+
+__all__ = [
+    "MHA",
+    "CrossAttention",
+    "FlashCrossAttention",
+    "FlashSelfAttention",
+    "SelfAttention",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_alibi_slopes",
+]
+
+NO_WINDOW = (-1, -1)
+
+
+def get_alibi_slopes(nheads: int) -> list[float]:
+    """Powers of 2**(-8 / n) for n heads, n a power of two; other numbers take every second slope of
+    the next larger one as well.
+    """
+    n = 2 ** math.floor(math.log2(nheads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / n) for head in range(n)]
+    return slopes if n == nheads else slopes + get_alibi_slopes(2 * n)[::2][: nheads - n]
+
+
+class _Attention(nn.Module):
+    """What the attention modules keep."""
+
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        window_size=NO_WINDOW,
+        alibi_slopes=None,
+        deterministic=False,
+    ):
+        super().__init__()
+        self.causal, self.softmax_scale = causal, softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+        self.alibi_slopes: Tensor | None
+        self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
+        self.window_size, self.deterministic = window_size, deterministic
+
+    def _options(self, causal: bool | None) -> dict:
+        slopes = self.alibi_slopes
+        return {
+            "dropout_p": self.drop.p if self.training else 0.0,
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal if causal is None else causal,
+            "window_size": self.window_size,
+            "alibi_slopes": None if slopes is None else slopes.float(),
+            "deterministic": self.deterministic,
+        }
+
+
+class FlashSelfAttention(_Attention):
+    def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None) -> Tensor:
+        """qkv: (batch, seqlen, 3, heads, head_dim), or (total, 3, heads, head_dim) with cu_seqlens
+        and max_seqlen. causal: instead of the module's.
+        """
+        options = self._options(causal)
+        if cu_seqlens is None:
+            return cast(Tensor, flash_attn_func(*qkv.unbind(-3), **options))
+        return cast(
+            Tensor, flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **options)
+        )
+
+
+class FlashCrossAttention(_Attention):
+    def __init__(
+        self,
+        causal=False,
+        softmax_scale=None,
+        attention_dropout=0.0,
+        alibi_slopes=None,
+        window_size=NO_WINDOW,
+        deterministic=False,
+    ):
+        score = causal, softmax_scale, attention_dropout
+        super().__init__(*score, window_size, alibi_slopes, deterministic)
+
+    def forward(
+        self,
+        q,
+        kv,
+        causal=None,
+        cu_seqlens=None,
+        max_seqlen=None,
+        cu_seqlens_k=None,
+        max_seqlen_k=None,
+    ) -> Tensor:
+        """q: (batch, seqlen_q, heads, head_dim); kv: (batch, seqlen_k, 2, kv_heads, head_dim); or
+        both packed.
+        """
+        options = self._options(causal)
+        if cu_seqlens is None:
+            return cast(Tensor, flash_attn_func(q, *kv.unbind(-3), **options))
+        lengths = cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k
+        return cast(Tensor, flash_attn_varlen_kvpacked_func(q, kv, *lengths, **options))
+
+
+class CrossAttention(_Attention):
+    """FlashCrossAttention with key_padding_mask. Upstream adds -10,000 to what is masked; here it
+    is masked, and a query that sees no key gives 0.
+    """
+
+    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def forward(self, q, kv, causal=None, key_padding_mask=None) -> Tensor:
+        """key_padding_mask: bool (batch, seqlen_k), True is kept; causal is then aligned to the
+        last kept key.
+        """
+        options = self._options(causal)
+        k, v = kv.unbind(-3)
+        if key_padding_mask is None:
+            return cast(Tensor, flash_attn_func(q, k, v, **options))
+        is_causal, keys = options["causal"], key_padding_mask.sum(-1)
+        return _attend_padded(q, k, v, key_padding_mask, options, keys if is_causal else None)
+
+
+class SelfAttention(_Attention):
+    """FlashSelfAttention with key_padding_mask; of masked keys CrossAttention says more."""
+
+    def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
+        super().__init__(causal, softmax_scale, attention_dropout)
+
+    def forward(self, qkv, causal=None, key_padding_mask=None) -> Tensor:
+        options = self._options(causal)
+        q, k, v = qkv.unbind(-3)
+        if key_padding_mask is None:
+            return cast(Tensor, flash_attn_func(q, k, v, **options))
+        keys = torch.full((len(q),), k.shape[1], device=q.device) if options["causal"] else None
+        return _attend_padded(q, k, v, key_padding_mask, options, keys)
+
+
+def _attend_padded(q, k, v, kept: Tensor, options: dict, keys: Tensor | None) -> Tensor:
+    """keys: (batch,), causal is aligned as if each sequence had so many; None: not causal."""
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    mask = kept.bool()[:, None, None].expand(batch, 1, seqlen_q, seqlen_k)
+    if keys is not None:
+        row = torch.arange(seqlen_q, device=q.device)[:, None]
+        ahead = torch.arange(seqlen_k, device=q.device) - row
+        mask = mask & (ahead <= (keys - seqlen_q)[:, None, None, None])
+    named = {name: options[name] for name in ("dropout_p", "softmax_scale")}
+    return cast(Tensor, functional.attention(q, k, v, mask=mask, **named))
+
+
+class MHA(nn.Module):
+    """Projections around the attention modules. Parameters: Wqkv, or Wq and Wkv with cross_attn,
+    and out_proj. fused_bias_fc is upstream's way to compute a Linear, and changes nothing here.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        num_heads,
+        num_heads_kv=None,
+        cross_attn=False,
+        qkv_proj_bias=True,
+        out_proj_bias=True,
+        dropout=0.0,
+        softmax_scale=None,
+        causal=False,
+        layer_idx=None,
+        dwconv=False,
+        rotary_emb_dim=0,
+        rotary_emb_base=10000.0,
+        rotary_emb_scale_base=None,
+        rotary_emb_interleaved=False,
+        use_alibi=False,
+        window_size=NO_WINDOW,
+        fused_bias_fc=False,
+        use_flash_attn=False,
+        return_residual=False,
+        checkpointing=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        if dwconv:
+            raise UnsupportedError("MHA(dwconv=True) is not served")
+        if not use_flash_attn and (use_alibi or tuple(window_size) != NO_WINDOW):
+            raise ValueError("use_alibi and window_size need use_flash_attn=True")
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        self.cross_attn, self.causal, self.layer_idx = cross_attn, causal, layer_idx
+        self.use_flash_attn, self.return_residual = use_flash_attn, return_residual
+        self.rotary_emb_dim, self.checkpointing = rotary_emb_dim, checkpointing
+        if rotary_emb_dim > 0:
+            base, scale = rotary_emb_base, rotary_emb_scale_base
+            turns = rotary_emb_dim, base, rotary_emb_interleaved, scale, device
+            self.rotary_emb = RotaryEmbedding(*turns)
+        width, kept = self.head_dim * self.num_heads_kv, {"device": device, "dtype": dtype}
+        if cross_attn:
+            self.Wq = nn.Linear(embed_dim, embed_dim, qkv_proj_bias, **kept)
+            self.Wkv = nn.Linear(embed_dim, 2 * width, qkv_proj_bias, **kept)
+        else:
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + 2 * width, qkv_proj_bias, **kept)
+        score = causal, softmax_scale, dropout
+        if use_flash_attn:
+            slopes = torch.tensor(get_alibi_slopes(num_heads), device=device) if use_alibi else None
+            self.inner_attn = FlashSelfAttention(*score, window_size, slopes)
+            self.inner_cross_attn = FlashCrossAttention(*score, slopes, window_size)
+        else:
+            self.inner_attn, self.inner_cross_attn = SelfAttention(*score), CrossAttention(*score)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, out_proj_bias, **kept)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None) -> Tensor:
+        weight = self.out_proj.weight
+        shape = batch_size, max_seqlen, 2, self.num_heads_kv, self.head_dim
+        return torch.empty(shape, dtype=dtype or weight.dtype, device=weight.device)
+
+    def forward(
+        self,
+        x,
+        x_kv=None,
+        key_padding_mask=None,
+        cu_seqlens=None,
+        max_seqlen=None,
+        mixer_subset=None,
+        inference_params=None,
+        **kwargs,
+    ):
+        """x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens and max_seqlen.
+        x_kv: of the keys, with cross_attn. mixer_subset: the queries to compute. inference_params:
+        keys and values join its cache, and all of the cache is attended to.
+        """
+        if self.use_flash_attn and key_padding_mask is not None:
+            raise ValueError("key_padding_mask needs use_flash_attn=False: pass cu_seqlens instead")
+        if cu_seqlens is not None and (not self.use_flash_attn or self.rotary_emb_dim > 0):
+            raise ValueError("cu_seqlens needs use_flash_attn=True, and no rotary embedding")
+        q, kv = self._project(x, x_kv, mixer_subset)
+        if self.rotary_emb_dim > 0:
+            q, kv = self._turn(q, kv, inference_params)
+        if inference_params is not None:
+            context = self._attend_cached(q, kv, inference_params)
+        elif cu_seqlens is not None:
+            lengths = cu_seqlens, max_seqlen, cu_seqlens, max_seqlen
+            context = self._attend(self.inner_cross_attn, q, kv, None, *lengths, **kwargs)
+        elif key_padding_mask is None:
+            context = self._attend(self.inner_cross_attn, q, kv, **kwargs)
+        elif self.cross_attn or self.num_heads != self.num_heads_kv:
+            context = self._attend(self.inner_cross_attn, q, kv, None, key_padding_mask, **kwargs)
+        else:  # causal is aligned to the last key, padding or not
+            qkv = torch.cat([q[:, :, None], kv], 2)
+            context = self._attend(self.inner_attn, qkv, None, key_padding_mask, **kwargs)
+        out = self.out_proj(context.flatten(-2))
+        return (out, x) if self.return_residual else out
+
+    def _project(self, x, x_kv, mixer_subset) -> tuple[Tensor, Tensor]:
+        if self.cross_attn:
+            q = self.Wq(x if mixer_subset is None else x[:, mixer_subset])
+            kv = self.Wkv(x if x_kv is None else x_kv)
+        else:
+            if x_kv is not None or mixer_subset is not None:
+                raise ValueError("x_kv and mixer_subset need cross_attn=True")
+            q, kv = self.Wqkv(x).tensor_split((self.embed_dim,), -1)
+        heads = self.num_heads_kv, self.head_dim
+        return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, *heads))
+
+    def _turn(self, q, kv, params) -> tuple[Tensor, Tensor]:
+        longest = None if params is None else params.max_seqlen
+        offset = 0 if params is None else _length(params)
+        k = kv[:, :, 0]
+        qk = torch.cat([q, k, k], 2)  # queries, keys and unused values: the layout of grouped heads
+        turned = self.rotary_emb(qk, None, offset, longest, self.num_heads)
+        q, k, _ = turned.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), 2)
+        return q, torch.stack([k, kv[:, :, 1]], 2)
+
+    def _attend(self, inner: nn.Module, *args, **kwargs) -> Tensor:
+        if not self.checkpointing:
+            return inner(*args, **kwargs)
+        return cast(Tensor, checkpoint(inner, *args, use_reentrant=False, **kwargs))
+
+    def _attend_cached(self, q, kv, params) -> Tensor:
+        if self.layer_idx is None:
+            raise ValueError("inference_params needs the layer_idx of the constructor")
+        caches = params.key_value_memory_dict
+        if self.layer_idx not in caches:
+            size = params.max_batch_size, params.max_seqlen, kv.dtype
+            caches[self.layer_idx] = self.allocate_inference_cache(*size)
+        start, inner = params.batch_size_offset, self.inner_cross_attn
+        k_cache, v_cache = caches[self.layer_idx][start : start + len(q)].unbind(2)
+        options = inner._options(None)
+        found = flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            *kv.unbind(2),
+            cache_seqlens=_length(params),
+            **{n: options[n] for n in ("softmax_scale", "causal", "window_size", "alibi_slopes")},
+        )
+        return cast(Tensor, found)
+
+
+def _length(params) -> int | Tensor:
+    """Tokens in the cache before this call."""
+    lengths = params.lengths_per_sample
+    return params.seqlen_offset if lengths is None else lengths

@@ -1,0 +1,259 @@
+"""flash_attn_interface's functions of one pass each: a forward without autograd, and a backward
+that is given out and softmax_lse. Programs that have a gradient of their own call them: rings of
+GPUs, sequence parallelism. They have upstream's names, order and defaults, because programs read
+their signatures.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.core import functional, torch_op
+from onchip.core.backend import accumulator_dtype, row_delta
+from onchip.core.problem import Options, UnsupportedError, check_offsets_tensor
+from onchip.integrations.flash_attn.cache import check_pages, check_table
+from onchip.integrations.flash_attn.options import (
+    Asked,
+    Lengths,
+    contiguous,
+    flash_lse,
+    number,
+    onchip_lse,
+    untraced,
+)
+from onchip.integrations.flash_attn.s_dmask import ROUNDED_TO, dense_s_dmask, packed_s_dmask
+
+Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
+Saved = tuple[Tensor, Tensor, Tensor]  # out, softmax_lse, dout
+Buffers = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to write into
+
+
+def flash_attn_forward(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+) -> Forward:
+    """(out, softmax_lse, S_dmask, rng_state) of (batch, seqlen, heads, head_dim). rng_state: int64
+    (2,), the seed of the dropout mask and 0.
+    """
+    window_size = window_size_left, window_size_right
+    asked = Asked(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    q, k, v = map(contiguous, (q, k, v))
+    with torch.no_grad():
+        seed = functional.seed_tensor(None, q) if dropout_p else None
+        out, lse = functional.attention(
+            q, k, v, **asked.options, dropout_seed=seed, return_lse=True
+        )
+        s_dmask = dense_s_dmask(q, k, lse, asked, seed if return_softmax else None)
+        return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
+
+
+def flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+    num_splits=0,
+) -> Forward:
+    """The same of packed sequences. block_table: k and v are pages. leftpad_k, seqused_k: int32
+    (batch,), sequence b has keys from leftpad_k[b] on, and ends at seqused_k[b].
+    """
+    _check_varlen(num_splits, zero_tensors)
+    window_size = window_size_left, window_size_right
+    asked = Asked(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    q, k, v = map(contiguous, (q, k, v))
+    with torch.no_grad():
+        if block_table is not None or leftpad_k is not None or seqused_k is not None:
+            used = block_table, leftpad_k, seqused_k
+            out, lse = attend_in_pages(q, k, v, lengths, asked, used)
+            return out, flash_lse(lse), q.new_empty(0), _rng_state(None, q)
+        seed = functional.seed_tensor(None, q) if dropout_p else None
+        call = asked.options | {"dropout_seed": seed, "return_lse": True}
+        out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
+        s_dmask = packed_s_dmask(q, k, lse, lengths, asked, seed if return_softmax else None)
+        return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
+
+
+def flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+) -> Tensor:
+    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout)
+    (batch, heads, seqlen_q rounded up to a multiple of 128).
+
+    out and softmax_lse may belong to the same queries over more keys than k has: the gradients are
+    then the share of these keys. rng_state: what the forward returned, needed with dropout.
+    """
+    window_size = window_size_left, window_size_right
+    score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    asked = Asked(dropout_p, *score)
+    saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
+    delta = write_gradients((q, k, v), None, asked, saved, buffers, rng_state)
+    return F.pad(delta, (0, -delta.shape[-1] % ROUNDED_TO))
+
+
+def flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+) -> Tensor:
+    """The same of packed sequences. rowsum(out * dout) is (heads, total_q + 128 * batch): that of
+    sequence b begins at cu_seqlens_q[b] + 128 * b.
+    """
+    _check_varlen(0, zero_tensors)
+    window_size = window_size_left, window_size_right
+    score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    asked = Asked(dropout_p, *score)
+    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
+    delta = write_gradients((q, k, v), lengths, asked, saved, buffers, rng_state)
+    token = torch.arange(delta.shape[-1], device=delta.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
+    width = delta.shape[-1] + ROUNDED_TO * (len(cu_seqlens_q) - 1)
+    spaced = delta.new_zeros(delta.shape[0], width)
+    return spaced.index_copy_(1, token + ROUNDED_TO * sequence, delta)
+
+
+def _check_varlen(num_splits: int, zero_tensors: bool) -> None:
+    if num_splits > 1:
+        raise RuntimeError(
+            f"num_splits > 1 is not supported for packed sequences, got {num_splits}"
+        )
+    if zero_tensors:
+        raise UnsupportedError(
+            "zero_tensors=True is not served: rows that belong to no sequence are left as they are;"
+            " let cu_seqlens_q end at q.shape[0]"
+        )
+
+
+def _rng_state(seed: Tensor | None, q: Tensor) -> Tensor:
+    state = torch.zeros(2, dtype=torch.int64, device=q.device)
+    return state if seed is None else torch.stack([seed, state[1]])
+
+
+def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
+    """(out, lse) of sequences that do not have all keys of their share of k. Packed keys are pages
+    of one key each, so that a sequence may begin and end anywhere.
+    """
+    block_table, leftpad_k, seqused_k = used
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    if asked.dropout_p:
+        raise UnsupportedError(
+            f"dropout_p={asked.dropout_p} with block_table, leftpad_k or seqused_k is not served"
+        )
+    if block_table is not None and leftpad_k is not None:
+        raise UnsupportedError("leftpad_k with block_table is refused, as flash_attn refuses it")
+    check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
+    seqlens = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if block_table is None:
+        start = cu_seqlens_k[:-1] if leftpad_k is None else cu_seqlens_k[:-1] + leftpad_k
+        seqlens = seqlens if leftpad_k is None else seqlens - leftpad_k
+        steps = torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
+        block_table = (start[:, None] + steps).clamp(max=max(k.shape[0] - 1, 0))
+        k, v = k.unsqueeze(1), v.unsqueeze(1)
+    else:
+        check_table(block_table, len(cu_seqlens_k) - 1)
+        check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), asked)
+    queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+    found = functional.paged_attention(
+        q, k, v, block_table, seqlens, **queries, **asked.scores, return_lse=True
+    )
+    return cast(tuple[Tensor, Tensor], found)
+
+
+@untraced
+@torch.no_grad()
+def write_gradients(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lengths: Lengths | None,
+    asked: Asked,
+    saved: Saved,
+    buffers: Buffers,
+    rng_state: Tensor | None,
+) -> Tensor:
+    """Fill the buffers; return rowsum(out * dout), shaped as lse."""
+    if asked.dropout_p and rng_state is None:
+        raise ValueError(f"dropout_p={asked.dropout_p} needs the rng_state of the forward")
+    q, k, v = map(contiguous, qkv)
+    out, lse, dout = saved
+    seed = rng_state[0].clone() if asked.dropout_p and rng_state is not None else None
+    options = Options(**_options(asked))
+    extras = functional.Extras(alibi_slopes=asked.alibi_slopes, dropout_seed=seed)
+    packing = None if lengths is None else functional.Packing(*lengths)
+    question, x = functional.pose(q, k, v, options, extras, packing)
+    out, dout = out.contiguous(), dout.contiguous()
+    lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
+    grads = torch_op.run_backward(question, x, None, out, lse, dout, None)
+    for buffer, grad in zip(buffers, grads[:3], strict=True):
+        if buffer is not None:
+            buffer.copy_(grad)
+    return row_delta(out, dout, None)
+
+
+def _options(asked: Asked) -> dict:
+    """Of problem.Options, which has no alibi_slopes."""
+    named = asked.options | {"return_lse": True}
+    del named["alibi_slopes"]
+    return named

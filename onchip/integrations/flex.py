@@ -1,0 +1,91 @@
+"""FlexAttention's words: its BlockMask objects, and a function of the shape of flex_attention for
+calls that mask and do not change scores.
+"""
+
+from typing import Any, cast
+
+from torch import Tensor
+
+from onchip import masks
+from onchip.core import functional
+from onchip.core.problem import UnsupportedError, check_layout
+from onchip.integrations.flash_attn.options import contiguous
+
+
+def from_block_mask(block_mask, batch: int, num_heads: int) -> masks.BlockMask:
+    """A FlexAttention BlockMask of any BLOCK_SIZE as data of onchip, for `mask=` of attention(), on
+    its device. Made once, outside of the loop: what its mask_mod captured is read now.
+
+    batch, num_heads: of the calls; a BlockMask made with B=None or H=None does not know them.
+    """
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    device = block_mask.kv_num_blocks.device
+    return masks.from_flex(block_mask).build(batch, num_heads, seqlen_q, seqlen_k, device)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod=None,
+    block_mask=None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options=None,
+    *,
+    return_aux=None,
+) -> Tensor | tuple[Tensor, Any]:
+    """torch.nn.attention.flex_attention.flex_attention without score_mod, forward and backward, on
+    any device, compiled or not.
+
+    query: (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), of any
+    strides: a last dimension that is not contiguous is copied.
+    block_mask: a FlexAttention BlockMask, which is converted at every call, or what
+    from_block_mask, or masks, made of it before. return_aux: (out, AuxOutput) with lse, natural
+    logarithm, and max_scores, as asked.
+    """
+    _check_served(score_mod, kernel_options)
+    query, key, value = map(contiguous, (query, key, value))
+    _check_heads(query, key, value, enable_gqa)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse is what return_aux=AuxRequest(lse=True) says: give one")
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    wants_max = return_aux is not None and return_aux.max_scores
+    options = {"mask": block_mask, "softmax_scale": scale, "return_stats": wants_max}
+    wants_lse = return_lse if return_aux is None else return_aux.lse
+    answer = functional.attention(q, k, v, **options, return_lse=wants_lse)
+    out, *rest = cast(tuple[Any, ...], answer if isinstance(answer, tuple) else (answer,))
+    out = out.transpose(1, 2)
+    lse = rest.pop(0) if wants_lse else None
+    if return_aux is not None:
+        return out, _aux(lse, rest[0].max_logit if rest else None)
+    return (out, lse) if return_lse else out
+
+
+def _aux(lse: Tensor | None, max_scores: Tensor | None):
+    from torch.nn.attention.flex_attention import AuxOutput  # 0.3 s that masks alone do not cost
+
+    return AuxOutput(lse=lse, max_scores=max_scores)
+
+
+def _check_served(score_mod, kernel_options) -> None:
+    if score_mod is not None:
+        raise UnsupportedError(
+            f"score_mod={score_mod!r} is not served, only masks are: attention() has softcap,"
+            " alibi_slopes, bias and sinks for what score_mods are mostly written for"
+        )
+    if kernel_options:
+        raise UnsupportedError(
+            f"{kernel_options=} tune FlexAttention's kernels; attention(kernel=...) names one of"
+            " onchip's"
+        )
+
+
+def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        check_layout(name, t, 4, "(batch, heads, seqlen, head_dim)")
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key has {key.shape[1]}: give enable_gqa=True"
+        )

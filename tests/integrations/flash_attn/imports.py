@@ -1,0 +1,81 @@
+"""What public repositories import from flash_attn, and whether the alias has it.
+
+    python -m tests.integrations.flash_attn.imports     write the table into docs/integrations.md
+
+imports.tsv has a row for each module that a repository imports: the module, and the names that it
+takes from it, over all Python files of the repository's newest commit (November 2026). Rows of
+`absent` list names that flash_attn itself does not have: programs try them for other versions.
+"""
+
+import importlib
+from collections import defaultdict
+from pathlib import Path
+
+from onchip.integrations import flash_attn as fa
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[2] / "docs" / "integrations.md"
+BEGIN, END = "<!-- imports:begin -->", "<!-- imports:end -->"
+
+
+def rows() -> dict[str, dict[str, list[str]]]:
+    """repository -> module -> names"""
+    found = defaultdict(dict)
+    for line in (HERE / "imports.tsv").read_text().splitlines()[1:]:
+        repository, module, names = line.split("\t")
+        found[repository][module] = names.split()
+    return dict(found)
+
+
+def resolves(module: str, name: str | None = None) -> bool:
+    """Whether `from module import name` works, or `import module`."""
+    try:
+        found = importlib.import_module(module)
+    except ImportError:
+        return False
+    return name is None or hasattr(found, name)
+
+
+def missing(modules: dict[str, list[str]], absent: dict[str, list[str]]) -> list[str]:
+    """The modules and names of flash_attn that the alias, while installed, does not have."""
+    lost = []
+    for module, names in modules.items():
+        gone = absent.get(module, [])
+        lost += [f"{module}.{n}" for n in names if n not in gone and not resolves(module, n)]
+        if not names and not resolves(module):
+            lost.append(module)
+    return lost
+
+
+def results() -> dict[str, tuple[int, list[str]]]:
+    """repository -> (how many modules and names it imports, the missing ones)"""
+    table = rows()
+    absent = table.pop("absent")
+    with fa.installed(flash_attn_3=True):
+        return {
+            repository: (sum(max(len(n), 1) for n in modules.values()), missing(modules, absent))
+            for repository, modules in table.items()
+        }
+
+
+def table() -> str:
+    found = results()
+    whole = sum(not lost for _, lost in found.values())
+    lines = [f"{whole} of {len(found)} repositories find every name.", ""]
+    lines += ["| repository | names | not served |", "|---|---|---|"]
+    for repository, (count, lost) in found.items():
+        modules = sorted({name.rpartition(".")[0] for name in lost})
+        said = ", ".join(f"`{module}`" for module in modules)
+        said += f" ({len(lost)} names)" if lost else ""
+        lines.append(f"| {repository} | {count} | {said} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Lines of public repositories that import flash_attn resolve."""
+
+import pytest
+
+from onchip.integrations import flash_attn as fa
+from tests.integrations.flash_attn import imports
+
+
+def test_most_repositories_find_every_name():
+    found = imports.results()
+    whole = {repository for repository, (_, lost) in found.items() if not lost}
+    assert len(found) >= 44 and len(whole) >= 49
+    assert {"zhuzilin/ring-flash-attention", "huggingface/diffusers", "volcengine/verl"} <= whole
+
+
+def test_what_is_missing_is_named_in_the_import_error():
+    """Of every name that a repository does not find: the error says what to use instead."""
+    table = imports.rows()
+    absent = table.pop("absent")
+    with fa.installed(flash_attn_3=True):
+        lost = {name for one in table.values() for name in imports.missing(one, absent)}
+        assert lost
+        for name in sorted(lost):
+            module, _, last = name.rpartition(".")
+            with pytest.raises(ImportError, match=r"onchip does not serve flash_attn.*: \w+"):
+                exec(f"from {module} import {last}", {})
+
+
+def test_the_documents_table_is_the_generated_one():
+    shown = imports.DOCUMENT.read_text().partition(imports.BEGIN)[2].partition(imports.END)[0]
+    assert shown.strip() == imports.table()

@@ -1,0 +1,121 @@
+"""Writes docs/transformers.md: every family of the installed transformers, and whether its models
+take attn_implementation="onchip".
+
+    python tests/integrations/table.py
+
+Verdicts are those of the classes themselves, as a model gets them when the name is set. Counts of
+transformers' own tests are from docs/transformers.json, to which `upstream.py --json` adds.
+"""
+
+import importlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, RESULTS = DOCS / "transformers.md", DOCS / "transformers.json"
+HEAD = """# Families of transformers
+
+[`attn_implementation="onchip"`](integrations.md#transformers) in transformers {version}, by family: a
+folder of its `models`. Written by `python tests/integrations/table.py`; a test compares this page
+with the classes of the installed version. The verdict is what a model says when the name is set:
+
+| verdict | families | |
+|---|---|---|
+{counts}
+A model inside another, such as the image encoder of a language model, has a verdict of its own:
+`attn_implementation={{"text_config": "onchip"}}` serves the part that can be.
+
+The numbers are tests of attention that transformers has itself, with our implementation in the
+place of SDPA and flash_attn ([how](integrations.md#transformers-own-tests)), on a CPU without bf16:
+{passed:,} passed, {refused:,} met a refusal that is documented, {failed:,} failed, over {families}
+families. `-`: not run. The tests are of commit d56c55bf (5.16.0.dev0), those of fp32 and of
+checkpointed training; the config in the test of Qwen3-VL is too old for its model.
+
+"""
+MEANINGS = {
+    "served": "its attention modules look up the implementation",
+    "in part": "some of its models do, and the named ones refuse",
+    "refused": "none does: an `UnsupportedError` in one sentence",
+    "its parts": "it has no attention itself; models inside it answer for themselves",
+}
+COLUMNS = ("family", "verdict", "why", "passed", "refused", "skipped", "failed")
+TABLE = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+
+
+def families():
+    """(family, modules of models) of the installed transformers."""
+    import transformers
+
+    folders = (Path(transformers.__file__).parent / "models").iterdir()
+    for folder in sorted(folders):
+        names = [file.stem for file in sorted(folder.glob("modeling_*.py"))]
+        modules = [_module(f"transformers.models.{folder.name}.{name}") for name in names]
+        if any(modules):
+            yield folder.name, [module for module in modules if module is not None]
+
+
+def _module(name):
+    """None where it needs a package that is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def verdict(modules):
+    """(verdict, sentence) over the models that are defined in modules."""
+    from transformers import PreTrainedModel
+
+    from onchip.models import served
+
+    reasons, looks_up = {}, False
+    for kind in [kind for module in modules for kind in _models(module, PreTrainedModel)]:
+        reason = served.reason(kind, "onchip", PreTrainedModel)
+        if reason is not None:
+            reasons.setdefault(reason.partition(":")[0], []).append(f"`{kind.__name__}`")
+        elif any(map(served.looks_up, served.classes_of(kind, PreTrainedModel))):
+            looks_up = True
+    if not reasons:
+        return ("served" if looks_up else "its parts"), ""
+    sentences = [f"{', '.join(kinds)} {reason}" for reason, kinds in reasons.items()]
+    return ("in part" if looks_up else "refused"), "; ".join(sentences).replace("|", "\\|")
+
+
+def _models(module, base):
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if issubclass(kind, base) and kind.__module__ == module.__name__]
+
+
+def page():
+    import transformers
+
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = [(family, *verdict(modules)) for family, modules in families()]
+    counts = Counter(kind for _, kind, _ in rows)
+    summary = "".join(f"| {kind} | {counts[kind]} | {MEANINGS[kind]} |\n" for kind in MEANINGS)
+    sums = {name: sum(_count(one, name) for one in results.values()) for name in _OUTCOMES}
+    head = HEAD.format(
+        version=transformers.__version__, counts=summary, families=len(results), **sums
+    )
+    lines = [_line(family, kind, why, results.get(family)) for family, kind, why in rows]
+    return head + TABLE + "".join(lines)
+
+
+_OUTCOMES = ("passed", "refused", "skipped", "failed")
+
+
+def _count(result, outcome):
+    found = result.get(outcome, 0)
+    return found if isinstance(found, int) else len(found)
+
+
+def _line(family, kind, why, result):
+    numbers = ["-"] * 4 if result is None else [f"{_count(result, name)}" for name in _OUTCOMES]
+    return f"| {family} | {kind} | {why} | {' | '.join(numbers)} |\n"
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the folder of this file, which has a flash_attn that is none
+    PAGE.write_text(page())

@@ -1,0 +1,332 @@
+"""transformers' own tests of attention, with our implementation where they name another.
+
+    python tests/integrations/upstream.py CHECKOUT [--models llama,bert] [--kernel tiled]
+        [pytest ...]
+    python tests/integrations/upstream.py CHECKOUT --models all --json docs/transformers.json
+
+CHECKOUT is a clone of transformers' repository at the version that is installed. Its tests are read
+with "sdpa" and "flash_attention_2" replaced by names under which the adapter is registered, and a
+model that is asked for no implementation takes ours. Conditions that only speak of the package
+flash_attn, of a GPU or of what SDPA cannot do are dropped. Nothing else changes: tolerances,
+inputs, models, retries of tests that are called flaky, and all other reasons to skip are theirs.
+
+On the CPU most calls are served by torch's own kernel: a run shows masks, layouts and options. One
+with --kernel tiled shows arithmetic of ours.
+
+This is a program, not a module of our tests: `tests` is the package of the checkout here.
+"""
+
+import argparse
+import ast
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from collections import Counter
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from onchip.core.problem import UnsupportedError
+
+NAMES = {"sdpa": "onchip", "flash_attention_2": "onchip2"}  # two, because both are keys of a dict
+MODELS = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3"),
+    *("gpt_oss", "phi", "phi3", "gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3"),
+    *("olmo2", "cohere", "cohere2", "starcoder2", "stablelm", "granite", "smollm3", "glm4"),
+    *("ministral", "exaone4", "bert", "roberta", "modernbert", "vit", "bart", "whisper", "t5"),
+)
+TESTS = (
+    "test_eager_matches_sdpa_inference*",
+    "test_eager_matches_sdpa_generate",
+    "test_eager_matches_fa2_generate",
+    "test_flash_attn_2_equivalence",
+    "test_flash_attn_2_inference_equivalence",
+    "test_flash_attn_2_inference_equivalence_right_padding",
+    "test_flash_attn_2_from_config",
+    "test_sdpa_padding_matches_padding_free_with_position_ids",
+    "test_flash_attention_2_padding_matches_padding_free_with_position_ids*",
+    "test_flash_attention_2_continue_generate_with_position_ids",
+    "test_left_padding_compatibility",
+    "test_custom_4d_attention_mask",
+    "test_batching_equivalence",
+    "test_training_gradient_checkpointing*",
+    "test_generate_with_static_cache",
+    "test_generate_continue_from_past_key_values",
+    "test_generate_from_inputs_embeds_with_static_cache",
+    "test_beam_search_generate",
+)
+# Tests of what a model calls its implementation: nothing attends.
+TESTS_OF_NAMES = (
+    "test_attn_implementation_composite_models",
+    "test_can_set_attention_dynamically*",
+    "test_flash_attn_2_can_dispatch_composite_models",
+)
+# Tests that fail for a reason that is not ours, and whether they always do.
+_PACKED = "GPT-OSS makes its masks without position_ids: eager leaves the sequences in the same way"
+_NOISE = "bf16: eager is as far from fp32 as we are, and one element is beyond the bound"
+KNOWN = {
+    "GptOssModelTest::test_sdpa_padding_matches_padding_free_with_position_ids": (_PACKED, True),
+    "GptOssModelTest::test_flash_attention_2_padding_matches_padding_free_with_position_ids": (
+        _PACKED,
+        True,
+    ),
+    "MixtralModelTest::test_flash_attn_2_equivalence": (_NOISE, False),
+    "Glm4ModelTest::test_flash_attn_2_equivalence": (_NOISE, False),
+    "DeepseekV4ModelTest::test_eager_matches_sdpa_generate": (
+        "fp16: its compressor multiplies half by float, under eager as well",
+        True,
+    ),
+}
+# Variants that choose among torch's kernels: to us the same test again.
+_SAME_TO_US = "_sdpa_kernels"
+# What common tests import for other subjects, with packages of its own: its classes are empty here.
+_ABSENT = (
+    *("tests.exporters.test_export", "tests.utils.test_configuration_utils"),
+    *("tests.test_pipeline_mixin", "tests.test_fsdp_mixin", "tests.test_training_mixin"),
+    *("tests.test_tensor_parallel_mixin", "tests.test_expert_parallel_mixin"),
+    "fetch_hub_objects_for_ci",
+)
+
+
+class _Renamed(ast.NodeTransformer):
+    def visit_Constant(self, node):
+        name = NAMES.get(node.value) if isinstance(node.value, str) else None
+        return node if name is None else ast.copy_location(ast.Constant(name), node)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Reads a module with the names replaced; neither reads nor writes byte code."""
+
+    def get_code(self, fullname):
+        path = self.get_filename(fullname)
+        tree = _Renamed().visit(ast.parse(self.get_data(path), path))
+        return compile(tree, path, "exec", dont_inherit=True)
+
+
+class _Absent:
+    """Loads a module in which every name is an empty class, which takes any arguments."""
+
+    def create_module(self, spec):
+        return ModuleType(spec.name)
+
+    def exec_module(self, module):
+        make = lambda kind, *args, **kwargs: object.__new__(kind)
+        module.__getattr__ = lambda name: type(name, (), {"__new__": make})
+
+
+class _Finder:
+    """Finds the package `tests` in the checkout."""
+
+    def __init__(self, checkout):
+        self.checkout = checkout
+
+    def find_spec(self, name, path=None, target=None):
+        if name in _ABSENT:
+            return importlib.util.spec_from_loader(name, _Absent())
+        if name.partition(".")[0] != "tests":
+            return None
+        at = self.checkout.joinpath(*name.split("."))
+        file = at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
+        if not file.exists():
+            return None
+        return importlib.util.spec_from_loader(name, _Loader(name, str(file)))
+
+
+def _drop_conditions():
+    from transformers import testing_utils
+
+    for name in ("slow", "require_flash_attn", "require_torch_accelerator"):
+        setattr(testing_utils, name, lambda test: test)
+
+
+def _lift_limits(model):
+    """What SDPA and flash_attn cannot do for a model, a softcap or sinks, is no limit of ours."""
+    for kind in model.__subclasses__():
+        if kind._supports_attention_backend:
+            kind._supports_sdpa, kind._compatible_flash_implementations = True, None
+        _lift_limits(kind)
+
+
+def _register(calls):
+    """Our implementation under the new names and as the default, wherever SDPA would be; calls
+    counts who is asked for attention, us or SDPA.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    from onchip.integrations import transformers as adapter
+
+    def ours_by_default(self, requested, *args, **kwargs):
+        if requested is None and self._supports_sdpa and not _refuses(type(self)):
+            requested = NAMES["sdpa"]
+        return choose(self, requested, *args, **kwargs)
+
+    adapter.attend = _counted(calls, "ours", adapter.attend)
+    for name in NAMES.values():
+        adapter.register(name)
+    choose = PreTrainedModel.get_correct_attn_implementation
+    theirs = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", _counted(calls, "theirs", theirs))
+    PreTrainedModel.get_correct_attn_implementation = ours_by_default
+
+
+@cache
+def _refuses(kind):
+    """Whether a model, or one that it builds with the same config, refuses our name."""
+    from transformers import PreTrainedModel
+
+    from onchip.models import served
+
+    if served.reason(kind, NAMES["sdpa"], PreTrainedModel):
+        return True
+    built = [one for one in served.named_in(kind, "__init__") if isinstance(one, type)]
+    return any(_refuses(one) for one in built if issubclass(one, PreTrainedModel) and one != kind)
+
+
+def _serve_by(kernel):
+    """One kernel for all calls: it serves, or the call is refused."""
+    from onchip.integrations import transformers as adapter
+
+    for name in ("attention", "varlen_attention"):
+        setattr(adapter, name, partial(getattr(adapter, name), kernel=kernel))
+
+
+def _counted(calls, whose, attend):
+    def counted(*args, **kwargs):
+        calls[whose] += 1
+        return attend(*args, **kwargs)
+
+    return counted
+
+
+def _among(tests, name):
+    return _SAME_TO_US not in name and any(fnmatchcase(name, one) for one in tests)
+
+
+def _is_promised(sentence, test):
+    """Whether documentation promises this refusal: attention gives no probabilities, and a model
+    with attention of its own refuses our name.
+    """
+    return "of its own" in sentence or (
+        "output_attentions" in sentence and "output_attentions" in test
+    )
+
+
+class Upstream:
+    """What pytest has to know: which tests, and whether each asked us for attention."""
+
+    def __init__(self):
+        self.calls, self.skipped = Counter(), Counter()
+        self.outcomes = {}  # by family and test
+
+    def pytest_collection_modifyitems(self, config, items):
+        from transformers import PreTrainedModel
+
+        _lift_limits(PreTrainedModel)
+        for item in items:
+            why, always = KNOWN.get("::".join(item.nodeid.split("::")[-2:]), (None, False))
+            if why is not None:
+                item.add_marker(pytest.mark.xfail(reason=why, strict=always))
+        kept = [item for item in items if _among(TESTS + TESTS_OF_NAMES, item.name)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        """A test that fell back to SDPA, or that had no model to run, has shown nothing."""
+        self.calls.clear()
+        result = yield
+        if _among(TESTS_OF_NAMES, item.name):
+            return result
+        if self.calls["theirs"] and not self.calls["ours"]:
+            pytest.fail("passes with the attention of SDPA")
+        if not self.calls["ours"]:
+            pytest.skip("passes without any attention but eager")
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        """A refusal that documentation promises is no failure."""
+        report = yield
+        error = None if call.excinfo is None else call.excinfo.value
+        if isinstance(error, UnsupportedError) and _is_promised(str(error), item.name):
+            report.outcome, report.wasxfail = "skipped", str(error)
+        return report
+
+    def pytest_runtest_logreport(self, report):
+        self._record(report)
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def _record(self, report):
+        """The outcome of a test is that of its last stage that did not pass; a failure of one of
+        its subtests is its failure.
+        """
+        path, _, test = report.nodeid.partition("::")
+        tests = self.outcomes.setdefault(Path(path).parent.name, {})
+        if tests.get(test) == "failed" or (report.passed and report.when != "call"):
+            return
+        refused = report.skipped and _is_promised(getattr(report, "wasxfail", ""), test)
+        tests[test] = "refused" if refused else report.outcome
+
+    def write(self, file):
+        """Add the outcomes of this run to those in a JSON file: counts, and the tests that fail."""
+        known = json.loads(file.read_text()) if file.exists() else {}
+        for family, tests in self.outcomes.items():
+            failed = sorted(test for test, outcome in tests.items() if outcome == "failed")
+            known[family] = {**Counter(tests.values()), "failed": failed}
+        file.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for reason, count in sorted(self.skipped.items()):
+            terminalreporter.write_line(f"skipped {count:4} x {reason}")
+
+
+def _families(checkout):
+    """All that the checkout has tests of, and the installed version has a model of."""
+    import transformers
+
+    known = {folder.name for folder in (Path(transformers.__file__).parent / "models").iterdir()}
+    files = (checkout / "tests" / "models").glob("*/test_modeling_*.py")
+    return sorted({file.parent.name for file in files} & known)
+
+
+def _files(checkout, models):
+    for model in models:
+        found = sorted((checkout / "tests" / "models" / model).glob("test_modeling_*.py"))
+        if not found:
+            sys.exit(f"{checkout} has no tests of {model!r}: is it a clone of transformers?")
+        yield from map(str, found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--kernel", help="serves all calls, or refuses them")
+    parser.add_argument("--json", type=Path, help="a file that outcomes by family are added to")
+    said, rest = parser.parse_known_args()
+    checkout = said.checkout.resolve()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.path.pop(0)  # the folder of this file, which has a flash_attn that is none
+    sys.path.insert(0, str(checkout))
+    plugin = Upstream()
+    _drop_conditions()
+    _serve_by(said.kernel)
+    _register(plugin.calls)
+    sys.meta_path.insert(0, _Finder(checkout))
+    models = _families(checkout) if said.models == "all" else said.models.split(",")
+    given = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
+    plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
+    status = pytest.main([*given, *plain, *rest], [plugin])
+    if said.json is not None:
+        plugin.write(said.json)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
