@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from onchip.bench.harness import meta
+from onchip.cli.bench.harness import meta
 from onchip.models import safetensors
 
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from onchip import bench, cli
-from onchip.bench import tables
+from benchmarks import tables
+from onchip.cli import bench, commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MEASURED = "bench/results"  # empty until a benchmark has been run
-COMMAND = re.compile(r"(?<![\w./-])((?:make|onchip|python -m onchip)\b(?: [^`#\n]+)?)")
+MEASURED = "benchmarks/results"  # empty until a benchmark has been run
+COMMAND = re.compile(
+    r"(?<![\w./-])((?:make|onchip|python -m onchip|python -m benchmarks(?= ))\b(?: [^`#\n]+)?)"
+)
 name = lambda page: page.relative_to(ROOT).as_posix()
 
 
@@ -75,11 +77,12 @@ def test_files_that_are_named_exist(page):
 def test_commands_exist(page):
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in (m[1] for span in spans(page) for m in [COMMAND.match(span)] if m):
+        command = command.replace("python -m benchmarks ", "onchip bench ")
         words = shlex.split(command.removeprefix("python -m "))
         if words[0] == "make":
             assert words[1] in targets, command
         elif len(words) > 1 and words[0] == "onchip":
-            args = cli._parser().parse_args(words[1:])  # exits if there is no such command
+            args = commands._parser().parse_args(words[1:])  # exits if there is no such command
             assert getattr(args, "name", None) in (None, *bench.BENCHES), command
 
 
@@ -94,7 +97,7 @@ def test_named_tests_exist():
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_tables_are_up_to_date(page):
-    """If this fails, run `python -m onchip.bench.tables`."""
+    """If this fails, run `python -m benchmarks.tables`."""
     text = page.read_text(encoding="utf-8")
     assert tables.rewrite(text) == text
 

@@ -33,9 +33,9 @@ class Hardware:
 
     call_s: what a call over few queries takes beside reading: the launch, the time until the first
     keys arrive, and that between the first program that ends and the last; so that the shortest
-    call of bench/results/h200-paged.json is met. merge_s: of a merge that is launched behind it,
-    on an H200 2 us to begin and 3 us to run (docs/notebook.md, decoding on Hopper). Other GPUs are
-    taken to need as long.
+    call of benchmarks/results/h200-paged.json is met. merge_s: of a merge that is launched behind
+    it, on an H200 2 us to begin and 3 us to run (docs/notebook.md, decoding on Hopper). Other GPUs
+    are taken to need as long.
     """
 
     name: str
@@ -181,9 +181,9 @@ H200 = Hardware(
     "NVIDIA H200",
     levels=_levels((141 * GB, 4.8e12, "NVIDIA H200 SXM datasheet"), _H_L2, *_H_REST),
     source=f"NVIDIA H200 datasheet (2023), an H100 with other memory; latencies: {_LUO}",
-    # Both of bench/results/h200-paged.json; tests compare. Decoding over pages; and in one call of
-    # 64 sequences that share 8,192 or 32,768 keys: of its 259 and 1,030 us all but 32 and 54 us are
-    # for keys that are read again.
+    # Both of benchmarks/results/h200-paged.json; tests compare. Decoding over pages; and in one
+    # call of 64 sequences that share 8,192 or 32,768 keys: of its 259 and 1,030 us all but 32 and
+    # 54 us are for keys that are read again.
     stream_bytes_s=4.5e12,
     again_bytes_s=8.6e12,
     **_HOPPER,

@@ -95,7 +95,7 @@ class Kernel(NamedTuple):
 
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# (backward, causal, head_dim): bench/results/h200-forward.json and h200-backward.json; a test
+# (backward, causal, head_dim): benchmarks/results/h200-forward.json and h200-backward.json; a test
 # compares. 16k tokens and 2,048 of hidden size in each call, bf16.
 H200_KERNELS = {
     (False, False, 64): Kernel((406, 439, 496, 507, 536, 559)),
@@ -153,8 +153,8 @@ class Machine:
 
 
 # Half of the memory: the other half is for weights and whatever else. The host's 54.8 GB/s:
-# measured over pages (bench/results/h200-paged.json); 256 GB: 2 TB for 8 devices of a DGX.
-# 35 us: bench/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
+# measured over pages (benchmarks/results/h200-paged.json); 256 GB: 2 TB for 8 devices of a DGX.
+# 35 us: benchmarks/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
 H200 = Machine(
     hardware.H200.name,
     H200_KERNELS,

@@ -10,7 +10,7 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip import doctor
+from onchip.cli import doctor
 from onchip.core import machine
 from onchip.core.problem import Options, Tensors, describe
 from onchip.engine import ranks

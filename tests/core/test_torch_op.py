@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
+from benchmarks import delta_accuracy
 from onchip import masks
-from onchip.bench import delta_accuracy
 from onchip.core import torch_op
 from onchip.core.functional import Extras, pose
 from onchip.core.problem import Options

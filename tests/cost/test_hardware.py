@@ -10,7 +10,7 @@ import torch
 from onchip.cost import hardware
 from onchip.cost.hardware import A100, B200, H100, H200, TABLE
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize(

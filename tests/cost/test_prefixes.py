@@ -11,7 +11,7 @@ from onchip.cost.prefixes import costs, moved
 from onchip.fold import cascade
 
 PAGE = 16
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def model_of(num_kv_heads=8, num_heads=32, head_dim=128, dtype=torch.bfloat16, device="meta"):
@@ -41,7 +41,7 @@ def times(batch, shared, own, model):
 
 
 # 32 heads over 8, head_dim 128, bf16, H200, 2026-11-16, microseconds: one calls are those of
-# bench/results/h200-paged.json, a level and a call in turn was raced by hand.
+# benchmarks/results/h200-paged.json, a level and a call in turn was raced by hand.
 ONE_CALL = {(8, 2048, 64): 16.0, (64, 8192, 256): 258.9, (64, 32768, 256): 1030}
 IN_TURN = {(64, 8192, 256): 54.3}
 

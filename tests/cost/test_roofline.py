@@ -11,7 +11,7 @@ from onchip.cost import hardware, question
 from onchip.cost.hardware import H200
 from onchip.cost.roofline import Pace, Step, predict, steps
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BAR = 0.15
 MISSED = 0.17  # by four cells: docs/benchmarks.md
 HALF = torch.bfloat16

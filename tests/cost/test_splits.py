@@ -23,7 +23,7 @@ from onchip.cost.splits import (
 )
 from onchip.kernels.tiles import HOPPER_DECODE_KEYS, SPLIT_KEYS, SPLIT_WAVES
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TILE_N, LEAST = 64, SPLIT_KEYS // 64  # keys of a tile, tiles of a split at least
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import onchip
-from onchip.bench.versions import FOLDER, load
+from benchmarks.versions import FOLDER, load
 from onchip.testing import assert_accurate, make_qkv, rmse
 from tests.interpreted import inside, outside, run_inside
 

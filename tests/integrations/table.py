@@ -17,8 +17,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, RESULTS = DOCS / "transformers.md", DOCS / "transformers.json"
 HEAD = """# Families of transformers
 
-[`attn_implementation="onchip"`](integrations.md#transformers) in transformers {version}, by family: a
-folder of its `models`. Written by `python tests/integrations/table.py`; a test compares this page
+[`attn_implementation="onchip"`](integrations.md#transformers) in transformers {version}, by family:
+a folder of its `models`. Written by `python tests/integrations/table.py`; a test compares this page
 with the classes of the installed version. The verdict is what a model says when the name is set:
 
 | verdict | families | |

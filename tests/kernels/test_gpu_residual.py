@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onchip
-from onchip.bench import delta_accuracy as bench
+from benchmarks import delta_accuracy as bench
 from onchip.testing import assert_accurate, make_packed
 from tests.kernels.gpu import DIMS, each_kernel, inputs
 

@@ -7,7 +7,7 @@ import pytest
 
 from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, Kernel
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])

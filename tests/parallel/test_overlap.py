@@ -1,5 +1,5 @@
 """Messages travel while kernels compute: two ranks on gloo. What that saves takes two cores that
-nobody else uses: `onchip bench ring` measures it, and says if they were not.
+nobody else uses: `python -m benchmarks ring` measures it, and says if they were not.
 """
 
 import time

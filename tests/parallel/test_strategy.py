@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import onchip
-from onchip.bench.delta_accuracy import winning_ties
+from benchmarks.delta_accuracy import winning_ties
 from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.sharding import zigzag

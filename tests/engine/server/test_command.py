@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onchip import cli
+from onchip.cli import commands
 from onchip.engine.server import command
 from onchip.engine.server.keys import Keyring
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
@@ -17,8 +17,9 @@ NAMED = set(re.findall(r"`([\w.-]+)`", TEXT))
 
 
 def test_every_option_is_explained():
-    commands = next(a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
-    options = {s for a in commands.choices["serve"]._actions for s in a.option_strings}
+    actions = commands._parser()._actions
+    serve = next(a for a in actions if isinstance(a, argparse._SubParsersAction)).choices["serve"]
+    options = {s for a in serve._actions for s in a.option_strings}
     assert options - {"-h", "--help"} <= NAMED
 
 
@@ -40,7 +41,7 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
     ],
 )
 def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
-    args = cli._parser().parse_args(["serve", *options])
+    args = commands._parser().parse_args(["serve", *options])
     keys = command._keyring(args, Address(args.host))
     said = capsys.readouterr().err
     assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
@@ -49,14 +50,14 @@ def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
 
 @pytest.mark.parametrize("count", ["-1", "4097"])
 def test_no_more_may_wait_than_the_engine_lets(count):
-    args = cli._parser().parse_args(["serve", "--max-queue", count])
+    args = commands._parser().parse_args(["serve", "--max-queue", count])
     with pytest.raises(ValueError, match=f"max_queue={count}"):
         command._options(args, Address(), Keyring())
 
 
 def test_nothing_else_of_the_engine_needs_the_server():
     """Where there is no FastAPI, offline engines and GPU code work."""
-    for path in (Path(cli.__file__).parent / "engine").glob("*.py"):
+    for path in (Path(commands.__file__).parent / "engine").glob("*.py"):
         assert "engine.server" not in path.read_text(encoding="utf-8"), path
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from onchip.bench.openloop import Load, rss_mib, run, summary
+from benchmarks.openloop import Load, rss_mib, run, summary
 from onchip.engine.tokenizer import ByteTokenizer
 from onchip.models import ModelConfig, random_model, save
 

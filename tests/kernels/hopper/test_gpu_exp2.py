@@ -1,9 +1,9 @@
-"""Powers of two by multiply-adds: the GPU computes what `onchip.bench.exponentials` emulates."""
+"""Powers of two by multiply-adds: the GPU computes what `benchmarks.exponentials` emulates."""
 
 import pytest
 import torch
 
-from onchip.bench import exponentials
+from benchmarks import exponentials
 
 triton = pytest.importorskip("triton")
 from triton.experimental import gluon  # noqa: E402

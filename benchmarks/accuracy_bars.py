@@ -1,0 +1,173 @@
+"""What the rows of `python -m benchmarks accuracy` have to reach: the accuracy rule, published
+figures, and what was promised of 8 bits.
+"""
+
+from collections.abc import Callable
+
+from benchmarks import ring_ranks
+from benchmarks.accuracy_kernels import CAST, FA3_FP8, LABELS, OURS
+from onchip.cli.bench.harness import Bar, Row
+
+# RMSE of logits, whose own RMS is 8, and per cent of perplexity: what 8-bit caches may change
+CACHED = {"fp8": (0.2, 1.0), "int8": (0.05, 0.2)}
+
+
+def select(bench: str, **columns: object) -> Callable[[Row], bool]:
+    """Rows of a bench whose columns are these."""
+    asked = {"bench": bench, **columns}
+    return lambda row: all(row.get(name) == value for name, value in asked.items())
+
+
+def over(peer: str) -> Callable[[list[Row]], float]:
+    """The largest RMSE over a yardstick's on the same question."""
+    return lambda rows: max(row["value"] / row["peers"][peer] for row in rows)
+
+
+def largest(column: str, factor: float = 1.0) -> Callable[[list[Row]], float]:
+    return lambda rows: max(factor * row[column] for row in rows)
+
+
+def _half(row: Row) -> bool:
+    ours = row["bench"] == "forward" and row.get("kind") == "onchip"
+    return ours and row["dtype"] in ("bfloat16", "float16")
+
+
+def _ruled(row: Row) -> bool:
+    """In 16 bits, on the inputs that the accuracy rule is stated for."""
+    return _half(row) and row["family"] in ("N(0,1)", "outliers")
+
+
+WIDE_BARS = (
+    Bar(
+        "16-bit kernels of onchip: RMSE over unfused attention's",
+        _half,
+        at_most=1.0,
+        measure=over("unfused"),
+        unit="x",
+    ),
+    Bar(
+        "the same over the rounding model's, N(0,1) and outliers",
+        _ruled,
+        at_most=1.05,
+        measure=over("rounding model"),
+        unit="x",
+    ),
+    Bar(
+        "a million keys, V = 1: largest error of onchip's",
+        select("long", kind="onchip", family="V = 1.0"),
+        at_most=0.0,
+        measure=largest("max_error"),
+        unit="",
+    ),
+    Bar(
+        "a million keys, V = 0.1 (bf16): error of onchip's",
+        select("long", kind="onchip", family="V = 0.1"),
+        at_most=1.0,
+        measure=largest("ulp_99"),
+        unit="ulp",
+    ),
+    Bar(
+        "RMSE of the ring in bf16, against one call",
+        select("precision"),
+        at_most=ring_ranks.ROUNDED,
+        measure=over("one call"),
+        unit="x",
+    ),
+    Bar(
+        "2^0 by every polynomial, off by",
+        select("exp2"),
+        at_most=0.0,
+        measure=lambda rows: max(abs(row["at_zero"] - 1) for row in rows),
+        unit="",
+    ),
+    Bar(
+        "onchip's cubic: results that differ in bf16",
+        select("exp2", kernel="onchip's cubic (Hopper)"),
+        at_most=1.5,
+        measure=largest("differs_bf16", 100.0),
+        unit="%",
+    ),
+    Bar(
+        "precise_delta: dq of ties, relative error",
+        select("delta", family="ties", precise_delta=True),
+        at_most=4e-3,
+    ),
+    Bar(
+        "precise_delta: mean error of delta, biased ties",
+        select("delta", family="biased ties", precise_delta=True),
+        at_most=1e-5,
+        measure=lambda rows: max(abs(row["drift"]) for row in rows),
+        unit="of delta",
+    ),
+)
+
+
+def _computes(recipe: str) -> Callable[[Row], bool]:
+    """Rows of a recipe, by its reference or by the kernel that computes it."""
+    names = (LABELS[recipe], f"hopper {recipe}")
+    return lambda row: row["bench"] == "forward" and row["kernel"] in names
+
+
+def published(recipe: str, rmse: float) -> Bar:
+    """RMSE on outliers, inputs as drawn: as the published figures are stated."""
+    ours = _computes(recipe)
+    chosen = lambda row: ours(row) and row["family"] == "outliers"
+    return Bar(f"{recipe}: RMSE on outliers", chosen, at_most=rmse, measure=largest("drawn_rmse"))
+
+
+def unbiased(recipe: str, column: str, what: str) -> Bar:
+    """The error with biased channels over that without."""
+    families, ours = ("N(0,1)", "channel bias"), _computes(recipe)
+
+    def measure(rows: list[Row]) -> float:
+        found = {(row["kernel"], row["family"]): row[column] for row in rows}
+        names = dict.fromkeys(name for name, _ in found)
+        return max(found[name, families[1]] / found[name, families[0]] for name in names)
+
+    chosen = lambda row: ours(row) and row["family"] in families
+    name = f"{recipe}: {what} with channel bias over without"
+    return Bar(name, chosen, at_most=1.1, measure=measure, unit="x")
+
+
+def _against_fa3(rows: list[Row]) -> float:
+    """Ours over FlashAttention-3's, each measured where it runs, else emulated."""
+    found = {row["kernel"]: row["drawn_rmse"] for row in rows}
+    ours = found.get("hopper fp8", found[LABELS["fp8"]])
+    return ours / found.get(FA3_FP8, found[LABELS["fa3_fp8"]])
+
+
+def cached(kv_dtype: str, error: float, change: float) -> tuple[Bar, Bar]:
+    """The built-in model over such a cache, against itself over fp32 pages."""
+    chosen = select("cache", kv_dtype=kv_dtype)
+    moved = lambda rows: max(100 * abs(row["perplexity_change"]) for row in rows)
+    return (
+        Bar(f"{kv_dtype} cache: RMSE of logits", chosen, None, error, largest("error"), "RMSE"),
+        Bar(f"{kv_dtype} cache: perplexity changes by", chosen, None, change, moved, "%"),
+    )
+
+
+def with_sink(what: str, *kernels: str) -> Bar:
+    """Relative RMSE with a key up to 12 above the others."""
+    chosen = lambda row: row["bench"] == "sink" and row["kernel"] in kernels
+    measure = largest("relative", 100.0)
+    return Bar(f"{what}: relative RMSE with a sink", chosen, None, 3.0, measure, "%")
+
+
+NARROW_BARS = (
+    published("fp8", 9.1e-3),
+    published("int8", 5.5e-3),
+    published("int8_pv16", 2e-3),
+    Bar(
+        "fp8: RMSE on outliers over FA3's FP8",
+        select("forward", family="outliers", dtype="float8_e4m3fn"),
+        at_most=0.6,
+        measure=_against_fa3,
+        unit="x",
+    ),
+    with_sink("P in e4m3, all else exact", CAST),
+    *(with_sink(name, LABELS[name], f"hopper {name}") for name in OURS),
+    *(bar for name, bounds in CACHED.items() for bar in cached(name, *bounds)),
+    *(unbiased(name, "value", "RMSE") for name in OURS),
+    *(unbiased(name, "lse_error", "error of lse") for name in OURS),
+)
+BARS = (*WIDE_BARS, *NARROW_BARS)

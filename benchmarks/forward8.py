@@ -1,0 +1,135 @@
+"""`onchip bench forward --precision fp8`: operands of 8 bits, against FlashAttention-3 in FP8.
+
+Rows named "forward fp8" start from operands that are quantised already, theirs with a scale for
+each head, as it takes them; rows named "forward fp8 whole" are what a call takes, quantisation
+included, beside the same peer. "forward bf16" among the peers is the call without a precision. The
+rule of accuracy is about 16 bits: here errors are judged by what e4m3 leaves.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+import onchip
+from benchmarks.accuracy_kernels import fa3_operands
+from onchip.cli.bench import gpu, patterns, peers
+from onchip.cli.bench.gpu import Claim, Contender, Inputs
+from onchip.cli.bench.harness import Bar, Case, Inaccurate, Row, Session, geomean
+from onchip.core.problem import Options, Tensors, describe
+
+# Of the root mean square of the exact output; recipes measure 5.2 to 5.5 % on N(0,1), less on
+# outliers (docs/numerics.md).
+LIMIT = 0.07
+Job = Callable[[], Tensor]
+
+
+def _narrow(row: Row) -> bool:
+    return row["bench"].endswith(("fp8", "int8", "int8_pv16")) and gpu.counts(row)
+
+
+def _over_fa3(rows: list[Row]) -> float:
+    """Of FlashAttention-3 in FP8, not of the best peer: in short cells that is our own bf16."""
+    return geomean([row["ratios"]["fa3 fp8"][0] for row in rows])
+
+
+BARS = (Bar("forward in 8 bits over FA3's FP8", _narrow, at_least=1.0, measure=_over_fa3),)
+
+
+@dataclass(frozen=True)
+class Prepared(Contender):
+    """A contender whose operands are made before the clock starts: prepare(q, k, v) -> job."""
+
+    prepare: Callable[..., Job] = lambda q, k, v: lambda: q
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        return self.prepare(*inputs[:3])()
+
+    def _forward_job(self, inputs: Inputs) -> Job:
+        return self.prepare(*inputs[:3])
+
+
+class NarrowJudge(gpu.OutputJudge):
+    """Strict is within LIMIT, on every distribution."""
+
+    def __call__(self, contender: Contender, strict: bool) -> dict[str, float]:
+        errors = super().__call__(contender, False)
+        for name, error in errors.items():
+            share = error / self.exact[name].square().mean().sqrt().item()
+            if strict and not share <= LIMIT:
+                raise Inaccurate(f"its RMSE on {name} is {share:.1%} of the output")
+        return errors
+
+
+def run(session: Session) -> None:
+    gpu.run(session, lambda: steps(session))
+
+
+def steps(session: Session) -> Iterator[gpu.Step]:
+    for case in gpu.grid(session, "forward"):
+        yield f"{case}, {session.precision}", partial(measure, session, case)
+
+
+def measure(session: Session, case: Case) -> list[Row]:
+    pattern = patterns.plain(case.seqlen, case.mask)
+    sets = gpu.draw_sets(case, session.device)
+    samples = {"normal": sets[0], "outlier": gpu.draw(case, session.device, "outlier")}
+    judge = NarrowJudge(samples, pattern.visible)
+    rivals = _rivals(session, case, sets, judge)
+    told = {**pattern.options, "precision": session.precision, "kernel": "hopper"}
+    ours = {
+        f"forward {session.precision}": Prepared(
+            "onchip", onchip.attention, sets, judge, ours=True, prepare=partial(_ours, told)
+        ),
+        f"forward {session.precision} whole": Contender(
+            "onchip whole", partial(onchip.attention, **told), sets, judge, ours=True
+        ),
+    }
+    claims = [Claim(name, "hopper", contender, rivals) for name, contender in ours.items()]
+    return gpu.contest(session, case, claims, gpu.tflops(case), required=("fa3 fp8",))
+
+
+def _ours(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Job:
+    """The last launch alone. lse holds a share of its own result before it, and what it was after
+    another run changes no time and no output.
+    """
+    launch = import_module("onchip.kernels.hopper.launch8")
+    options = {name: value for name, value in options.items() if name != "kernel"}
+    x = Tensors(q, k, v)
+    problem = describe(x, Options(**options))
+    out, lse = launch.empty_result(problem, x)
+    operands = launch.prepare(problem, x, lse)
+
+    def job() -> Tensor:
+        launch.attend(problem, x, operands, out, lse)
+        return out
+
+    return job
+
+
+def _rivals(
+    session: Session, case: Case, sets: Sequence[Inputs], judge: gpu.Judge
+) -> list[Contender]:
+    causal = case.mask == "causal"
+    plain = Contender("forward bf16", partial(onchip.attention, causal=causal), sets, judge)
+    try:
+        function = peers.fa3(causal=causal)
+    except ImportError as error:
+        session.note(f"fa3 fp8 is left out: {gpu.sentence(error)}")
+        return [plain]
+    fa3 = Prepared("fa3 fp8", function, sets, judge, prepare=partial(_fa3, function))
+    return [fa3, plain]
+
+
+def _fa3(function: Callable, q: Tensor, k: Tensor, v: Tensor) -> Job:
+    values, scales = fa3_operands(q, k, v)
+
+    def job() -> Tensor:
+        with torch.no_grad():
+            out = function(*values, **scales)
+        return out[0] if isinstance(out, tuple) else out
+
+    return job

@@ -1,0 +1,118 @@
+"""`python -m benchmarks paper`: published figures about attention's bytes, predicted and measured.
+
+The papers run one head at a time on the CPU, with ledgers that count every byte over the HBM
+boundary; times are those of this machine. On a GPU with NVIDIA's profiler the counters of the
+hardware stand beside the prediction for our own kernel. paper_claims.py has the figures.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks import counters
+from benchmarks.paper_claims import Claim, claims, verdict
+from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
+from onchip.cost import question
+
+PARTS = ("claims", "counters")
+# 16k tokens, 2,048 of hidden size; from 4,096 on keys and values of the heads at work fit the L2.
+COUNTED = tuple(
+    counters.Call(16384 // n, n, 2048 // d, d, causal)
+    for d in (64, 128)
+    for n in (4096, 16384)
+    for causal in (False, True)
+)
+SECONDS = 180.0
+
+
+def run(session: Session) -> None:
+    torch.set_num_threads(session.threads)
+    start = time.perf_counter()
+    session.run([*_steps(session), ("seconds", lambda: elapsed_row(start))])
+
+
+def _steps(session: Session) -> Iterator[tuple[str, Callable[[], Row]]]:
+    parts = session.only or PARTS
+    if "claims" in parts:
+        for claim in claims():
+            slow = session.quick and claim.measure is not None and not claim.exact
+            asked = claim._replace(measure=None) if slow else claim
+            yield claim.what, lambda asked=asked: claim_row(asked)
+    if "counters" in parts and torch.cuda.is_available():
+        session.where["device"] = torch.cuda.get_device_name()
+        for i, call in enumerate(COUNTED):
+            yield f"counters, {call.seqlen}", lambda i=i: counter_row(i)
+
+
+def claim_row(claim: Claim) -> Row:
+    """`value` is what was measured here, else what was predicted."""
+    measured = claim.measure() if claim.measure else None
+    value = claim.predicted if measured is None else measured
+    return Case(claim.section, "none", None, 0, 0).row(
+        claim.what,
+        0.0 if value is None else value,
+        claim.unit,
+        published=claim.published,
+        predicted=claim.predicted,
+        measured=measured,
+        exact=claim.exact,
+        source=claim.source,
+        verdict=verdict(claim, measured),
+    )
+
+
+def counter_row(which: int) -> Row:
+    """All of HBM's traffic during a call of COUNTED; predicted: each tensor once, as the L2 holds
+    what is read again.
+    """
+    call = COUNTED[which]
+    shape = {"batch": call.batch, "num_heads": call.num_heads, "head_dim": call.head_dim}
+    asked = question(call.seqlen, dtype=torch.bfloat16, causal=call.causal, **shape)
+    try:
+        found = sum(kernel.hbm_bytes for kernel in counters.count(COUNTED)[which])
+    except ValueError as error:
+        raise Refused(str(error)) from error
+    mask = "causal" if call.causal else "none"
+    case = Case("counters", mask, asked.dtype, call.head_dim, call.seqlen, call.batch)
+    gap = found / asked.min_bytes - 1
+    return case.row(
+        f"HBM traffic, ours, {call.seqlen:,} x {call.head_dim} {mask}",
+        found / 1e9,
+        "GB",
+        published=None,
+        predicted=asked.min_bytes / 1e9,
+        measured=found / 1e9,
+        exact=False,
+        source="ncu",
+        verdict=f"{gap:+.1%} of each tensor once",
+    ) | {"num_heads": call.num_heads, "num_kv_heads": call.num_heads}
+
+
+def elapsed_row(start: float) -> Row:
+    return Case("elapsed", "none", None, 0, 0).row("paper", time.perf_counter() - start, "s")
+
+
+def gap(rows: list[Row]) -> float:
+    """The largest share by which a measurement misses its prediction, in per cent."""
+    return max(100 * abs(row["measured"] / row["predicted"] - 1) for row in rows)
+
+
+BARS = (
+    Bar(
+        "ledgers are as predicted, within",
+        lambda row: bool(row.get("exact")) and row["measured"] is not None,
+        at_most=1e-9,
+        measure=gap,
+        unit="%",
+    ),
+    Bar(
+        "traffic of our kernels by the counters, within",
+        lambda row: row["bench"] == "counters",
+        at_most=5.0,
+        measure=gap,
+        unit="%",
+        optional=True,
+    ),
+    Bar("all of it", lambda row: row["bench"] == "elapsed", at_most=SECONDS),
+)

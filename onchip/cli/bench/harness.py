@@ -1,0 +1,419 @@
+"""What every benchmark shares: no row without a right answer, contenders in turns, one schema.
+
+A results file is `{"meta": {...}, "schema": 1, "rows": [...]}`. `ratio` is ours over the best peer,
+above 1 is faster; `error` and `peer_error` are RMSEs against fp64; null where there is no peer.
+Rows of a GPU carry more columns, which `gpu.py` explains.
+"""
+
+import datetime
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from onchip.cli.bench.measure import alternate, cpu_name, sample_rows
+from onchip.testing import assert_accurate, oracle, rmse
+
+SCHEMA = 1
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64", "none": ""}
+SHORT |= {"float8_e4m3fn": "fp8", "int8": "int8"}
+CHECKED_ROWS = 128
+ROUNDS, BUDGET_S = 7, 0.5
+Row = dict[str, Any]
+Rows = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The columns of a row that say what was asked."""
+
+    bench: str
+    mask: str
+    dtype: torch.dtype | None
+    head_dim: int
+    seqlen: int
+    batch: int = 1
+    num_heads: int = 8
+    backward: bool = False
+    way: str = ""  # the pass, where it is neither forward nor forward+backward
+
+    def row(self, kernel: str, value: float, unit: str, **measured: object) -> Row:
+        blank = dict(peers={}, best_peer=None, ratio=None, error=None, peer_error=None)
+        return {
+            "bench": self.bench,
+            "kernel": kernel,
+            "pass": self.pass_name,
+            "mask": self.mask,
+            "dtype": self.dtype_name,
+            "head_dim": self.head_dim,
+            "seqlen": self.seqlen,
+            "batch": self.batch,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_heads,
+            "value": value,
+            "unit": unit,
+            **blank,
+            **measured,
+        }
+
+    @property
+    def pass_name(self) -> str:
+        return self.way or ("forward+backward" if self.backward else "forward")
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.").lower()
+
+    def __str__(self) -> str:
+        size = f"{self.seqlen:,} tokens, head_dim {self.head_dim}"
+        return f"{self.bench} {self.mask}, {size}, {self.dtype_name}, {self.pass_name}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """attend(q, k, v) -> out on its own inputs; judged(out) is out in the layout of the judge."""
+
+    name: str
+    attend: Callable[..., Any]
+    inputs: Sequence[Tensor]
+    judged: Callable[[Tensor], Tensor] = lambda out: out
+
+    def job(self, backward: bool) -> Callable[[], object]:
+        return self._step if backward else self.forward
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self.attend(*self.inputs)
+
+    def _step(self) -> object:
+        q, k, v = self.leaves
+        return torch.autograd.grad(self.attend(q, k, v), (q, k, v), self.dout)
+
+    @cached_property
+    def leaves(self) -> list[Tensor]:
+        return [x.detach().requires_grad_() for x in self.inputs]
+
+    @cached_property
+    def dout(self) -> Tensor:
+        return torch.randn_like(self.forward())
+
+
+class Refused(Exception):
+    """There is no row, and the message says why."""
+
+
+class Inaccurate(Refused):
+    """A result outside the accuracy rule: it has no time worth reporting."""
+
+
+def hold(attention: Callable | Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """`testing.assert_accurate` of a contender: Inaccurate if it breaks the rule."""
+    try:
+        assert_accurate(attention, q, k, v, **options)
+    except AssertionError as error:
+        raise Inaccurate(str(error)) from error
+
+
+class Judge(Protocol):
+    """check(): the RMSE of a contender's result, or Inaccurate; error(): the RMSE alone."""
+
+    def check(self, contender: Contender, backward: bool) -> float: ...
+
+    def error(self, contender: Contender) -> float: ...
+
+
+@dataclass
+class Exact:
+    """fp64 on a sample of query rows of one problem. visible(rows) -> bool (rows, seqlen_k)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Rows
+
+    @cached_property
+    def rows(self) -> Tensor:
+        return sample_rows(self.q.shape[1], CHECKED_ROWS)
+
+    @cached_property
+    def out(self) -> Tensor:
+        return oracle(self.q[:, self.rows], self.k, self.v, mask=self.visible(self.rows)).out
+
+    def check(self, contender: Contender, backward: bool) -> float:
+        """The RMSE of its output; Inaccurate if the accuracy rule is broken.
+
+        The call that is judged is the call that is timed. Rows outside the sample get no gradient,
+        so that dk and dv depend on the sample alone and need nothing N x N either.
+        """
+
+        def sampled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            return contender.attend(self.q.index_copy(1, self.rows, q), k, v)[:, self.rows]
+
+        q, mask = self.q[:, self.rows], self.visible(self.rows)
+        hold(sampled, q, self.k, self.v, grad=backward, mask=mask)
+        return self.error(contender)
+
+    def error(self, contender: Contender) -> float:
+        return rmse(contender.judged(contender.forward())[:, self.rows], self.out)
+
+
+@dataclass
+class Session:
+    """One run of a benchmark: its rows, what was refused, and whom to tell.
+
+    tell(title, done) moves the progress bar, keep(row) gets every row as soon as it is measured,
+    say(sentence) what the reader should know besides. seqlens and head_dims choose among the cells
+    of a GPU benchmark, only among its PARTS where it has them, flex asks for FlexAttention there,
+    seconds says how long a load lasts (0: as long as the benchmark likes), simulate that machines
+    which are not here are asked about, kv_dtypes which caches of 8 bits are, precision which
+    operands of 8 bits.
+    watch(start) tells the clocks since then, where what the results file says about the machine, if
+    that is not the CPU.
+    """
+
+    quick: bool = False
+    threads: int = 2
+    tell: Callable[[str, float], None] = lambda title, done: None
+    rows: list[Row] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")
+    keep: Callable[[Row], None] = lambda row: None
+    say: Callable[[str], None] = lambda sentence: None
+    seqlens: Sequence[int] = ()
+    head_dims: Sequence[int] = ()
+    only: Sequence[str] = ()
+    flex: bool = False
+    seconds: float = 0.0
+    simulate: bool = False
+    kv_dtypes: Sequence[str] = ()
+    precision: str | None = None
+    where: dict[str, Any] = field(default_factory=dict)
+    watch: Callable[[float], dict[str, Any]] = lambda start: {}
+    said: set[str] = field(default_factory=set)
+
+    def run(self, steps: Iterable[tuple[str, Callable[[], Row | list[Row]]]]) -> None:
+        """Each step gives a row, or several, or refuses to; the titles go to the progress bar."""
+        steps = list(steps)
+        for i, (title, step) in enumerate(steps):
+            self.tell(title, i / len(steps))
+            try:
+                measured = step()
+            except Refused as error:
+                self.refused.append(f"{title}: {error}")
+                continue
+            for row in measured if isinstance(measured, list) else [measured]:
+                self.rows.append(row)
+                self.keep(row)
+
+    def note(self, sentence: str, first: str = "") -> None:
+        """Say it, but once, with where it came up first."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            self.say(sentence + first)
+
+    def contest(
+        self, case: Case, kernel: str, ours: Contender, peers: list[Contender], judge: Judge
+    ) -> Row:
+        """A row: ours checked, then timed in turns with the fastest of the peers."""
+        error = judge.check(ours, case.backward)
+        peer = self.fastest(peers, case.backward)
+        jobs = {c.name: c.job(case.backward) for c in (ours, peer)}
+        best = self.clock(jobs)
+        return case.row(
+            kernel,
+            best[ours.name] * 1e3,
+            "ms",
+            peers={peer.name: best[peer.name] * 1e3},
+            best_peer=peer.name,
+            ratio=best[peer.name] / best[ours.name],
+            error=error,
+            peer_error=judge.error(peer),
+        )
+
+    def fastest(self, peers: list[Contender], backward: bool) -> Contender:
+        if len(peers) == 1:
+            return peers[0]
+        times = alternate({p.name: p.job(backward) for p in peers}, self.device, rounds=2)
+        return min(peers, key=lambda p: times[p.name])
+
+    def clock(self, jobs: dict[str, Callable[[], object]]) -> dict[str, float]:
+        rounds, budget_s = (2, 0.0) if self.quick else (ROUNDS, BUDGET_S)
+        return alternate(jobs, self.device, rounds, budget_s)
+
+
+class Bar(NamedTuple):
+    """What the rows it selects must reach: geomean ratio >= at_least, or every value <= at_most.
+
+    measure(rows) takes the place of the geomean or of the largest value, unit that of its unit. An
+    optional bar is not judged if no row speaks to it.
+    """
+
+    name: str
+    selects: Callable[[Row], bool]
+    at_least: float | None = None
+    at_most: float | None = None
+    measure: Callable[[list[Row]], float] | None = None
+    unit: str | None = None
+    optional: bool = False
+
+
+class Verdict(NamedTuple):
+    bar: Bar
+    measured: float | None
+    unit: str
+
+    @property
+    def ok(self) -> bool:
+        if self.measured is None:
+            return False
+        if self.bar.at_least is not None:
+            return self.measured >= self.bar.at_least
+        return self.bar.at_most is not None and self.measured <= self.bar.at_most
+
+
+def judge(rows: list[Row], bars: Iterable[Bar]) -> list[Verdict]:
+    """One verdict per bar; a bar that no row speaks to is missed, or left out if optional."""
+    verdicts = []
+    for bar in bars:
+        chosen = [row for row in rows if bar.selects(row)]
+        if chosen:
+            verdicts.append(_verdict(bar, chosen))
+        elif not bar.optional:
+            verdicts.append(Verdict(bar, None, ""))
+    return verdicts
+
+
+def _verdict(bar: Bar, rows: list[Row]) -> Verdict:
+    if bar.at_least is not None:
+        measure, unit = lambda rows: geomean([row["ratio"] for row in rows]), "x"
+    else:
+        measure, unit = lambda rows: max(row["value"] for row in rows), rows[0]["unit"]
+    return Verdict(bar, (bar.measure or measure)(rows), unit if bar.unit is None else bar.unit)
+
+
+def worst_cell(bar: float) -> Callable[[list[Row]], float]:
+    """The least ratio; a cell whose 10-90 % band holds the bar is tied with it."""
+
+    def tied(row: Row) -> bool:
+        low, high = row["band"]
+        return low <= bar <= high
+
+    return lambda rows: min(bar if tied(row) else row["ratio"] for row in rows)
+
+
+def geomean(values: list[float]) -> float:
+    return math.exp(sum(math.log(x) for x in values) / len(values))
+
+
+def document(rows: list[Row], where: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A results file. `where` takes the place of what meta() says about the machine."""
+    return {"meta": meta() | (where or {}), "schema": SCHEMA, "rows": rows}
+
+
+def write_results(rows: list[Row], path: Path, where: dict[str, Any] | None = None) -> None:
+    """The file is whole at any time: a benchmark that is killed leaves the rows it has measured."""
+    whole = document(rows, where)
+    ordinary = path.is_file() or not path.exists()  # a terminal or a pipe is not replaced
+    part = path.with_name(f"{path.name}.part") if ordinary else path
+    part.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    if ordinary:
+        part.replace(path)
+
+
+def meta() -> dict[str, Any]:
+    return {
+        "device": f"{cpu_name()}, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "clocks": _clocks(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _commit() -> str | None:
+    """The commit of the source tree, with a + if it was changed since; None outside one. It is
+    asked for once: the code that runs is the code that was loaded.
+    """
+    git = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--abbrev=12",
+        "--dirty=+",
+    ]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _clocks() -> dict[str, float]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return {"cpu_mhz": max(float(x.split(":")[1]) for x in lines if x.startswith("cpu MHz"))}
+    except (OSError, ValueError):
+        return {}
+
+
+def print_session(console, session: Session, verdicts: list[Verdict]) -> None:
+    """What was refused, and the bars if they were judged."""
+    for sentence in session.refused:
+        console.print(f"refused: {sentence}", markup=False, highlight=False, soft_wrap=True)
+    if verdicts:
+        console.print(_verdicts_table(verdicts))
+
+
+def print_row(console, row: Row) -> None:
+    console.print(line(row), markup=False, highlight=False, soft_wrap=True)
+
+
+def line(r: Row) -> str:
+    """One row, as wide as it is: what was asked, what it took, and against whom."""
+    head_dim = f"D {r['head_dim']}" if r["head_dim"] else ""
+    tokens = f"{r['batch']} x {r['seqlen']:,}" if r["seqlen"] else ""
+    asked = f"{r['bench']:<16} {r['mask']:<14} {r['pass']:<16} {SHORT[r['dtype']]:<4} {head_dim:<5}"
+    ratio = f"{r['ratio']:.3g}x {r['best_peer']}" if r["best_peer"] else ""
+    band = " [{:.3f}, {:.3f}]".format(*r["band"]) if r.get("band") else ""
+    peers = ", ".join(f"{name} {value:.4g}" for name, value in r["peers"].items())
+    clocks = " ".join(f"{value:.0f} {unit}" for unit, value in _under_load(r).items())
+    doubts = "".join(f"; does not count: {doubt}" for doubt in r.get("doubts", ()))
+    value = f"{r['value']:.4g} {r['unit']}"
+    parts = (f"{asked} {tokens:>12} {r['kernel']:<9} {value:>14}", ratio + band, peers, clocks)
+    return "  ".join(part for part in parts if part) + doubts
+
+
+def _under_load(row: Row) -> dict[str, float]:
+    units = {"MHz": "sm_mhz", "W": "power_w"}
+    return {u: row[name] for u, name in units.items() if row.get(name) is not None}
+
+
+def _verdicts_table(verdicts: list[Verdict]):
+    from rich.table import Table
+
+    table = Table("bar", "measured", "asked", "")
+    for v in verdicts:
+        least = v.bar.at_least is not None
+        bound = f">= {v.bar.at_least:.4g}" if least else f"<= {v.bar.at_most:.4g}"
+        asked = f"{bound} {v.unit}"
+        measured = "no row" if v.measured is None else f"{v.measured:.4g} {v.unit}"
+        table.add_row(v.bar.name, measured, asked, "[green]met[/]" if v.ok else "[red]missed[/]")
+    return table

@@ -1,0 +1,165 @@
+"""The memories of this machine, measured: bytes a second and latency by the size of what is read.
+
+Bandwidth: sums of one tensor, over and over, or negated copies on a GPU. Latency: a walk from line
+to line in random order, of which the interpreter's own time, that of the smallest set, is taken
+off; on a GPU one thread that loads where to load next.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.cli.bench.measure import alternate
+
+CPU_SETS = tuple(16 << 10 << 2 * i for i in range(8))  # 16 KB to 256 MB
+LARGEST = 2 << 30  # what a measurement may take of the memory
+READ = 64 << 20  # bytes of one measurement, at least
+HOPS = 200_000
+LINE_BYTES = 64
+STRIDE = LINE_BYTES // 4  # numbers of a line
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+GPU_SETS = (16 << 20, 2 << 30)  # well inside the L2 of any data centre GPU, far outside
+GPU_HOPS = 20_000
+
+
+class Measured(NamedTuple):
+    """A working set, and the nominal home of that size. A latency of 0 is one that the interpreter
+    hides.
+    """
+
+    level: str
+    set_bytes: int
+    bytes_s: float
+    latency_s: float
+
+
+def measure(device: torch.device, tell: Callable[[str, float], None]) -> list[Measured]:
+    """Every level of a device; tell(title, done) moves a progress bar."""
+    sweep = gpu_levels(device) if device.type == "cuda" else cpu_levels()
+    total = len(GPU_SETS) if device.type == "cuda" else len(cpu_sets())
+    found = []
+    tell("reading", 0.0)
+    for row in sweep:
+        found.append(row)
+        tell(f"{row.set_bytes >> 10} KB", len(found) / total)
+    return found
+
+
+def cpu_sets() -> tuple[int, ...]:
+    """The last is larger than every cache: memory itself."""
+    outside = 2 * max((held for _, held in cache_sizes()), default=0)
+    return (*CPU_SETS, outside) if CPU_SETS[-1] < outside <= LARGEST else CPU_SETS
+
+
+def cpu_levels(sets: tuple[int, ...] | None = None) -> Iterator[Measured]:
+    caches, own = cache_sizes(), None
+    for size in cpu_sets() if sets is None else sets:
+        name = next((name for name, held in caches if size <= held), "DRAM")
+        hop = walk_s(size)
+        own = hop if own is None else own
+        yield Measured(name, size, read_bytes_s(size), beyond(hop, own))
+
+
+def beyond(hop_s: float, own_s: float) -> float:
+    """What a hop takes beyond the interpreter's own time, which hides less than half of it."""
+    return 0.0 if hop_s < 1.5 * own_s else hop_s - own_s
+
+
+def cache_sizes(folder: Path = CACHES) -> list[tuple[str, int]]:
+    """(name, bytes) of the caches that hold data, the smallest first; none where Linux is not."""
+    found = []
+    for cache in sorted(folder.glob("index*")):
+        level, kind, size = ((cache / n).read_text().strip() for n in ("level", "type", "size"))
+        if kind != "Instruction":
+            unit = {"K": 1 << 10, "M": 1 << 20}[size[-1]]
+            found.append((f"L{level}", int(size[:-1]) * unit))
+    return sorted(found, key=lambda cache: cache[1])
+
+
+def read_bytes_s(set_bytes: int) -> float:
+    """One thread that sums a tensor of so many bytes again and again."""
+    x = torch.ones(set_bytes // 4)
+    times = max(1, READ // set_bytes)
+    rows = x.as_strided((times, len(x)), (0, 1))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        best = alternate({"sum": lambda: rows.sum(1)}, x.device, rounds=5)["sum"]
+    finally:
+        torch.set_num_threads(threads)
+    return times * x.nbytes / best
+
+
+def walk_s(set_bytes: int) -> float:
+    """Seconds of a hop from line to line of so many bytes, in random order."""
+    ring = chain(set_bytes // LINE_BYTES)
+    numbers = (ctypes.c_int32 * ring.numel()).from_address(ring.data_ptr())
+    where = memoryview(numbers).cast("B").cast("i")
+    _hop(where, 0, min(len(ring), HOPS))
+    return min(_timed(where, ring.numel() * i // 5 // STRIDE * STRIDE) for i in range(5))
+
+
+def chain(lines: int) -> Tensor:
+    """(lines, STRIDE) int32: the first number of a line is the index of the next one's."""
+    order = torch.randperm(lines, generator=torch.Generator().manual_seed(0))
+    ring = torch.zeros(lines, STRIDE, dtype=torch.int32)
+    ring[order, 0] = (STRIDE * order.roll(-1)).int()
+    return ring
+
+
+def _timed(where: memoryview, first: int) -> float:
+    start = time.thread_time()  # what others do meanwhile does not count
+    _hop(where, first, HOPS)
+    return (time.thread_time() - start) / HOPS
+
+
+def _hop(where: memoryview, at: int, times: int) -> int:
+    for _ in repeat(None, times):
+        at = where[at]
+    return at
+
+
+def gpu_levels(device: torch.device, sets: tuple[int, ...] = GPU_SETS) -> Iterator[Measured]:
+    """Half of a set is read, and written to the other half; negated, for plain copies
+    in a graph came to 2.7 TB/s on an H200, whose memory gives kernels 4.4.
+    """
+    from onchip.kernels.triton.chase import chase, lines
+
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    for size in sets:
+        source = torch.ones(size // 8, device=device)
+        target = torch.empty_like(source)
+        copies = max(1, (4 << 30) // size)
+        seconds = _graph_s(lambda: [torch.neg(source, out=target) for _ in range(copies)])  # noqa: B023
+        ring = lines(torch.randperm(size // 128, device=device, dtype=torch.int32))
+        latency = _event_s(lambda: chase(ring, GPU_HOPS)) / GPU_HOPS  # noqa: B023
+        yield Measured("L2" if size <= l2 else "HBM", size, copies * size / seconds, latency)
+
+
+def _graph_s(work: Callable[[], object]) -> float:
+    """Seconds of work that is replayed by a CUDA graph: the host takes no part."""
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return _event_s(graph.replay)
+
+
+def _event_s(work: Callable[[], object]) -> float:
+    """The least of five runs, by the device's own clock."""
+    work()
+    times = []
+    for _ in range(5):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e-3)
+    return min(times)

@@ -1,0 +1,383 @@
+"""`onchip tune`: the tile tables of kernels/tiles.py, measured anew on this GPU.
+
+Nothing is tuned while calls run. Here, every row of a table is searched: the rows that differ from
+it in one field (`--quick`) or in at most two are compiled, held to the accuracy rule (or, in 8
+bits, to their recipe) at odd lengths, then timed in turns by graph replay like the contenders of a
+benchmark. A row is worth replacing if another is faster by more than a per cent and by more than
+the noise. What to write into configs.py is printed. VARIED says which values of which field are
+tried.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+
+import onchip
+from onchip import quant
+from onchip.cli.bench import gpu, patterns
+from onchip.cli.bench.harness import Case, Inaccurate, Row, Session, geomean
+from onchip.kernels import tiles
+from onchip.testing import assert_accurate, make_qkv, oracle, rmse
+
+VARIED: dict[str, dict[str, tuple]] = {
+    "HopperConfig": {
+        "tile_n": (64, 128),
+        "num_stages": (2, 3, 4),
+        "q_stages": (1, 2),
+        "pingpong": (False, True),
+        "rescale": ("always", "moved", "stale"),
+        "under": (False, True),
+        "hold": (0, 2, 4, 8, 16, 24),
+        "numbered": (False, True),
+        "poly": (0, 8),
+        "dynamic": (False, True),
+    },
+    "HopperBackwardConfig": {"q_stages": (2, 3, 4), "dout_stages": (1, 2, 3)},
+    "HopperGradientConfig": {
+        "b0_stages": (2, 3, 4),
+        "b1_stages": (1, 2, 3),
+        "held": (False, True),
+    },
+    "TritonConfig": {
+        "tile_m": (32, 64, 128),
+        "tile_n": (32, 64, 128),
+        "num_warps": (4, 8),
+        "num_stages": (2, 3, 4, 5),
+        "max_registers": (0, 128),
+    },
+}
+# The number of consumers decides how many registers each may have.
+TEAMS = (
+    {"consumers": 2, "consumer_regs": 240, "producer_regs": 24, "entry_regs": 168},
+    {"consumers": 3, "consumer_regs": 160, "producer_regs": 32, "entry_regs": 128},
+)
+GAIN = 1.01
+FP32_BYTES = 4  # in the keys of TRITON_DECODE
+DECODE_BATCH = 32
+CURRENT = "current"
+
+
+class Table(NamedTuple):
+    """A table of configs.py, and the calls that its rows are for."""
+
+    name: str
+    kernel: str
+    way: str = ""  # forward or backward; "": the first part of a key says it
+    masks: tuple[str, ...] = ("none", "causal")
+    lengths: tuple[int, ...] = (2048, 8192)
+    dtype: torch.dtype = torch.bfloat16
+    options: tuple[tuple[str, Any], ...] = ()
+    teams: bool = False  # the number of consumers may change
+    fields: tuple[str, ...] = ()  # those of VARIED that its kernel knows; (): all
+
+    @property
+    def precision(self) -> str | None:
+        return dict(self.options).get("precision")
+
+
+def _narrow(name: str, precision: str) -> Table:
+    """Tiles of 8 bits are as wide as the blocks that share a scale, and consumers overlap one
+    another: fields of tiles and of orders inside a consumer mean nothing there.
+    """
+    fields = ("num_stages", "q_stages", "numbered", "dynamic")
+    options = (("precision", precision),)
+    return Table(name, "hopper", "forward", options=options, teams=True, fields=fields)
+
+
+HOPPER = (
+    Table("HOPPER_FORWARD", "hopper", "forward", teams=True),
+    Table("HOPPER_FORWARD_DENSE", "hopper", "forward", ("none",)),
+    Table("HOPPER_FORWARD_SHORT", "hopper", "forward", ("causal",), (512, 1024), teams=True),
+    Table("HOPPER_FORWARD_MASK", "hopper", "forward", ("blocks",), teams=True),
+    Table("HOPPER_BACKWARD", "hopper", "backward"),
+    Table("HOPPER_GRADIENT", "hopper", "backward", options=(("deterministic", True),)),
+    _narrow("HOPPER_EIGHT", "fp8"),
+    _narrow("HOPPER_INT8", "int8"),
+    _narrow("HOPPER_INT8_PV16", "int8_pv16"),
+)
+TRITON = (
+    Table("TRITON_MODIFIED", "triton", options=(("softcap", 30.0),), lengths=(2048,)),
+    Table("TRITON_FP32", "triton", dtype=torch.float32, lengths=(2048,)),
+    Table("TRITON_DECODE", "triton", "decode", ("none",), (4096,)),
+)
+TRITON_WIDE = (
+    Table("TRITON_SM90", "triton"),
+    Table("TRITON_SM90_MASK", "triton", masks=("blocks",)),
+    Table("TRITON_SHORT", "triton", "forward", lengths=(tiles.TRITON_SHORT_KEYS,)),
+)
+WAYS = {"dkdv": "backward", "dq": "backward", "forward": "forward", "decode": "decode"}
+
+
+def tables(capability: tuple[int, int]) -> tuple[Table, ...]:
+    """Those whose rows a device of this capability uses."""
+    hopper = HOPPER if capability == (9, 0) else ()
+    narrow = (Table("TRITON_SM80", "triton"),)
+    return (*hopper, *(TRITON_WIDE if capability[0] in (9, 10) else narrow), *TRITON)
+
+
+class Knob(NamedTuple):
+    """One row of a table: what is searched for a better one."""
+
+    table: Table
+    key: Any
+
+    def __str__(self) -> str:
+        return f"{self.table.name}[{_shown(self.key)}]"
+
+    @property
+    def row(self) -> Any:
+        return getattr(tiles, self.table.name)[self.key]
+
+    @property
+    def parts(self) -> tuple:
+        return self.key if isinstance(self.key, tuple) else (self.key,)
+
+    @property
+    def way(self) -> str:
+        return self.table.way or WAYS[self.parts[0]]
+
+    @property
+    def head_dim(self) -> int:
+        return next(x for x in self.parts if isinstance(x, int) and x >= 64)
+
+    def cells(self, quick: bool) -> Iterator[Case]:
+        lengths = self.table.lengths[-1:] if quick else self.table.lengths
+        for mask, n in product(self.table.masks, lengths):
+            batch = DECODE_BATCH if self.way == "decode" else max(1, gpu.TOKENS // n)
+            heads = gpu.HIDDEN // self.head_dim
+            backward = self.way == "backward"
+            sizes = (self.table.dtype, self.head_dim, n, batch, heads)
+            yield Case("tune", mask, *sizes, backward=backward, way=self.way)
+
+
+def _shown(key: Any) -> str:
+    return ", ".join(map(repr, key)) if isinstance(key, tuple) else repr(key)
+
+
+def knobs(
+    capability: tuple[int, int],
+    kernels: Sequence[str] = (),
+    ways: Sequence[str] = (),
+    head_dims: Sequence[int] = (),
+) -> list[Knob]:
+    """The rows to search; nothing chosen means everything. Rows for the gradient of a bias and for
+    single queries in fp32 are left as they are, and the tables that serve paged calls alone
+    (TRITON_CHUNK, TRITON_EIGHT, HOPPER_FORWARD_PAGED) or the quantisation before a call
+    (TRITON_ROTATE, TRITON_TRANSPOSE).
+    """
+    found = [Knob(t, key) for t in tables(capability) for key in getattr(tiles, t.name)]
+    known = [k for k in found if "dbias" not in k.parts and FP32_BYTES not in k.parts]
+    wanted = lambda value, choice: not choice or value in choice
+    return [
+        k
+        for k in known
+        if wanted(k.table.kernel, kernels) and wanted(k.way, ways) and wanted(k.head_dim, head_dims)
+    ]
+
+
+def candidates(knob: Knob, most: int) -> dict[str, Any]:
+    """The rows that differ from the present one in at most `most` fields, by what differs; the
+    present row comes first.
+    """
+    row = knob.row
+    changes = [
+        [{name: value} for value in values if value != getattr(row, name)]
+        for name, values in VARIED[type(row).__name__].items()
+        if name in (knob.table.fields or row._fields)
+        and not _follows_the_call(name, getattr(row, name))
+    ]
+    if knob.table.teams:
+        changes.append([team for team in TEAMS if team["consumers"] != row.consumers])
+    found = {CURRENT: row}
+    for count in range(1, most + 1):
+        for fields in combinations(changes, count):
+            for chosen in product(*fields):
+                change = {name: value for part in chosen for name, value in part.items()}
+                found[_difference(change)] = row._replace(**change)
+    return {name: row for name, row in found.items() if _makes_sense(row)}
+
+
+def _follows_the_call(name: str, value: Any) -> bool:
+    """A tile of 0 is not the table's to choose."""
+    return name.startswith("tile") and value == 0
+
+
+def _difference(change: dict[str, Any]) -> str:
+    return ", ".join(f"{n}={v}" for n, v in change.items() if not n.endswith("_regs"))
+
+
+def _makes_sense(row: Any) -> bool:
+    """The backward's ring of queries runs ahead of that of dout, never behind; and where the output
+    leaves through the memory of the queries, the next ones cannot be there yet.
+    """
+    ahead = getattr(row, "q_stages", 0)
+    return ahead >= getattr(row, "dout_stages", 0) and not (
+        ahead > 1 and getattr(row, "out_in_q", False)
+    )
+
+
+@dataclass
+class Search:
+    """One knob, its candidates that proved right, and their speed beside the present row, cell by
+    cell. refused: why each other candidate is out.
+    """
+
+    knob: Knob
+    most: int = 2
+    right: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    ratios: dict[str, list[gpu.Paired]] = field(default_factory=dict)
+
+    def steps(self, session: Session) -> Iterator[gpu.Step]:
+        yield f"{self.knob}: compile and check", partial(self.check, session)
+        for case in self.knob.cells(session.quick):
+            yield f"{self.knob}: {case}", partial(self.time, session, case)
+
+    def check(self, session: Session) -> list[Row]:
+        """Every candidate on odd lengths; the present row must be right, or nothing is searched."""
+        for name, row in candidates(self.knob, self.most).items():
+            with self._tried(session, name, row):
+                self._judge(session.device)
+                self.right[name] = row
+        return []
+
+    @contextmanager
+    def _tried(self, session: Session, name: str, row: Any) -> Iterator[None]:
+        """A block in which `row` is the table's. One that fails is out, unless it is the present
+        row: that ends the step.
+        """
+        try:
+            with tiles.trial(self.knob.table.name, self.knob.key, row):
+                yield
+        except Exception as error:
+            gpu.still_there(session.device)
+            self.right.pop(name, None)
+            if name == CURRENT:
+                raise
+            self.refused[name] = gpu.sentence(error)
+
+    def _judge(self, device: torch.device) -> None:
+        """Outliers too: a lazy maximum is right on ordinary numbers, and not where one key has
+        nearly all the weight.
+        """
+        lengths = (1, 1777) if self.knob.way == "decode" else (333, 555)
+        lengths = tuple(min(n, self.knob.table.lengths[-1] - 3) for n in lengths)
+        shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": self.knob.head_dim}
+        shape |= {"dtype": self.knob.table.dtype, "device": device}
+        attend = partial(onchip.attention, kernel=self.knob.table.kernel)
+        for mask, distribution in product(self.knob.table.masks, ("normal", "outlier")):
+            options = dict(self.knob.table.options) | {"causal": mask == "causal"}
+            if mask == "blocks":
+                options["mask"] = onchip.masks.mod(lambda b, h, q, k: (q // 128 + k) % 3 != 0)
+            qkv = make_qkv(2, *lengths, distribution=distribution, **shape)
+            if self.knob.table.precision:
+                _assert_follows_recipe(attend, *qkv, **options)
+            else:
+                assert_accurate(attend, *qkv, grad=self.knob.way == "backward", **options)
+
+    def time(self, session: Session, case: Case) -> list[Row]:
+        """All candidates in turns; one row each."""
+        if CURRENT not in self.right:
+            return []
+        contender = calls(session, self.knob, case)
+        lanes, control = {}, None
+        for name, row in list(self.right.items()):
+            with self._tried(session, name, row):  # a graph keeps the row it is captured with
+                lanes[name] = gpu.open_lane(contender, case.backward)
+                control = control or gpu.open_lane(contender, case.backward)
+        rounds = gpu.QUICK_ROUNDS if session.quick else gpu.ROUNDS
+        race = gpu.race(lanes, control, rounds)
+        found = {name: race.against(name, CURRENT) for name in self.right}
+        for name, ratio in found.items():
+            self.ratios.setdefault(name, []).append(ratio)
+        return [self._row(case, name, race, ratio) for name, ratio in found.items()]
+
+    def _row(self, case: Case, name: str, race: gpu.Race, ratio: gpu.Paired) -> Row:
+        peers = {CURRENT: race.ms(CURRENT)}
+        columns = {"peers": peers, "best_peer": CURRENT, "ratio": ratio.ratio}
+        row = case.row(self.knob.table.kernel, race.ms(name), "ms", **columns)
+        told = {"table": self.knob.table.name, "key": _shown(self.knob.key), "candidate": name}
+        off = abs(race.control - 1)
+        doubts = [f"its A/A control is off by {off:.1%}"] if off > gpu.CONTROL_LIMIT else []
+        told |= {"config": self.right[name]._asdict(), "band": list(ratio[1:]), "doubts": doubts}
+        return row | told | {"control": race.control, "tries": race.tries}
+
+    def gains(self) -> dict[str, float]:
+        """Speed over the present row, the mean over the cells, the fastest first."""
+        timed = {name: ratios for name, ratios in self.ratios.items() if name in self.right}
+        means = {name: geomean([r.ratio for r in ratios]) for name, ratios in timed.items()}
+        return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+    @property
+    def best(self) -> str:
+        """The fastest that beats the present row by GAIN and, on average, in nine of ten rounds."""
+        for name, gain in self.gains().items():
+            if gain >= GAIN and geomean([r.low for r in self.ratios[name]]) > 1.0:
+                return name
+        return CURRENT
+
+
+def _assert_follows_recipe(attend: Callable, q, k, v, *, precision: str, causal: bool) -> None:
+    """As exact as the executable reference of `precision`."""
+    exact = oracle(q, k, v, causal=causal).out
+    recipe, _ = quant.attend(quant.recipes.RECIPES[precision], q, k, v, causal=causal)
+    got = attend(q, k, v, precision=precision, causal=causal, out_dtype=torch.float32)
+    error, bound = rmse(got, exact), 1.1 * rmse(recipe, exact)
+    if not error <= bound:
+        raise Inaccurate(f"its RMSE is {error:.2e}, and the recipe's allows {bound:.2e}")
+
+
+def calls(session: Session, knob: Knob, case: Case) -> gpu.Contender:
+    """The call that is timed, over sets of inputs that do not stay in the cache."""
+    sets = gpu.draw_sets(case, session.device)
+    options = dict(knob.table.options) | {"causal": case.mask == "causal"}
+    if case.mask == "blocks":
+        options |= patterns.blocks(case.seqlen, 0.25, session.device).options
+    if knob.way == "decode":
+        kv_heads = max(1, case.num_heads // 4)
+        sets = [(q[:, -1:], k[:, :, :kv_heads], v[:, :, :kv_heads]) for q, k, v in sets]
+    attend = partial(onchip.attention, kernel=knob.table.kernel, **options)
+    return gpu.Contender("onchip", attend, sets, lambda *_: {}, ours=True)
+
+
+def run(session: Session, choose: Callable[[tuple[int, int]], list[Knob]]) -> list[Search]:
+    """Search every knob that choose(capability) names; ValueError if there is none, or no GPU."""
+    if not torch.cuda.is_available():
+        raise ValueError("tile sizes are measured on the GPU they are for, and torch finds none")
+    chosen = choose(torch.cuda.get_device_capability())
+    if not chosen:
+        raise ValueError("no row of kernels/tiles.py fits that choice on this GPU")
+    searches = [Search(knob, 1 if session.quick else 2) for knob in chosen]
+    gpu.run(session, lambda: (step for search in searches for step in search.steps(session)))
+    return searches
+
+
+def print_searches(console, searches: Sequence[Search], shown: int = 5) -> None:
+    """The fastest candidates of every knob, then what to write into configs.py."""
+    from rich.table import Table as Grid
+
+    grid = Grid("row", "candidate", "speed", "band")
+    for search in searches:
+        for name, gain in list(search.gains().items())[:shown]:
+            low, high = (geomean([r[i] for r in search.ratios[name]]) for i in (1, 2))
+            mark = " *" if name == search.best and name != CURRENT else ""
+            grid.add_row(str(search.knob), name + mark, f"{gain:.3f}x", f"{low:.3f} to {high:.3f}")
+    console.print(grid)
+    for search in searches:
+        for name, reason in search.refused.items():
+            console.print(f"left out: {search.knob} {name}: {reason}", markup=False, soft_wrap=True)
+    console.print("\n".join(lines(searches)), markup=False, highlight=False, soft_wrap=True)
+
+
+def lines(searches: Sequence[Search]) -> list[str]:
+    """Python that makes the winners the rows of configs.py, to be written into its tables."""
+    better = [s for s in searches if s.best != CURRENT]
+    if not better:
+        return ["# every row of configs.py stands"]
+    told = lambda s: f"# {s.gains()[s.best]:.3f}x, {s.best}"
+    return [f"{s.knob} = {s.right[s.best]}  {told(s)}" for s in better]

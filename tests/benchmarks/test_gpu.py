@@ -1,0 +1,434 @@
+"""The protocol of the GPU benchmarks, judged without a GPU: captures and clocks are stand-ins."""
+
+import itertools
+import json
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+import onchip
+from benchmarks import ablation, host, masks, peak, short
+from benchmarks import versions as versions_bench
+from onchip.cli import main
+from onchip.cli.bench import backward, forward, gpu, harness, paged, patterns, peers
+from onchip.cli.bench.gpu import Claim, Contender, Lane, OutputJudge, paired, race
+from onchip.cli.bench.harness import Bar, Case, Inaccurate, Session, judge, worst_cell
+from tests.benchmarks.skewed import skewed
+
+CPU = torch.device("cpu")
+MODULES = {
+    "forward": forward,
+    "backward": backward,
+    "short": short,
+    "host": host,
+    "peak": peak,
+    "masks": masks,
+    "paged": paged,
+}
+MODULES |= {"versions": versions_bench, "ablation": ablation}
+CASE = Case("forward", "causal", torch.bfloat16, 16, 111, 2, 2)
+lane = lambda ms: Lane(lambda: None, 1, ms)
+
+
+def steady(lanes):
+    return [x.ms for x in lanes]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """A capture runs its jobs once and takes as long as its name says; two sets of inputs."""
+    took = {"onchip": 1.0, "fa3": 1.1, "cudnn": 1.2}
+
+    def open_lane(contender, backward):
+        for job in contender.jobs(backward):
+            job()
+        return lane(took.get(contender.name, 2.0))
+
+    monkeypatch.setattr(gpu, "HIDDEN", 128)  # few heads: CPUs without bf16 take minutes for 128
+    monkeypatch.setattr(gpu, "open_lane", open_lane)
+    monkeypatch.setattr(gpu, "replay_in_order", steady)
+    monkeypatch.setattr(gpu, "still_there", lambda device: None)
+    draw = lambda case, device: [gpu.draw(case, device, seed=i) for i in range(2)]
+    monkeypatch.setattr(gpu, "draw_sets", draw)
+    for name in ("fa3", "backend"):
+        monkeypatch.setattr(peers, name, lambda *args, **options: peers.standard)
+    return took
+
+
+def test_a_band_holds_the_middle_of_the_paired_ratios():
+    ours = [1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    theirs = [a * (1 + i / 10) for i, a in enumerate(ours)]  # drift of ours is drift of theirs
+    assert paired(ours, theirs) == pytest.approx((1.5, 1.1, 1.9))
+
+
+def test_every_round_has_all_and_the_first_is_dropped():
+    seen = []
+    sample = lambda lanes: seen.extend(x.ms for x in lanes) or [float(i) for i in range(len(lanes))]
+    times = gpu.alternate([("a", lane(1)), ("b", lane(2)), ("c", lane(3))], 2, sample)
+    rounds = [seen[i : i + 3] for i in range(0, 9, 3)]
+    assert all(sorted(each) == [1, 2, 3] for each in rounds) and len(seen) == 9
+    places = {
+        name: [3.0 * i + rounds[i].index(ms) for i in (1, 2)]
+        for name, ms in zip("abc", (1, 2, 3), strict=True)
+    }
+    assert times == places
+
+
+@pytest.mark.parametrize("num", range(1, 10))
+def test_each_comes_after_every_other_equally_often(num):
+    orders = gpu.balanced(num)
+    assert all(sorted(order) == list(range(num)) for order in orders)
+    after = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(after) == num * (num - 1) and len(set(after.values())) <= 1
+    for places in zip(*orders, strict=True):  # and each is first, second, ... equally often
+        assert len(set(Counter(places).values())) == 1
+
+
+def test_a_control_off_by_more_than_its_limit_repeats_the_cell():
+    tries = itertools.count(1)
+
+    def sample(lanes):
+        skew = {1: 1.03, 2: 0.98, 3: 1.01}[next(tries)]
+        return [x.ms * (skew if x.calls == 7 else 1.0) for x in lanes]
+
+    control = Lane(lambda: None, 7, 1.0)
+    result = race({"onchip": lane(1.0), "peer": lane(2.0)}, control, 30, sample)
+    assert (result.tries, result.control) == (3, pytest.approx(1.01))
+    assert result.against("onchip", "peer").ratio == 2.0
+    assert list(result.times) == ["onchip", "peer"] and len(result.times["peer"]) == 30
+
+
+def test_after_three_tries_the_best_control_counts():
+    skews = iter([1.04, 1.02, 1.03])
+
+    def sample(lanes):
+        skew = next(skews)
+        return [x.ms * (skew if x.calls == 7 else 1.0) for x in lanes]
+
+    result = race({"onchip": lane(1.0)}, Lane(lambda: None, 7, 1.0), 30, sample)
+    assert (result.tries, result.control) == (3, pytest.approx(1.02))
+
+
+def test_noise_that_hits_all_alike_cancels():
+    noise = random.Random(0)
+
+    def sample(lanes):
+        factors = [1 + noise.random() for _ in range(len(lanes) // 3)]
+        return [x.ms * factors[i // 3] for i, x in enumerate(lanes)]
+
+    result = race({"onchip": lane(1.0), "peer": lane(1.3)}, lane(1.0), 30, sample)
+    assert result.control == pytest.approx(1.0)
+    assert result.against("onchip", "peer") == pytest.approx((1.3, 1.3, 1.3))
+
+
+@pytest.mark.parametrize(("set_bytes", "sets"), [(1, 201), (60, 4), (100, 3), (200, 2), (201, 1)])
+def test_the_sets_are_more_than_twice_the_cache(set_bytes, sets):
+    assert gpu.num_sets(set_bytes, 100) == sets
+    assert sets * set_bytes > 200 >= (sets - 1) * set_bytes
+
+
+@pytest.mark.parametrize(
+    ("ms", "sets", "calls"), [(1.0, 1, 5), (1.0, 3, 6), (9.0, 1, 1), (9.0, 4, 4), (1e-9, 1, 2000)]
+)
+def test_a_sample_is_about_5_ms_and_uses_every_set(ms, sets, calls):
+    assert gpu.calls_per_sample(ms, sets) == calls
+
+
+def test_the_grid_is_the_papers():
+    cases = list(gpu.grid(Session(), "forward"))
+    assert len(set(map(str, cases))) == 36
+    assert all(c.batch * c.seqlen == 16384 and c.num_heads * c.head_dim == 2048 for c in cases)
+    chosen = Session(seqlens=[2048], head_dims=[64, 128])
+    assert len(list(gpu.grid(chosen, "forward"))) == 4
+
+
+def test_flops_are_counted_as_the_papers_count():
+    case = Case("x", "none", torch.bfloat16, 128, 16384, 1, 16)
+    assert gpu.flops(case) == 4 * 16 * 16384**2 * 128
+    half = Case("x", "causal", torch.bfloat16, 128, 16384, 1, 16, backward=True)
+    assert gpu.flops(half) == gpu.flops(case) / 2 * 2.5
+
+
+def test_24_short_cells():
+    cases = list(short.cases(Session()))
+    assert len(set(short.CELLS)) == len(cases) == 24 and max(c.seqlen for c in cases) <= 512
+
+
+def test_a_cell_gives_a_row_against_all_peers(stand_ins):
+    session = Session(device=CPU)
+    rows = forward.measure(session, CASE)
+    assert [(r["bench"], r["kernel"]) for r in rows] == [("forward", "aten_cpu")]
+    row = rows[0]
+    assert (row["best_peer"], row["ratio"]) == ("fa3", pytest.approx(1.1))
+    assert row["band"] == pytest.approx([1.1, 1.1]) and row["control"] == 1.0
+    assert set(row["peers"]) == {"cudnn", "fa2", "efficient", "fa3"}
+    assert row["value"] == pytest.approx(gpu.flops(CASE) / 1.0 / 1e9)
+    assert row["peers"]["fa3"] == pytest.approx(row["value"] / 1.1)
+    assert row["unit"] == "TFLOP/s" and row["doubts"] == [] and gpu.counts(row)
+    assert set(row["errors"]["onchip"]) == {"normal", "outlier"}
+    assert row["error"] == row["errors"]["onchip"]["normal"]
+    json.dumps(row)
+    schema = list(CASE.row("x", 0.0, "ms"))
+    assert list(row)[: len(schema)] == schema
+    assert "fa3 1." not in harness.line(row) and "1.1x fa3 [1.100, 1.100]" in harness.line(row)
+
+
+def test_a_row_without_fa3_does_not_count(stand_ins, monkeypatch):
+    def missing(**options):
+        raise ImportError("No module named 'fa3_fwd_interface'")
+
+    monkeypatch.setattr(peers, "fa3", missing)
+    said = []
+    session = Session(device=CPU, say=said.append)
+    row = forward.measure(session, CASE)[0]
+    forward.measure(session, CASE)
+    assert not gpu.counts(row) and row["doubts"] == ["no fa3 in this run"]
+    assert row["best_peer"] == "cudnn"
+    assert len([x for x in said if x.startswith("fa3 is left out: ImportError: No module")]) == 1
+    assert harness.judge([row], forward.BARS)[0].measured is None
+    assert "does not count: no fa3" in harness.line(row)
+
+
+def test_a_contender_that_raises_is_reported_and_left_out(stand_ins, monkeypatch):
+    def broken(name, **options):
+        def attend(q, k, v):
+            raise RuntimeError(f"no {name} here\nand a long story")
+
+        return attend if name == "fa2" else peers.standard
+
+    monkeypatch.setattr(peers, "backend", broken)
+    said = []
+    session = Session(device=CPU, say=said.append)
+    row = forward.measure(session, CASE)[0]
+    assert "fa2" not in row["peers"] and "cudnn" in row["peers"]
+    assert any(x.startswith("fa2 is left out: RuntimeError: no fa2 here (") for x in said)
+    assert any(x.startswith("fa2, heads first, is left out: RuntimeError") for x in said)
+    assert any(x.startswith("hopper is left out: UnsupportedError") for x in said)
+
+
+def test_a_peer_that_computes_something_else_is_left_out(stand_ins, monkeypatch):
+    monkeypatch.setattr(peers, "fa3", lambda **options: peers.sdpa)  # not causal
+    said = []
+    row = forward.measure(Session(device=CPU, say=said.append), CASE)[0]
+    assert "fa3" not in row["peers"] and any("fa3 is left out: Inaccurate" in x for x in said)
+
+
+def test_a_wrong_answer_of_ours_gets_no_row(stand_ins, monkeypatch):
+    right = onchip.attention
+    monkeypatch.setattr(onchip, "attention", lambda *x, **o: right(*x, **o) * 1.01)
+    session = Session(device=CPU)
+    session.run([("cell", lambda: forward.measure(session, CASE))])
+    assert session.rows == [] and "outside the accuracy rule" in session.refused[0]
+
+
+def test_a_step_that_fails_costs_no_other_row(stand_ins, monkeypatch):
+    monkeypatch.setattr(gpu, "device", lambda: CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(gpu, "Monitor", Watch)
+    kept = []
+    session = Session(keep=kept.append)
+    fine = lambda: [CASE.row("x", 1.0, "ms") | {"sm_mhz": 1700.0, "power_w": 600.0}]
+    gpu.run(session, lambda: [("bad", lambda: 1 / 0), ("good", fine)])
+    assert session.refused == ["bad: ZeroDivisionError: division by zero"]
+    assert kept == session.rows and len(kept) == 1
+    assert session.where == {"device": "a GPU", "clocks": {"sm_mhz": 1700.0, "power_w": 600.0}}
+
+
+class Watch:
+    def __init__(self, device):
+        self.since = lambda start: {"sm_mhz": 1.0, "power_w": 2.0}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+
+def test_the_fastest_layout_of_a_peer_counts(stand_ins, monkeypatch):
+    times = iter([1.0, 3.0, 2.0, 1.0])  # ours, two layouts, control
+    monkeypatch.setattr(gpu, "open_lane", lambda contender, backward: lane(next(times)))
+    sets = [gpu.draw(CASE, CPU)]
+    judge = OutputJudge({"normal": sets[0]}, patterns.causal(CASE.seqlen).visible)
+    attend = lambda q, k, v: onchip.attention(q, k, v, causal=True)
+    ours = Contender("onchip", attend, sets, judge, ours=True)
+    claim = Claim("x", "aten_cpu", ours, gpu.both_layouts("peer", attend, sets, judge))
+    row = gpu.contest(Session(device=CPU), CASE, [claim], gpu.MILLISECONDS)[0]
+    assert row["peers"] == {"peer": 2.0}
+
+
+def test_backward_rows_and_the_deterministic_one(stand_ins):
+    stand_ins["deterministic"] = 1.25
+    case = next(iter(gpu.grid(Session(seqlens=[96], head_dims=[16]), "backward", backward=True)))
+    case = Case("backward", "causal", torch.bfloat16, 16, 111, 2, 2, True, case.way)
+    rows = backward.measure(Session(device=CPU), case)
+    assert [r["bench"] for r in rows] == ["backward", "deterministic"]
+    assert rows[0]["pass"] == rows[1]["pass"] == "backward"
+    assert rows[0]["best_peer"] == "cudnn" and rows[0]["doubts"] == []
+    assert (rows[1]["best_peer"], rows[1]["ratio"]) == ("onchip", pytest.approx(0.8))
+
+
+@pytest.mark.parametrize("pattern", [patterns.dense, patterns.causal])
+def test_sampled_gradients_are_those_of_the_oracle(pattern, monkeypatch):
+    monkeypatch.setattr(backward, "CHUNK_ELEMENTS", 5000)
+    n = 199
+    case = Case("backward", "none", torch.float64, 8, n, 2, 3, backward=True)
+    inputs, visible = gpu.draw(case, CPU), pattern(n).visible
+    judge = backward.GradientJudge({"normal": inputs}, visible)
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    mask = visible(torch.arange(n))
+    out = onchip.testing.oracle(*leaves, mask=mask).out
+    want = torch.autograd.grad(out, leaves, inputs[3])
+    for got, exact in zip(judge.exact["normal"], want, strict=True):
+        assert torch.allclose(got, exact[:, judge.rows], rtol=0, atol=1e-12)
+
+
+def test_the_model_of_a_gradient_is_that_of_the_rule():
+    n = 111
+    case = Case("backward", "none", torch.bfloat16, 16, n, 1, 2, backward=True)
+    inputs = gpu.draw(case, CPU)
+    judge = backward.GradientJudge({"normal": inputs}, patterns.causal(n).visible)
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    out, _ = onchip.testing.rounding_model(*leaves, dtype=torch.bfloat16, causal=True)
+    want = torch.autograd.grad(out, leaves, inputs[3].double())
+    problem = judge.problems["normal"]
+    delta = (out.detach().transpose(1, 2) * problem.dout).sum(-1)
+    rounded = lambda x: x.to(torch.bfloat16).double()
+    model = judge.strips(problem._replace(delta=delta), rounded)
+    for got, expected in zip(model, want, strict=True):
+        expected = rounded(expected[:, judge.rows])
+        assert (got != expected).double().mean() < 0.01  # P may differ in its last bit of fp64
+
+
+def test_a_wrong_gradient_gets_no_row():
+    case = Case("backward", "causal", torch.bfloat16, 16, 111, 2, 2, backward=True)
+    inputs = gpu.draw(case, CPU)
+    judge = backward.GradientJudge({"normal": inputs}, patterns.causal(111).visible)
+
+    right = lambda q, k, v: onchip.attention(q, k, v, causal=True)
+    wrong = lambda q, k, v: right(q, skewed(k, 1.01), v)
+    ours = lambda attend: Contender("onchip", attend, [inputs], judge, ours=True)
+    assert 0 < judge(ours(right), strict=True)["normal"] < 0.01
+    with pytest.raises(Inaccurate, match="dk .*FAILS"):
+        judge(ours(wrong), strict=True)
+
+
+def test_masks_are_compared_with_our_own_calls(stand_ins):
+    stand_ins["dense"], stand_ins["closed form"] = 4.0, 0.95
+    session = Session(device=CPU)
+    sparse = masks._case("blocks", "25% of blocks", 16, 300)
+    row = masks.blocks(session, sparse, 0.25)[0]
+    assert row["ratio"] == 4.0 and row["density"] == pytest.approx(5 / 9, abs=0.3)
+    assert masks._excess([row]) == pytest.approx(0.25 - row["density"])
+    bits = masks._case("bits", "causal", 16, 300)
+    row = masks.bits(session, bits, patterns.causal(300))[0]
+    assert row["best_peer"] == "closed form" and row["ratio"] == pytest.approx(0.95)
+
+
+def test_a_window_counts_beside_fa2(stand_ins, monkeypatch):
+    case = masks._case("window", "window 1024", 64, 300)
+    assert not gpu.counts(masks.window(Session(device=CPU), case)[0])  # it has no CPU kernel
+    size = {"window_size": (masks.WINDOW - 1, 0)}
+    monkeypatch.setattr(peers, "fa2_window", lambda n: lambda *x: onchip.attention(*x, **size))
+    row = masks.window(Session(device=CPU), case)[0]
+    assert "fa2" in row["ratios"] and gpu.counts(row)
+
+
+def test_a_cell_within_its_band_of_the_bar_is_tied():
+    row = lambda ratio, *band: {"ratio": ratio, "band": list(band)}
+    bar = Bar("worst", lambda row: True, at_least=0.92, measure=worst_cell(0.92))
+    assert judge([row(1.1, 1.0, 1.2), row(0.91, 0.90, 0.93)], [bar])[0].ok
+    verdict = judge([row(1.1, 1.0, 1.2), row(0.90, 0.89, 0.91)], [bar])[0]
+    assert not verdict.ok and verdict.measured == 0.90
+
+
+def test_an_optional_bar_without_rows_is_not_judged():
+    bar = Bar("flex", lambda row: False, at_least=1.0, optional=True)
+    assert judge([], [bar, bar._replace(optional=False)])[0].measured is None
+    assert len(judge([], [bar])) == 0
+
+
+def test_ties_are_among_the_cells_ahead():
+    row = lambda ratio, high: {"ratio": ratio, "band": [0.9, high]}
+    assert backward._share_ahead([row(1.2, 1.3), row(0.99, 1.01), row(0.95, 0.97)]) == 2 / 3
+
+
+def test_readings_of_another_gpu_and_nonsense_are_skipped():
+    monitor = gpu.Monitor(CPU)
+    lines = [
+        "GPU-a, 1700, 600.5\n",
+        "GPU-b, 100, 50\n",
+        "GPU-a, [N/A], 1\n",
+        "GPU-a, 1800, 610.5\n",
+    ]
+    monitor.read(lines, "a")
+    assert monitor.since(0.0) == {"sm_mhz": 1750.0, "power_w": 605.5}
+    assert monitor.since(float("inf")) == {"sm_mhz": None, "power_w": None}
+
+
+def test_the_monitor_reads_what_a_program_writes(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU-x, 1700, 600'\nexec sleep 30\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    with gpu.Monitor(CPU) as monitor:
+        deadline = time.monotonic() + 10
+        while not monitor.readings and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert monitor.since(0.0) == {"sm_mhz": 1700.0, "power_w": 600.0}
+    assert monitor.process.returncode is not None
+
+
+def test_without_nvidia_smi_there_are_no_readings(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    with gpu.Monitor(CPU) as monitor:
+        assert monitor.since(0.0) == {"sm_mhz": None, "power_w": None}
+
+
+def test_an_error_is_told_in_one_line():
+    assert gpu.sentence(RuntimeError("\n  first\nsecond")) == "RuntimeError: first"
+    assert gpu.sentence(KeyError()) == "KeyError"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("name", MODULES)
+def test_without_a_gpu_one_sentence(name, capsys):
+    assert main(["bench", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == "onchip: this benchmark needs a CUDA GPU, and torch finds none here\n"
+    assert captured.out.strip() == ""
+
+
+def test_the_options_of_a_gpu_are_refused_by_the_cpu(capsys):
+    assert main(["bench", "cpu", "--seqlens", "512"]) == 2
+    assert "--seqlens" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODULES)
+def test_a_small_run(name, tmp_path):
+    path = tmp_path / "results.json"
+    lengths = ["197"] if name == "short" else ["512"]
+    sizes = ["--seqlens", *lengths, "--head-dims", "64"]
+    main(["bench", name, "--json", str(path), "--quick", *sizes])
+    document = json.loads(path.read_text())
+    assert document["meta"]["device"] == torch.cuda.get_device_name()
+    assert document["rows"] and all(row["value"] > 0 for row in document["rows"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_program_raced_against_itself_is_even(backward):
+    case = Case("x", "causal", torch.bfloat16, 64, 1024, 4, 8, backward=backward)
+    sets = [gpu.draw(case, torch.device("cuda"), seed=i) for i in range(2)]
+    attend = lambda q, k, v: onchip.attention(q, k, v, causal=True)
+    one = Contender("onchip", attend, sets, lambda *x: {})
+    lanes = [gpu.open_lane(one, backward) for _ in range(3)]
+    result = race({"a": lanes[0], "b": lanes[1]}, lanes[2], 10)
+    assert 0.9 < result.against("a", "b").ratio < 1.1

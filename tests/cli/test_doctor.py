@@ -1,0 +1,154 @@
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import onchip
+from onchip import models
+from onchip.cli import doctor, main
+from onchip.cli.bench import levels
+from onchip.cli.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
+from onchip.core import dispatch
+
+
+def test_it_looks_at_the_machine():
+    found = {f.subject: f for f in doctor.findings()}
+    assert {"Python", "torch", "Triton", "C compiler", "CPU"} <= found.keys()
+    assert found["torch"].found == torch.__version__
+
+
+def test_what_is_missing_comes_with_a_sentence(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = {f.subject: f for f in doctor.findings()}
+    assert found["C compiler"].found == "none"
+    for subject in ("C compiler", "GPU"):
+        assert isinstance(found[subject], Finding)
+        assert found[subject].advice.endswith(".")
+
+
+def test_the_launcher_needs_headers_too(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    found = doctor._launcher()
+    assert "no Python.h" in found.found and found.advice.endswith(".")
+    (tmp_path / "Python.h").touch()
+    assert doctor._launcher() == Finding("C compiler", "/usr/bin/gcc, with Python.h")
+    monkeypatch.setenv("CC", "tcc")
+    assert doctor._launcher().found.startswith("/usr/bin/tcc")
+
+
+def test_the_cache_is_where_triton_looks(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    folder = tmp_path / ".triton" / "cache"
+    assert doctor.cache_folder() == folder and "empty" in doctor._cache().found
+    (folder / "x").mkdir(parents=True)
+    (folder / "x" / "kernel.cubin").write_bytes(bytes(3_000_000))
+    assert doctor._cache().found == f"{folder}, 3 MB in 1 files"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "other"))
+    assert doctor.cache_folder() == tmp_path / "other"
+    triton = pytest.importorskip("triton")
+    assert triton.knobs.cache.dir == str(doctor.cache_folder())
+
+
+def test_first_calls_are_timed_and_refusals_left_out(monkeypatch):
+    seconds = iter([3.0, 0.001] * 99)
+    monkeypatch.setattr(doctor, "_seconds", lambda call, device: call() is None or next(seconds))
+
+    def attention(q, k, v, kernel, **options):
+        if kernel == "hopper":
+            raise onchip.UnsupportedError("no Hopper here")
+        return original(q, k, v, **options)
+
+    original = onchip.attention
+    monkeypatch.setattr(onchip, "attention", attention)
+    found = list(doctor.time_first_calls(torch.device("cpu")))
+    assert {c.kernel for c in found} == {"triton"} and {c.first_s for c in found} == {3.0}
+    assert len(found) == 2 * len(doctor.FIRST_CALLS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_memories_are_measured_and_nothing_compiles(monkeypatch, capsys):
+    rows = [levels.Measured("L1", 16384, 150e9, 0.0), levels.Measured("DRAM", 1 << 28, 6e9, None)]
+    monkeypatch.setattr(levels, "measure", lambda device, tell: rows)
+    assert main(["doctor", "--measure"]) == 0
+    out = capsys.readouterr().out
+    assert "Kernels here" in out and "torch finds none" in out
+    assert "150 GB/s" in out and "hidden" in out and "DRAM" in out
+    assert "4,800 GB/s" in out and "NVIDIA H200 SXM datasheet" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_first_calls_compile():
+    found = doctor.first_calls()
+    assert {c.way for c in found} == {"forward", "backward"}
+    assert max(c.first_s for c in found) > 10 * max(c.second_s for c in found)
+
+
+def test_the_table_covers_every_kernel_and_device_and_precision():
+    table = support_table()
+    assert [(s.kernel, s.device) for s in table] == [
+        (k, d) for k in dispatch.KERNELS for d in DEVICES
+    ]
+    for s in table:
+        assert {*s.served, *s.refusals} == set(PRECISIONS)
+        assert not set(s.served) & set(s.refusals)
+
+
+def test_the_table_is_asked_for_not_typed(monkeypatch):
+    """A kernel that appears in dispatch appears in the table, with what it answers."""
+
+    def supports(problem, device):
+        if device.capability != (9, 0):
+            return f"needs sm_90, found {device.name or device.type}"
+        return None if problem.dtype.itemsize == 2 else f"needs 16 bits, found {problem.dtype}"
+
+    kernel = SimpleNamespace(supports=supports)
+    monkeypatch.setattr(doctor, "KERNELS", {"made_up": ""})
+    monkeypatch.setattr(doctor, "kernel_module", lambda name: kernel)
+    table = {s.device: s for s in support_table()}
+    assert table["sm_90"].served == ("fp16", "bf16")
+    assert table["sm_90"].refusals["fp64"] == "needs 16 bits, found torch.float64"
+    assert table["CPU"].served == ()
+    assert "made_up refuses CPU: needs sm_90, found cpu." in reasons(list(table.values()))
+    assert "made_up refuses sm_90 fp32: needs 16 bits, found torch.float32." in reasons(
+        list(table.values())
+    )
+
+
+def test_this_machine_serves_every_precision_on_its_cpu():
+    served = {p for s in support_table(doctor.here()) if s.device == "cpu" for p in s.served}
+    assert served == set(PRECISIONS)
+
+
+def test_the_report_names_every_kernel(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for word in (*dispatch.KERNELS, *DEVICES, "Python", "fp64"):
+        assert word in out
+
+
+def test_models_of_our_own_and_of_transformers(monkeypatch):
+    found = {f.subject: f for f in doctor.findings()}["Models"]
+    assert "qwen3" in found.found and "slower" in found.advice
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert doctor._models().advice == "Others need transformers, which is not installed."
+
+
+def test_it_says_how_a_model_would_run(tmp_path, capsys):
+    models.save(models.builtin.tiny(), tmp_path)
+    assert main(["doctor", "--model", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "llama, 7 layers, torch.float32" in told and "Runs natively" in told
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    pytest.importorskip("transformers")
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    told = capsys.readouterr().out
+    assert "not served" in told and "more than keys and values" in told
