@@ -468,7 +468,7 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
     return replayed(_compute, question, x, kernel)
 
 
-def merging(
+def get_merge_fn(
     question: Question, x: Tensors, kernel: str | None
 ) -> Callable[[Tensor, Tensor], None] | None:
     """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
@@ -541,7 +541,9 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
+def get_accumulate_fn(
+    question: Question, x: Tensors, kernel: str | None
+) -> Callable[..., Any] | None:
     """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
     or None) it makes what adds gradients to sums, of these queries over any keys (see
     kernels/hopper/launch_backward.Queries). None if the kernel has no such way.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip import library, masks, paged
 from onchip.arguments import as_int, as_ints, check_flag, refuse_unknown
-from onchip.dispatch import kernel_module, settled
+from onchip.dispatch import kernel_module, resolve_precision
 from onchip.dispatch import plan as dispatch
 from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
@@ -477,7 +477,7 @@ def pose(
     lengths = () if packing is None else packing[2:]
     question = ask(describe, x, options, lengths)
     if question.problem.precision == "auto":
-        precision = settled(question.problem, device_info(q.device))
+        precision = resolve_precision(question.problem, device_info(q.device))
         question = ask(describe, x, options._replace(precision=precision), lengths)
     if question.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(seed, q))

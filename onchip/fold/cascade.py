@@ -185,8 +185,9 @@ def run(
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
     of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
-    given both calls, each with an `sm_partition` among its options, makes them so that they run at the
-    same time, and returns what attend would have; or None. Then, and without it, they come in turn.
+    given both calls, each with an `sm_partition` among its options, makes them so that they run at
+    the same time, and returns what attend would have; or None. Then, and without it, they come in
+    turn.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
