@@ -6,7 +6,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onchip.dispatch import register_backend, unregister_backend
     from onchip.explain import explain
+    from onchip.kernels.protocol import Backend
     from onchip.ops import (
         attention,
         attention_weights,
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Backend",
     "LayoutWarning",
     "UnsupportedError",
     "attention",
@@ -30,6 +33,8 @@ __all__ = [
     "merge_states",
     "offload_attention",
     "paged_attention",
+    "register_backend",
+    "unregister_backend",
     "varlen_attention",
 ]
 
@@ -37,6 +42,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(__all__, "ops"),
     **dict.fromkeys(("LayoutWarning", "UnsupportedError", "checks"), "problem"),
+    **dict.fromkeys(("register_backend", "unregister_backend"), "dispatch"),
+    "Backend": "kernels.protocol",
     "explain": "explain",
     **dict.fromkeys(("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"), "engine"),
 }
@@ -46,10 +53,10 @@ _MODULES += ("testing",)
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"onchip.{name}")
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'onchip' has no attribute {name!r}")
-    value = getattr(import_module(f"onchip.{_HOMES[name]}"), name)
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

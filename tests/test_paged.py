@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 from onchip import library, paged
 from onchip.eightbit import dequantise
 from onchip.fold import cascade

@@ -42,9 +42,9 @@ def load(name: str, precision: str | None = None) -> ModuleType:
     if precision is not None and name not in NARROW:
         raise ValueError(f"{name} has no precisions; --precision is for: {', '.join(NARROW)}")
     name = NARROW[name] if precision else name
-    return import_module(f"onchip.bench.{name}")
+    return import_module(f".{name}", __name__)
 
 
 def report(name: str) -> ModuleType | None:
     """The module that shows the rows of a benchmark in tables of its own, where there is one."""
-    return import_module(f"onchip.bench.{name}_report") if name in REPORTS else None
+    return import_module(f".{name}_report", __name__) if name in REPORTS else None

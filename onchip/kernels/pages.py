@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from onchip.eightbit import dequantise
-from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks
+from onchip.kernels.protocol import Result, accumulator_dtype, empty_result, lacks, make_backend
 from onchip.problem import DeviceInfo, Problem, Tensors
 from onchip.state import State, add_sink, finalize, lift, merge
 
-READS_PAGES = True
 MAX_SEQLEN_Q = 8
 # Elements of the keys that are copied out at a time, 4 MB in fp32: half of it took as long, twice
 # or an eighth of it a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
@@ -178,3 +177,6 @@ def _hidden(problem: Problem, group: Group, keys: Tensor) -> Tensor:
     ahead, (left, right) = _ahead(problem, group, keys), problem.reach
     hidden = hidden if right is None else hidden | (ahead > right)
     return hidden if left is None else hidden | (ahead < -left)
+
+
+backend = make_backend(supports, forward, reads_pages=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from onchip import library
-from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
@@ -388,7 +387,9 @@ class Patient(Total):
             batch, seqlen, heads, _ = self._shape
             lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
             self._state = self._like.new_empty(self._shape), lse
-        kernel_module("triton").fold(self._state, self._waiting, fresh)
+        from onchip.kernels.triton.entry import fold
+
+        fold(self._state, self._waiting, fresh)
         self._waiting = []
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import paper_sram
-from onchip.kernels.protocol import Grads, Result
+from onchip.kernels.protocol import Grads, Result, make_backend
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .call import Call, calls, cuts, refusal, results
@@ -150,3 +150,6 @@ def _rewritten(call: Call, lse: Tensor) -> Array:
 
     product(q, k.T, P, sram_of(call), of_c=to_p)
     return Array(call.book, "p", P.data, call.wide)
+
+
+backend = make_backend(supports, forward, backward)

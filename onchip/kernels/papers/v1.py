@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from onchip.kernels.configs import TileConfig, paper_v1_tiles
-from onchip.kernels.protocol import Grads, Result
+from onchip.kernels.protocol import Grads, Result, make_backend
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .call import Call, calls, convert, meets, refusal, results
@@ -128,3 +128,6 @@ def visit_backward(
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dq_i, ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j
+
+
+backend = make_backend(supports, forward, backward)

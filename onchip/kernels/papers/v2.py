@@ -13,7 +13,7 @@ from onchip.kernels.configs import (
     paper_v2_backward_tiles,
     paper_v2_tiles,
 )
-from onchip.kernels.protocol import Grads, Result
+from onchip.kernels.protocol import Grads, Result, make_backend
 from onchip.problem import DeviceInfo, Problem, Tensors
 
 from .arithmetic import EXACT, Arithmetic
@@ -147,3 +147,6 @@ def visit_backward(
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dQ.load(i), ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j
+
+
+backend = make_backend(supports, forward, backward)

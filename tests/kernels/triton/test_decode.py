@@ -9,12 +9,12 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.dispatch import kernel_module
 from onchip.eightbit import dequantise
 from onchip.fold import cascade
 from onchip.iomodel.hardware import H200
 from onchip.iomodel.prefixes import Costs, Occupancy
 from onchip.kernels.configs import TritonConfig
+from onchip.kernels.triton import entry
 from onchip.problem import Problem
 from tests.eightbit import FORMS, eight, on_grid
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
@@ -276,7 +276,6 @@ def test_a_window_does_not_read_the_pages_it_has_left_behind():
 def test_bad_values_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
     from onchip import paged as door
-    from onchip.kernels.triton import entry
     from onchip.problem import Options, Tensors
 
     packed = ot.make_packed([1, 30, 2], [100, 40, 50], dtype=BF16, device=DEVICE, **GQA)
@@ -294,7 +293,7 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
     for call, longest in calls:
         for deterministic in (False, True):
             options = Options(causal=True, deterministic=deterministic)
-            entry.forward(door.describe(call, options, longest), call)
+            entry.backend.forward(door.describe(call, options, longest), call)
 
 
 @here
@@ -510,7 +509,7 @@ def test_a_cascade_of_segments():
     plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
     assert [level.segments for level in plan.levels] == [4]
     args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}
-    own, merge = plan.own(table, seqlens), kernel_module("triton").merge
+    own, merge = plan.own(table, seqlens), entry.merge
     attend = onchip.paged_attention
     got = cascade.run(plan, attend, q, args[1:], own, merge=merge, **options)
     want = attend(*args, table, seqlens, return_lse=True, **options)
