@@ -9,7 +9,6 @@ rule of accuracy is about 16 bits: here errors are judged by what e4m3 leaves.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -96,7 +95,8 @@ def _ours(options: dict, q: Tensor, k: Tensor, v: Tensor) -> Job:
     """The last launch alone. lse holds a share of its own result before it, and what it was after
     another run changes no time and no output.
     """
-    launch = import_module("onchip.kernels.hopper.launch8")
+    from onchip.kernels.hopper import launch8 as launch
+
     options = {name: value for name, value in options.items() if name != "kernel"}
     x = Tensors(q, k, v)
     problem = describe(x, Options(**options))

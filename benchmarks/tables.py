@@ -25,7 +25,7 @@ import onchip
 from onchip.cli import bench
 from onchip.cli.bench.harness import SCHEMA, SHORT, Row, geomean
 from onchip.cli.doctor import DEVICES, ordinary
-from onchip.core.dispatch import KERNELS, kernel_module
+from onchip.core.dispatch import BUILT_IN, get_backend
 from onchip.core.problem import DeviceInfo, Problem
 
 ROOT = Path(__file__).parents[1]
@@ -96,7 +96,7 @@ def table(name: str, root: Path = ROOT) -> str:
 def support() -> str:
     """Features down, kernels across; a blank is a refusal, which `onchip explain` words."""
     with _any_machine():
-        columns = {name: _support_column(name) for name in KERNELS}
+        columns = {name: _support_column(name) for name in BUILT_IN}
     features = next(iter(columns.values()))
     rows = ([f, *(column[f] for column in columns.values())] for f in features)
     return _markdown(["", *(f"`{name}`" for name in columns)], rows, centred=True)
@@ -106,20 +106,20 @@ def _support_column(kernel: str) -> dict[str, str]:
     """What a kernel answers about each feature, where it is at home: alone, on a plain call, or on
     one query over pages if it serves no other.
     """
-    module = kernel_module(kernel)
+    backend = get_backend(kernel)
     homes = product(({}, DECODE), (torch.float32, torch.bfloat16), DEVICES.values())
-    served = lambda change, t, device: module.supports(_plain(t, change), device) is None
+    served = lambda change, t, device: backend.supports(_plain(t, change), device) is None
     change, dtype, home = next(case for case in homes if served(*case))
     plain = {t: _plain(t, change) for ts in PRECISIONS.values() for t in ts}
     base = plain[dtype]
     mark = lambda answers: YES if all(answer is None for answer in answers) else NO
-    there = lambda device: any(module.supports(p, device) is None for p in plain.values())
+    there = lambda device: any(backend.supports(p, device) is None for p in plain.values())
     others = [name for name, device in OTHER_DEVICES.items() if there(device)]
     return {
         "forward": YES,
-        "backward": YES if hasattr(module, "backward") else NO,
-        **{o: mark([module.supports(base._replace(**x), home)]) for o, x in OPTIONS.items()},
-        **{p: mark(module.supports(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
+        "backward": YES if backend.has_backward else NO,
+        **{o: mark([backend.supports(base._replace(**x), home)]) for o, x in OPTIONS.items()},
+        **{p: mark(backend.supports(plain[t], home) for t in ts) for p, ts in PRECISIONS.items()},
         "CPU": YES if there(DEVICES["CPU"]) else NO,
         "other torch devices": YES if len(others) == len(OTHER_DEVICES) else ", ".join(others),
     }

@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onchip.core.backend import Backend
+    from onchip.core.dispatch import register_backend, unregister_backend
     from onchip.core.explain import explain
     from onchip.core.functional import (
         attention,
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Backend",
     "LayoutWarning",
     "UnsupportedError",
     "attention",
@@ -28,6 +31,8 @@ __all__ = [
     "merge_states",
     "offload_attention",
     "paged_attention",
+    "register_backend",
+    "unregister_backend",
     "varlen_attention",
 ]
 
@@ -35,6 +40,8 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(__all__, "core.functional"),
     **dict.fromkeys(("LayoutWarning", "UnsupportedError", "checks"), "core.problem"),
+    **dict.fromkeys(("register_backend", "unregister_backend"), "core.dispatch"),
+    "Backend": "core.backend",
     "explain": "core.explain",
     **dict.fromkeys(("LLM", "BeamSearchParams", "RequestOutput", "SamplingParams"), "engine"),
 }
@@ -44,10 +51,10 @@ _MODULES += ("testing",)
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"onchip.{name}")
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'onchip' has no attribute {name!r}")
-    value = getattr(import_module(f"onchip.{_HOMES[name]}"), name)
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
 

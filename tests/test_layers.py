@@ -1,9 +1,13 @@
-"""The import law: who may import whom. A new room is added here on purpose or not at all."""
+"""The import rules: which package may import which. Every import is seen: at module level, inside
+functions, for types only. A new package is added to the tables here.
+"""
 
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -11,87 +15,98 @@ import onchip
 
 PACKAGE = Path(onchip.__file__).parent
 
-# room -> rooms it may import. A room is a file or folder directly under onchip/; "kernels" is
-# split, because kernels may import their shared leaves but never one another.
-LAW = {
-    "state": set(),
-    "machine": set(),
-    "arguments": set(),
-    "files": set(),
-    "eightbit": set(),
-    "extras": set(),
+# Package -> packages it may import at any time. A package is a folder directly under onchip/; core/
+# and kernels/ are split. Every file of core/ is a package, and each kernel is one, which may import
+# the files that kernels share but no other kernel.
+_CALL = {"core.state", "core.problem", "core.backend", "masks"}
+_SHARED = {"kernels.tiles", "kernels.runtime", "kernels.unpack"}
+_KERNEL = {*_CALL, *_SHARED, "core.machine", "cost", "quant"}
+ALLOWED = {
+    "core.state": set(),
+    "core.machine": set(),
+    "core.arguments": set(),
+    "core.files": set(),
+    "core.extras": set(),
     "masks": set(),
-    "problem": {"masks", "arguments"},
-    "derivatives": {"problem"},
-    "flops": {"problem"},
-    "kernels.leaf": {"state", "masks", "problem"},
-    "kernels": {
-        *("state", "masks", "problem", "kernels.leaf"),
-        *("eightbit", "iomodel", "quant", "machine"),
+    "core.problem": {"masks", "core.arguments"},
+    "core.backend": {"core.state", "core.problem", "masks"},
+    "core.derivatives": {"core.problem"},
+    "core.flops": {"core.problem"},
+    "kernels.tiles": {"core.problem"},
+    "kernels.unpack": set(),
+    "kernels.runtime": {"core.problem"},
+    "quant": {"core.state", "core.problem", "masks"},
+    "cost": {"core.problem", "kernels.tiles", "masks"},
+    "kernels.cpu": _KERNEL,
+    "kernels.triton": _KERNEL,
+    "kernels.hopper": _KERNEL,
+    "kernels.llm": {*_KERNEL, "kernels.triton"},
+    "fold": {"core.state", "core.problem", "core.files", "cost", "masks"},
+    "core.dispatch": {"core.problem", "core.backend"},
+    "core.paged": {"core.problem", "core.backend", "core.arguments", "masks", "quant"},
+    "core.torch_op": {
+        *("core.problem", "core.backend", "core.derivatives", "core.dispatch", "core.flops"),
+        *("core.paged", "kernels.runtime", "masks"),
     },
-    "fold": {"state", "files", "masks", "problem", "iomodel"},
-    "dispatch": {"problem", "masks"},
-    "paged": {"problem", "masks", "kernels.leaf", "eightbit", "arguments"},
-    "library": {
-        *("problem", "masks", "derivatives", "flops", "dispatch", "kernels.leaf", "paged"),
+    "core.functional": {
+        *(*_CALL, "core.arguments", "core.dispatch", "core.paged", "core.torch_op"),
+        *("cost", "fold"),
     },
-    "ops": {
-        *("state", "masks", "problem", "kernels.leaf", "iomodel", "fold"),
-        *("dispatch", "library", "paged", "arguments"),
+    "core.explain": {
+        *("core.problem", "core.backend", "core.arguments", "core.dispatch", "core.functional"),
+        *("core.paged", "cost", "fold", "kernels.tiles"),
     },
-    "explain": {
-        *("problem", "kernels.leaf", "iomodel", "dispatch", "fold", "paged", "ops", "arguments"),
-    },
-    "testing": {"state", "masks", "problem"},
-    "iomodel": {"masks", "problem", "kernels.leaf"},  # of the leaves configs alone: see below
-    "quant": {"state", "masks", "problem"},
-    "kvcache": {"problem", "eightbit"},
-    "pointwise": {"problem"},
-    "models": {"files", "problem", "ops", "kvcache", "pointwise"},
+    "testing": {"core.state", "core.problem", "masks"},  # judges kernels, so it imports none
+    "kvcache": {"core.problem", "quant"},
+    "models": {"core.files", "core.functional", "core.problem", "kvcache"},
     "parallel": {
-        "state",
-        "masks",
-        "problem",
-        "derivatives",
-        "kernels.leaf",
-        "iomodel",
-        "dispatch",
-        "library",
-        "ops",
-        "explain",
-        "models",
+        *("core.state", "core.problem", "core.backend", "core.derivatives", "core.explain"),
+        *("core.functional", "core.torch_op", "cost", "kernels.tiles", "masks", "models"),
     },
-    "engine": {"kvcache", "models", "ops", "parallel", "problem", "machine", "extras", "files"},
-    "adapters": {"masks", "problem", "kernels.leaf", "library", "ops", "models", "dispatch"},
-    "__init__": {"ops", "explain", "problem", "masks", "testing", "kvcache", "models", "engine"},
+    "engine": {
+        *("core.extras", "core.files", "core.functional", "core.machine", "core.problem"),
+        *("kvcache", "models", "parallel"),
+    },
+    "integrations": {
+        *("core.functional", "core.problem", "core.torch_op", "core.backend", "kernels.cpu"),
+        *("masks", "models"),
+    },
+    "__init__": {
+        "core.backend",
+        "core.dispatch",
+        "core.explain",
+        "core.functional",
+        "core.problem",
+    },
 }
-# the programs on top
-FREE = {"cli", "__main__", "demo", "doctor", "report", "bench", "tune", "lab"}
-LEAVES = {
-    "__init__",
-    "counters",
-    "handles",
-    "flat",
-    "unpack",
-    "tapes",
-    "protocol",
-    "planes",
-    "scores",
-    "philox",
-    "configs",
+# Imports that are allowed inside functions only: the first call that runs a kernel loads it, and
+# Triton with it.
+_BACKENDS = {"kernels.cpu", "kernels.triton", "kernels.hopper"}
+LAZY = {
+    "core.dispatch": _BACKENDS,
+    "core.torch_op": {"kernels.triton"},
+    "core.functional": {"kernels.cpu", "kernels.triton"},
+    "kernels.hopper": {"kernels.triton"},
+    "kvcache": {"kernels.llm"},
+    "models": {"kernels.llm"},
+    "parallel": {"kernels.triton"},
+    "engine": {"kernels.llm"},
+    "integrations": {"kernels.llm", "kernels.triton"},
 }
+# programs, which may import anything
+FREE = {"__main__", "cli", "lab"}
 ONLY_UNDER = {
-    "triton": ("kernels/triton", "kernels/hopper", "kernels/runtime/raw_launch.py"),
+    "triton": ("kernels/triton", "kernels/hopper", "kernels/llm", "kernels/runtime/raw_launch.py"),
     "torch.distributed": ("parallel", "integrations/flash_attn/collectives.py"),
-    "transformers": ("models/interface.py", "adapters", "bench"),
+    "transformers": ("models/interface.py", "integrations"),
     **dict.fromkeys(
         ("fastapi", "starlette", "uvicorn", "pydantic", "pydantic_core", "prometheus_client"),
         ("engine/server",),
     ),
 }
-# What decides about pages and requests: testable without tensors, and no step waits for a device.
+# The decisions about pages and requests: tested without tensors, and no step waits for a device.
 TORCH_FREE = (
-    "extras.py",
+    "core/extras.py",
     *("kvcache/pool.py", "kvcache/prefix.py"),
     *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
     *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),
@@ -99,75 +114,159 @@ TORCH_FREE = (
 )
 
 
+class Import(NamedTuple):
+    module: str  # dotted; of `from package import module` the module
+    when: str  # "load", "call" (inside a function), "types" (under TYPE_CHECKING)
+
+
 def files():
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room(parts):
-    if parts[0] != "kernels":
-        return parts[0]
-    return "kernels.leaf" if len(parts) < 2 or parts[1] in LEAVES else "kernels"
+@cache
+def parse(path):
+    return ast.parse(path.read_text())
 
 
+def relative(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def package(parts):
+    """The package of a file or module, as the tables name it."""
+    is_split = parts[0] in ("core", "kernels") and len(parts) > 1 and parts[1] != "__init__"
+    return ".".join(parts[:2]) if is_split else parts[0]
+
+
+def file_of(module):
+    """The file of a dotted name of onchip, or None if there is none."""
+    path = PACKAGE.parent.joinpath(*module.split("."))
+    found = [p for p in (path.with_suffix(".py"), path / "__init__.py") if p.exists()]
+    return found[0] if found else None
+
+
+@cache
 def imports(path):
-    """(dotted name, at module level) of every import, relative ones resolved."""
+    """Every Import of a file, relative ones resolved."""
+    return list(_imports(parse(path), path, "load"))
+
+
+def _imports(node, path, when):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, when) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (Import(name, when) for name in _from(child, path))
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _imports(child, path, "call")
+        elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            yield from _imports(child, path, "types")
+        else:
+            yield from _imports(child, path, when)
+
+
+def _from(node, path):
+    """The modules of `from base import names`: base itself, or files in it."""
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(here[: -node.level]) if node.level else ""
-            module = ".".join(filter(None, (base, node.module)))
-            if module == "onchip":
-                yield from (f"onchip.{alias.name}" for alias in node.names)
-            else:
-                yield module
+    base = ".".join((*here[: -node.level], *filter(None, [node.module])))
+    base = base if node.level else node.module
+    for alias in node.names:
+        inner = f"{base}.{alias.name}"
+        is_module = base.split(".")[0] == "onchip" and file_of(inner) is not None
+        yield inner if is_module else base
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_follow_the_law(path):
-    here = path.relative_to(PACKAGE).with_suffix("").parts
-    mine = room(here)
-    if mine in FREE:
+@pytest.mark.parametrize("path", files(), ids=relative)
+def test_imports_follow_the_rules(path):
+    mine = package(path.relative_to(PACKAGE).with_suffix("").parts)
+    if mine in FREE or path.stat().st_size == 0:
         return
-    for name in imports(path):
-        parts = name.split(".")
+    for module, when in imports(path):
+        parts = module.split(".")
         if parts[0] != "onchip" or len(parts) == 1:
             continue
-        theirs = room(parts[1:])
-        same_kernel = mine == "kernels" and parts[1:3] == list(here[:2])
-        if theirs == mine and (mine != "kernels" or same_kernel):
+        theirs = package(parts[1:])
+        allowed = ALLOWED[mine] | (LAZY.get(mine, set()) if when == "call" else set())
+        assert theirs in {mine} | allowed, f"{relative(path)} imports {module}"
+
+
+def test_no_file_imports_itself_through_others():
+    """Imports at module level have no cycle of files."""
+    graph = {}
+    for path in files():
+        loaded = [file_of(x.module) for x in imports(path) if x.when == "load" and _is_ours(x)]
+        graph[path] = [p for p in loaded if p is not None and p != path]
+    done, trail = set(), []
+
+    def visit(path):
+        assert path not in trail, " -> ".join(map(relative, [*trail, path]))
+        if path not in done:
+            trail.append(path)
+            for other in graph[path]:
+                visit(other)
+            done.add(trail.pop())
+
+    for path in graph:
+        visit(path)
+
+
+def _is_ours(found):
+    return found.module.split(".")[0] == "onchip"
+
+
+@pytest.mark.parametrize("path", files(), ids=relative)
+def test_no_import_is_hidden_in_a_string(path):
+    """import_module is for names of other packages, and for files of the package itself: then with
+    that package as its second argument.
+    """
+    is_free = package(path.relative_to(PACKAGE).with_suffix("").parts) in FREE
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.Call):
             continue
-        assert theirs in LAW[mine] or theirs == "kernels" and same_kernel, f"{mine} imports {name}"
+        name = ast.unparse(node.func).split(".")[-1]
+        if name not in ("import_module", "__import__"):
+            continue
+        first = node.args[0]
+        is_foreign = isinstance(first, ast.Constant) and not first.value.startswith("onchip")
+        is_variable = isinstance(first, ast.Name | ast.Attribute) and is_free
+        assert len(node.args) == 2 or is_foreign or is_variable, ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_some_packages_live_in_one_place(path):
+@pytest.mark.parametrize("path", files(), ids=relative)
+def test_hooks_of_backends_are_not_probed(path):
+    """Every hook has a default in Backend: hasattr and getattr would hide a misspelt one."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr"):
+            assert "backend" not in ast.unparse(node.args[0]), ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", files(), ids=relative)
+def test_some_packages_are_imported_in_one_place(path):
     here = path.relative_to(PACKAGE).as_posix()
-    for name in imports(path):
-        for package, rooms in ONLY_UNDER.items():
-            if name == package or name.startswith(package + "."):
-                assert here.startswith(rooms) or room(path.relative_to(PACKAGE).parts) == "doctor"
+    for name, _ in imports(path):
+        for external, places in ONLY_UNDER.items():
+            if name == external or name.startswith(external + "."):
+                assert here.startswith((*places, "cli/doctor.py"))
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "iomodel").glob("*.py")), ids=lambda p: p.name)
-def test_the_model_of_bytes_knows_no_kernel(path):
-    """It predicts what kernels move, and must not ask them: tile sizes are all they share."""
-    for name in imports(path):
+@pytest.mark.parametrize("path", sorted((PACKAGE / "cost").glob("*.py")), ids=lambda p: p.name)
+def test_the_model_of_bytes_imports_no_kernel(path):
+    """It predicts what kernels move independently of them: they share tile sizes alone."""
+    for name, _ in imports(path):
         assert not name.startswith("onchip.kernels") or name == "onchip.kernels.tiles"
 
 
 @pytest.mark.parametrize("path", TORCH_FREE)
-def test_who_decides_knows_no_tensors(path):
-    """Neither the file nor any file of ours that it imports."""
-    for name in imports(PACKAGE / path):
+def test_pages_and_requests_are_decided_without_torch(path):
+    """Neither the file nor a file of onchip that it imports uses torch."""
+    for name, _ in imports(PACKAGE / path):
         assert name.split(".")[0] != "torch"
         if name.startswith("onchip."):
             file = name.removeprefix("onchip.").replace(".", "/") + ".py"
             assert file in TORCH_FREE or name == "onchip.engine", name
 
 
-def test_import_needs_torch_alone_and_wakes_nothing():
+def test_import_needs_torch_alone_and_starts_no_gpu():
     """`import onchip` pulls in no plotting, no Triton, no numpy of its own, and starts no GPU."""
     code = (
         "import sys, torch; before = set(sys.modules); import onchip; "

@@ -19,7 +19,7 @@ import torch
 import onchip
 from onchip import models
 from onchip.cli.bench import levels
-from onchip.core.dispatch import KERNELS, kernel_module
+from onchip.core.dispatch import backend_names, get_backend
 from onchip.core.explain import human_bytes
 from onchip.core.machine import has_fast_matmul
 from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, device_info
@@ -102,9 +102,9 @@ def support_table(
 ) -> list[Support]:
     """Every kernel on every device, each precision asked for by name."""
     table = []
-    for kernel in KERNELS:
+    for kernel in backend_names():
         for label, device in (devices or DEVICES).items():
-            supports = kernel_module(kernel).supports
+            supports = get_backend(kernel).supports
             answers = {p: supports(problem_of(t), device) for p, t in PRECISIONS.items()}
             served = tuple(p for p, reason in answers.items() if reason is None)
             table.append(Support(kernel, label, served, {p: r for p, r in answers.items() if r}))
@@ -155,7 +155,7 @@ def _grid(title: str, table: list[Support]):
     devices = list(dict.fromkeys(s.device for s in table))
     cells = {(s.kernel, s.device): " ".join(s.served) for s in table}
     grid = Table("kernel", *devices, title=title, title_justify="left")
-    for kernel in KERNELS:
+    for kernel in backend_names():
         grid.add_row(kernel, *(cells[kernel, device] for device in devices))
     return grid
 

@@ -1,20 +1,29 @@
-"""What a kernel takes and gives. A kernel is a module with three functions:
+"""The contract between dispatch and the kernels: class `Backend`, its inputs and its outputs.
 
-supports(problem, device) -> str | None                       None, or the reason it cannot
-forward(problem, tensors) -> Result
-backward(problem, tensors, out, lse, dout, dlse) -> Grads     dlse may be None
+A backend is one implementation of exact attention: `hopper`, `triton`, `tiled`, or one of a third
+party. It is an instance of a subclass of `Backend`. Dispatch (onchip/core/dispatch.py) asks the
+registered backends in order of priority, and the first that supports a call runs it:
 
-out and lse may be those of the same queries over more keys than the call has (a ring, a split): the
-gradients are then what these keys contribute. So kernels take p = exp(s - lse) and delta from them,
-not from what they could recompute.
+    onchip.register_backend("mine", MyBackend)      docs/adding_a_backend.md is a complete example
+
+    attention(q, k, v, ...)
+      -> Problem (the options and sizes, hashable) and Tensors
+      -> dispatch.plan: per backend  precisions, supports, has_backward, defers
+      -> backend.forward(problem, tensors) -> Result
+
+Every hook is a method or an attribute of `Backend`. A hook that a subclass does not define keeps
+the default, which is always the plain way: no pages, no splits, no merge, no deferral. Callers
+read the hooks directly. They never probe with hasattr, so a misspelt hook is never called.
 """
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Problem, Tensors
+from onchip.core.problem import DeviceInfo, Problem, Tensors, UnsupportedError
 
 
 class Stats(NamedTuple):
@@ -27,17 +36,188 @@ class Stats(NamedTuple):
 
 
 class Result(NamedTuple):
+    """What `Backend.forward` returns. out (batch, seqlen_q, heads, head_dim_v) in
+    problem.out_dtype, packed (total_q, heads, head_dim_v); lse (batch, heads, seqlen_q), packed
+    (heads, total_q), in fp32 (fp64 for fp64): the natural logarithm of the sum of exponentials. A
+    row without keys has out = 0 and lse = -inf. `empty_result` allocates both.
+    """
+
     out: Tensor
     lse: Tensor
-    stats: Stats | None = None
+    stats: Stats | None = None  # where problem.return_stats
 
 
 class Grads(NamedTuple):
+    """What `Backend.backward` returns: the shapes of the inputs, dq, dk and dv in `grad_dtype`,
+    dbias and dsinks in the dtype of lse.
+    """
+
     dq: Tensor
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None = None
     dsinks: Tensor | None = None
+
+
+class KeySplits(NamedTuple):
+    """How a backend splits the keys of a sequence over programs (flash-decoding)."""
+
+    counts: tuple[int, ...]  # splits of each sequence
+    programs: int  # that have work to do
+    tile_n: int  # keys that a program takes at a time
+    scratch_bytes: int  # states of splits, written and read back
+    why: str
+    seconds: float  # predicted
+    uncut_s: float  # predicted without splits
+
+
+class GradAccumulator(Protocol):
+    """The gradients of some queries, summed over calls with different keys (the rounds of a ring).
+    `get_accumulate_fn` returns the function that makes one.
+    """
+
+    def add(
+        self, problem: Problem, x: Tensors, sums: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute the call with the keys of x. Add its dk and dv to `sums` in place and return
+        None; return (dk, dv) if sums is None. dq stays inside until `finish`.
+        """
+        ...
+
+    def finish(self, dq: Tensor) -> None:
+        """Add the dq of all calls so far to this sum, in place."""
+        ...
+
+
+MergeFn = Callable[[Tensor, Tensor], None]  # (out fp32, lse fp64), updated in place
+AccumulateFn = Callable[..., GradAccumulator]  # (problem, x, out, lse, dout, dlse or None)
+
+
+class Backend(ABC):
+    """One implementation of exact attention.
+
+    A subclass must define `supports` and `forward`, and `backward` if it has one. One instance
+    serves all devices, and hooks are called from any thread: they keep no state between calls.
+
+    Rules of the contract:
+
+    - `supports` decides from the Problem and the DeviceInfo alone, which are all that plans are
+      cached on. Lengths in the Problem are rounded up to powers of two there. An exact length must
+      not decide: otherwise a cached plan would serve a call that the backend refuses.
+    - `forward` and `backward` never check their inputs again. Shapes, dtypes and values were
+      validated before. They do not write to their inputs.
+    - `forward` runs on the current CUDA stream and does not wait for the device. Repeated calls
+      may be replayed (onchip/kernels/runtime/replay.py): the allocations and launches of the second
+      call are recorded and run again without calling `forward`. A call is recorded only if all
+      launches go through onchip's launcher (kernels/runtime/launcher.py). A backend either launches
+      everything through it or nothing: otherwise the replay would miss a launch.
+    - In `backward`, out and lse may belong to the same queries over more keys than the call has
+      (a ring, a split of the keys). The gradients are then the share of these keys. So a backward
+      takes p = exp(s - lse) and delta from the given tensors, and never recomputes lse or out.
+    - The Problem has more options than most backends serve. `supports` refuses the rest with a
+      sentence; `lacks` writes it. The sentence continues "kernel 'x' cannot serve this call: ...".
+    """
+
+    precisions: tuple[str | None, ...] = (None,)
+    """The values of problem.precision that `forward` computes with. None: products in the dtype of
+    q, k and v. Dispatch refuses all others before it calls `supports`."""
+
+    reads_pages: bool = False
+    """Whether `forward` reads k and v through x.page_table. If False, the keys of a paged call are
+    gathered first, and `forward` receives packed sequences: a backend without packed sequences must
+    refuse problem.page_size, because `supports` is not called again."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the subclass defines `backward`. Without one, another backend that supports the
+        problem computes the gradients: (out, lse) means the same to all.
+        """
+        return type(self).backward is not Backend.backward
+
+    @abstractmethod
+    def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """None if this backend computes the problem on the device, else the reason as a sentence.
+        It must not import Triton or start a GPU: `onchip doctor` asks about devices that the
+        machine does not have.
+        """
+
+    def defers(self, problem: Problem) -> str | None:
+        """None, or the reason to leave a supported forward call to the backends after this one,
+        because they are faster. Not called for a backward, nor if the user names this backend.
+        """
+        return None
+
+    @abstractmethod
+    def forward(self, problem: Problem, x: Tensors) -> Result:
+        """Compute out and lse (and stats, if problem.return_stats)."""
+
+    def backward(
+        self,
+        problem: Problem,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> Grads:
+        """Compute the gradients from those of out and lse. dout is contiguous; dlse is None if
+        nothing depends on lse.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no backward")
+
+    def resolve_precision(self, problem: Problem) -> str | None:
+        """What precision="auto" means for this problem: one of `precisions` that saves time here,
+        or None for the dtype of q, k and v.
+        """
+        return None
+
+    def get_merge_fn(self, problem: Problem, x: Tensors) -> MergeFn | None:
+        """A function that computes the call and merges the result into (out fp32, lse fp64), a
+        state of the same queries over other keys, in place; None if this backend cannot.
+        """
+        return None
+
+    def get_accumulate_fn(self, problem: Problem) -> AccumulateFn | None:
+        """A function of (problem, x, out, lse, dout, dlse) that makes a GradAccumulator for the
+        queries of x; None if this backend cannot add gradients to sums itself.
+        """
+        return None
+
+    def can_partition_sms(self, first: Problem, second: Problem) -> bool:
+        """Whether `forward` of these two problems, one after the other, runs them at the same time
+        on the two parts of the device that problem.sm_partition gives them.
+        """
+        return False
+
+    def plan_splits(
+        self,
+        problem: Problem,
+        x: Tensors,
+        lengths: Sequence[tuple[int, int]],
+        hardware: Any = None,
+    ) -> KeySplits | None:
+        """How `forward` would split the keys, for `onchip.explain`; None if it would not. lengths:
+        (seqlen_q, seqlen_k) of each sequence. hardware: an onchip.cost Hardware to plan for;
+        None: the device of x.
+        """
+        return None
+
+
+def make_backend(
+    supports: Callable[[Problem, DeviceInfo], str | None],
+    forward: Callable[[Problem, Tensors], Result],
+    backward: Callable[..., Grads] | None = None,
+    *,
+    precisions: tuple[str | None, ...] = (None,),
+    reads_pages: bool = False,
+) -> Backend:
+    """A Backend from the functions of a module, which take no self. They become static methods: a
+    call passes through no further layer.
+    """
+    functions = {"supports": supports, "forward": forward, "backward": backward}
+    hooks: dict[str, Any] = {n: staticmethod(f) for n, f in functions.items() if f is not None}
+    hooks |= {"precisions": precisions, "reads_pages": reads_pages}
+    return type("FunctionBackend", (Backend,), hooks)()
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,13 +226,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def grad_dtype(problem: Problem) -> torch.dtype:
-    """Of dq, dk and dv."""
+    """The dtype of dq, dk and dv."""
     return accumulator_dtype(problem.dtype) if problem.wide_grads else problem.dtype
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """delta = rowsum(out * dout) - dlse, shaped like lse: the one number per row that the backward
-    pass needs of the forward.
+    """delta = rowsum(out * dout) - dlse, shaped like lse: the one number per row that a backward
+    needs beyond lse.
 
     d loss / d score_j = p_j * (dout . v_j - rowsum(out * dout) + dlse), because d lse / d score_j =
     p_j.
@@ -63,20 +243,20 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out in dtype, the residual that this rounding leaves, in dtype, too)"""
+    """(out rounded to dtype, the residual of the rounding, also in dtype)"""
     rounded = out.to(dtype, copy=True)  # an op returns no tensor that it was given
     return rounded, (out - rounded).to(dtype)
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """What a backward takes for dlse, to find the delta of out + residual where it is given out:
-    delta is rowsum(out * dout) - dlse, and nothing else depends on either.
+    """The dlse with which a backward that receives `out` computes the delta of out + residual. Only
+    delta = rowsum(out * dout) - dlse depends on either.
     """
     return -row_delta(residual, dout, dlse).contiguous()
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, ...]:
-    """(page, slot, head) of the scales of 8-bit pages."""
+    """(page, slot, head) strides of the scales of 8-bit pages."""
     return (0, 0, 0) if scales is None else scales.stride()
 
 
@@ -99,6 +279,8 @@ def empty_result(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def lacks(options: dict[str, object]) -> str | None:
-    """'has no a and no b': what a call asks for and a kernel does not have, or None."""
-    missing = [name for name, wanted in options.items() if wanted]
+    """'has no a and no b', of the options that a call uses and the backend lacks; None if none.
+    options: name -> whether the call uses it.
+    """
+    missing = [name for name, is_used in options.items() if is_used]
     return f"has no {' and no '.join(missing)}" if missing else None

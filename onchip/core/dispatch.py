@@ -1,37 +1,89 @@
-"""Which kernel serves a problem, and why each other one does not."""
+"""The registry of backends, and the choice of the one that runs a call.
 
-from functools import cache, lru_cache
-from importlib import import_module
-from types import ModuleType
+    register_backend(name, backend, priority=0)     the registry, ordered by priority
+    plan(problem, device, kernel, backward) -> Plan  the chosen backend, and why not each other one
+
+Built-in backends, highest priority first: hopper, triton, pages_cpu, aten_cpu, tiled, reference.
+Each is loaded by a function here, at the first plan: `import onchip` loads no kernel.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
-from onchip.core.problem import DeviceInfo, Problem, UnsupportedError
-
-# In order of preference: the first that supports a problem serves it.
-KERNELS = {
-    "hopper": "onchip.kernels.hopper.entry",
-    "triton": "onchip.kernels.triton.entry",
-    "pages_cpu": "onchip.kernels.cpu.pages",
-    "aten_cpu": "onchip.kernels.cpu.aten",
-    "tiled": "onchip.kernels.cpu.tiled",
-    "reference": "onchip.kernels.cpu.reference",
-    "paper_v0": "onchip.lab.published.v0",
-    "paper_v1": "onchip.lab.published.v1",
-    "paper_v2": "onchip.lab.published.v2",
-    "paper_v4": "onchip.lab.published.v4",
-}
+from onchip.core.backend import Backend
+from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, forget_questions
 
 
 class Plan(NamedTuple):
-    """`kernel` serves; `reasons` says for every other kernel why it does not."""
+    """The backend that runs a call, its name, and for every other backend why it does not."""
 
     kernel: str
     reasons: dict[str, str]
+    backend: Backend
 
 
-@cache
-def kernel_module(name: str) -> ModuleType:
-    return import_module(KERNELS[name])
+class _Registration(NamedTuple):
+    source: Backend | Callable[[], Backend]
+    priority: float
+
+
+_registry: dict[str, _Registration] = {}  # by descending priority
+_loaded: dict[str, Backend] = {}
+
+
+def register_backend(
+    name: str, backend: Backend | Callable[[], Backend], *, priority: float = 0
+) -> None:
+    """Make `backend` available as kernel=`name`, and to dispatch for calls that name no kernel.
+
+    backend: an instance of a subclass of onchip.Backend, or a function without arguments that
+    returns one, e.g. the subclass itself. The function is called once, by the first call that needs
+    a plan, so that what it imports is not loaded before.
+    priority: dispatch asks backends with a higher priority first, and equal ones in the order of
+    registration. The built-in ones have 100 (reference) to 600 (hopper). With the default, 0, a
+    backend runs calls that name it and calls that no built-in one supports; above 600 it is asked
+    before all others.
+    """
+    global _registry
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{name=} must be an identifier, like 'my_backend'")
+    if name in _registry:
+        raise ValueError(f"a backend {name!r} is registered already: unregister_backend({name!r})")
+    if not isinstance(backend, Backend) and not callable(backend):
+        raise TypeError(
+            f"backend={backend!r} is neither an onchip.Backend nor a function that returns one"
+        )
+    registry = _registry | {name: _Registration(backend, priority)}
+    _registry = dict(sorted(registry.items(), key=lambda item: -item[1].priority))
+    _forget_plans()
+
+
+def unregister_backend(name: str) -> None:
+    """Undo register_backend(name, ...)."""
+    global _registry
+    _check_registered("name", name)
+    _registry = {other: found for other, found in _registry.items() if other != name}
+    _loaded.pop(name, None)
+    _forget_plans()
+
+
+def backend_names() -> tuple[str, ...]:
+    """All registered backends, in the order in which dispatch asks them."""
+    return tuple(_registry)
+
+
+def get_backend(name: str) -> Backend:
+    """The registered backend of this name, which is loaded if it was not used before."""
+    found = _loaded.get(name)
+    if found is not None:
+        return found
+    _check_registered("kernel", name)
+    source = _registry[name].source
+    backend = source if isinstance(source, Backend) else source()
+    if not isinstance(backend, Backend):
+        raise TypeError(f"the function registered as {name!r} returned {backend!r}, not a Backend")
+    return _loaded.setdefault(name, backend)
 
 
 def plan(
@@ -39,11 +91,9 @@ def plan(
 ) -> Plan:
     """The plan for a problem, cached on its flags and on its lengths rounded up to powers of two.
 
-    A kernel asked for by name serves or the call is refused: it is never replaced by another. One
-    that is not may defer to those after it, forward: then it has a function `defers(problem)`, None
-    or the reason.
-    Otherwise the backward pass may be another kernel's than the forward: (out, lse) means the same
-    to all.
+    A backend named by `kernel` runs the call or the call is refused: no other replaces it. Without
+    a name a backend may defer a forward call to later ones (`Backend.defers`), and the backward may
+    be run by another backend than the forward: (out, lse) means the same to all.
     """
     lengths = _bucket(problem.batch), _bucket(problem.seqlen_q), _bucket(problem.seqlen_k)
     return _plan(lengths + problem[3:], device, kernel, backward)
@@ -52,14 +102,14 @@ def plan(
 @lru_cache(maxsize=4096)
 def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) -> Plan:
     problem = Problem(*key)
-    if kernel is not None and kernel not in KERNELS:
-        raise ValueError(f"{kernel=} is not one of {', '.join(KERNELS)}")
+    if kernel is not None:
+        _check_registered("kernel", kernel)
     reasons = {}
     chosen = None
-    for name in KERNELS:
-        refusal = _ask(name, problem, device, backward, kernel == name)
-        if refusal is not None:
-            reasons[name] = refusal
+    for name in _registry:
+        reason = _find_refusal(get_backend(name), problem, device, backward, kernel == name)
+        if reason is not None:
+            reasons[name] = reason
         elif chosen is None and kernel in (None, name):
             chosen = name
         elif chosen is not None:
@@ -67,31 +117,40 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
         else:
             reasons[name] = f"kernel={kernel!r} was asked for"
     if chosen is None:
-        raise UnsupportedError(_refusal(kernel, reasons))
-    return Plan(chosen, reasons)
+        raise UnsupportedError(_describe_refusal(kernel, reasons))
+    return Plan(chosen, reasons, get_backend(chosen))
 
 
-def settled(problem: Problem, device: DeviceInfo) -> str | None:
-    """What precision="auto" means here: "fp8" where the Hopper kernel serves it and gains by it,
-    else None.
+def resolve_precision(problem: Problem, device: DeviceInfo) -> str | None:
+    """What precision="auto" means for a problem: the precision that the first backend proposes
+    which supports it, else None.
     """
-    refusal = _ask("hopper", problem._replace(precision="fp8"), device, False, True)
-    return "fp8" if refusal is None and kernel_module("hopper").narrow_pays(problem) else None
+    for name in _registry:
+        backend = get_backend(name)
+        precision = backend.resolve_precision(problem)
+        if precision is None:
+            continue
+        narrowed = problem._replace(precision=precision)
+        if _find_refusal(backend, narrowed, device, backward=False, is_named=True) is None:
+            return precision
+    return None
 
 
-def _ask(
-    name: str, problem: Problem, device: DeviceInfo, backward: bool, named: bool
+def _find_refusal(
+    backend: Backend, problem: Problem, device: DeviceInfo, backward: bool, is_named: bool
 ) -> str | None:
-    module = kernel_module(name)
-    if problem.precision not in getattr(module, "PRECISIONS", (None,)):
+    """Why the backend does not run the problem, or None if it does."""
+    if problem.precision not in backend.precisions:
         return f"computes with q, k and v as they come, not with precision={problem.precision!r}"
-    refusal = module.supports(problem, device)
-    if refusal is None and not backward and not named and hasattr(module, "defers"):
-        return module.defers(problem)
-    return refusal
+    if backward and not backend.has_backward:
+        return "has no backward"
+    reason = backend.supports(problem, device)
+    if reason is None and not backward and not is_named:
+        return backend.defers(problem)
+    return reason
 
 
-def _refusal(kernel: str | None, reasons: dict[str, str]) -> str:
+def _describe_refusal(kernel: str | None, reasons: dict[str, str]) -> str:
     if kernel is not None:
         reason = reasons[kernel]
         return (
@@ -100,5 +159,69 @@ def _refusal(kernel: str | None, reasons: dict[str, str]) -> str:
     return "no kernel serves this call: " + "; ".join(f"{n}: {r}" for n, r in reasons.items())
 
 
+def _check_registered(argument: str, name: str) -> None:
+    if name in _registry:
+        return
+    papers = isinstance(name, str) and name.startswith("paper_v")
+    hint = " (the kernels of the papers are registered by `import onchip.lab`)" if papers else ""
+    raise ValueError(f"{argument}={name!r} is not one of {', '.join(_registry)}{hint}")
+
+
+def _forget_plans() -> None:
+    """Drop all plans and cached calls: they were made without the backend that is new, or with the
+    one that is gone.
+    """
+    _plan.cache_clear()
+    forget_questions()
+
+
 def _bucket(n: int) -> int:
     return 0 if n == 0 else 1 << (n - 1).bit_length()
+
+
+def _load_hopper() -> Backend:
+    from onchip.kernels.hopper.entry import backend
+
+    return backend
+
+
+def _load_triton() -> Backend:
+    from onchip.kernels.triton.entry import backend
+
+    return backend
+
+
+def _load_pages_cpu() -> Backend:
+    from onchip.kernels.cpu.pages import backend
+
+    return backend
+
+
+def _load_aten_cpu() -> Backend:
+    from onchip.kernels.cpu.aten import backend
+
+    return backend
+
+
+def _load_tiled() -> Backend:
+    from onchip.kernels.cpu.tiled import backend
+
+    return backend
+
+
+def _load_reference() -> Backend:
+    from onchip.kernels.cpu.reference import backend
+
+    return backend
+
+
+BUILT_IN = {
+    "hopper": (_load_hopper, 600),
+    "triton": (_load_triton, 500),
+    "pages_cpu": (_load_pages_cpu, 400),
+    "aten_cpu": (_load_aten_cpu, 300),
+    "tiled": (_load_tiled, 200),
+    "reference": (_load_reference, 100),
+}
+for _name, (_load, _priority) in BUILT_IN.items():
+    register_backend(_name, _load, priority=_priority)

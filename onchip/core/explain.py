@@ -3,9 +3,7 @@ call cannot avoid; of few queries how their keys are split over programs, of a p
 pages it reads, and what reading shared pages once would save.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Iterator, Sequence
 from inspect import signature
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,23 +13,17 @@ from torch import Tensor
 
 from onchip.core import paged
 from onchip.core.arguments import refuse_unknown
-from onchip.core.backend import accumulator_dtype
-from onchip.core.dispatch import Plan, kernel_module, plan
+from onchip.core.backend import KeySplits, accumulator_dtype
+from onchip.core.dispatch import Plan, get_backend, plan
 from onchip.core.functional import Extras, Packing, attention, paged_attention, pose
 from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 from onchip.cost import prefixes
-from onchip.cost.hardware import TABLE, Hardware, find, of_device, planned_for
+from onchip.cost.hardware import TABLE, Hardware, find, of_device
 from onchip.cost.roofline import Roofline, backward_ratio, bound, human_time, is_modelled, predict
-from onchip.cost.splits import Part, Tiles, even_splits, filling, seconds
+from onchip.cost.splits import first_key as _first_key
 from onchip.fold import cascade
-from onchip.kernels.tiles import (
-    HOPPER_DECODE_KEYS,
-    HOPPER_DECODE_ROWS,
-    TileConfig,
-    hopper_decode_programs,
-)
 
-SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
+SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which nobody asks for
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
@@ -45,18 +37,6 @@ class Pages(NamedTuple):
     repeated_keys: int  # reads of keys that another sequence reads as well
     left_behind: int  # of the sequences, but before their windows
     gathered_bytes: int  # keys and values that are copied first, if the kernel reads no pages
-
-
-class Splits(NamedTuple):
-    """How the keys of a sequence are cut, so that enough programs share the work."""
-
-    counts: tuple[int, ...]  # splits of each sequence
-    programs: int  # that have work to do
-    tile_n: int  # keys that a program takes at a time
-    scratch_bytes: int  # states of splits, written and read back
-    why: str
-    seconds: float  # predicted
-    uncut_s: float  # the same, if no sequence were cut
 
 
 class Sharing(NamedTuple):
@@ -94,7 +74,7 @@ class Explanation(NamedTuple):
     residual_bytes: int = 0  # what precise_delta keeps for the backward, beside out
     hardware: Hardware | None = None  # what the device can do, where it is known
     pages: Pages | None = None
-    splits: Splits | None = None
+    splits: KeySplits | None = None
     sharing: Sharing | None = None
     parts: tuple[Served, ...] = ()  # of a mixed call that is cut
 
@@ -213,7 +193,7 @@ def explain(
     parts = _dense_parts(problem, x)
     explanation = _explanation(problem, x, parts, kernel, there)
     lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
-    cut = _cut(explanation.plan.kernel, problem, x, lengths, there)
+    cut = explanation.plan.backend.plan_splits(problem, x, lengths, there)
     explanation = explanation._replace(splits=cut)
     if x.mask is None:
         return explanation
@@ -278,7 +258,7 @@ def _explain_paged(
     cut = [] if kernel or there else paged.parts(problem, x)
     parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
     pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))
-    found = found._replace(splits=_cut(found.plan.kernel, problem, x, lengths, there))
+    found = found._replace(splits=found.plan.backend.plan_splits(problem, x, lengths, there))
     model = prefixes.costs(x.q, x.k, x.v, there)
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, model)
@@ -317,11 +297,6 @@ def _part(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
     return problem._replace(batch=1, seqlen_q=seqlen_q, seqlen_k=seen, packed=False, page_size=0)
 
 
-def _first_key(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
-    left = problem.window_size[0]
-    return 0 if left is None else max(0, seqlen_k - seqlen_q - left)
-
-
 def _served(problem: Problem, x: Tensors, chosen: Plan) -> Served:
     queries = x.q.shape[0] if problem.packed else problem.batch * problem.seqlen_q
     return Served(chosen.kernel, problem.batch, queries, int(x.cache_seqlens.sum()))
@@ -336,8 +311,7 @@ def _pages(
         held[page] = max(keys, held.get(page, 0))
     repeated = sum(keys for _, keys in read) - sum(held.values())
     left_behind = sum(_first_key(problem, *pair) // problem.page_size for pair in lengths)
-    reads_pages = lambda name: getattr(kernel_module(name), "READS_PAGES", False)
-    gathered = sum(part.keys for part in parts if not reads_pages(part.kernel))
+    gathered = sum(part.keys for part in parts if not get_backend(part.kernel).reads_pages)
     gathered_bytes = gathered * _token_bytes(problem)
     return Pages(problem.page_size, len(read), len(held), repeated, left_behind, gathered_bytes)
 
@@ -370,115 +344,7 @@ def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
         yield "gathered", f"{human_bytes(pages.gathered_bytes)} first: {kernel} reads no pages"
 
 
-def _cut(
-    kernel: str,
-    problem: Problem,
-    x: Tensors,
-    lengths: Sequence[tuple[int, int]],
-    on: Hardware | None,
-) -> Splits | None:
-    """None where the kernel splits no keys of such a call, or where it is not here to be asked."""
-    if kernel == "triton" and find_spec("triton"):
-        serves = import_module("onchip.kernels.triton.decode").serves(problem)
-        return _splits(problem, x, lengths, on) if serves else None
-    if kernel == "hopper" and kernel_module("hopper").splits_keys(problem):
-        return even_ranges(problem, lengths, on or planned_for(x.q.device))
-    return None
-
-
-def _splits(
-    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], on: Hardware | None
-) -> Splits:
-    """What kernels/triton/splits.py will do on the device with these lengths."""
-    decode, launch = (import_module(f"onchip.kernels.triton.{n}") for n in ("decode", "launch"))
-    hardware = on or decode.machine(x.q.device)
-    config = decode.config_of(problem, launch.Call.of(problem, x), hardware.processors)
-    launched = decode.plan_launch(problem, x.q.shape[-3], config, hardware)
-    cut = lambda f: [f(problem, *pair, config) for pair in lengths]
-    tiles_q, tiles = cut(_tiles_q), cut(_tiles)
-    counts = count_splits(launched.cut, tiles_q, tiles)
-    units = [a * b for a, b in zip(tiles_q, counts, strict=True)]
-    slots = sum(n for n, count in zip(units, counts, strict=True) if count > 1)
-    row_bytes = 4 * (problem.head_dim_v + 1)  # out and lse in fp32
-    work, parts = Tiles.of(problem, *config[:2]), list(map(Part, tiles_q, tiles, counts))
-    return Splits(
-        tuple(counts),
-        sum(units) * problem.num_kv_heads,
-        config.tile_n,
-        2 * slots * problem.num_kv_heads * launched.part_rows * row_bytes,
-        _why(problem, launched.cut, config.tile_n, hardware.processors, sum(tiles)),
-        *_times(work, parts, hardware, merged=launched.num_records > 0),
-    )
-
-
-def _times(
-    work: Tiles, parts: Sequence[Part], hardware: Hardware, merged: bool
-) -> tuple[float, float]:
-    """Seconds of the call as it is cut, and if nothing were."""
-    whole = [part._replace(splits=1) for part in parts]
-    return seconds(work, parts, hardware, merged), seconds(work, whole, hardware, False)
-
-
-def even_ranges(problem: Problem, lengths: Sequence[tuple[int, int]], hardware: Hardware) -> Splits:
-    """What kernels/hopper/decode.py will do on such a device with these lengths."""
-    config = TileConfig(HOPPER_DECODE_ROWS, 64)
-    processors, least = hardware.processors, HOPPER_DECODE_KEYS // config.tile_n
-    most = filling(hopper_decode_programs(problem), problem.num_kv_heads, processors)
-    tiles = [max(1, _tiles(problem, *pair, config)) for pair in lengths]
-    total = sum(tiles)
-    ranges = min(most, max(1, total // least))
-    holder = lambda tile: ((tile + 1) * ranges - 1) // total
-    stops = list(accumulate(tiles))
-    counts = [holder(b - 1) - holder(b - n) + 1 for b, n in zip(stops, tiles, strict=True)]
-    rows = problem.seqlen_q * problem.num_heads
-    states = sum(n for n in counts if n > 1) * rows
-    why = f"{total} tiles of 64 keys in {ranges} even ranges ({processors} processors)"
-    row_bytes, work = 4 * (problem.head_dim_v + 1), Tiles.of(problem, *config)
-    times = (
-        seconds(work, parts, hardware, merged=False)
-        for parts in ([Part(1, total, ranges)], [Part(1, n) for n in tiles])
-    )
-    programs = ranges * problem.num_kv_heads
-    return Splits(tuple(counts), programs, config.tile_n, 2 * states * row_bytes, why, *times)
-
-
-def _tiles_q(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:
-    return -(-seqlen_q * problem.group_size // config.tile_m)
-
-
-def _tiles(problem: Problem, seqlen_q: int, seqlen_k: int, config) -> int:
-    first = _first_key(problem, seqlen_q, seqlen_k) // config.tile_n
-    return -(-seqlen_k // config.tile_n) - first
-
-
-def count_splits(
-    cut: tuple[int | None, int | None, int | None], tiles_q: Sequence[int], tiles: Sequence[int]
-) -> list[int]:
-    """Splits of each sequence, which has tiles_q tiles of queries and `tiles` of keys. cut: units,
-    least and fixed as kernels/triton/splits.py explains them.
-    """
-    units, least, fixed = cut
-    if units is None or least is None:
-        return [1] * len(tiles)
-    work = sum(a * b for a, b in zip(tiles_q, tiles, strict=True))
-    even = max(-(-work // units), least)
-    most: Callable[[int, int], int] = lambda a, n: even if fixed is None else n if a > 1 else fixed
-    return [even_splits(n, max(1, most(a, n))) for a, n in zip(tiles_q, tiles, strict=True)]
-
-
-def _why(problem: Problem, cut: tuple, tile_n: int, processors: int, tiles: int) -> str:
-    units, least, fixed = cut
-    if problem.return_stats:
-        return "statistics of rows cannot be merged"
-    if units is None:
-        return f"no cut of {problem.seqlen_k} keys is predicted to pay for its merge"
-    if fixed is not None:
-        return f"every {fixed * tile_n} keys, whatever else is in the batch (deterministic)"
-    share = f"{tiles} tiles of {tile_n} keys for {units} programs a key head"
-    return f"{share} ({processors} processors), {least * tile_n} keys each at least"
-
-
-def _split_lines(splits: Splits, is_known: bool) -> Iterator[tuple[str, str]]:
+def _split_lines(splits: KeySplits, is_known: bool) -> Iterator[tuple[str, str]]:
     low, high = min(splits.counts, default=1), max(splits.counts, default=1)
     each = f"{low}" if low == high else f"{low} to {high}"
     yield "splits", f"{each} of a sequence, {splits.programs} programs: {splits.why}"

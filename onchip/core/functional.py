@@ -2,7 +2,7 @@
 `library`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Never, cast
 
 import torch
@@ -12,8 +12,8 @@ from onchip import masks
 from onchip.core import paged, torch_op
 from onchip.core.arguments import as_int, as_ints, check_flag, refuse_unknown
 from onchip.core.backend import Result
-from onchip.core.dispatch import kernel_module, settled
 from onchip.core.dispatch import plan as dispatch
+from onchip.core.dispatch import resolve_precision
 from onchip.core.problem import (
     Options,
     Question,
@@ -275,10 +275,20 @@ def cascade_attention(
     options = {"causal": causal, "softmax_scale": softmax_scale, "softcap": softcap}
     options |= {"sinks": sinks, "out_dtype": out_dtype, "return_lse": return_lse, "kernel": kernel}
     options |= {"k_scales": k_scales, "v_scales": v_scales}
-    ours = kernel in (None, "triton") and device_info(q.device).has_triton
-    merge = kernel_module("triton").merge if q.device.type == "cuda" and ours else None
-    pages, kernels = (k_pages, v_pages), {"merge": merge, "at_once": _attend_at_once}
+    kernels = {"merge": _fused_merge(q.device, kernel), "at_once": _attend_at_once}
+    pages = k_pages, v_pages
     return cascade.run(plan, paged_attention, q, pages, own, **kernels, **options)
+
+
+def _fused_merge(device: torch.device, kernel: str | None) -> Callable[..., Any] | None:
+    """The n-way merge in one launch, or None where it cannot run or another kernel is named."""
+    if device.type != "cuda" or kernel not in (None, "triton"):
+        return None
+    if not device_info(device).has_triton:
+        return None
+    from onchip.kernels.triton.entry import merge
+
+    return merge
 
 
 class _Posed(NamedTuple):
@@ -331,9 +341,8 @@ def _run_at_once(first: _Posed, second: _Posed) -> bool:
     """Whether one kernel serves both, and runs them so."""
     problems = [laid_out(one.question.problem, one.x) for one in (first, second)]
     device = device_info(first.x.q.device)
-    kernel, other = (dispatch(problem, device, first.kernel).kernel for problem in problems)
-    runs_beside = getattr(kernel_module(kernel), "runs_beside", None)
-    return kernel == other and runs_beside is not None and runs_beside(*problems)
+    backend, other = (dispatch(problem, device, first.kernel).backend for problem in problems)
+    return backend is other and backend.can_partition_sms(*problems)
 
 
 def offload_attention(
@@ -437,7 +446,9 @@ def attention_weights(
         raise ValueError(
             f"lse must have shape (batch, heads, seqlen_q) = {expected}, got {tuple(lse.shape)}"
         )
-    return kernel_module("reference").probabilities(problem, x, lse, chosen)
+    from onchip.kernels.cpu.reference import probabilities
+
+    return probabilities(problem, x, lse, chosen)
 
 
 class Extras(NamedTuple):
@@ -478,7 +489,7 @@ def pose(
     lengths = () if packing is None else packing[2:]
     question = ask(describe, x, options, lengths)
     if question.problem.precision == "auto":
-        precision = settled(question.problem, device_info(q.device))
+        precision = resolve_precision(question.problem, device_info(q.device))
         question = ask(describe, x, options._replace(precision=precision), lengths)
     if question.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(seed, q))

@@ -64,7 +64,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
         has_tree_mask=x.tree_mask is not None,
         return_lse=bool(options.return_lse),
         page_dtype=None if x.k_scales is None else x.k.dtype,
-        beside=options.beside,
+        sm_partition=options.sm_partition,
     )
     check_extras(problem, x)
     _check_tree(problem, x)

@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
     mask: BlockMask | Later | None = None
 
 
-class Beside(NamedTuple):
+class SMPartition(NamedTuple):
     """One of two calls that run at once, each on some processors of a device: how many programs it
     has, and whether it is the second. The second follows the first in the stream, with nothing in
     between; what it reads was there before the first began. It writes, and ends, after the first:
@@ -112,7 +112,7 @@ class Problem(NamedTuple):
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
-    beside: Beside | None = None  # for kernels that can; others take no notice
+    sm_partition: SMPartition | None = None  # for kernels that can; others take no notice
     precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
 
     @property
@@ -281,7 +281,7 @@ class Options(NamedTuple):
     out_dtype: torch.dtype | None = None
     precise_delta: bool = False
     return_lse: bool = False
-    beside: Beside | None = None
+    sm_partition: SMPartition | None = None
     precision: str | None = None
 
 

@@ -18,7 +18,16 @@ from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import forward_ad
 
 from onchip.core import backend, paged
-from onchip.core.backend import Grads, Result, Stats, accumulator_dtype, empty_result
+from onchip.core.backend import (
+    AccumulateFn,
+    Backend,
+    Grads,
+    MergeFn,
+    Result,
+    Stats,
+    accumulator_dtype,
+    empty_result,
+)
 from onchip.core.derivatives import (
     SingleLevel,
     check_unmapped,
@@ -27,7 +36,7 @@ from onchip.core.derivatives import (
     refuse_forward_mode,
     refuse_second_order,
 )
-from onchip.core.dispatch import kernel_module, plan
+from onchip.core.dispatch import plan
 from onchip.core.flops import backward_flops, forward_flops, tell_counters
 from onchip.core.problem import (
     Problem,
@@ -111,8 +120,11 @@ def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor
 
 def _residuals(t: Tensor) -> ModuleType:
     """What compilers see of with_residual are operations of torch, which they fuse themselves."""
-    fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
-    return kernel_module("triton") if fused else backend
+    if t.is_cuda and is_eager(t) and device_info(t.device).has_triton:
+        from onchip.kernels.triton import entry
+
+        return entry
+    return backend
 
 
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
@@ -467,16 +479,9 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
     return replayed(_compute, question, x, kernel)
 
 
-def merging(
-    question: Question, x: Tensors, kernel: str | None
-) -> Callable[[Tensor, Tensor], None] | None:
-    """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
-    over other keys, in place; None if the kernel of this problem has no such way.
-    """
-    module = _module(question.problem, x, kernel)
-    if not hasattr(module, "merges") or not module.merges(question.problem):
-        return None
-    return partial(module.forward_into, question.problem, x)
+def get_merge_fn(question: Question, x: Tensors, kernel: str | None) -> MergeFn | None:
+    """Backend.get_merge_fn of the backend that runs this problem."""
+    return _choose_backend(question.problem, x, kernel).get_merge_fn(question.problem, x)
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
@@ -488,17 +493,17 @@ def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
 
 
 def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    forward = _forward_of(_module(problem, x, kernel), problem)
+    forward = _forward_of(_choose_backend(problem, x, kernel), problem)
     if not is_autocast(x.q):
         return forward(problem, x)
     with _no_autocast(x.q):
         return forward(problem, x)
 
 
-def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
-    if problem.page_size and not getattr(module, "READS_PAGES", False):
-        return partial(paged.through_gather, module.forward)
-    return module.forward
+def _forward_of(backend: Backend, problem: Problem) -> paged.Forward:
+    if problem.page_size and not backend.reads_pages:
+        return partial(paged.through_gather, backend.forward)
+    return backend.forward
 
 
 def _backward(dout, dlse, out, lse, *args):
@@ -533,27 +538,23 @@ def _compute_backward(
 ) -> Grads:
     if problem.precision is not None:  # straight through: the gradient of q, k and v as they come
         problem, kernel = problem._replace(precision=None), None
-    backward = _module(problem, x, kernel, backward=True).backward
+    backward = _choose_backend(problem, x, kernel, backward=True).backward
     if not is_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)
     with _no_autocast(x.q):
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
-    """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
-    or None) it makes what adds gradients to sums, of these queries over any keys (see
-    kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
-    """
-    module = _module(question.problem, x, kernel, backward=True)
-    if not hasattr(module, "adds") or not module.adds(question.problem):
-        return None
-    return module.begin
+def get_accumulate_fn(question: Question, x: Tensors, kernel: str | None) -> AccumulateFn | None:
+    """Backend.get_accumulate_fn of the backend that runs this problem's backward."""
+    backend = _choose_backend(question.problem, x, kernel, backward=True)
+    return backend.get_accumulate_fn(question.problem)
 
 
-def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
-    found = plan(laid_out(problem, x), device_info(x.q.device), kernel, backward)
-    return kernel_module(found.kernel)
+def _choose_backend(
+    problem: Problem, x: Tensors, kernel: str | None, backward: bool = False
+) -> Backend:
+    return plan(laid_out(problem, x), device_info(x.q.device), kernel, backward).backend
 
 
 def _attention_fake(*args):

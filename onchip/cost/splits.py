@@ -67,6 +67,17 @@ class Part(NamedTuple):
         return -(-self.tiles // self.splits)
 
 
+def first_key(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
+    """The first key that the window leaves to any query of a sequence."""
+    left = problem.window_size[0]
+    return 0 if left is None else max(0, seqlen_k - seqlen_q - left)
+
+
+def count_key_tiles(problem: Problem, lengths: Sequence[tuple[int, int]], tile_n: int) -> list[int]:
+    """Tiles of keys that each sequence reads. lengths: (seqlen_q, seqlen_k) of each."""
+    return [-(-n // tile_n) - first_key(problem, m, n) // tile_n for m, n in lengths]
+
+
 def even_splits(tiles: int, most: int) -> int:
     """Into how many splits of `most` tiles at most, which are as even as can be."""
     each = max(1, -(-tiles // max(1, -(-tiles // most))))

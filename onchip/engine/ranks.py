@@ -5,7 +5,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from importlib import import_module
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,8 @@ class Ranks:
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
         if self.alone:
             return load(checkpoint, device, chosen)
-        # Imported by those who need it: torch.distributed takes its time.
-        tensor = import_module("onchip.parallel.tensor")
+        from onchip.parallel import tensor  # not before: torch.distributed is slow to import
+
         self._job = tensor.join(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -251,7 +250,9 @@ def _kernel(logits: Tensor) -> ModuleType | None:
     device = logits.device
     if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
         return None
-    return import_module("onchip.kernels.llm.sampling")
+    from onchip.kernels.llm import sampling
+
+    return sampling
 
 
 def _choose(logits: Tensor, rows: Rows) -> Tensor:

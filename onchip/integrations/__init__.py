@@ -9,5 +9,5 @@ _LAZY = ("flash_attn", "flex", "sdpa", "transformers")
 
 def __getattr__(name: str):
     if name in _LAZY:
-        return import_module(f"onchip.integrations.{name}")
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module 'onchip.integrations' has no attribute {name!r}")

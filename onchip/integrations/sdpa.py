@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 
-from onchip.core.dispatch import kernel_module
 from onchip.core.problem import UnsupportedError
 from onchip.integrations import sdpa_masks
 from onchip.integrations.sdpa_ops import OPERATORS, Ask, as_bias, math_ask
+from onchip.kernels.cpu import aten
 
 NAME = "onchip"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -140,13 +140,13 @@ class _Handle:
     def _keep_for_aten(self, name: str, theirs: Callable[..., Any]) -> None:
         """One of our kernels calls these operators: while they are ours, it calls torch's."""
         attribute = "_BACKWARD" if name.endswith("backward") else "_FORWARD"
-        self._replaced[attribute] = getattr(kernel_module("aten_cpu"), attribute)
-        setattr(kernel_module("aten_cpu"), attribute, theirs)
+        self._replaced[attribute] = getattr(aten, attribute)
+        setattr(aten, attribute, theirs)
 
     def remove(self) -> None:
         self._library._destroy()
         for attribute, operator in self._replaced.items():
-            setattr(kernel_module("aten_cpu"), attribute, operator)
+            setattr(aten, attribute, operator)
         sdpa_masks.forget()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         torch.backends.cuda.enable_cudnn_sdp(self._cudnn)

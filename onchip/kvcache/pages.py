@@ -5,7 +5,6 @@ are of 8 bits.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -217,7 +216,9 @@ def _kernel(device: torch.device) -> ModuleType | None:
     """The module that writes and copies in one launch, where Triton runs."""
     if device.type != "cuda" or not device_info(device).has_triton:
         return None
-    return import_module("onchip.kernels.llm.kv_write")
+    from onchip.kernels.llm import kv_write
+
+    return kv_write
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:

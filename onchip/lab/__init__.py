@@ -1,3 +1,7 @@
 """The interactive page: `page` is it, `record` writes its data from real executions, `serve` shows
 it on the loopback with the Python pool behind its playground.
+
+`import onchip.lab` registers the kernels of the papers: kernel="paper_v1" and its siblings.
 """
+
+import onchip.lab.published as _papers  # noqa: F401, registers the backends

@@ -6,7 +6,6 @@ fp64 the definitions run.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -76,7 +75,8 @@ def place(
     like -1, writes nothing.
     """
     _check_place(qkv, num_heads, pages, slot_mapping)
-    kernel = import_module(_KERNEL)
+    from onchip.kernels.llm import pointwise as kernel
+
     weights, rest = (norms[:2], norms[2:]) if norms else (None, (0.0, 0.0))
     return kernel.place(qkv, num_heads, turn, weights, rest, pages, slot_mapping)
 
@@ -106,10 +106,11 @@ def fused(*tensors: Tensor) -> ModuleType | None:
     same = all(t.dtype == x.dtype and t.device == x.device for t in tensors)
     if not same or x.dtype == torch.float64 or not device_info(x.device).has_triton:
         return None
-    return import_module(_KERNEL)
+    from onchip.kernels.llm import pointwise
+
+    return pointwise
 
 
-_KERNEL = "onchip.kernels.llm.pointwise"
 _ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,

@@ -16,5 +16,5 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)  # pyright
 def __getattr__(name: str):
     for home, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"onchip.parallel.{home}"), name)
+            return getattr(import_module(f".{home}", __name__), name)
     raise AttributeError(f"module 'onchip.parallel' has no attribute {name!r}")

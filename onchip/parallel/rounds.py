@@ -17,7 +17,6 @@ from torch import Tensor
 
 from onchip.core import torch_op
 from onchip.core.backend import Grads, accumulator_dtype
-from onchip.core.dispatch import kernel_module
 from onchip.core.problem import Options, Question, Tensors, Window, ask, describe, device_info
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
@@ -362,7 +361,7 @@ class Patient(Total):
 
     def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
         question, x = pose(call, round, q, k, v)
-        merge = torch_op.merging(question, x, call.kernel)
+        merge = torch_op.get_merge_fn(question, x, call.kernel)
         begins = self._state is None and round.rows == slice(0, self._shape[1])
         if merge is None:
             self.add(round.rows, *torch_op.run(question, x, call.kernel)[:2])
@@ -388,7 +387,9 @@ class Patient(Total):
             batch, seqlen, heads, _ = self._shape
             lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
             self._state = self._like.new_empty(self._shape), lse
-        kernel_module("triton").fold(self._state, self._waiting, fresh)
+        from onchip.kernels.triton.entry import fold
+
+        fold(self._state, self._waiting, fresh)
         self._waiting = []
 
 
@@ -418,7 +419,7 @@ class Backward:
         """
         question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
         sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
-        begin = torch_op.adding(question, x, self._call.kernel)
+        begin = torch_op.get_accumulate_fn(question, x, self._call.kernel)
         if begin is None:
             return self._add_found(question, x, round, sums)
         return self._queries(begin, question, x, round).add(question.problem, x, sums)

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import tables
 from onchip.cli.bench.harness import Case, meta
-from onchip.core.dispatch import KERNELS
+from onchip.core.dispatch import BUILT_IN
 
 
 def results(tmp_path, rows, schema=1):
@@ -75,7 +75,7 @@ def test_the_support_table_does_not_depend_on_the_machine(monkeypatch):
     assert sys.modules.get("triton") is before
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert tables.support() == table
-    assert all(f"`{kernel}`" in table.splitlines()[0] for kernel in KERNELS)
+    assert all(f"`{kernel}`" in table.splitlines()[0] for kernel in BUILT_IN)
 
 
 def test_the_command_says_which_pages_changed(tmp_path, monkeypatch, capsys):

@@ -1,5 +1,4 @@
 import importlib.metadata
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from onchip.cli import doctor, main
 from onchip.cli.bench import levels
 from onchip.cli.doctor import DEVICES, PRECISIONS, Finding, reasons, support_table
 from onchip.core import dispatch
+from onchip.core.backend import make_backend
 
 
 def test_it_looks_at_the_machine():
@@ -91,7 +91,7 @@ def test_first_calls_compile():
 def test_the_table_covers_every_kernel_and_device_and_precision():
     table = support_table()
     assert [(s.kernel, s.device) for s in table] == [
-        (k, d) for k in dispatch.KERNELS for d in DEVICES
+        (k, d) for k in dispatch.backend_names() for d in DEVICES
     ]
     for s in table:
         assert {*s.served, *s.refusals} == set(PRECISIONS)
@@ -106,9 +106,9 @@ def test_the_table_is_asked_for_not_typed(monkeypatch):
             return f"needs sm_90, found {device.name or device.type}"
         return None if problem.dtype.itemsize == 2 else f"needs 16 bits, found {problem.dtype}"
 
-    kernel = SimpleNamespace(supports=supports)
-    monkeypatch.setattr(doctor, "KERNELS", {"made_up": ""})
-    monkeypatch.setattr(doctor, "kernel_module", lambda name: kernel)
+    backend = make_backend(supports, forward=lambda problem, x: None)
+    monkeypatch.setattr(doctor, "backend_names", lambda: ("made_up",))
+    monkeypatch.setattr(doctor, "get_backend", lambda name: backend)
     table = {s.device: s for s in support_table()}
     assert table["sm_90"].served == ("fp16", "bf16")
     assert table["sm_90"].refusals["fp64"] == "needs 16 bits, found torch.float64"
@@ -127,7 +127,7 @@ def test_this_machine_serves_every_precision_on_its_cpu():
 def test_the_report_names_every_kernel(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    for word in (*dispatch.KERNELS, *DEVICES, "Python", "fp64"):
+    for word in (*dispatch.backend_names(), *DEVICES, "Python", "fp64"):
         assert word in out
 
 

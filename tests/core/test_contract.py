@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
 from onchip.kernels.cpu import tiled

@@ -1,11 +1,19 @@
-"""Who serves: the first that can, unless it defers; who was named serves or refuses."""
+"""Dispatch: the first backend that supports a call runs it, unless it defers; a named one runs it
+or refuses. The registry: names, priorities, lazy loading.
+"""
+
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import onchip
+from onchip.core import dispatch
+from onchip.core.backend import Backend, Result, make_backend
 from onchip.core.dispatch import plan
 from onchip.core.problem import DeviceInfo, Problem, Tensors, is_even
+from onchip.testing import make_qkv
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
 BF16 = torch.bfloat16
@@ -154,3 +162,136 @@ def test_pages_that_hopper_refuses(fields, reason):
     assert plan(paged, H200).kernel == "triton"
     with pytest.raises(onchip.UnsupportedError, match=reason):
         plan(paged, H200, "hopper")
+
+
+class Constant(Backend):
+    """out = 1 and lse = 0, for fp32 on the CPU."""
+
+    def supports(self, problem, device):
+        return None if problem.dtype == torch.float32 else f"takes float32, not {problem.dtype}"
+
+    def forward(self, problem, x):
+        return Result(torch.ones_like(x.q), x.q.new_zeros(x.q.shape[:-1]).transpose(1, 2))
+
+
+@pytest.fixture
+def register():
+    """register_backend, undone after the test."""
+    before = dispatch.backend_names()
+    yield onchip.register_backend
+    for name in set(dispatch.backend_names()) - set(before):
+        onchip.unregister_backend(name)
+
+
+def test_built_in_backends_are_in_order_and_complete():
+    names = [name for name in dispatch.backend_names() if name in dispatch.BUILT_IN]
+    assert names == list(dispatch.BUILT_IN)
+    for name in names:
+        backend = dispatch.get_backend(name)
+        assert isinstance(backend, Backend) and None in backend.precisions
+        assert backend.has_backward == (name != "pages_cpu")
+
+
+def test_a_registered_backend_runs_calls_that_name_it(register):
+    q, k, v = make_qkv(1, 8)
+    register("constant", Constant())
+    assert onchip.attention(q, k, v, kernel="constant").eq(1).all()
+    assert not onchip.attention(q, k, v).eq(1).all()
+    with pytest.raises(onchip.UnsupportedError, match="takes float32, not torch.float64"):
+        onchip.attention(*(t.double() for t in (q, k, v)), kernel="constant")
+
+
+@pytest.mark.parametrize(("priority", "place"), [(601, 0), (600, 1), (250, 4), (0, 6)])
+def test_priority_orders_backends(priority, place, register, monkeypatch):
+    """Of equal ones the built-in comes first."""
+    built_in = {name: dispatch._registry[name] for name in dispatch.BUILT_IN}
+    monkeypatch.setattr(dispatch, "_registry", built_in)
+    register("constant", Constant, priority=priority)
+    assert dispatch.backend_names().index("constant") == place
+    onchip.unregister_backend("constant")
+
+
+def test_a_new_backend_is_asked_by_calls_that_were_planned_before(register):
+    q, k, v = make_qkv(1, 8)
+    assert not onchip.attention(q, k, v).eq(1).all()
+    register("constant", Constant, priority=1000)
+    assert onchip.attention(q, k, v).eq(1).all()
+    assert onchip.explain(q, k, v).plan.reasons["tiled"] == "constant comes first"
+    onchip.unregister_backend("constant")
+    assert not onchip.attention(q, k, v).eq(1).all()
+
+
+def test_a_factory_is_called_once_and_not_before_a_plan_needs_it(register):
+    made = []
+    register("constant", lambda: made.append(1) or Constant())
+    assert made == []
+    for _ in range(2):
+        onchip.attention(*make_qkv(1, 8), kernel="constant")
+    assert made == [1]
+
+
+def test_another_backend_computes_a_backward_that_is_missing(register):
+    q, k, v = (t.requires_grad_() for t in make_qkv(1, 8))
+    register("constant", Constant, priority=1000)
+    onchip.attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    with pytest.raises(onchip.UnsupportedError, match="has no backward"):
+        onchip.attention(q, k, v, kernel="constant").sum().backward()
+
+
+def test_defaults_of_the_hooks():
+    backend, x = Constant(), Tensors(*make_qkv(1, 8))
+    asked = problem(8, 8)
+    assert backend.precisions == (None,) and not backend.reads_pages and not backend.has_backward
+    assert backend.defers(asked) is None and backend.resolve_precision(asked) is None
+    assert backend.get_merge_fn(asked, x) is None and backend.get_accumulate_fn(asked) is None
+    assert not backend.can_partition_sms(asked, asked)
+    assert backend.plan_splits(asked, x, [(8, 8)]) is None
+    with pytest.raises(onchip.UnsupportedError, match="Constant has no backward"):
+        backend.backward(asked, x, x.q, x.q, x.q, None)
+
+
+def test_a_backend_from_functions():
+    backend = make_backend(Constant().supports, Constant().forward, reads_pages=True)
+    assert backend.reads_pages and not backend.has_backward
+    assert backend.forward(problem(8, 8), Tensors(*make_qkv(1, 8))).out.eq(1).all()
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(ValueError, match="'tiled' is registered already"):
+        onchip.register_backend("tiled", Constant)
+    with pytest.raises(ValueError, match="must be an identifier"):
+        onchip.register_backend("my backend", Constant)
+    with pytest.raises(TypeError, match="neither an onchip.Backend nor a function"):
+        onchip.register_backend("constant", 3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="name='constant' is not one of hopper, triton"):
+        onchip.unregister_backend("constant")
+
+
+def test_a_factory_that_makes_no_backend(register):
+    register("constant", lambda: 3)
+    with pytest.raises(TypeError, match="registered as 'constant' returned 3, not a Backend"):
+        dispatch.get_backend("constant")
+    register("abstract", Backend)
+    with pytest.raises(TypeError, match="abstract"):
+        dispatch.get_backend("abstract")
+
+
+def test_paper_kernels_are_registered_by_the_lab():
+    code = """
+import onchip, torch
+q = torch.ones(1, 4, 1, 8)
+try:
+    onchip.attention(q, q, q, kernel="paper_v1")
+except ValueError as error:
+    print(error)
+import onchip.lab
+print(onchip.attention(q, q, q, kernel="paper_v1").sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    first, second = done.stdout.splitlines()
+    assert first == (
+        "kernel='paper_v1' is not one of hopper, triton, pages_cpu, aten_cpu, tiled, reference"
+        " (the kernels of the papers are registered by `import onchip.lab`)"
+    )
+    assert second == "32.0"

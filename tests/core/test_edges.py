@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 import onchip.testing as ot
 from onchip import masks
 

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 import onchip
-from onchip.core.dispatch import kernel_module
-from onchip.core.explain import Explanation, Served, count_splits, even_ranges
+from onchip.core.dispatch import get_backend
+from onchip.core.explain import Explanation, Served
 from onchip.cost import question, roofline
 from onchip.cost.hardware import H200, HOST
 from onchip.cost.prefixes import Occupancy, costs, moved
 from onchip.cost.roofline import human_time
 from onchip.fold import cascade
+from onchip.kernels.hopper.key_splits import plan_ranges
+from onchip.kernels.triton.key_splits import count_splits
 from tests.interpreted import inside, outside, run_inside
 
 HEADS, KV_HEADS, DIM, PAGE = 8, 2, 32, 16
@@ -83,9 +85,9 @@ def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
     assert "not by      pages_cpu" not in text and "not by      tiled" in text
     called = []
     for name in ("pages_cpu", "aten_cpu"):
-        module = kernel_module(name)
-        hear = lambda p, y, name=name, f=module.forward: called.append((name, p.batch)) or f(p, y)
-        monkeypatch.setattr(module, "forward", hear)
+        backend = get_backend(name)
+        hear = lambda p, y, name=name, f=backend.forward: called.append((name, p.batch)) or f(p, y)
+        monkeypatch.setattr(backend, "forward", hear)
     onchip.paged_attention(*tensors, **packing)
     assert called == [(part.kernel, part.sequences) for part in x.parts]
 
@@ -208,7 +210,7 @@ def test_pages_on_a_device_that_is_not_here():
     asked = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
     x = onchip.explain(*asked, on="H200")
     assert (x.plan.kernel, x.device.name, x.parts) == ("hopper", "NVIDIA H200", ())
-    cut = even_ranges(x.problem, [(1, 4096)] * 4, H200)
+    cut = plan_ranges(x.problem, [(1, 4096)] * 4, H200)
     assert x.splits == cut and f"predicted   {human_time(cut.seconds)}, " in str(x)
     assert x.roofline.seconds * H200.memory_bytes_s == pytest.approx(
         x.min_bytes + cut.scratch_bytes
@@ -246,7 +248,7 @@ def test_many_queries_are_not_cut_at_fixed_places():
 def test_the_times_that_a_cut_was_chosen_by():
     """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
     problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
-    found = even_ranges(problem, [(1, 4096), (1, 1024)], H200)
+    found = plan_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 5 * step)
@@ -260,7 +262,7 @@ def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs to a processor share its part of the memory's rate."""
     problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
-    found = even_ranges(problem, [(1, 1 << 17)], H200)
+    found = plan_ranges(problem, [(1, 1 << 17)], H200)
     assert (found.counts, found.programs) == ((33,), 264)
     step = 64 * 2 * (problem.head_dim + 4) * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)

@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 from onchip.core import paged, torch_op
 from onchip.core.problem import Options, Tensors
 from onchip.cost.prefixes import costs, moved

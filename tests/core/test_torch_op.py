@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import onchip
+import onchip.lab  # registers the kernels of the papers
 from benchmarks import delta_accuracy
 from onchip import masks
 from onchip.core import torch_op

@@ -1,14 +1,15 @@
 """The states of rounds become one, whenever they are merged."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from onchip import attention
 from onchip.core import torch_op
+from onchip.core.backend import make_backend
 from onchip.core.state import merge_at_rest
+from onchip.kernels.triton import entry
 from onchip.parallel import rounds
 from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
 from onchip.testing import make_qkv
@@ -41,7 +42,7 @@ def fold(own, parts, fresh):
     "spans", [[], [(0, 7)], [(3, 7)], [(0, 7), (2, 7), (0, 3)], [(0, 7), *[(3, 7), (0, 2)] * 4]]
 )
 def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
-    monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
+    monkeypatch.setattr(entry, "fold", fold)
     generator = torch.Generator().manual_seed(len(spans))
     total = kind(torch.empty(2, 7, 3, 8), 5)
     outs, lses = [torch.zeros(2, 3, 7, 5).double()], [torch.full((2, 3, 7), -torch.inf).double()]
@@ -61,16 +62,16 @@ def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
 @pytest.mark.parametrize("first", [0, 2])
 def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first, monkeypatch):
     """Rounds over five parts of the keys, the first of which may be of some rows only."""
-    monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
+    monkeypatch.setattr(entry, "fold", fold)
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
     merge = lambda out, lse: fold((out, lse), [(0, *torch_op.run(*posed, None)[:2])], fresh=False)
 
-    def merging(*args):
+    def get_merge_fn(*args):
         posed[:] = args[:2]
         return merge if next(way) else None
 
     posed, total = [], Patient(q, 8)
-    monkeypatch.setattr(torch_op, "merging", merging)
+    monkeypatch.setattr(torch_op, "get_merge_fn", get_merge_fn)
     visible = torch.zeros(7, 15, dtype=torch.bool)
     for i in range(5):
         rows, keys = slice(first if i in (0, 3) else 0, 7), slice(3 * i, 3 * i + 3)
@@ -88,14 +89,15 @@ class Adder:
     """
 
     def __init__(self, monkeypatch, adds=lambda problem: True):
-        self.noted, self.adds, self.module_of = [], adds, torch_op._module
-        monkeypatch.setattr(torch_op, "_module", self.module)
+        self.noted, self.adds, self.choose = [], adds, torch_op._choose_backend
+        monkeypatch.setattr(torch_op, "_choose_backend", self.backend)
 
-    def module(self, *args, **kwargs):
-        kernel = self.module_of(*args, **kwargs)
-        begin = partial(AddedQueries, self.noted, kernel.backward)
-        names = {"forward": kernel.forward, "backward": kernel.backward}
-        return SimpleNamespace(**names, adds=self.adds, begin=begin)
+    def backend(self, *args, **kwargs):
+        real = self.choose(*args, **kwargs)
+        backend = make_backend(real.supports, real.forward, real.backward)
+        start = partial(AddedQueries, self.noted, real.backward)
+        backend.get_accumulate_fn = lambda problem: start if self.adds(problem) else None
+        return backend
 
 
 class AddedQueries:

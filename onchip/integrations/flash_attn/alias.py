@@ -13,7 +13,7 @@ from onchip.integrations.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSER
 
 VERSION = "2.8.3"  # of flash_attn, whose functions these are
 VERSION_3 = "3.0.0"  # of the distribution flash-attn-3
-_HERE = "onchip.integrations.flash_attn"
+_HERE = "onchip.integrations.flash_attn"  # this package
 
 
 def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
@@ -33,7 +33,9 @@ def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     if transformers:
-        import_module(f"{_HERE}.huggingface").admit()
+        from onchip.integrations.flash_attn import huggingface
+
+        huggingface.admit()
 
 
 def uninstall() -> None:
@@ -94,7 +96,7 @@ def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
 
 
 def _module(name: str, source: str, names: dict[str, str]) -> Alias:
-    ours = import_module(f"{_HERE}.{source}" if source else _HERE)
+    ours = import_module(f".{source}", _HERE)
     module = Alias(name, f"{name}, computed by onchip: see onchip.integrations.flash_attn.")
     # All are packages: `from module import name` then calls the finder for a missing name.
     module.__spec__ = ModuleSpec(name, None, origin=ours.__file__, is_package=True)

@@ -1,6 +1,5 @@
 """flash_attn_with_kvcache: new tokens turn, are appended to a cache in place, and attend to it."""
 
-from importlib import import_module
 from typing import NamedTuple, cast
 
 import torch
@@ -148,9 +147,10 @@ def _append(cache: Cache, new: NewTokens, seqlens: Tensor) -> None:
             f" room for {cache.capacity}, has no slot"
         )
     if at.is_cuda and device_info(at.device).has_triton:
-        kernel = import_module("onchip.kernels.llm.kv_write")
+        from onchip.kernels.llm import kv_write
+
         k, v = (t.flatten(0, 1) for t in new)
-        kernel.write(k, v, cache.k_pages, cache.v_pages, slots.flatten())
+        kv_write.write(k, v, cache.k_pages, cache.v_pages, slots.flatten())
         return
     exist = slots >= 0
     place = slots[exist].long()

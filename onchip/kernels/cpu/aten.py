@@ -26,6 +26,7 @@ from onchip.core.backend import (
     empty_result,
     grad_dtype,
     lacks,
+    make_backend,
     row_delta,
     sink_gradient,
 )
@@ -406,3 +407,6 @@ def _scatter_add(total: Tensor, part: Tensor, spans: tuple[tuple[int, int], ...]
     for k0, k1 in spans:
         total[:, :, k0:k1] += part[:, :, at : at + k1 - k0]
         at += k1 - k0
+
+
+backend = make_backend(supports, forward, backward)

@@ -13,12 +13,11 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks
+from onchip.core.backend import Result, accumulator_dtype, empty_result, lacks, make_backend
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.core.state import State, add_sink, finalize, lift, merge
 from onchip.quant.kv8 import dequantise
 
-READS_PAGES = True
 MAX_SEQLEN_Q = 8
 # Elements of the keys that are copied out at a time, 4 MB in fp32: half of it took as long, twice
 # or an eighth of it a third longer (Xeon with 2 MB of L2 a core, 2026-11-15).
@@ -178,3 +177,6 @@ def _hidden(problem: Problem, group: Group, keys: Tensor) -> Tensor:
     ahead, (left, right) = _ahead(problem, group, keys), problem.reach
     hidden = hidden if right is None else hidden | (ahead > right)
     return hidden if left is None else hidden | (ahead < -left)
+
+
+backend = make_backend(supports, forward, reads_pages=True)

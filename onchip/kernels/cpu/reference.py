@@ -14,14 +14,13 @@ from onchip.core.backend import (
     empty_result,
     grad_dtype,
     lacks,
+    make_backend,
     row_delta,
 )
 from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
 from onchip.kernels.cpu.head_slice import Plane, planes
 from onchip.kernels.cpu.scores import Rectangle, Scorer, grouped_matmul
 from onchip.quant import recipes
-
-PRECISIONS = (None, *NARROW)
 
 
 def supports(problem: Problem, device: DeviceInfo) -> str | None:
@@ -152,3 +151,6 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 def _append_sink(s: Tensor, plane: Plane, sinks: Tensor) -> Tensor:
     sink = sinks.to(s.dtype)[plane.heads].view(1, -1, 1, 1)
     return torch.cat([s, sink.expand(s.shape[0], -1, s.shape[2], 1)], -1)
+
+
+backend = make_backend(supports, forward, backward, precisions=(None, *NARROW))

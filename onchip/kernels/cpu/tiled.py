@@ -17,6 +17,7 @@ from onchip.core.backend import (
     accumulator_dtype,
     empty_result,
     grad_dtype,
+    make_backend,
     row_delta,
     sink_gradient,
 )
@@ -164,3 +165,6 @@ def _rectangles(plane: Plane, q: Tensor, q0: int) -> Iterator[Rectangle]:
     for k0, k1 in plane.visibility.spans(q0, q0 + rows):
         for n in range(k0, k1, tile_n):
             yield Rectangle(q0, q0 + rows, n, min(n + tile_n, k1))
+
+
+backend = make_backend(supports, forward, backward)

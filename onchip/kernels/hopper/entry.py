@@ -1,7 +1,19 @@
-"""FlashAttention v3 on Hopper, in Gluon: TMA, warpgroup products, warp specialisation."""
+"""The backend `hopper`: FlashAttention v3 in Gluon, with TMA, WGMMA and warp specialisation.
 
-from onchip.core.backend import lacks
-from onchip.core.problem import NARROW, DeviceInfo, Problem
+This file decides; it imports Triton at the first call that runs here:
+
+    precision "fp8", "int8" ...   launch8
+    few queries, many keys        launch_decode   the keys are split over programs
+    everything else               launch          forward, and forward_into for a ring's rounds
+    gradients                     launch_backward
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from onchip.core.backend import AccumulateFn, Backend, KeySplits, MergeFn, lacks
+from onchip.core.problem import NARROW, DeviceInfo, Problem, Tensors
+from onchip.cost.hardware import Hardware, planned_for
 from onchip.kernels.runtime.launcher import on_device
 from onchip.kernels.tiles import (
     DECODE_ROWS,
@@ -15,32 +27,133 @@ from onchip.kernels.tiles import (
     HOPPER_TILE_ROWS,
 )
 
-READS_PAGES = True
-PRECISIONS = (None, *NARROW)
+
+class HopperBackend(Backend):
+    precisions = (None, *NARROW)
+    reads_pages = True
+
+    def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
+        if device.type != "cuda" or device.capability != (9, 0):
+            return f"needs a Hopper GPU (sm_90), not {device.name or device.type}"
+        if not device.has_triton:
+            return "triton is not installed"
+        if problem.dtype.itemsize != 2:
+            return f"takes bfloat16 and float16, not {problem.dtype}"
+        if problem.precision is not None:
+            return _supports_precision(problem)
+        if problem.page_dtype is not None and not _decodes_kv8(problem):
+            return "reads 8-bit pages for few queries alone, of head_dim 80, 96, 112 or 128"
+        if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
+            apart = ", and pages whole slots apart" if problem.page_size else ""
+            return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
+        if problem.page_size not in (0, *HOPPER_PAGE_SIZES):
+            sizes = ", ".join(map(str, HOPPER_PAGE_SIZES))
+            return f"copies page by page, of {sizes} slots, not of {problem.page_size}"
+        return _missing(problem)
+
+    def defers(self, problem: Problem) -> str | None:
+        """Few queries leave most SMs idle here unless the keys are split, and few tokens leave a
+        tile half empty.
+        """
+        if (
+            splits_keys(problem)
+            or problem.sm_partition is not None
+            or problem.precision is not None
+        ):
+            return None
+        if problem.page_size:
+            return _defers_pages(problem)
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        if longest <= HOPPER_FEW and problem.group_size == 1 and not problem.has_mask:
+            return f"leaves sequences of {longest} tokens to triton, whose tiles they fill"
+        few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
+        if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
+            return (
+                f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
+            )
+        return None
+
+    def forward(self, problem, x):
+        if problem.precision is not None:
+            from onchip.kernels.hopper.launch8 import forward as launch
+        elif splits_keys(problem):
+            from onchip.kernels.hopper.launch_decode import decode as launch
+        else:
+            from onchip.kernels.hopper.launch import forward as launch
+
+        with on_device(x.q):
+            return launch(problem, x)
+
+    def backward(self, problem, x, out, lse, dout, dlse):
+        from onchip.kernels.hopper.launch_backward import backward as launch
+
+        with on_device(x.q):
+            return launch(problem, x, out, lse, dout, dlse)
+
+    def resolve_precision(self, problem: Problem) -> str | None:
+        """ "fp8" where products of 8 bits save more time than the quantisation of q, k and v costs,
+        by the keys that a query sees on average.
+        """
+        keys = problem.seqlen_k - (problem.seqlen_q // 2 if problem.causal else 0)
+        left, _ = problem.window_size
+        seen = keys if left is None else min(keys, left)
+        return "fp8" if seen >= HOPPER_EIGHT_KEYS else None
+
+    def get_merge_fn(self, problem: Problem, x: Tensors) -> MergeFn | None:
+        """Up to head_dim 128: the accumulator and the state that it is merged into must both fit
+        into the registers.
+        """
+        fits = max(problem.head_dim, problem.head_dim_v) <= 128
+        special = problem.packed or problem.page_size or problem.return_stats or problem.precision
+        if not fits or special or splits_keys(problem):
+            return None
+        return partial(_forward_into, problem, x)
+
+    def get_accumulate_fn(self, problem: Problem) -> AccumulateFn | None:
+        """Where one kernel computes all gradients."""
+        fits = max(problem.head_dim, problem.head_dim_v) <= 128
+        is_dense = not (problem.packed or problem.has_sinks)
+        is_empty = not (problem.batch and problem.seqlen_q and problem.seqlen_k)
+        if not fits or not is_dense or is_empty or problem.deterministic:
+            return None
+        return _start_accumulation
+
+    def can_partition_sms(self, first: Problem, second: Problem) -> bool:
+        """A call with few queries, whose keys are split, and one with many."""
+        from onchip.kernels.hopper.launch import is_second
+
+        return splits_keys(first) and not splits_keys(second) and is_second(second)
+
+    def plan_splits(
+        self,
+        problem: Problem,
+        x: Tensors,
+        lengths: Sequence[tuple[int, int]],
+        hardware: Hardware | None = None,
+    ) -> KeySplits | None:
+        if not splits_keys(problem):
+            return None
+        from onchip.kernels.hopper.key_splits import plan_ranges
+
+        return plan_ranges(problem, lengths, hardware or planned_for(x.q.device))
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    if device.type != "cuda" or device.capability != (9, 0):
-        return f"needs a Hopper GPU (sm_90), not {device.name or device.type}"
-    if not device.has_triton:
-        return "triton is not installed"
-    if problem.dtype.itemsize != 2:
-        return f"takes bfloat16 and float16, not {problem.dtype}"
-    if problem.precision is not None:
-        return _supports_narrow(problem)
-    if problem.page_dtype is not None and not _decodes_eight(problem):
-        return "reads 8-bit pages for few queries alone, of head_dim 80, 96, 112 or 128"
-    if problem.head_dim % 8 or problem.head_dim_v % 8 or not problem.aligned:
-        apart = ", and pages whole slots apart" if problem.page_size else ""
-        return f"TMA needs 16-byte aligned rows, strides and base addresses{apart}"
-    if problem.page_size not in (0, *HOPPER_PAGE_SIZES):
-        sizes = ", ".join(map(str, HOPPER_PAGE_SIZES))
-        return f"copies page by page, of {sizes} slots, not of {problem.page_size}"
-    return _missing(problem)
+backend = HopperBackend()
 
 
-def _supports_narrow(problem: Problem) -> str | None:
-    """Operands of 8 bits are made of tensors in any layout: out alone is stored by TMA."""
+def splits_keys(problem: Problem) -> bool:
+    """Whether the queries are so few, and the keys so many, that the keys are split over programs.
+    Deterministic calls go to triton, whose splits do not depend on the batch.
+    """
+    rows = problem.seqlen_q * problem.group_size
+    special = problem.packed or problem.has_mask or problem.deterministic or problem.precision
+    alike = problem.head_dim == problem.head_dim_v and problem.batch <= HOPPER_DECODE_BATCH
+    many = problem.seqlen_k >= FEW_KEYS * problem.seqlen_q
+    return not special and alike and many and rows <= HOPPER_DECODE_ROWS
+
+
+def _supports_precision(problem: Problem) -> str | None:
+    """q, k and v of any layout are quantised into new tensors: TMA stores out alone."""
     if problem.head_dim_v % 8:
         return f"TMA needs 16-byte aligned rows of out, not of head_dim_v={problem.head_dim_v}"
     if problem.precision == "int8_pv16" and not problem.aligned:
@@ -52,62 +165,14 @@ def _supports_narrow(problem: Problem) -> str | None:
     return None if reason is None else f"in precision={problem.precision!r} {reason}"
 
 
-def narrow_pays(problem: Problem) -> bool:
-    """Whether products of 8 bits save more than it costs to make their operands, by the keys that a
-    query sees on average.
-    """
-    keys = problem.seqlen_k - (problem.seqlen_q // 2 if problem.causal else 0)
-    left, _ = problem.window_size
-    return (keys if left is None else min(keys, left)) >= HOPPER_EIGHT_KEYS
-
-
-def splits_keys(problem: Problem) -> bool:
-    """Whether the queries are so few, and the keys so many, that the keys are split over programs.
-    Where the cuts must not depend on the batch, triton makes them.
-    """
-    rows = problem.seqlen_q * problem.group_size
-    special = problem.packed or problem.has_mask or problem.deterministic or problem.precision
-    alike = problem.head_dim == problem.head_dim_v and problem.batch <= HOPPER_DECODE_BATCH
-    many = problem.seqlen_k >= FEW_KEYS * problem.seqlen_q
-    return not special and alike and many and rows <= HOPPER_DECODE_ROWS
-
-
-def _decodes_eight(problem: Problem) -> bool:
-    """Whether the kernel of few queries serves 8-bit pages: of one width alone, whose rows TMA
-    copies.
-    """
+def _decodes_kv8(problem: Problem) -> bool:
+    """Whether the decode kernel reads these 8-bit pages: only those with rows that TMA copies."""
     fits = 64 < problem.head_dim <= 128 and problem.head_dim % 16 == 0
     return splits_keys(problem) and fits
 
 
-def defers(problem: Problem) -> str | None:
-    """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
-    empty.
-    """
-    if splits_keys(problem) or problem.beside is not None or problem.precision is not None:
-        return None
-    if problem.page_size:
-        return _defers_pages(problem)
-    longest = max(problem.seqlen_q, problem.seqlen_k)
-    if longest <= HOPPER_FEW and problem.group_size == 1 and not problem.has_mask:
-        return f"leaves sequences of {longest} tokens to triton, whose tiles they fill"
-    few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
-    if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
-        return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"
-    return None
-
-
-def runs_beside(first: Problem, second: Problem) -> bool:
-    """Whether a call of few queries and one of many, which this kernel serves, run at once: see
-    problem.Beside.
-    """
-    from onchip.kernels.hopper.launch import is_second
-
-    return splits_keys(first) and not splits_keys(second) and is_second(second)
-
-
 def _defers_pages(problem: Problem) -> str | None:
-    """Of packed queries no more is known than the longest sequence, unless most are as long."""
+    """A packed Problem has the longest length alone, unless the lengths are uniform."""
     if problem.deterministic:
         return "leaves deterministic calls over pages to triton: one kernel for all lengths"
     fills_tiles = problem.even and problem.seqlen_q * problem.group_size >= HOPPER_TILE_ROWS
@@ -129,53 +194,15 @@ def _missing(problem: Problem, more: dict[str, object] | None = None) -> str | N
     return lacks(options)
 
 
-def forward(problem, x):
-    if problem.precision is not None:
-        from onchip.kernels.hopper.launch8 import forward as launch
-    elif splits_keys(problem):
-        from onchip.kernels.hopper.launch_decode import decode as launch
-    else:
-        from onchip.kernels.hopper.launch import forward as launch
-
-    with on_device(x.q):
-        return launch(problem, x)
-
-
-def merges(problem: Problem) -> bool:
-    """Whether forward_into serves a problem that `supports` admits: an accumulator and the state
-    that it is merged into fit into the registers up to head_dim 128.
-    """
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    plain = not (problem.packed or problem.page_size or problem.return_stats or problem.precision)
-    return narrow and plain and not splits_keys(problem)
-
-
-def forward_into(problem, x, out, lse):
+def _forward_into(problem, x, out, lse):
     from onchip.kernels.hopper.launch import forward_into as launch
 
     with on_device(x.q):
         launch(problem, x, out, lse)
 
 
-def adds(problem: Problem) -> bool:
-    """Whether `begin` serves a problem that `supports` admits: where all gradients come from one
-    kernel.
-    """
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 128
-    dense = not (problem.packed or problem.has_sinks)
-    some = problem.batch and problem.seqlen_q and problem.seqlen_k
-    return bool(narrow and dense and some and not problem.deterministic)
-
-
-def begin(problem, x, out, lse, dout, dlse):
+def _start_accumulation(problem, x, out, lse, dout, dlse):
     from onchip.kernels.hopper.launch_backward import Queries
 
     with on_device(x.q):
         return Queries.of(problem, x, out, lse, dout, dlse)
-
-
-def backward(problem, x, out, lse, dout, dlse):
-    from onchip.kernels.hopper.launch_backward import backward as launch
-
-    with on_device(x.q):
-        return launch(problem, x, out, lse, dout, dlse)

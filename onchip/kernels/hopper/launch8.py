@@ -1,6 +1,5 @@
 """From a call to launches of the forward with operands of 8 bits: quantisation, then attention."""
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -39,10 +38,10 @@ def forward(problem: Problem, x: Tensors) -> Result:
 
 
 def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
-    """Its Operands, and what their lse is short of; by name, as dispatch loads kernels, because
-    they are portable kernels in a room of their own.
-    """
-    return import_module("onchip.kernels.triton.quantise").prepare(problem, x, shift)
+    """Its Operands, and what their lse is short of: by the portable Triton kernels."""
+    from onchip.kernels.triton import quantise
+
+    return quantise.prepare(problem, x, shift)
 
 
 def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:

@@ -1,58 +1,82 @@
-"""Where dispatch meets the Triton kernels. Triton itself is imported by the first call that runs
-here, never before.
+"""The backend `triton`: FlashAttention-2 on any GPU that Triton compiles for, and the small fused
+kernels that merge and round its results. Triton is imported by the first call that runs here.
 
 TRITON_INTERPRET=1 runs the same kernels on the CPU, slowly: for tests and for reading along.
 """
 
 import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Grads, Result
+from onchip.core.backend import Backend, Grads, KeySplits, Result
 from onchip.core.problem import DeviceInfo, Problem, Tensors
+from onchip.cost.hardware import Hardware
 from onchip.kernels.runtime.launcher import on_device
 
-READS_PAGES = True
 MIN_CAPABILITY = (8, 0)  # bf16 tensor cores and asynchronous copies
 
 
-def supports(problem: Problem, device: DeviceInfo) -> str | None:
-    """None if these kernels can run the problem, else the reason they cannot."""
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type not in ("cuda", "hip") and not interpreted:
-        return f"needs a GPU (or TRITON_INTERPRET=1), found {device.type}"
-    if device.capability is not None and device.capability < MIN_CAPABILITY:
-        return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
-    if problem.dtype == torch.float64:
-        return "float64 is served on the CPU by tiled"
-    if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
-        dims = f"{problem.head_dim} and {problem.head_dim_v}"
-        return f"reads 8-bit pages by words of two elements, not head_dim {dims}"
-    if not device.has_triton:
-        return "triton is not installed"
-    return None
+class TritonBackend(Backend):
+    reads_pages = True
+
+    def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
+        interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type not in ("cuda", "hip") and not interpreted:
+            return f"needs a GPU (or TRITON_INTERPRET=1), found {device.type}"
+        if device.capability is not None and device.capability < MIN_CAPABILITY:
+            return "needs compute capability 8.0 or later, found {}.{}".format(*device.capability)
+        if problem.dtype == torch.float64:
+            return "float64 is served on the CPU by tiled"
+        if problem.page_dtype is not None and (problem.head_dim % 2 or problem.head_dim_v % 2):
+            dims = f"{problem.head_dim} and {problem.head_dim_v}"
+            return f"reads 8-bit pages by words of two elements, not head_dim {dims}"
+        if not device.has_triton:
+            return "triton is not installed"
+        return None
+
+    def forward(self, problem: Problem, x: Tensors) -> Result:
+        from onchip.kernels.triton.forward import forward
+
+        with on_device(x.q):
+            return forward(problem, x)
+
+    def backward(
+        self,
+        problem: Problem,
+        x: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+    ) -> Grads:
+        from onchip.kernels.triton.backward import backward
+
+        with on_device(x.q):
+            return backward(problem, x, out, lse, dout, dlse)
+
+    def plan_splits(
+        self,
+        problem: Problem,
+        x: Tensors,
+        lengths: Sequence[tuple[int, int]],
+        hardware: Hardware | None = None,
+    ) -> KeySplits | None:
+        """None also without Triton, whose kernels make the plan."""
+        if find_spec("triton") is None:
+            return None
+        from onchip.kernels.triton.key_splits import plan_splits
+
+        return plan_splits(problem, x, lengths, hardware)
 
 
-def forward(problem: Problem, x: Tensors) -> Result:
-    from onchip.kernels.triton.forward import forward
-
-    with on_device(x.q):
-        return forward(problem, x)
-
-
-def backward(
-    problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> Grads:
-    from onchip.kernels.triton.backward import backward
-
-    with on_device(x.q):
-        return backward(problem, x, out, lse, dout, dlse)
+backend = TritonBackend()
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split of a contiguous out in fp32, which is left as it is."""
+    """protocol.split of a contiguous out in fp32, in one launch. out is not changed."""
     from onchip.kernels.triton.residual import split
 
     with on_device(out):
@@ -60,7 +84,7 @@ def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """protocol.with_residual."""
+    """protocol.with_residual, in one launch."""
     from onchip.kernels.triton.residual import with_residual
 
     with on_device(dout):
@@ -72,10 +96,10 @@ def merge(
     parts: Sequence[tuple[Tensor, Tensor, Tensor | None]],
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of states over disjoint keys: own is (total_q, heads, head_dim_v) and (heads,
-    total_q); each of parts is a stack of states (states, rows, heads, head_dim_v) and (states,
-    heads, rows), lse contiguous in its rows, and says in (total_q,) int32 which row is whose, -1
-    if none; None: all in order.
+    """(out, lse) of states over disjoint keys. own: (total_q, heads, head_dim_v) and (heads,
+    total_q). Each of parts is a stack of states, (states, rows, heads, head_dim_v) and (states,
+    heads, rows) with lse contiguous in its rows, and an int32 (total_q,) that maps tokens to rows,
+    -1 for none; None: token i is row i.
     """
     from onchip.kernels.triton.merge import merge
 
@@ -86,10 +110,10 @@ def merge(
 def fold(
     own: tuple[Tensor, Tensor], parts: Sequence[tuple[int, Tensor, Tensor]], fresh: bool = False
 ) -> None:
-    """Fold states of some tokens into one of all, in place: own is (batch, seqlen, heads,
-    head_dim_v) in fp32 and (batch, heads, seqlen) in fp64, contiguous; each of parts, at most four,
-    is of the tokens that begin with a number, out and lse in the same layout and in fp32. A fresh
-    state has seen nothing, and need not be initialised.
+    """Merge states of some tokens into one of all, in place. own: (batch, seqlen, heads,
+    head_dim_v) in fp32 and (batch, heads, seqlen) in fp64, contiguous. Each of parts, at most four,
+    is (first token, out, lse) in the same layout and in fp32. fresh: own has no keys so far and may
+    be uninitialised.
     """
     from onchip.kernels.triton.merge import fold
 

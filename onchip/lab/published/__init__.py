@@ -9,8 +9,19 @@ a ledger notes every byte that crosses and every operation that runs between.
 
 Each function is the published algorithm in the published letters, for all heads of a batch at once:
 what a ledger says is the sum over them. `onchip.lab.traffic` predicts ledgers without running.
+
+Importing this package registers the backends paper_v0, paper_v1, paper_v2 and paper_v4, by the same
+call as a third party's (docs/adding_a_backend.md). `import onchip.lab` imports it.
 """
 
+from onchip.core.dispatch import register_backend
+
+from . import v0, v1, v2, v4
 from .ledger import Ledger, Step, ledger
 
 __all__ = ["Ledger", "Step", "ledger"]
+
+register_backend("paper_v0", v0.backend)
+register_backend("paper_v1", v1.backend)
+register_backend("paper_v2", v2.backend)
+register_backend("paper_v4", v4.backend)

@@ -8,7 +8,7 @@ and window mask tiles and skip none: as a mask, `masks.causal()`, they do.
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Grads, Result
+from onchip.core.backend import Grads, Result, make_backend
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v1_tiles
 
@@ -128,3 +128,6 @@ def visit_backward(
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dq_i, ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j
+
+
+backend = make_backend(supports, forward, backward)

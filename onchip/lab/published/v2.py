@@ -8,7 +8,7 @@ Tiles that causal and window hide as a whole are skipped (section 3.1), and EMPT
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Grads, Result
+from onchip.core.backend import Grads, Result, make_backend
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 from onchip.kernels.tiles import TileConfig, paper_v2_backward_tiles, paper_v2_tiles
 
@@ -143,3 +143,6 @@ def visit_backward(
     ds = p * (dp - d_i) * tau
     dQ.store(accumulate(dQ.load(i), ds, k_j), i)
     return accumulate(dk_j, ds.T, q_i), dv_j
+
+
+backend = make_backend(supports, forward, backward)

@@ -5,7 +5,7 @@ accumulators rescaled only when a maximum has grown past 2^8. Its schedule has n
 import torch
 from torch import Tensor
 
-from onchip.core.backend import Grads, Result, lacks
+from onchip.core.backend import Grads, Result, lacks, make_backend
 from onchip.core.problem import DeviceInfo, Problem, Tensors
 
 from . import v2
@@ -44,3 +44,6 @@ def backward(
     problem: Problem, x: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> Grads:
     return v2.attend_backward(problem, x, (out, lse, dout, dlse), arithmetic_of(problem))
+
+
+backend = make_backend(supports, forward, backward)

@@ -18,7 +18,7 @@ import torch
 import onchip.testing as ot
 from onchip import masks
 from onchip.core import paged
-from onchip.core.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
+from onchip.core.problem import DeviceInfo, Options, Problem, SMPartition, Tensors, describe
 from onchip.cost import footprint
 from onchip.cost.footprint import HANDED_OVER, Footprint
 from onchip.kernels import tiles
@@ -45,7 +45,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
 PAGED = {"causal": True, "num_kv_heads": 1}
 LEVEL = {"num_kv_heads": 1, "out_dtype": torch.float32}  # of a cascade
-FIRST, SECOND = {"beside": Beside(80, second=False)}, {"beside": Beside(48, second=True)}
+FIRST, SECOND = (
+    {"sm_partition": SMPartition(80, second=False)},
+    {"sm_partition": SMPartition(48, second=True)},
+)
 
 FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
@@ -454,7 +457,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward
 
     problem, x = _pose(variant)
-    assert entry.supports(problem, HOPPER) is None
+    assert entry.backend.supports(problem, HOPPER) is None
     forward(problem, x)
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs, tmp_path)
@@ -463,7 +466,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     wide, config = problem.out_dtype == torch.float32, tiles.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
-    if wide and problem.beside is None:
+    if wide and problem.sm_partition is None:
         assert not kwargs["launch_pdl"]
     else:
         _starts_early(machine, kwargs)
@@ -490,7 +493,8 @@ def test_merging_stays_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch import forward_into
 
     problem, x = _pose(variant)
-    assert entry.supports(problem, HOPPER) is None and entry.merges(problem)
+    assert entry.backend.supports(problem, HOPPER) is None
+    assert entry.backend.get_merge_fn(problem, x) is not None
     out = torch.zeros(1, 250, 4, variant.head_dim)
     lse = torch.zeros(1, 4, 250, dtype=torch.float64)
     forward_into(problem, x, out[:, 50:], lse[:, :, 50:])
@@ -503,8 +507,8 @@ def test_merging_stays_in_registers(launches, tmp_path, variant):
 @pytest.mark.parametrize("variant", variants(EIGHT))
 def test_products_of_8_bits_stay_in_registers(launches, tmp_path, variant):
     problem, x = _pose(variant)
-    assert entry.supports(problem, HOPPER) is None
-    entry.forward(problem, x)
+    assert entry.backend.supports(problem, HOPPER) is None
+    entry.backend.forward(problem, x)
     kernel, args, kwargs = launches[-1]  # before it, operands are made: see below
     machine = _compile(kernel, args, kwargs, tmp_path)
     _check(machine, variant, kwargs["maxnreg"])
@@ -536,7 +540,7 @@ def test_few_queries_stay_in_registers(launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_decode import decode
 
     problem, x = _pose(variant._replace(options={**variant.options, "lengths": (1, 300)}))
-    assert entry.supports(problem, HOPPER) is None and entry.splits_keys(problem)
+    assert entry.backend.supports(problem, HOPPER) is None and entry.splits_keys(problem)
     decode(problem, x)
     ((kernel, args, kwargs),) = launches
     machine = _compile(kernel, args, kwargs, tmp_path)
@@ -591,11 +595,12 @@ def test_unrounded_gradients_stay_in_registers(launches, tmp_path, variant):
 def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
     """Into tokens of longer sums, dk and dv by reductions of TMA alone."""
     problem, x = _pose(variant)
-    assert entry.supports(problem, HOPPER) is None and entry.adds(problem)
+    assert entry.backend.supports(problem, HOPPER) is None
     out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
     dq, dk, dv = (torch.zeros(1, 400, *t.shape[2:]) for t in x[:3])
-    queries = entry.begin(problem, x, out, lse, out, None)
+    start = entry.backend.get_accumulate_fn(problem)
+    queries = start(problem, x, out, lse, out, None)
     assert queries.add(problem, x, (dk[:, 60:360], dv[:, 60:360])) is None
     queries.finish(dq[:, 50:250])
     _, (kernel, args, kwargs), finish = launches
@@ -609,7 +614,7 @@ def test_adding_gradients_stays_in_registers(launches, tmp_path, variant):
 def _check_backward(problem, x, launches, tmp_path, variant):
     from onchip.kernels.hopper.launch_backward import backward
 
-    assert entry.supports(problem, HOPPER) is None
+    assert entry.backend.supports(problem, HOPPER) is None
     out = x.q.new_zeros(*x.q.shape[:-1], problem.head_dim_v)
     lse = torch.zeros(out.shape[:-1]).transpose(-1, -2).contiguous()
     backward(problem, x, out, lse, out, None)

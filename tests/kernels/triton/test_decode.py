@@ -9,12 +9,12 @@ import torch
 
 import onchip
 import onchip.testing as ot
-from onchip.core.dispatch import kernel_module
 from onchip.core.problem import Problem
 from onchip.cost.hardware import H200
 from onchip.cost.prefixes import Costs, Occupancy
 from onchip.fold import cascade
 from onchip.kernels.tiles import TritonConfig
+from onchip.kernels.triton import entry
 from onchip.quant.kv8 import dequantise
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 from tests.kv8 import FORMS, eight, on_grid
@@ -277,7 +277,6 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernel clamps to the tensors."""
     from onchip.core import paged as door
     from onchip.core.problem import Options, Tensors
-    from onchip.kernels.triton import entry
 
     packed = ot.make_packed([1, 30, 2], [100, 40, 50], dtype=BF16, device=DEVICE, **GQA)
     k_pages, v_pages, table, _ = ot.make_pages(*packed[1:3], packed.cu_seqlens_k, 16)
@@ -294,7 +293,7 @@ def test_bad_values_give_wrong_rows_and_no_access_outside():
     for call, longest in calls:
         for deterministic in (False, True):
             options = Options(causal=True, deterministic=deterministic)
-            entry.forward(door.describe(call, options, longest), call)
+            entry.backend.forward(door.describe(call, options, longest), call)
 
 
 @here
@@ -510,7 +509,7 @@ def test_a_cascade_of_segments():
     plan = cascade.plan(table.cpu(), seqlens.cpu(), 16, model).to(DEVICE)
     assert [level.segments for level in plan.levels] == [4]
     args, options = (q, k_pages, v_pages), {"kernel": "triton", "sinks": torch.randn(4).to(DEVICE)}
-    own, merge = plan.own(table, seqlens), kernel_module("triton").merge
+    own, merge = plan.own(table, seqlens), entry.merge
     attend = onchip.paged_attention
     got = cascade.run(plan, attend, q, args[1:], own, merge=merge, **options)
     want = attend(*args, table, seqlens, return_lse=True, **options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onchip.core.problem import DeviceInfo, Problem
-from onchip.kernels.triton.entry import supports
+from onchip.kernels.triton.entry import backend
 
 PROBLEM = Problem(1, 5, 5, 2, 2, 64, 64, torch.bfloat16, torch.bfloat16, 0.125)
 DOUBLE = PROBLEM._replace(dtype=torch.float64, out_dtype=torch.float64)
@@ -24,13 +24,13 @@ DOUBLE = PROBLEM._replace(dtype=torch.float64, out_dtype=torch.float64)
 )
 def test_refusals_are_sentences(monkeypatch, problem, device, reason):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert reason in supports(problem, device)
+    assert reason in backend.supports(problem, device)
 
 
 def test_the_interpreter_serves_the_cpu(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert supports(PROBLEM, DeviceInfo("cpu")) is None
+    assert backend.supports(PROBLEM, DeviceInfo("cpu")) is None
 
 
 def test_a_call_on_the_cpu_does_not_import_triton():

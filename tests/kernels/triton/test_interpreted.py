@@ -239,14 +239,14 @@ def test_nan_in_a_block_that_no_row_sees(dtype):
 def test_bad_offsets_give_wrong_rows_and_no_access_outside():
     """What a GPU cannot check without a synchronisation, the kernels clamp to the tensors."""
     from onchip.core.problem import Options, Tensors, describe
-    from onchip.kernels.triton import entry
+    from onchip.kernels.triton.entry import backend
 
     q, k, v = (x[0] for x in ot.make_qkv(1, 20, 24, head_dim=16))
     bad = torch.tensor([-(10**6), 10**9, 3], dtype=torch.int32)
     x = Tensors(q, k, v, cu_seqlens_q=bad, cu_seqlens_k=bad)
     problem = describe(x, Options(causal=True), (64, 64))
-    out, lse, _ = entry.forward(problem, x)
-    entry.backward(problem, x, out.nan_to_num(), lse.nan_to_num(), torch.ones_like(out), None)
+    out, lse, _ = backend.forward(problem, x)
+    backend.backward(problem, x, out.nan_to_num(), lse.nan_to_num(), torch.ones_like(out), None)
 
 
 @inside
