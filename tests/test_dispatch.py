@@ -203,7 +203,7 @@ def test_a_registered_backend_runs_calls_that_name_it(register):
 
 @pytest.mark.parametrize(("priority", "place"), [(601, 0), (600, 1), (250, 4), (0, 6)])
 def test_priority_orders_backends(priority, place, register, monkeypatch):
-    """Of equal ones the built-in comes first."""
+    """At equal priority the built-in backend has precedence."""
     built_in = {name: dispatch._registry[name] for name in dispatch.BUILT_IN}
     monkeypatch.setattr(dispatch, "_registry", built_in)
     register("constant", Constant, priority=priority)
@@ -216,7 +216,7 @@ def test_a_new_backend_is_asked_by_calls_that_were_planned_before(register):
     assert not onchip.attention(q, k, v).eq(1).all()
     register("constant", Constant, priority=1000)
     assert onchip.attention(q, k, v).eq(1).all()
-    assert onchip.explain(q, k, v).plan.reasons["tiled"] == "constant comes first"
+    assert onchip.explain(q, k, v).plan.reasons["tiled"] == "constant has precedence"
     onchip.unregister_backend("constant")
     assert not onchip.attention(q, k, v).eq(1).all()
 
