@@ -1,7 +1,7 @@
 """The contract between dispatch and the kernels: class `Backend`, its inputs and its outputs.
 
 A backend is one implementation of exact attention: `hopper`, `triton`, `tiled`, or one of a third
-party. It is an instance of a subclass of `Backend`. Dispatch (onchip/core/dispatch.py) asks the
+party. It is an instance of a subclass of `Backend`. Dispatch (onchip/core/dispatch.py) tries the
 registered backends in order of priority, and the first that supports a call runs it:
 
     onchip.register_backend("mine", MyBackend)      docs/adding_a_backend.md is a complete example
@@ -108,9 +108,11 @@ class Backend(ABC):
       validated before. They do not write to their inputs.
     - `forward` runs on the current CUDA stream and does not wait for the device. Repeated calls
       may be replayed (onchip/kernels/runtime/replay.py): the allocations and launches of the second
-      call are recorded and run again without calling `forward`. A call is recorded only if all
-      launches go through onchip's launcher (kernels/runtime/launcher.py). A backend either launches
-      everything through it or nothing: otherwise the replay would miss a launch.
+      call are recorded, and later calls run them without calling `forward`. The recording sees
+      launches by onchip's launcher (kernels/runtime/launcher.py) and torch operations, and keeps a
+      call only if it has launches and no torch operation but allocations and views. So a backend
+      launches either everything through that launcher or nothing: otherwise a replay would miss a
+      launch.
     - In `backward`, out and lse may belong to the same queries over more keys than the call has
       (a ring, a split of the keys). The gradients are then the share of these keys. So a backward
       takes p = exp(s - lse) and delta from the given tensors, and never recomputes lse or out.
@@ -137,7 +139,7 @@ class Backend(ABC):
     @abstractmethod
     def supports(self, problem: Problem, device: DeviceInfo) -> str | None:
         """None if this backend computes the problem on the device, else the reason as a sentence.
-        It must not import Triton or start a GPU: `onchip doctor` asks about devices that the
+        It must not import Triton or start a GPU: `onchip doctor` calls it for devices that the
         machine does not have.
         """
 
@@ -160,8 +162,8 @@ class Backend(ABC):
         dout: Tensor,
         dlse: Tensor | None,
     ) -> Grads:
-        """Compute the gradients from those of out and lse. dout is contiguous; dlse is None if
-        nothing depends on lse.
+        """Compute the gradients of the inputs from dout (contiguous) and dlse (None if nothing
+        depends on lse).
         """
         raise UnsupportedError(f"{type(self).__name__} has no backward")
 

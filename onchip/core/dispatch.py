@@ -40,9 +40,9 @@ def register_backend(
     backend: an instance of a subclass of onchip.Backend, or a function without arguments that
     returns one, e.g. the subclass itself. The function is called once, by the first call that needs
     a plan, so that what it imports is not loaded before.
-    priority: dispatch asks backends with a higher priority first, and equal ones in the order of
+    priority: dispatch tries backends with a higher priority first, and equal ones in the order of
     registration. The built-in ones have 100 (reference) to 600 (hopper). With the default, 0, a
-    backend runs calls that name it and calls that no built-in one supports; above 600 it is asked
+    backend runs calls that name it and calls that no built-in one supports; above 600 it is tried
     before all others.
     """
     global _registry
@@ -69,7 +69,7 @@ def unregister_backend(name: str) -> None:
 
 
 def backend_names() -> tuple[str, ...]:
-    """All registered backends, in the order in which dispatch asks them."""
+    """All registered backends, in the order in which dispatch tries them."""
     return tuple(_registry)
 
 
@@ -113,9 +113,9 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
         elif chosen is None and kernel in (None, name):
             chosen = name
         elif chosen is not None:
-            reasons[name] = f"{chosen} comes first"
+            reasons[name] = f"{chosen} has precedence"
         else:
-            reasons[name] = f"kernel={kernel!r} was asked for"
+            reasons[name] = f"kernel={kernel!r} was named"
     if chosen is None:
         raise UnsupportedError(_describe_refusal(kernel, reasons))
     return Plan(chosen, reasons, get_backend(chosen))

@@ -186,7 +186,7 @@ def test_the_model_has_one_name():
 def test_explain_gives_a_reason_once(capsys):
     assert run("explain", "--device", "cpu") == 0
     out = capsys.readouterr().out
-    assert out.count("comes first") == 1
+    assert out.count("has precedence") == 1
     for name in ("hopper", "tiled", "reference"):
         assert name in out
 

@@ -65,7 +65,7 @@ class HopperBackend(Backend):
             return _defers_pages(problem)
         longest = max(problem.seqlen_q, problem.seqlen_k)
         if longest <= HOPPER_FEW and problem.group_size == 1 and not problem.has_mask:
-            return f"leaves sequences of {longest} tokens to triton, whose tiles they fill"
+            return f"leaves sequences of {longest} tokens to triton, which has smaller tiles"
         few = problem.seqlen_q * problem.group_size <= DECODE_ROWS and not problem.has_mask
         if few and problem.seqlen_k >= FEW_KEYS * problem.seqlen_q:
             return (
@@ -119,7 +119,7 @@ class HopperBackend(Backend):
         return _start_accumulation
 
     def can_partition_sms(self, first: Problem, second: Problem) -> bool:
-        """A call with few queries, whose keys are split, and one with many."""
+        """A decode call, which splits its keys, and then a call with many queries."""
         from onchip.kernels.hopper.launch import is_second
 
         return splits_keys(first) and not splits_keys(second) and is_second(second)
@@ -143,7 +143,7 @@ backend = HopperBackend()
 
 def splits_keys(problem: Problem) -> bool:
     """Whether the queries are so few, and the keys so many, that the keys are split over programs.
-    Deterministic calls go to triton, whose splits do not depend on the batch.
+    Deterministic calls go to triton, where splits do not depend on the batch.
     """
     rows = problem.seqlen_q * problem.group_size
     special = problem.packed or problem.has_mask or problem.deterministic or problem.precision
@@ -166,7 +166,7 @@ def _supports_precision(problem: Problem) -> str | None:
 
 
 def _decodes_kv8(problem: Problem) -> bool:
-    """Whether the decode kernel reads these 8-bit pages: only those with rows that TMA copies."""
+    """Whether the decode kernel reads these 8-bit pages: TMA must be able to copy their rows."""
     fits = 64 < problem.head_dim <= 128 and problem.head_dim % 16 == 0
     return splits_keys(problem) and fits
 

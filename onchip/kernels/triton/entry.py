@@ -64,7 +64,7 @@ class TritonBackend(Backend):
         lengths: Sequence[tuple[int, int]],
         hardware: Hardware | None = None,
     ) -> KeySplits | None:
-        """None also without Triton, whose kernels make the plan."""
+        """None also where Triton is not installed: its kernels make the plan."""
         if find_spec("triton") is None:
             return None
         from onchip.kernels.triton.key_splits import plan_splits
