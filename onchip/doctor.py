@@ -24,7 +24,15 @@ from onchip.explain import human_bytes
 from onchip.iomodel import hardware
 from onchip.machine import has_fast_matmul
 from onchip.models import foreign
-from onchip.problem import DeviceInfo, Problem, UnsupportedError, device_info
+from onchip.problem import (
+    DeviceInfo,
+    Options,
+    Problem,
+    Tensors,
+    UnsupportedError,
+    describe,
+    device_info,
+)
 
 DEVICES = {
     "CPU": DeviceInfo("cpu"),
@@ -93,7 +101,8 @@ def model_finding(folder: str | Path) -> tuple[bool, Finding]:
 
 def ordinary(dtype: torch.dtype) -> Problem:
     """The problem that the support table asks about: causal self-attention with heads of 64."""
-    return Problem(1, 4096, 4096, 8, 8, 64, 64, dtype, dtype, 0.125, causal=True)
+    q = torch.empty(1, 4096, 8, 64, dtype=dtype, device="meta")
+    return describe(Tensors(q, q, q), Options(causal=True))
 
 
 def support_table(

@@ -35,11 +35,12 @@ from onchip.kernels.configs import (
     hopper_decode_programs,
 )
 from onchip.kernels.protocol import accumulator_dtype
-from onchip.ops import Extras, Packing, attention, paged_attention, pose
+from onchip.ops import attention, paged_attention, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
+NOT_SCALARS = ("mask", "alibi_slopes", "bias", "sinks", "dropout_seed")  # of attention()
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
 
@@ -212,11 +213,15 @@ def explain(
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
         options = {"return_lse": return_lse, **options}
         return _explain_paged(tables, max_seqlen_q, kernel, there, options)
-    packing = None
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    lengths = (max_seqlen_q, max_seqlen_k) if is_packed else ()
     scalars = _scalars(options, return_lse=return_lse)
-    (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
+    foreign = [name for name in options if name not in NOT_SCALARS]
+    if foreign:
+        raise TypeError(f"attention() has no option {foreign[0]!r}")
+    apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    (problem, _), x = pose(x, scalars, lengths, **apart)
     parts = _dense_parts(problem, x)
     explanation = _explanation(problem, x, parts, kernel, there)
     lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]

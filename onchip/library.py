@@ -2,8 +2,9 @@
 private.
 
 One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), fourteen scalars (`_scalars`), then the tensors of the mask, or the
-one that it will be built from. The plan is made inside: a compiled graph never specialises on it.
+(`Tensors` without its mask), the lengths and the options, then the tensors of the mask, or the one
+that it will be built from. Its schema is generated from the fields of `Tensors` and `Options`. The
+plan is made inside: a compiled graph never specialises on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule, is_number
 from onchip.problem import (
+    Options,
     Problem,
     Question,
     Tensors,
@@ -54,20 +56,23 @@ from onchip.problem import (
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
 _NUM_TENSORS = len(Tensors._fields) - 1
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
-    "Tensor? page_table, Tensor? cache_seqlens, Tensor? tree_mask, "
-    "Tensor? places_q, Tensor? places_k, Tensor? k_scales, Tensor? v_scales, "
-    "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
-    "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
-    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? precision, "
-    "str? kernel, Tensor[] mask"
-)
+# precise_delta is an argument of `attention` alone, the window is two, beside is of eager calls.
+_SCALARS = tuple(n for n in Options._fields if n not in ("window_size", "precise_delta", "beside"))
+_SCHEMA_TYPES = {bool: "bool", float: "float", torch.dtype: "ScalarType", str | None: "str?"}
 
 
-_END = _NUM_TENSORS + 14  # where the mask begins
-_OUT_DTYPE = _NUM_TENSORS + 8
+def _schema() -> str:
+    """The arguments of the op: what `_flatten` gives, by the annotations of Tensors and Problem."""
+    optional = Tensors._field_defaults
+    tensors = (f"Tensor{'?' if n in optional else ''} {n}" for n in Tensors._fields[:_NUM_TENSORS])
+    lengths = "SymInt seqlen_q, SymInt seqlen_k, SymInt? window_left, SymInt? window_right"
+    scalars = (f"{_SCHEMA_TYPES[Problem.__annotations__[n]]} {n}" for n in _SCALARS)
+    return ", ".join((*tensors, lengths, *scalars, "str? kernel", "Tensor[] mask"))
+
+
+_ARGUMENTS = _schema()
+_OUT_DTYPE = _NUM_TENSORS + 4 + _SCALARS.index("out_dtype")
+_END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # where the mask begins
 _SAVED_TENSORS = 4  # dout, dlse, out and lse, before the arguments of a backward
 
 
@@ -80,9 +85,7 @@ def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
         return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
     problem = question.problem
     tell_counters(_FLOPS)
-    mask = [] if x.mask is None else _mask_tensors(x.mask)
-    scalars = _scalars(problem, kernel)
-    out, lse, stats = _ATTENTION(*x[:_NUM_TENSORS], *scalars, mask, problem.precise_delta)
+    out, lse, stats = _ATTENTION(*_flatten(problem, x, kernel), problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
@@ -274,9 +277,8 @@ def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple)
         return run_backward(question, x, kernel, *saved)
     tell_counters(_FLOPS)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
-    args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
-    mask = [] if x.mask is None else _mask_tensors(x.mask)
-    found = _backward_op(mask)(dout, dlse, out, lse, *args, mask)
+    args = _flatten(question.problem, x, kernel)
+    found = _backward_op(args[-1])(dout, dlse, out, lse, *args)
     return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
 
 
@@ -293,75 +295,32 @@ def _wants_grad(x: Tensors) -> bool:
     return any(t is not None and t.requires_grad for t in (x.bias, x.sinks))
 
 
-def _scalars(problem: Problem, kernel: str | None) -> tuple:
-    return (
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.softmax_scale,
-        problem.causal,
-        *problem.window_size,
-        problem.softcap,
-        problem.dropout_p,
-        problem.out_dtype,
-        problem.return_stats,
-        problem.deterministic,
-        problem.return_lse,
-        problem.precision,
-        kernel,
-    )
+def _flatten(problem: Problem, x: Tensors, kernel: str | None) -> tuple:
+    """The arguments of the op: the inverse of `_unflatten`."""
+    lengths = (problem.seqlen_q, problem.seqlen_k, *problem.window_size)
+    scalars = [getattr(problem, name) for name in _SCALARS]
+    mask = [] if x.mask is None else _mask_tensors(x.mask)
+    return *x[:_NUM_TENSORS], *lengths, *scalars, kernel, mask
 
 
 def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
-    x = Tensors(*args[:_NUM_TENSORS])
-    seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
-        _NUM_TENSORS:_END
-    ]
-    out_dtype, return_stats, deterministic, return_lse, precision, kernel = rest
-    q, k, v, cu_seqlens_q = x[:4]
-    packed, mask = cu_seqlens_q is not None, args[_END]
+    """Lengths of a dense call are those of its tensors: a graph that was traced with other lengths
+    may still hold those.
+    """
+    x, mask = Tensors(*args[:_NUM_TENSORS]), args[_END]
+    seqlen_q, seqlen_k, left, right, *scalars, kernel = args[_NUM_TENSORS:_END]
+    options = Options(window_size=(left, right), **dict(zip(_SCALARS, scalars, strict=True)))
+    problem = Problem.of(x, options, (seqlen_q, seqlen_k))
+    if not mask:
+        return problem, x, kernel
     if len(mask) > 1:  # built for the lengths that the graph was traced with
-        x = x._replace(mask=_mask_object(mask, seqlen_q, seqlen_k))
-    if not packed:  # a graph that was traced with other lengths may still hold those
-        seqlen_q = q.shape[1]
-    if x.page_table is not None:
-        seqlen_k = x.page_table.shape[1] * k.shape[1]
-    elif not packed:
-        seqlen_k = k.shape[1]
-    if len(mask) == 1 and is_number(mask[0]):
-        grid = q.shape[0], q.shape[2], seqlen_q, seqlen_k
-        x = x._replace(mask=LaterRule(mask[0], grid, q.device))
-    elif mask and x.mask is None:
-        x = x._replace(mask=Later(mask[0], seqlen_q, seqlen_k))
-    problem = Problem(
-        cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
-        seqlen_q,
-        seqlen_k,
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
-        v.shape[-1],
-        q.dtype,
-        out_dtype,
-        softmax_scale,
-        causal,
-        (left, right),
-        softcap,
-        dropout_p,
-        packed,
-        x.mask is not None,
-        x.alibi_slopes is not None,
-        x.bias is not None,
-        x.sinks is not None,
-        return_stats,
-        deterministic,
-        page_size=0 if x.page_table is None else k.shape[1],
-        has_tree_mask=x.tree_mask is not None,
-        has_places=x.places_q is not None,
-        return_lse=return_lse,
-        page_dtype=None if x.k_scales is None else k.dtype,
-        precision=precision,
-    )
-    return problem, x, kernel
+        built = _mask_object(mask, seqlen_q, seqlen_k)
+    elif is_number(mask[0]):
+        grid = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+        built = LaterRule(mask[0], grid, x.q.device)
+    else:
+        built = Later(mask[0], problem.seqlen_q, problem.seqlen_k)
+    return problem._replace(has_mask=True), x._replace(mask=built), kernel
 
 
 # The op hands back the tensors it was given, so the mask they came from, and whatever it has

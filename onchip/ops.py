@@ -84,20 +84,20 @@ def attention(
     if unknown:
         refuse_unknown("attention", unknown, attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        return_stats,
-        deterministic,
-        out_dtype,
-        precise_delta=precise_delta,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_stats=return_stats,
+        deterministic=deterministic,
         return_lse=return_lse,
+        precise_delta=precise_delta,
         precision=precision,
     )
-    extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
-    question, x = pose(q, k, v, options, extras)
+    x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
+    question, x = pose(x, options, mask=mask, dropout_seed=dropout_seed)
     return _answer(library.attend(question, x, kernel), return_lse)
 
 
@@ -137,21 +137,20 @@ def varlen_attention(
     if unknown:
         refuse_unknown("varlen_attention", unknown, varlen_attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        return_stats,
-        deterministic,
-        out_dtype,
-        precise_delta=precise_delta,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_stats=return_stats,
+        deterministic=deterministic,
         return_lse=return_lse,
+        precise_delta=precise_delta,
         precision=precision,
     )
-    extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    question, x = pose(q, k, v, options, extras, packing)
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
+    question, x = pose(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
     return _answer(library.attend(question, x, kernel), return_lse)
 
 
@@ -200,13 +199,13 @@ def paged_attention(
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        out_dtype=out_dtype,
         return_lse=return_lse,
     )
     x = Tensors(
@@ -425,8 +424,11 @@ def attention_weights(
     """
     if unknown:
         refuse_unknown("attention_weights", unknown, attention_weights.__kwdefaults__)
-    options = Options(causal, window_size, softmax_scale, softcap)
-    (problem, _), x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
+    options = Options(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
+    )
+    x = Tensors(q, k, k, alibi_slopes=alibi_slopes, bias=bias)
+    (problem, _), x = pose(x, options, mask=mask)
     chosen = as_ints("rows", rows)
     for row in chosen:
         if row >= problem.seqlen_q:
@@ -439,48 +441,30 @@ def attention_weights(
     return kernel_module("reference").probabilities(problem, x, lse, chosen)
 
 
-class Extras(NamedTuple):
-    """The options of a call that are tensors, or become tensors."""
-
-    mask: object = None
-    alibi_slopes: Tensor | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_seed: int | Tensor | None = None
-
-
-class Packing(NamedTuple):
-    """What makes a call packed: offsets of the sequences, and the longest of them."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
 def pose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    x: Tensors,
     options: Options,
-    extras: Extras = Extras(),  # noqa: B008 (immutable)
-    packing: Packing | None = None,
+    max_seqlens: tuple[int, ...] = (),
+    *,
+    mask: object = None,
+    dropout_seed: int | Tensor | None = None,
 ) -> tuple[Question, Tensors]:
-    """The checked Question of a call and its tensors."""
+    """The checked Question of a call and its tensors, of which x holds all but the mask and the
+    seed. max_seqlens: those of a packed call.
+    """
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
-    q, k, v = autocast(q, k, v)
-    mask, slopes, bias, sinks, seed = extras
-    mask = None if mask is None else _block_mask(mask, q, k)
-    cu_q, cu_k = (None, None) if packing is None else packing[:2]
-    x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
-    lengths = () if packing is None else packing[2:]
-    question = ask(describe, x, options, lengths)
+    if isinstance(x.q, Tensor) and is_autocast(x.q):
+        q, k, v = autocast(*x[:3])
+        x = x._replace(q=q, k=k, v=v)
+    if mask is not None:
+        x = x._replace(mask=_block_mask(mask, x.q, x.k))
+    question = ask(describe, x, options, max_seqlens)
     if question.problem.precision == "auto":
-        precision = settled(question.problem, device_info(q.device))
-        question = ask(describe, x, options._replace(precision=precision), lengths)
+        precision = settled(question.problem, device_info(x.q.device))
+        question = ask(describe, x, options._replace(precision=precision), max_seqlens)
     if question.problem.dropout_p:
-        x = x._replace(dropout_seed=seed_tensor(seed, q))
+        x = x._replace(dropout_seed=seed_tensor(dropout_seed, x.q))
     return question, x
 
 

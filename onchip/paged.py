@@ -20,11 +20,11 @@ from onchip.problem import (
     check_extras,
     check_layout,
     check_offsets_tensor,
-    check_options,
     check_places_and_shapes,
     check_query_dtype,
     check_tensor,
     is_autocast,
+    resolve_options,
     values_are_checked,
 )
 
@@ -38,33 +38,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
     batch, seqlen_q = _check_queries(x, max_seqlen_q)
     _check_pages(x, batch)
     _check_dtypes(x)
-    check_options(options, x.q)
-    scale, page_size = options.softmax_scale, x.k.shape[1]
-    problem = Problem(
-        batch,
-        seqlen_q,
-        x.page_table.shape[1] * page_size,
-        x.q.shape[-2],
-        x.k.shape[-2],
-        x.q.shape[-1],
-        x.v.shape[-1],
-        x.q.dtype,
-        options.out_dtype or x.q.dtype,
-        x.q.shape[-1] ** -0.5 if scale is None else float(scale),
-        bool(options.causal),
-        tuple(options.window_size),
-        float(options.softcap),
-        packed=x.cu_seqlens_q is not None,
-        has_alibi=x.alibi_slopes is not None,
-        has_sinks=x.sinks is not None,
-        return_stats=bool(options.return_stats),
-        deterministic=bool(options.deterministic),
-        page_size=page_size,
-        has_tree_mask=x.tree_mask is not None,
-        return_lse=bool(options.return_lse),
-        page_dtype=None if x.k_scales is None else x.k.dtype,
-        beside=options.beside,
-    )
+    problem = Problem.of(x, resolve_options(options, x.q), (seqlen_q,))
     check_extras(problem, x)
     _check_tree(problem, x)
     _check_grad(x)

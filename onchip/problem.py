@@ -5,7 +5,7 @@ itself again.
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -76,6 +76,29 @@ class Beside(NamedTuple):
     second: bool
 
 
+class Options(NamedTuple):
+    """The scalar options of a call: the table from which the records of a call are made.
+
+    `Problem` has the same fields in the same order, and the torch op in `library` takes them as its
+    arguments: its schema is generated from the annotations in `Problem`. A new scalar option is a
+    line here, a line in `Problem` and a check in `resolve_options`; a new tensor is a line in
+    `Tensors`, a flag in `Problem`, a line in `Problem.of` and a check in `check_extras`.
+    """
+
+    out_dtype: torch.dtype | None = None  # None: q's
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    causal: bool = False
+    window_size: Window = (None, None)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_stats: bool = False
+    deterministic: bool = False
+    return_lse: bool = False
+    precise_delta: bool = False
+    precision: str | None = None
+    beside: Beside | None = None
+
+
 class Problem(NamedTuple):
     """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
     the longest of the batch; the seqlen_k of a paged call is what its page table has room for.
@@ -89,31 +112,66 @@ class Problem(NamedTuple):
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
+    # The fields of Options, in the same order, with defaults resolved.
     out_dtype: torch.dtype
     softmax_scale: float
     causal: bool = False
     window_size: Window = (None, None)
     softcap: float = 0.0
     dropout_p: float = 0.0
+    return_stats: bool = False
+    deterministic: bool = False
+    return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
+    precise_delta: bool = False  # what rounding takes from out is kept for the backward
+    precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
+    beside: Beside | None = None  # for kernels that can; others take no notice
+    # Which tensors the call has.
     packed: bool = False
     has_mask: bool = False
     has_alibi: bool = False
     has_bias: bool = False
     has_sinks: bool = False
-    return_stats: bool = False
-    deterministic: bool = False
-    aligned: bool = True  # see is_aligned
-    page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
-    even: bool = False  # see is_even
     has_places: bool = False
+    page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
+    page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
+    # Set with _replace: by laid_out for dispatch, by callers that compute a part of a larger call.
+    aligned: bool = True  # see is_aligned
+    even: bool = False  # see is_even
     first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
     wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
-    precise_delta: bool = False  # what rounding takes from out is kept for the backward
-    return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
-    page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
-    beside: Beside | None = None  # for kernels that can; others take no notice
-    precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
+
+    @classmethod
+    def of(cls, x: Tensors, options: Options, max_seqlens: Sequence[int] = ()) -> "Problem":
+        """The Problem of tensors that were checked and of options that were resolved. Every Problem
+        of a call is made here. max_seqlens: of packed queries, and of packed keys.
+        """
+        q, k, v = x.q, x.k, x.v
+        packed, has_pages = x.cu_seqlens_q is not None, x.page_table is not None
+        if has_pages:
+            seqlen_k = x.page_table.shape[1] * k.shape[1]
+        else:
+            seqlen_k = max_seqlens[1] if packed else k.shape[1]
+        return cls(
+            x.cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
+            max_seqlens[0] if packed else q.shape[1],
+            seqlen_k,
+            q.shape[-2],
+            k.shape[-2],
+            q.shape[-1],
+            v.shape[-1],
+            q.dtype,
+            *options,
+            packed=packed,
+            has_mask=x.mask is not None,
+            has_alibi=x.alibi_slopes is not None,
+            has_bias=x.bias is not None,
+            has_sinks=x.sinks is not None,
+            has_tree_mask=x.tree_mask is not None,
+            has_places=x.places_q is not None,
+            page_size=k.shape[1] if has_pages else 0,
+            page_dtype=None if x.k_scales is None else k.dtype,
+        )
 
     @property
     def group_size(self) -> int:
@@ -268,23 +326,6 @@ def _slots_apart(pages: Tensor) -> bool:
     return slot > 0 and page % slot == 0
 
 
-class Options(NamedTuple):
-    """The scalar options of a call, as the user gave them."""
-
-    causal: bool = False
-    window_size: Window = (None, None)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    return_stats: bool = False
-    deterministic: bool = False
-    out_dtype: torch.dtype | None = None
-    precise_delta: bool = False
-    return_lse: bool = False
-    beside: Beside | None = None
-    precision: str | None = None
-
-
 FLAGS = ("causal", "return_stats", "deterministic", "precise_delta", "return_lse")
 
 
@@ -390,48 +431,18 @@ def is_autocast(q: Tensor) -> bool:
     return not q.is_meta and torch.is_autocast_enabled(q.device.type)
 
 
-def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:
+def describe(x: Tensors, options: Options, max_seqlens: Sequence[int] = ()) -> Problem:
     """The Problem that these tensors and options pose; ValueError in one sentence if they pose
     none.
     """
     q, k, v = x[:3]
     check_qkv(q, k, v, rank=3 if max_seqlens else 4)
-    check_options(options, q)
-    *rows_q, num_heads, head_dim = q.shape
-    *rows_k, num_kv_heads, _ = k.shape
+    options = resolve_options(options, q)
     if max_seqlens:
-        batch, seqlen_q, seqlen_k = check_packing(x, max_seqlens)
+        max_seqlens = check_packing(x, max_seqlens)
     else:
-        batch, seqlen_q, seqlen_k = *rows_q, rows_k[1]
         warn_of_layout(q, k)
-    scale, out_dtype = options.softmax_scale, options.out_dtype or q.dtype
-    problem = Problem(
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v.shape[-1],
-        q.dtype,
-        out_dtype,
-        head_dim**-0.5 if scale is None else float(scale),
-        bool(options.causal),
-        tuple(options.window_size),
-        float(options.softcap),
-        float(options.dropout_p),
-        bool(max_seqlens),
-        x.mask is not None,
-        x.alibi_slopes is not None,
-        x.bias is not None,
-        x.sinks is not None,
-        bool(options.return_stats),
-        bool(options.deterministic),
-        has_places=x.places_q is not None,
-        precise_delta=bool(options.precise_delta) and out_dtype.itemsize == 2,  # or is not rounded
-        return_lse=bool(options.return_lse),
-        precision=options.precision,
-    )
+    problem = Problem.of(x, options, max_seqlens)
     check_extras(problem, x)
     return problem
 
@@ -579,8 +590,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}{hint}")
 
 
-def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, seqlen_q, seqlen_k) of a packed call; the values inside cu_seqlens are checked by
+def check_packing(x: Tensors, max_seqlens: Sequence[int]) -> tuple[int, int]:
+    """(seqlen_q, seqlen_k) of a packed call; the values inside cu_seqlens are checked by
     check_values.
     """
     check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
@@ -591,8 +602,7 @@ def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> tuple[int, int, i
             f" {x.cu_seqlens_q.shape[0]} and {x.cu_seqlens_k.shape[0]}"
         )
     longest_q, longest_k = max_seqlens
-    lengths = as_int("max_seqlen_q", longest_q), as_int("max_seqlen_k", longest_k)
-    return x.cu_seqlens_q.shape[0] - 1, *lengths
+    return as_int("max_seqlen_q", longest_q), as_int("max_seqlen_k", longest_k)
 
 
 def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
@@ -604,7 +614,8 @@ def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{name} is on {cu.device}, q is on {q.device}")
 
 
-def check_options(options: Options, q: Tensor) -> None:
+def resolve_options(options: Options, q: Tensor) -> Options:
+    """The options of a call over q, checked, with its defaults in place of None."""
     for name in FLAGS:
         check_flag(name, getattr(options, name))
     scale, softcap, dropout_p = options.softmax_scale, options.softcap, options.dropout_p
@@ -623,6 +634,15 @@ def check_options(options: Options, q: Tensor) -> None:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         if options.out_dtype not in (q.dtype, wide):
             raise ValueError(f"out_dtype={options.out_dtype} must be {q.dtype} or {wide}")
+    out_dtype = options.out_dtype or q.dtype
+    return options._replace(
+        out_dtype=out_dtype,
+        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window_size=tuple(options.window_size),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        precise_delta=options.precise_delta and out_dtype.itemsize == 2,  # or is not rounded
+    )
 
 
 def check_window(window_size: Window) -> None:

@@ -11,8 +11,8 @@ import onchip
 from onchip import library, masks
 from onchip.bench import delta_accuracy
 from onchip.masks.later import LaterRule
-from onchip.ops import Extras, pose
-from onchip.problem import Options
+from onchip.ops import pose
+from onchip.problem import Options, Tensors
 
 FP32 = torch.float32
 OPTIONS = {
@@ -38,10 +38,10 @@ def qkv(grad=False, dtype=torch.float32):
 
 def op_arguments(options, grad=False):
     scalars = Options(**{n: x for n, x in options.items() if n in Options._fields})
-    extras = Extras(**{n: x for n, x in options.items() if n in Extras._fields})
-    (problem, _), x = pose(*qkv(grad), scalars, extras)
-    mask = [] if x.mask is None else x.mask.tensors()
-    return (*x[:-1], *library._scalars(problem, None), mask)
+    apart = {n: x for n, x in options.items() if n in ("mask", "dropout_seed")}
+    tensors = {n: x for n, x in options.items() if n in Tensors._fields and n not in apart}
+    (problem, _), x = pose(Tensors(*qkv(grad), **tensors), scalars, **apart)
+    return library._flatten(problem, x, None)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -305,7 +305,7 @@ def test_opcheck():
     x = Tensors(q, k_pages.nan_to_num(), v_pages.nan_to_num(), page_table=table)
     x = x._replace(cache_seqlens=seqlens, tree_mask=tree)
     problem = paged.describe(x, Options(causal=True))
-    arguments = (*x[:-1], *library._scalars(problem, None), [])
+    arguments = library._flatten(problem, x, None)
     torch.library.opcheck(torch.ops.onchip.forward.default, arguments)
 
 

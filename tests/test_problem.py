@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import masks, problem
+from onchip import library, masks, problem
 
 PACKAGE = Path(onchip.__file__).parent
 
@@ -114,6 +114,50 @@ def test_a_named_kernel_never_falls_back():
         kernel="aten_cpu",
         error=onchip.UnsupportedError,
     )
+
+
+class TestFieldTable:
+    """Options and Tensors are the table of a call's fields: Problem and the torch op follow it."""
+
+    def test_problem_has_the_options_in_their_order(self):
+        first = problem.Problem._fields.index("dtype") + 1
+        end = first + len(problem.Options._fields)
+        assert problem.Problem._fields[first:end] == problem.Options._fields
+
+    def test_the_op_takes_every_tensor_and_every_option(self):
+        taken = {a.name for a in torch.ops.onchip.attention.default._schema.arguments}
+        named = {*problem.Tensors._fields, *problem.Options._fields}
+        assert named - taken == {"window_size", "beside"}
+        apart = {"seqlen_q", "seqlen_k", "window_left", "window_right", "kernel"}
+        assert taken - named == apart
+
+    def test_what_crosses_the_op_is_the_same_on_the_other_side(self):
+        x = problem.Tensors(*qkv(torch.bfloat16), sinks=torch.ones(4))
+        options = problem.Options(
+            out_dtype=torch.float32,
+            softmax_scale=0.5,
+            causal=True,
+            window_size=(3, None),
+            softcap=2.0,
+            dropout_p=0.25,
+            return_stats=True,
+            deterministic=True,
+            return_lse=True,
+            precision="int8",
+        )
+        assert not {a for a, b in zip(options, problem.Options(), strict=True) if a == b} - {
+            False,  # precise_delta, which `attention` takes apart
+            None,  # beside, which stays outside
+        }
+        described = problem.describe(x, options)
+        args = library._flatten(described, x, "tiled")
+        assert library._unflatten(args) == (described, x, "tiled")
+
+    def test_options_are_resolved_once(self):
+        x = problem.Tensors(*qkv())
+        found = problem.describe(x, problem.Options(softcap=30, window_size=[3, 0]))
+        assert isinstance(found.softcap, float) and found.window_size == (3, 0)
+        assert found.softmax_scale == 0.25 and found.out_dtype == torch.float32
 
 
 class TestQuestions:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from onchip import library
 from onchip.adapters.flash_attn.options import contiguous
 from onchip.adapters.sdpa_masks import block_mask
-from onchip.ops import Extras, pose
+from onchip.ops import pose
 from onchip.problem import Options, Question, Tensors, UnsupportedError, is_eager
 
 Grads = tuple[Tensor | None, ...]
@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 
     def posed(self, seed: Tensor | None = None) -> tuple[Question, Tensors]:
         """The question in our words, over the keys that are seen."""
-        extras = Extras(**self._mask(), dropout_seed=seed)  # first: it refuses the most calls
+        scores = self._mask()  # first: it refuses the most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
         rows, keys = q.shape[1], self.seen
         options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
@@ -57,7 +57,8 @@ class Ask(NamedTuple):
             options = options._replace(window_size=(None, rows - keys))  # query i stands at key i
         elif self.is_causal:
             options = options._replace(causal=True)
-        return pose(q, k[:, :keys], v[:, :keys], options, extras)
+        x = Tensors(q, k[:, :keys], v[:, :keys], bias=scores.get("bias"))
+        return pose(x, options, mask=scores.get("mask"), dropout_seed=seed)
 
     def _mask(self) -> dict[str, Any]:
         """On the CPU the values may decide: a bias that only hides keys is a mask, whose empty

@@ -79,13 +79,13 @@ def context_parallel_attention(
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        deterministic=deterministic,
         out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        deterministic=deterministic,
         precise_delta=precise_delta,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
@@ -95,10 +95,7 @@ def context_parallel_attention(
     ranks.agree({"pass": "forward", **facts}, q.device)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
     keeps = _keeps_residual(options, x)
-    call = Call(
-        *(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed),
-        precise_delta=keeps,
-    )
+    call = Call(options, kernel, alibi_slopes, seed, precise_delta=keeps)
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
     chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))

@@ -141,7 +141,7 @@ def explain(
     model: in each round the longer of kernel and message, no time for merging or launching.
     """
     ranks = ranks_of(group)
-    options = Options(causal, window_size)
+    options = Options(causal=causal, window_size=window_size)
     x = Tensors(q, k, v)
     whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
     rule = rule_of(whole, x, options, mask)

@@ -242,10 +242,7 @@ def _band(lo: Tensor, hi: Tensor, num_keys: int) -> Window | None:
 class Call(NamedTuple):
     """What all rounds of a call share."""
 
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    deterministic: bool = False
+    options: Options = Options()  # but for causal and window_size, which are of a round
     kernel: str | None = None
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
@@ -292,13 +289,9 @@ def pose(
         places_k=places[1],
         mask=round.mask,
     )
-    options = Options(
-        round.causal,
-        round.window_size,
-        call.softmax_scale,
-        call.softcap,
-        call.dropout_p,
-        deterministic=call.deterministic,
+    options = call.options._replace(
+        causal=round.causal,
+        window_size=round.window_size,
         out_dtype=accumulator_dtype(q.dtype),
     )
     problem = ask(describe, x, options, ()).problem

@@ -23,7 +23,7 @@ from onchip.adapters.flash_attn.options import (
 )
 from onchip.adapters.flash_attn.s_dmask import ROUNDED_TO, dense_s_dmask, packed_s_dmask
 from onchip.kernels.protocol import accumulator_dtype, row_delta
-from onchip.problem import Options, UnsupportedError, check_offsets_tensor
+from onchip.problem import Options, Tensors, UnsupportedError, check_offsets_tensor
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 Saved = tuple[Tensor, Tensor, Tensor]  # out, softmax_lse, dout
@@ -238,9 +238,9 @@ def write_gradients(
     out, lse, dout = saved
     seed = rng_state[0].clone() if asked.dropout_p and rng_state is not None else None
     options = Options(**_options(asked))
-    extras = ops.Extras(alibi_slopes=asked.alibi_slopes, dropout_seed=seed)
-    packing = None if lengths is None else ops.Packing(*lengths)
-    question, x = ops.pose(q, k, v, options, extras, packing)
+    cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
+    x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=asked.alibi_slopes)
+    question, x = ops.pose(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
     grads = library.run_backward(question, x, None, out, lse, dout, None)
