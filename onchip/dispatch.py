@@ -71,7 +71,7 @@ def _plan(key: tuple, device: DeviceInfo, kernel: str | None, backward: bool) ->
     return Plan(chosen, reasons)
 
 
-def settled(problem: Problem, device: DeviceInfo) -> str | None:
+def resolve_precision(problem: Problem, device: DeviceInfo) -> str | None:
     """What precision="auto" means here: "fp8" where the Hopper kernel serves it and gains by it,
     else None.
     """

@@ -38,7 +38,7 @@ from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import attention, paged_attention, pose
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
-SCALARS = tuple(name for name in Options._fields if name != "beside")  # which nobody asks for
+SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which nobody asks for
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
 NOT_SCALARS = ("mask", "alibi_slopes", "bias", "sinks", "dropout_seed")  # of attention()
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")

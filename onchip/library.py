@@ -56,8 +56,11 @@ from onchip.problem import (
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
 _NUM_TENSORS = len(Tensors._fields) - 1
-# precise_delta is an argument of `attention` alone, the window is two, beside is of eager calls.
-_SCALARS = tuple(n for n in Options._fields if n not in ("window_size", "precise_delta", "beside"))
+# Not among them: the window, which is two arguments; precise_delta, which `attention` alone takes;
+# sm_partition, which only eager calls have.
+_SCALARS = tuple(
+    name for name in Options._fields if name not in ("window_size", "precise_delta", "sm_partition")
+)
 _SCHEMA_TYPES = {bool: "bool", float: "float", torch.dtype: "ScalarType", str | None: "str?"}
 
 
@@ -427,7 +430,7 @@ def run(question: Question, x: Tensors, kernel: str | None) -> Result:
     return replayed(_compute, question, x, kernel)
 
 
-def merging(
+def get_merge_fn(
     question: Question, x: Tensors, kernel: str | None
 ) -> Callable[[Tensor, Tensor], None] | None:
     """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
@@ -500,7 +503,9 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def adding(question: Question, x: Tensors, kernel: str | None) -> Callable[..., Any] | None:
+def get_accumulate_fn(
+    question: Question, x: Tensors, kernel: str | None
+) -> Callable[..., Any] | None:
     """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
     or None) it makes what adds gradients to sums, of these queries over any keys (see
     kernels/hopper/launch_backward.Queries). None if the kernel has no such way.

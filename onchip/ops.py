@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip import library, masks, paged
 from onchip.arguments import as_int, as_ints, check_flag, refuse_unknown
-from onchip.dispatch import kernel_module, settled
+from onchip.dispatch import kernel_module, resolve_precision
 from onchip.dispatch import plan as dispatch
 from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
@@ -461,7 +461,7 @@ def pose(
         x = x._replace(mask=_block_mask(mask, x.q, x.k))
     question = ask(describe, x, options, max_seqlens)
     if question.problem.precision == "auto":
-        precision = settled(question.problem, device_info(x.q.device))
+        precision = resolve_precision(question.problem, device_info(x.q.device))
         question = ask(describe, x, options._replace(precision=precision), max_seqlens)
     if question.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(dropout_seed, x.q))

@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
     mask: BlockMask | Later | None = None
 
 
-class Beside(NamedTuple):
+class SMPartition(NamedTuple):
     """One of two calls that run at once, each on some processors of a device: how many programs it
     has, and whether it is the second. The second follows the first in the stream, with nothing in
     between; what it reads was there before the first began. It writes, and ends, after the first:
@@ -96,7 +96,7 @@ class Options(NamedTuple):
     return_lse: bool = False
     precise_delta: bool = False
     precision: str | None = None
-    beside: Beside | None = None
+    sm_partition: SMPartition | None = None
 
 
 class Problem(NamedTuple):
@@ -124,7 +124,7 @@ class Problem(NamedTuple):
     return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
     precise_delta: bool = False  # what rounding takes from out is kept for the backward
     precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
-    beside: Beside | None = None  # for kernels that can; others take no notice
+    sm_partition: SMPartition | None = None  # for kernels that can; others take no notice
     # Which tensors the call has.
     packed: bool = False
     has_mask: bool = False

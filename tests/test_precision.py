@@ -59,15 +59,17 @@ def test_auto_is_fp8_where_a_gpu_has_a_kernel_for_it_and_gains():
     assert torch.equal(onchip.attention(q, k, v, precision="auto"), onchip.attention(q, k, v))
     short = describe(Tensors(q, k, v), Options(precision="auto"))
     problem = short._replace(seqlen_q=8192, seqlen_k=8192)
-    assert dispatch.settled(problem, HOPPER) == "fp8"
-    assert dispatch.settled(problem._replace(softcap=3.0), HOPPER) is None
-    assert dispatch.settled(problem, AMPERE) is None
-    assert dispatch.settled(short, HOPPER) is None
+    assert dispatch.resolve_precision(problem, HOPPER) == "fp8"
+    assert dispatch.resolve_precision(problem._replace(softcap=3.0), HOPPER) is None
+    assert dispatch.resolve_precision(problem, AMPERE) is None
+    assert dispatch.resolve_precision(short, HOPPER) is None
     causal = problem._replace(causal=True)
-    assert dispatch.settled(causal, HOPPER) is None
-    assert dispatch.settled(causal._replace(seqlen_q=16384, seqlen_k=16384), HOPPER) == "fp8"
+    assert dispatch.resolve_precision(causal, HOPPER) is None
+    assert (
+        dispatch.resolve_precision(causal._replace(seqlen_q=16384, seqlen_k=16384), HOPPER) == "fp8"
+    )
     window = problem._replace(seqlen_k=65536, window_size=(1024, None))
-    assert dispatch.settled(window, HOPPER) is None
+    assert dispatch.resolve_precision(window, HOPPER) is None
 
 
 def test_who_serves():

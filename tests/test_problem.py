@@ -127,7 +127,7 @@ class TestFieldTable:
     def test_the_op_takes_every_tensor_and_every_option(self):
         taken = {a.name for a in torch.ops.onchip.attention.default._schema.arguments}
         named = {*problem.Tensors._fields, *problem.Options._fields}
-        assert named - taken == {"window_size", "beside"}
+        assert named - taken == {"window_size", "sm_partition"}
         apart = {"seqlen_q", "seqlen_k", "window_left", "window_right", "kernel"}
         assert taken - named == apart
 
@@ -147,7 +147,7 @@ class TestFieldTable:
         )
         assert not {a for a, b in zip(options, problem.Options(), strict=True) if a == b} - {
             False,  # precise_delta, which `attention` takes apart
-            None,  # beside, which stays outside
+            None,  # sm_partition, which stays outside
         }
         described = problem.describe(x, options)
         args = library._flatten(described, x, "tiled")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onchip.iomodel.prefixes import Costs, Together
-from onchip.problem import Beside, UnsupportedError
+from onchip.problem import SMPartition, UnsupportedError
 from onchip.state import merge_at_rest
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
@@ -161,8 +161,8 @@ class Call(NamedTuple):
     args: tuple[Tensor, ...]  # q, k_pages, v_pages, page_table, cache_seqlens
     options: dict
 
-    def beside(self, programs: int, second: bool) -> "Call":
-        return Call(self.args, {**self.options, "beside": Beside(programs, second)})
+    def on_partition(self, programs: int, second: bool) -> "Call":
+        return Call(self.args, {**self.options, "sm_partition": SMPartition(programs, second)})
 
 
 def run(
@@ -185,8 +185,9 @@ def run(
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
     of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
-    given both calls, each with a `beside` among its options, makes them so that they run at the
-    same time, and returns what attend would have; or None. Then, and without it, they come in turn.
+    given both calls, each with an `sm_partition` among its options, makes them so that they run at
+    the same time, and returns what attend would have; or None. Then, and without it, they come in
+    turn.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
@@ -219,7 +220,7 @@ def _side_by_side(
         return None
     own, level = calls
     own_programs, level_programs, *_ = plan.together
-    return at_once(own.beside(own_programs, False), level.beside(level_programs, True))
+    return at_once(own.on_partition(own_programs, False), level.on_partition(level_programs, True))
 
 
 FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}

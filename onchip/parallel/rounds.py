@@ -355,7 +355,7 @@ class Patient(Total):
 
     def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
         question, x = pose(call, round, q, k, v)
-        merge = library.merging(question, x, call.kernel)
+        merge = library.get_merge_fn(question, x, call.kernel)
         begins = self._state is None and round.rows == slice(0, self._shape[1])
         if merge is None:
             self.add(round.rows, *library.run(question, x, call.kernel)[:2])
@@ -411,7 +411,7 @@ class Backward:
         """
         question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
         sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
-        begin = library.adding(question, x, self._call.kernel)
+        begin = library.get_accumulate_fn(question, x, self._call.kernel)
         if begin is None:
             return self._add_found(question, x, round, sums)
         return self._queries(begin, question, x, round).add(question.problem, x, sums)

@@ -11,7 +11,7 @@ import onchip
 from onchip import dispatch, ops
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import Costs, Occupancy, costs
-from onchip.problem import Beside, DeviceInfo, Problem, Tensors, is_even
+from onchip.problem import DeviceInfo, Problem, SMPartition, Tensors, is_even
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -377,7 +377,7 @@ class TestTogether:
         asked = []
 
         def at_once(*calls):
-            asked.extend(call.options.pop("beside") for call in calls)
+            asked.extend(call.options.pop("sm_partition") for call in calls)
             made = [onchip.paged_attention(*call.args, **call.options) for call in calls]
             return made if can else None
 
@@ -386,7 +386,7 @@ class TestTogether:
         got = cascade.run(plan, attend, q, pages, plan.own(*tables), **kernels)
         want = onchip.paged_attention(q, *pages, *tables, return_lse=True)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-        both = [Beside(own, second=False), Beside(level, second=True)]
+        both = [SMPartition(own, second=False), SMPartition(level, second=True)]
         assert asked == ([] if can is None else both)
         assert len(calls) == (0 if can else 2)
 
@@ -405,7 +405,7 @@ class TestServing:
         own = cascade.Call((q, *pages, *tables(64, 20)), {**options, "causal": True})
         rows = q.flatten(0, 1).expand(3, -1, -1, -1)
         level = cascade.Call((rows, *pages, *tables(3, 171)), {**options, "causal": False})
-        return own.beside(80, second=False), level.beside(level_programs, second=True)
+        return own.on_partition(80, second=False), level.on_partition(level_programs, second=True)
 
     @staticmethod
     def serves(*calls):
@@ -483,7 +483,10 @@ class TestServing:
         monkeypatch.setattr(ops.library, "attend", answer)
         own, level = self.calls()
         assert ops._attend_at_once(own, level) == [(own.args[0],) * 2, (level.args[0],) * 2]
-        assert [problem.beside for problem, _ in made] == [Beside(80, False), Beside(48, True)]
+        assert [problem.sm_partition for problem, _ in made] == [
+            SMPartition(80, False),
+            SMPartition(48, True),
+        ]
         assert ops._attend_at_once(*self.calls(kernel="triton")) is None and len(made) == 2
 
     def test_not_the_other_way_round(self):

@@ -64,12 +64,12 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
     merge = lambda out, lse: fold((out, lse), [(0, *library.run(*posed, None)[:2])], fresh=False)
 
-    def merging(*args):
+    def get_merge_fn(*args):
         posed[:] = args[:2]
         return merge if next(way) else None
 
     posed, total = [], Patient(q, 8)
-    monkeypatch.setattr(library, "merging", merging)
+    monkeypatch.setattr(library, "get_merge_fn", get_merge_fn)
     visible = torch.zeros(7, 15, dtype=torch.bool)
     for i in range(5):
         rows, keys = slice(first if i in (0, 3) else 0, 7), slice(3 * i, 3 * i + 3)

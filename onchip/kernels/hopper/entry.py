@@ -84,7 +84,7 @@ def defers(problem: Problem) -> str | None:
     """Few queries leave most processors idle here unless keys are split, and few tokens a tile half
     empty.
     """
-    if splits_keys(problem) or problem.beside is not None or problem.precision is not None:
+    if splits_keys(problem) or problem.sm_partition is not None or problem.precision is not None:
         return None
     if problem.page_size:
         return _defers_pages(problem)
@@ -99,7 +99,7 @@ def defers(problem: Problem) -> str | None:
 
 def runs_beside(first: Problem, second: Problem) -> bool:
     """Whether a call of few queries and one of many, which this kernel serves, run at once: see
-    problem.Beside.
+    problem.SMPartition.
     """
     from onchip.kernels.hopper.launch import is_second
 

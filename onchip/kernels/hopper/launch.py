@@ -124,13 +124,14 @@ def _mask_arguments(mask: BlockMask | None, strips: Strips | None, anything: Ten
 
 
 def is_second(problem: Problem) -> bool:
-    """Whether the call runs beside its predecessor (problem.Beside), with a program for every tile:
-    the predecessor may still use the counter from which they would be drawn otherwise.
+    """Whether the call shares the SMs with its predecessor (problem.SMPartition), with a program
+    for every tile: the predecessor may still use the counter from which they would be drawn
+    otherwise.
     """
-    beside = problem.beside
-    if beside is None or not beside.second:
+    partition = problem.sm_partition
+    if partition is None or not partition.second:
         return False
-    return _cut(problem, hopper_forward_of(problem)).num_tiles <= beside.programs
+    return _cut(problem, hopper_forward_of(problem)).num_tiles <= partition.programs
 
 
 class _Cut(NamedTuple):

@@ -42,9 +42,9 @@ def decode(problem: Problem, x: Tensors) -> Result:
     width = hopper_width(problem.head_dim)
     left, right = problem.reach
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
-    is_first = problem.beside is not None and not problem.beside.second
+    is_first = problem.sm_partition is not None and not problem.sm_partition.second
     all_programs = hopper_decode_programs(problem) * num_sms(out.device)
-    programs = problem.beside.programs if is_first else all_programs
+    programs = problem.sm_partition.programs if is_first else all_programs
     most = max(1, programs // problem.num_kv_heads)
     num_slots = (most + problem.batch) * problem.num_kv_heads
     anything = lse  # stands for pointers that the compiled variant does not read

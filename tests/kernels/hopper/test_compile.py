@@ -22,7 +22,7 @@ from onchip.iomodel.footprint import HANDED_OVER, Footprint
 from onchip.kernels import configs
 from onchip.kernels.configs import hopper_width
 from onchip.kernels.hopper import entry
-from onchip.problem import Beside, DeviceInfo, Options, Problem, Tensors, describe
+from onchip.problem import DeviceInfo, Options, Problem, SMPartition, Tensors, describe
 from tests.eightbit import FORMS, eight
 
 triton = pytest.importorskip("triton")
@@ -44,7 +44,10 @@ BF16, FP16 = torch.bfloat16, torch.float16
 WINDOW, PACKED = {"window_size": (255, 7)}, {"packed": True, "causal": True}
 PAGED = {"causal": True, "num_kv_heads": 1}
 LEVEL = {"num_kv_heads": 1, "out_dtype": torch.float32}  # of a cascade
-FIRST, SECOND = {"beside": Beside(80, second=False)}, {"beside": Beside(48, second=True)}
+FIRST, SECOND = (
+    {"sm_partition": SMPartition(80, second=False)},
+    {"sm_partition": SMPartition(48, second=True)},
+)
 
 FEW, SOME = (0.02, 0.06), (0.04, 0.11)
 
@@ -462,7 +465,7 @@ def test_forward_stays_in_registers(launches, tmp_path, variant):
     wide, config = problem.out_dtype == torch.float32, configs.hopper_forward_of(problem)
     more = wide, problem.page_size, problem.packed
     _holds(machine, footprint.hopper_forward(config, *widths, *more))
-    if wide and problem.beside is None:
+    if wide and problem.sm_partition is None:
         assert not kwargs["launch_pdl"]
     else:
         _starts_early(machine, kwargs)
