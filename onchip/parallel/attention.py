@@ -12,7 +12,7 @@ from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm
-from onchip.parallel.nest import Nest
+from onchip.parallel.mesh2d import Nest
 from onchip.parallel.rounds import Call, Rule, hops
 from onchip.parallel.sharding import Layout, as_layout, offsets
 from onchip.parallel.strategy import Group, attend, choose, ranks_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from onchip.parallel.facts import Agreed
+from onchip.parallel.consistency import Agreed
 from onchip.parallel.group import GroupComm
 from onchip.parallel.local import LocalComm, run_ranks
 from onchip.parallel.messages import CPU, Comm, ParallelError, Work

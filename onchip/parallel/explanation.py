@@ -10,11 +10,11 @@ from torch import Tensor
 
 from onchip.explain import human_bytes
 from onchip.kernels.protocol import accumulator_dtype
+from onchip.parallel.all_to_all import deal, kv_heads
 from onchip.parallel.attention import Whole, check, rule_of
 from onchip.parallel.comm import Comm
-from onchip.parallel.exchange import deal, kv_heads
 from onchip.parallel.machines import H200, LINKS, Link
-from onchip.parallel.nest import Groups, Nest, sent_bytes
+from onchip.parallel.mesh2d import Groups, Nest, sent_bytes
 from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds
 from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import Chosen, Group, choose, ranks_of

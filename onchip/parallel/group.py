@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from onchip.parallel.facts import Agreed, agree
-from onchip.parallel.lookout import Lookout
+from onchip.parallel.consistency import Agreed, agree
+from onchip.parallel.heartbeat import KEPT_BEATS, Watch
 from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError, Then, Work
-from onchip.parallel.watch import KEPT_BEATS, Watch
+from onchip.parallel.nccl_watchdog import Lookout
 
 # Tags of messages, 0 for all others. A digest that meets a rank in the middle of a call waits for
 # its kind: gloo aborts the process where a message and the buffer posted for it differ in size.

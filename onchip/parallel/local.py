@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.derivatives import refuse_transforms
-from onchip.parallel.facts import Agreed, agree
+from onchip.parallel.consistency import Agreed, agree
 from onchip.parallel.messages import CPU, Message, Pairwise, ParallelError
 
 GRACE_S = 5.0  # what the others have for leaving after one rank failed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from onchip.parallel.facts import Agreed
+    from onchip.parallel.consistency import Agreed
 
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onchip.parallel import allgather, ring, rounds
 from onchip.parallel.comm import Comm, GroupComm, as_comm
-from onchip.parallel.job import Attention, Job
-from onchip.parallel.nest import Nest, best_inner_size, inner_sizes, nested
+from onchip.parallel.mesh2d import Nest, best_inner_size, inner_sizes, nested
+from onchip.parallel.rank_attention import Attention, Job
 from onchip.parallel.rounds import Call, Rule
 from onchip.parallel.sharding import Layout
 from onchip.parallel.ulysses import Plan, Ulysses
@@ -52,7 +52,7 @@ def choose(
     hops: int | None = None,
 ) -> Chosen:
     """The strategy that is meant. auto: that of ring, Ulysses and hybrid that sends the fewest
-    bytes among those whose key heads divide (see nest.sent_bytes). hybrid, on ranks that have one
+    bytes among those whose key heads divide (see mesh2d.sent_bytes). hybrid, on ranks that have one
     dimension: the largest groups whose key heads divide. hops: of a ring, if it ends early.
     """
     if strategy not in STRATEGIES:

@@ -19,9 +19,9 @@ from torch import Tensor
 from onchip.derivatives import first_order, refuse_forward_mode
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.parallel import ring
-from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
-from onchip.parallel.job import Job, Kept
-from onchip.parallel.nest import Groups, Nest
+from onchip.parallel.all_to_all import Exchange, Span, deal, groups, kv_heads
+from onchip.parallel.mesh2d import Groups, Nest
+from onchip.parallel.rank_attention import Job, Kept
 from onchip.parallel.rounds import Call, Rule, schedule
 from onchip.parallel.sharding import Layout
 from onchip.problem import Tensors

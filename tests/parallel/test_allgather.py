@@ -7,7 +7,7 @@ from onchip import masks
 from onchip.parallel import allgather, sharding
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.rounds import Rule
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     DROPOUT,
     OPTIONS,

@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from onchip.parallel import sharding
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, run_ranks
-from onchip.parallel.nest import Groups, Nest, best_inner_size, nested, sent_bytes
+from onchip.parallel.mesh2d import Groups, Nest, best_inner_size, nested, sent_bytes
 from onchip.parallel.strategy import choose
-from tests.parallel.judge import CU, DROPOUT, OPTIONS, PACKED, Case, in_process, judge, on_rank
+from tests.parallel.cases import CU, DROPOUT, OPTIONS, PACKED, Case, in_process, judge, on_rank
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 

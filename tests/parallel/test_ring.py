@@ -18,7 +18,7 @@ from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
 from onchip.parallel.rounds import Rule, hops, plan, schedule
 from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     LAYOUTS,
     OPTIONS,

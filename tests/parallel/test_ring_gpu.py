@@ -12,7 +12,7 @@ from onchip.parallel.comm import run_ranks
 from onchip.parallel.rounds import Backward, Call, Round, Rule, gradients, pose, schedule
 from onchip.parallel.sharding import zigzag
 from onchip.problem import device_info, laid_out
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     OPTIONS,
     PACKED,

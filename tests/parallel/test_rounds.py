@@ -11,7 +11,7 @@ from onchip.parallel import rounds
 from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
 from onchip.state import merge_at_rest
 from onchip.testing import make_qkv
-from tests.parallel.judge import Case, in_process
+from tests.parallel.cases import Case, in_process
 
 
 def state(generator, rows, heads=3, dim=5):

@@ -13,7 +13,7 @@ from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.sharding import zigzag
 from onchip.parallel.strategy import STRATEGIES
-from tests.parallel.judge import Case, in_process
+from tests.parallel.cases import Case, in_process
 from tests.parallel.test_ring import cases
 
 HEADS = [(1, 1), (4, 2), (3, 1), (6, 6), (10, 5)]

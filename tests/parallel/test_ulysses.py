@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from onchip.parallel.all_to_all import deal, kv_heads
 from onchip.parallel.comm import CountingComm, run_ranks
-from onchip.parallel.exchange import deal, kv_heads
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     DROPOUT,
     OPTIONS,

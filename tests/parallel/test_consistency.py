@@ -6,7 +6,7 @@ import torch
 from onchip import masks
 from onchip.parallel import Nest, ParallelError, context_parallel_attention, digests, tree_attention
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.facts import as_text, compare
+from onchip.parallel.consistency import as_text, compare
 from onchip.parallel.group import GroupComm
 from onchip.parallel.strategy import STRATEGIES
 from tests.parallel.pool import Pool

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from onchip.parallel import sharding
+from onchip.parallel.all_to_all import Exchange, deal, groups, kv_heads
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.exchange import Exchange, deal, groups, kv_heads
 
 HEADS = [(8, 8), (8, 2), (6, 3), (12, 3), (5, 5), (7, 1), (1, 1), (16, 4)]
 

@@ -3,7 +3,7 @@
 import threading
 
 from onchip.parallel.comm import ParallelError
-from onchip.parallel.lookout import Lookout
+from onchip.parallel.nccl_watchdog import Lookout
 
 
 class Late:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from onchip.parallel.heartbeat import end
 from onchip.parallel.messages import ParallelError
-from onchip.parallel.watch import end
 
 
 class Event(Protocol):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.parallel.comm import Comm, Work
-from onchip.parallel.facts import Agreed, agree, digest_of
+from onchip.parallel.consistency import Agreed, agree, digest_of
 from onchip.parallel.messages import CPU, Done
 from onchip.parallel.rounds import PLANS
 from onchip.parallel.sharding import Layout, Piece

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from onchip import parallel
 from onchip.parallel import rounds
 from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
-from onchip.parallel.watch import Watch
+from onchip.parallel.heartbeat import Watch
 from tests.parallel.pool import Pool
 
 TIMEOUT_S = 5.0

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from onchip.parallel.facts import compare, name_ranks
+from onchip.parallel.consistency import compare, name_ranks
 from onchip.parallel.messages import ParallelError
 
 BEAT_S = 1.0
