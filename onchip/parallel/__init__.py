@@ -6,7 +6,7 @@ _HOMES = {
     "attention": ("context_parallel_attention",),
     "explanation": ("explain",),
     "comm": ("Comm", "CountingComm", "GroupComm", "ParallelError", "run_ranks"),
-    "mesh2d": ("Nest",),
+    "mesh2d": ("Mesh2D",),
     "sharding": ("Layout", "balanced", "contiguous", "striped", "zigzag"),
     "tree": ("tree_attention", "tree_paged_attention"),
 }

@@ -12,10 +12,10 @@ from onchip.masks import BlockMask, as_mask
 from onchip.ops import autocast, seed_tensor
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm
-from onchip.parallel.mesh2d import Nest
-from onchip.parallel.rounds import Call, Rule, hops
-from onchip.parallel.sharding import Layout, as_layout, offsets
-from onchip.parallel.strategy import Group, attend, choose, ranks_of
+from onchip.parallel.mesh2d import Mesh2D
+from onchip.parallel.rounds import GlobalMask, RoundOptions, count_hops
+from onchip.parallel.sharding import Layout, as_layout, document_offsets
+from onchip.parallel.strategy import GroupLike, as_ranks, choose_strategy, run_strategy
 from onchip.problem import (
     Options,
     Tensors,
@@ -31,7 +31,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: Group = None,
+    group: GroupLike = None,
     *,
     strategy: str = "auto",
     layout: str | Layout = "zigzag",
@@ -75,7 +75,7 @@ def context_parallel_attention(
     drawn by rank 0 unless given.
     """
     refuse_transforms("context_parallel_attention", q, k, v, sinks)
-    ranks = ranks_of(group)
+    ranks = as_ranks(group)
     q, k, v = autocast(q, k, v)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     options = Options(
@@ -89,29 +89,35 @@ def context_parallel_attention(
         precise_delta=precise_delta,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
-    whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
-    rule = rule_of(whole, x, options, mask)
-    facts = _facts(strategy, whole, rule, options, x, dropout_seed if dropout_p else None)
-    ranks.agree({"pass": "forward", **facts}, q.device)
+    whole = GlobalSequence.of(
+        ranks, layout, check_inputs(x, options, cu_seqlens), seqlen, cu_seqlens
+    )
+    global_mask = make_global_mask(whole, x, options, mask)
+    fields = _shared_arguments(
+        strategy, whole, global_mask, options, x, dropout_seed if dropout_p else None
+    )
+    ranks.check_consistent({"pass": "forward", **fields}, q.device)
     seed = _shared_seed(ranks, dropout_seed, q) if dropout_p else None
-    keeps = _keeps_residual(options, x)
-    call = Call(
+    keeps = _needs_residual(options, x)
+    call = RoundOptions(
         *(softmax_scale, softcap, dropout_p, deterministic, kernel, alibi_slopes, seed),
         precise_delta=keeps,
     )
     if cu_seqlens is not None:
         x = x._replace(q=q[None], k=k[None], v=v[None])
-    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], hops(whole.layout, rule))
-    before_backward = lambda: ranks.agree({"pass": "backward", **facts}, q.device)
-    out, lse = attend(
-        *(chosen, ranks, whole.layout, rule, call, x, out_dtype or q.dtype, before_backward)
+    choice = choose_strategy(
+        strategy, ranks, q.shape[-2], k.shape[-2], count_hops(whole.layout, global_mask)
+    )
+    before_backward = lambda: ranks.check_consistent({"pass": "backward", **fields}, q.device)
+    out, lse = run_strategy(
+        *(choice, ranks, whole.layout, global_mask, call, x, out_dtype or q.dtype, before_backward)
     )
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-class Whole(NamedTuple):
+class GlobalSequence(NamedTuple):
     """The sequence that is spread over the ranks."""
 
     layout: Layout
@@ -121,15 +127,17 @@ class Whole(NamedTuple):
     @classmethod
     def of(
         cls,
-        comm: Comm | Nest,
+        comm: Comm | Mesh2D,
         layout: str | Layout,
         local: int,
         seqlen: int | None,
         cu_seqlens: Tensor | None,
-    ) -> "Whole":
+    ) -> "GlobalSequence":
         """What the ranks together have of a sequence of which this one has `local` positions."""
         layout = as_layout(layout, comm.size)
-        documents = None if cu_seqlens is None else tuple(offsets(cu_seqlens, seqlen).tolist())
+        documents = (
+            None if cu_seqlens is None else tuple(document_offsets(cu_seqlens, seqlen).tolist())
+        )
         if seqlen is None:
             seqlen = comm.size * local if documents is None else documents[-1]
         if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 0:
@@ -143,7 +151,7 @@ class Whole(NamedTuple):
         return cls(layout, seqlen, documents)
 
 
-def check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
+def check_inputs(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
     """Everything that needs no other rank is checked; the number of local positions."""
     check_qkv(*x[:3], rank=4 if cu_seqlens is None else 3)
     if x.q.shape[-3] != x.k.shape[-3]:
@@ -161,7 +169,9 @@ def check(x: Tensors, options: Options, cu_seqlens: Tensor | None) -> int:
     return x.q.shape[0]
 
 
-def rule_of(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
+def make_global_mask(
+    whole: GlobalSequence, x: Tensors, options: Options, mask: object
+) -> GlobalMask:
     """What the queries of the whole sequence see."""
     packed = whole.documents is not None
     if mask is not None and packed:
@@ -173,7 +183,9 @@ def rule_of(whole: Whole, x: Tensors, options: Options, mask: object) -> Rule:
             _check_fit(mask, (*planes, whole.seqlen, whole.seqlen))
     placed = bool(options.dropout_p) or x.alibi_slopes is not None
     window = options.window_size
-    return Rule(whole.seqlen, options.causal, tuple(window), whole.documents, mask, planes, placed)
+    return GlobalMask(
+        whole.seqlen, options.causal, tuple(window), whole.documents, mask, planes, placed
+    )
 
 
 def _check_fit(mask: BlockMask, wanted: tuple[int, int, int, int]) -> None:
@@ -182,10 +194,10 @@ def _check_fit(mask: BlockMask, wanted: tuple[int, int, int, int]) -> None:
         raise ValueError(f"mask of shape {mask.shape} does not fit scores of shape {wanted}")
 
 
-def _facts(
+def _shared_arguments(
     strategy: str,
-    whole: Whole,
-    rule: Rule,
+    whole: GlobalSequence,
+    global_mask: GlobalMask,
     options: Options,
     x: Tensors,
     seed: int | Tensor | None,
@@ -199,11 +211,13 @@ def _facts(
         "layout": str(whole.layout),
         "seqlen": whole.seqlen,
         "cu_seqlens": digests.of_documents(whole.documents),
-        "batch": rule.planes[0],
+        "batch": global_mask.planes[0],
         "q": (x.q.shape[-2:], x.q.dtype, x.q.device.type),
         "k": (x.k.shape[-2:], x.k.dtype),
         "v": (x.v.shape[-2:], x.v.dtype),
-        "mask": digests.of_mask(rule.mask, rule.planes, rule.seqlen, x.q.device),
+        "mask": digests.of_mask(
+            global_mask.mask, global_mask.planes, global_mask.seqlen, x.q.device
+        ),
         "sinks": digests.of_tensor(x.sinks),
         "alibi_slopes": digests.of_tensor(x.alibi_slopes),
         "dropout_seed": digests.of_tensor(seed) if isinstance(seed, Tensor) else seed,
@@ -212,7 +226,7 @@ def _facts(
     }
 
 
-def _keeps_residual(options: Options, x: Tensors) -> bool:
+def _needs_residual(options: Options, x: Tensors) -> bool:
     """Whether precise_delta has anything to keep, and a backward to keep it for."""
     rounds = (options.out_dtype or x.q.dtype).itemsize == 2
     leaves = (t for t in (x.q, x.k, x.v, x.sinks) if t is not None)
@@ -220,7 +234,7 @@ def _keeps_residual(options: Options, x: Tensors) -> bool:
     return options.precise_delta and rounds and records
 
 
-def _shared_seed(comm: Comm | Nest, seed: int | Tensor | None, q: Tensor) -> Tensor:
+def _shared_seed(comm: Comm | Mesh2D, seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is not None:
         return seed_tensor(seed, q)
     drawn = seed_tensor(None, q)

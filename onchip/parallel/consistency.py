@@ -1,6 +1,8 @@
-"""Facts that all ranks must bring alike. Every call compares a digest of them: 16 bytes from each
-rank to each. Only where digests differ do the facts themselves travel, as text: what differs is
-named, and no object of one process is rebuilt in another.
+"""Check that all ranks make the same call.
+
+Every call compares a digest of its arguments, the *fields*: each rank sends 16 bytes to each other
+rank. The fields themselves travel, as text, only where digests differ. Then the error names the
+field, its values and their ranks. No object of one process is rebuilt in another.
 """
 
 import json
@@ -11,60 +13,64 @@ from typing import Protocol
 from onchip.parallel.messages import ParallelError
 
 DIGEST_BYTES = 16
-REMEMBERED = 4096  # facts agreed on; the oldest are forgotten by all ranks in the same call
+MAX_REMEMBERED = 4096  # texts found equal; all ranks forget the oldest in the same call
 
 
-class Agreed:
-    """The facts that one communicator has agreed on, and the comparison that is still open."""
+class ConsistencyCache:
+    """The texts that the ranks of one communicator found equal, and the deferred comparison."""
 
     def __init__(self):
         self._texts: dict[str, None] = {}
-        self._open: Callable[[], None] | None = None
+        self._deferred: Callable[[], None] | None = None
 
     def __contains__(self, text: str) -> bool:
         return text in self._texts
 
     def add(self, text: str) -> None:
         self._texts[text] = None
-        if len(self._texts) > REMEMBERED:
+        if len(self._texts) > MAX_REMEMBERED:
             del self._texts[next(iter(self._texts))]
 
-    def leave_open(self, check: Callable[[], None]) -> None:
-        self._open = check
+    def defer(self, check: Callable[[], None]) -> None:
+        self._deferred = check
 
-    def close(self) -> None:
-        """Read the comparison that was left open, if there is one."""
-        check, self._open = self._open, None
+    def run_deferred(self) -> None:
+        """Finish the comparison that the last call deferred, if any."""
+        check, self._deferred = self._deferred, None
         if check is not None:
             check()
 
 
-class Comparable(Protocol):
-    """What `agree` needs of a communicator; see `messages.Comm`."""
+class ConsistencyComm(Protocol):
+    """The part of a communicator that `check_consistent` needs; see `messages.Comm`."""
 
     @property
-    def agreed(self) -> Agreed: ...
+    def consistency(self) -> ConsistencyCache: ...
 
-    def collect(self, digest: bytes) -> Callable[[], list[bytes]]: ...
+    def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]: ...
 
-    def texts(self, text: str) -> dict[int, str]: ...
+    def exchange_texts(self, text: str) -> dict[int, str]: ...
 
 
-def agree(comm: Comparable, facts: Mapping[str, object], later: bool = False) -> None:
-    """Compare the facts of all ranks: ParallelError names what differs, on every rank. later: facts
-    that were agreed on before are posted alone, and compared when this is called the next time.
+def check_consistent(
+    comm: ConsistencyComm, fields: Mapping[str, object], defer: bool = False
+) -> None:
+    """Compare the fields of all ranks. Every rank raises a ParallelError that names the difference.
+
+    defer: fields that were equal in an earlier call are only posted; the next call compares them.
     """
-    agreed, text = comm.agreed, as_text(facts)
-    agreed.close()
-    digests = comm.collect(digest_of(text.encode()))
+    cache, text = comm.consistency, encode_fields(fields)
+    cache.run_deferred()
+    digests = comm.exchange_digests(digest_of(text.encode()))
 
     def check() -> None:
         if len(set(digests())) > 1:
-            raise compare(comm.texts(text)) or ParallelError("the ranks do not agree")
-        agreed.add(text)
+            error = find_difference(comm.exchange_texts(text))
+            raise error or ParallelError("the ranks do not agree")
+        cache.add(text)
 
-    if later and text in agreed:
-        agreed.leave_open(check)
+    if defer and text in cache:
+        cache.defer(check)
     else:
         check()
 
@@ -73,46 +79,45 @@ def digest_of(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def as_text(facts: Mapping[str, object]) -> str:
-    """JSON; what JSON has no word for (dtypes, devices) by its own str."""
-    return json.dumps(dict(facts), sort_keys=True, default=str)
+def encode_fields(fields: Mapping[str, object]) -> str:
+    """JSON; types that JSON lacks (dtypes, devices) as their str."""
+    return json.dumps(dict(fields), sort_keys=True, default=str)
 
 
-def compare(texts: Mapping[int, str]) -> ParallelError | None:
-    """The error that names what differs in the facts of these ranks, or None. Its rank is one of
-    the fewest that differ from the others: of two ranks the first.
+def find_difference(texts: Mapping[int, str]) -> ParallelError | None:
+    """The error that names the fields in which these ranks differ, or None. Its rank belongs to the
+    smallest group of equal ranks; of two ranks it is the first.
     """
     if len(set(texts.values())) == 1:
         return None
-    facts = {rank: json.loads(text) for rank, text in texts.items()}
-    fields = sorted({field for each in facts.values() for field in each})
-    groups = {field: _groups(field, facts) for field in fields}
-    differing = {field: group for field, group in groups.items() if len(group) > 1}
-    sentences = [_sentence(field, group) for field, group in differing.items()]
-    return ParallelError(f"the ranks do not agree: {'; '.join(sentences)}", _stray(texts))
+    fields_of = {rank: json.loads(text) for rank, text in texts.items()}
+    names = sorted({name for fields in fields_of.values() for name in fields})
+    ranks_by_value = {name: _ranks_by_value(name, fields_of) for name in names}
+    sentences = [_sentence(n, values) for n, values in ranks_by_value.items() if len(values) > 1]
+    return ParallelError(f"the ranks do not agree: {'; '.join(sentences)}", _minority_rank(texts))
 
 
-def _stray(texts: Mapping[int, str]) -> int:
-    """By all facts together: single fields may split the ranks in other ways."""
-    sides: dict[str, list[int]] = {}
+def _minority_rank(texts: Mapping[int, str]) -> int:
+    """Groups ranks by all fields together, because single fields may split them in other ways."""
+    groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        sides.setdefault(text, []).append(rank)
-    return min(sides.values(), key=len)[0]
+        groups.setdefault(text, []).append(rank)
+    return min(groups.values(), key=len)[0]
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _groups(field: str, facts: Mapping[int, Mapping]) -> dict[str, list[int]]:
-    """value -> the ranks that bring it"""
-    groups: dict[str, list[int]] = {}
-    for rank, each in facts.items():
-        value = json.dumps(each[field]) if field in each else "nothing"
-        groups.setdefault(value, []).append(rank)
-    return groups
+def _ranks_by_value(name: str, fields_of: Mapping[int, Mapping]) -> dict[str, list[int]]:
+    """{value of the field, as JSON: ranks that have it}"""
+    ranks: dict[str, list[int]] = {}
+    for rank, fields in fields_of.items():
+        value = json.dumps(fields[name]) if name in fields else "nothing"
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
-def _sentence(field: str, groups: Mapping[str, list[int]]) -> str:
-    parts = [f"{value} on {name_ranks(ranks)}" for value, ranks in groups.items()]
-    return f"{field} is {', '.join(parts)}"
+def _sentence(name: str, ranks_by_value: Mapping[str, list[int]]) -> str:
+    parts = [f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+    return f"{name} is {', '.join(parts)}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from onchip.masks import BLOCK, BlockMask, Mask
 from onchip.masks.nodes import Cells, Dense, Grid, Interval, Join, Node, Not
 from onchip.masks.parts import node_of
-from onchip.parallel.rounds import PLANS
+from onchip.parallel.rounds import MAX_PLANS
 
 # Of a mask that is a function, all cells are compared up to so many blocks of 128 x 128 cells;
 # beyond, so many rectangles of 128 queries and 128 keys drawn from the whole.
@@ -44,7 +44,7 @@ def of_mask(
     return None if mask is None else _of_mask(mask, planes, seqlen, device)
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=MAX_PLANS)
 def _of_mask(
     mask: Mask | BlockMask, planes: tuple[int, int], seqlen: int, device: torch.device
 ) -> str:

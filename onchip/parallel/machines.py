@@ -65,7 +65,7 @@ class Fabric(NamedTuple):
         return torch.where(self.crosses(num_devices), cost(self.between), inside)
 
 
-class Tier(NamedTuple):
+class StorageTier(NamedTuple):
     """Where a context goes that does not fit; unit_bytes is what one module of it holds."""
 
     name: str
@@ -77,7 +77,7 @@ class Tier(NamedTuple):
         return max(1, math.ceil(num_bytes / self.unit_bytes))
 
 
-class Kernel(NamedTuple):
+class KernelRates(NamedTuple):
     """TFLOP/s of one device at each of LENGTHS keys."""
 
     tflops: tuple[float, ...]
@@ -98,22 +98,22 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # (backward, causal, head_dim): bench/results/h200-forward.json and h200-backward.json; a test
 # compares. 16k tokens and 2,048 of hidden size in each call, bf16.
 H200_KERNELS = {
-    (False, False, 64): Kernel((406, 439, 496, 507, 536, 559)),
-    (False, True, 64): Kernel((273, 350, 411, 458, 514, 538)),
-    (False, False, 128): Kernel((564, 626, 667, 698, 724, 752)),
-    (False, True, 128): Kernel((372, 484, 581, 650, 697, 723)),
-    (False, False, 256): Kernel((533, 636, 699, 734, 756, 783)),
-    (False, True, 256): Kernel((361, 499, 615, 686, 740, 753)),
-    (True, False, 64): Kernel((314, 382, 430, 453, 486, 492)),
-    (True, True, 64): Kernel((197, 289, 371, 422, 456, 487)),
-    (True, False, 128): Kernel((353, 436, 490, 524, 553, 569)),
-    (True, True, 128): Kernel((224, 329, 420, 483, 529, 560)),
-    (True, False, 256): Kernel((320, 387, 427, 455, 479, 485)),
-    (True, True, 256): Kernel((210, 300, 373, 417, 451, 481)),
+    (False, False, 64): KernelRates((406, 439, 496, 507, 536, 559)),
+    (False, True, 64): KernelRates((273, 350, 411, 458, 514, 538)),
+    (False, False, 128): KernelRates((564, 626, 667, 698, 724, 752)),
+    (False, True, 128): KernelRates((372, 484, 581, 650, 697, 723)),
+    (False, False, 256): KernelRates((533, 636, 699, 734, 756, 783)),
+    (False, True, 256): KernelRates((361, 499, 615, 686, 740, 753)),
+    (True, False, 64): KernelRates((314, 382, 430, 453, 486, 492)),
+    (True, True, 64): KernelRates((197, 289, 371, 422, 456, 487)),
+    (True, False, 128): KernelRates((353, 436, 490, 524, 553, 569)),
+    (True, True, 128): KernelRates((224, 329, 420, 483, 529, 560)),
+    (True, False, 256): KernelRates((320, 387, 427, 455, 479, 485)),
+    (True, True, 256): KernelRates((210, 300, 373, 417, 451, 481)),
 }
 
 
-FOLDED = 4  # results that one launch folds into the total (rounds.py)
+ROUNDS_PER_MERGE = 4  # results that one launch folds into the total (rounds.py)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,16 +126,16 @@ class Machine:
     """
 
     name: str
-    kernels: dict[tuple[bool, bool, int], Kernel]
+    kernels: dict[tuple[bool, bool, int], KernelRates]
     memory_bytes: float
     memory_bytes_s: float
     processors: int
     tile_m: int
     call_s: float
-    tiers: tuple[Tier, ...]
-    merge_moves: float = 1 + 2 / FOLDED
+    tiers: tuple[StorageTier, ...]
+    merge_moves: float = 1 + 2 / ROUNDS_PER_MERGE
 
-    def kernel(self, backward: bool, causal: bool, head_dim: int) -> Kernel:
+    def kernel(self, backward: bool, causal: bool, head_dim: int) -> KernelRates:
         key = (backward, causal, head_dim)
         if key not in self.kernels:
             known = sorted({d for _, _, d in self.kernels})
@@ -163,5 +163,5 @@ H200 = Machine(
     processors=hardware.H200.processors,
     tile_m=128,
     call_s=35e-6,
-    tiers=(Tier("host", 256e9, 54.8e9, 52.5e9), Tier("disk", 15.36e12, 13e9, 6.6e9)),
+    tiers=(StorageTier("host", 256e9, 54.8e9, 52.5e9), StorageTier("disk", 15.36e12, 13e9, 6.6e9)),
 )

@@ -9,76 +9,79 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from onchip.parallel.comm import Comm, Work
-from onchip.parallel.consistency import Agreed, agree, digest_of
-from onchip.parallel.messages import CPU, Done
-from onchip.parallel.rounds import PLANS
+from onchip.parallel.comm import Comm, CommWork
+from onchip.parallel.consistency import ConsistencyCache, check_consistent, digest_of
+from onchip.parallel.messages import CPU, CompletedWork
+from onchip.parallel.rounds import MAX_PLANS
 from onchip.parallel.sharding import Layout, Piece
 
 
-class Alone:
+class SingleRankComm:
     """The communicator of a rank without others."""
 
     rank, size = 0, 1
 
-    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+    def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
         return lambda: [digest]
 
-    def texts(self, text: str) -> dict[int, str]:
+    def exchange_texts(self, text: str) -> dict[int, str]:
         return {0: text}
 
-    def sum(self, x: Tensor) -> Work:
-        return Done()
+    def sum(self, x: Tensor) -> CommWork:
+        return CompletedWork()
 
 
-class Nest:
+class Mesh2D:
     """Both dimensions of a rank, which is number outer.rank * inner.size + inner.rank of all."""
 
-    def __init__(self, outer: Comm | Alone, inner: Comm):
+    def __init__(self, outer: Comm | SingleRankComm, inner: Comm):
         self.outer, self.inner = outer, inner
         self.rank = outer.rank * inner.size + inner.rank
         self.size = outer.size * inner.size
 
     @property
-    def agreed(self) -> Agreed:
-        return self.inner.agreed
+    def consistency(self) -> ConsistencyCache:
+        return self.inner.consistency
 
-    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
-        agree(self, facts)
+    def check_consistent(self, fields: Mapping[str, object], device: torch.device = CPU) -> None:
+        check_consistent(self, fields)
 
-    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+    def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
         """Those of this rank's group, and one of each group: the digest of its members if it is the
         same for all of them, another otherwise. They are equal if and only if all ranks' are.
         """
-        collected = self.inner.collect(digest)
+        collected = self.inner.exchange_digests(digest)
 
         def wait() -> list[bytes]:
             group = collected()
             same = len(set(group)) == 1
-            return [*group, *self.outer.collect(digest if same else digest_of(b"".join(group)))()]
+            return [
+                *group,
+                *self.outer.exchange_digests(digest if same else digest_of(b"".join(group)))(),
+            ]
 
         return wait
 
-    def texts(self, text: str) -> dict[int, str]:
-        groups = self.outer.texts(json.dumps([*self.inner.texts(text).items()]))
+    def exchange_texts(self, text: str) -> dict[int, str]:
+        groups = self.outer.exchange_texts(json.dumps([*self.inner.exchange_texts(text).items()]))
         return {rank: each for group in groups.values() for rank, each in json.loads(group)}
 
-    def sum(self, x: Tensor) -> Work:
+    def sum(self, x: Tensor) -> CommWork:
         self.inner.sum(x).wait()
         return self.outer.sum(x)
 
 
-def nested(comm: Comm, inner_size: int) -> Nest:
+def make_mesh2d(comm: Comm, inner_size: int) -> Mesh2D:
     """The ranks of a communicator in groups of so many neighbours."""
     if inner_size == comm.size:
-        return Nest(Alone(), comm)
+        return Mesh2D(SingleRankComm(), comm)
     first = comm.rank // inner_size * inner_size
     inner = comm.part(range(first, first + inner_size))
-    return Nest(comm.part(range(comm.rank % inner_size, comm.size, inner_size)), inner)
+    return Mesh2D(comm.part(range(comm.rank % inner_size, comm.size, inner_size)), inner)
 
 
 def inner_sizes(size: int, num_kv_heads: int) -> list[int]:
-    """Groups of so many ranks can share key heads evenly, and divide the ranks."""
+    """GroupedLayout of so many ranks can share key heads evenly, and divide the ranks."""
     most = gcd(size, num_kv_heads)
     return [n for n in range(1, most + 1) if most % n == 0]
 
@@ -106,7 +109,7 @@ def best_inner_size(size: int, num_heads: int, num_kv_heads: int, hops: int | No
 
 
 @dataclass(frozen=True)
-class Groups(Layout):
+class GroupedLayout(Layout):
     """What groups of neighbours in a layout hold together."""
 
     layout: Layout
@@ -135,14 +138,16 @@ class Groups(Layout):
         return _rows(self, rank, seqlen, device)
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=MAX_PLANS)
 def _positions(layout: Layout, inner_size: int, rank: int, seqlen: int) -> Tensor:
     members = range(rank * inner_size, (rank + 1) * inner_size)
     return torch.cat([layout.positions(member, seqlen) for member in members]).sort().values
 
 
-@lru_cache(maxsize=PLANS)
-def _rows(groups: Groups, rank: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
+@lru_cache(maxsize=MAX_PLANS)
+def _rows(
+    groups: GroupedLayout, rank: int, seqlen: int, device: torch.device
+) -> tuple[Tensor, ...]:
     whole, first = groups.positions(rank, seqlen), rank * groups.inner_size
     members = (groups.layout.positions(first + i, seqlen) for i in range(groups.inner_size))
     return tuple(torch.searchsorted(whole, positions).to(device) for positions in members)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from onchip.parallel.consistency import Agreed
+    from onchip.parallel.consistency import ConsistencyCache
 
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ class ParallelError(RuntimeError):
         self.rank = rank
 
 
-class Work(Protocol):
+class CommWork(Protocol):
     """Communication under way. Its tensors belong to it until `wait` has returned."""
 
     def wait(self) -> None:
@@ -44,47 +44,47 @@ class Comm(Protocol):
     rank: int
     size: int
 
-    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
         """send goes to rank + hops, recv comes from rank - hops (modulo size)."""
         ...
 
-    def gather(self, x: Tensor, out: Sequence[Tensor]) -> Work:
+    def all_gather(self, x: Tensor, out: Sequence[Tensor]) -> CommWork:
         """out[r] = x of rank r. Shapes may differ from rank to rank."""
         ...
 
-    def scatter_sum(self, parts: Sequence[Tensor], out: Tensor) -> Work:
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor) -> CommWork:
         """out = the sum over ranks r, in their order, of parts[rank] of r; at least in fp32."""
         ...
 
-    def swap(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Work:
+    def all_to_all(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> CommWork:
         """recv[r] = send[rank] of rank r."""
         ...
 
-    def sum(self, x: Tensor) -> Work:
+    def sum(self, x: Tensor) -> CommWork:
         """x becomes the sum of the x of all ranks, the same bits everywhere."""
         ...
 
-    def max(self, x: Tensor) -> Work:
+    def max(self, x: Tensor) -> CommWork:
         """x becomes the maximum of the x of all ranks."""
         ...
 
-    def agree(self, facts: Mapping[str, object], device: torch.device = CPU) -> None:
-        """Returns when all ranks brought equal facts; ParallelError names fields, ranks and values
+    def check_consistent(self, fields: Mapping[str, object], device: torch.device = CPU) -> None:
+        """Returns when all ranks brought equal fields; ParallelError names fields, ranks and values
         that differ, on every rank. device: of the tensors that travel next. Where the host does not
-        wait for them (NCCL), facts that were agreed on before are compared by the next `agree`.
+        wait for them (NCCL), fields that were agreed on before are compared by the next `agree`.
         """
         ...
 
     @property
-    def agreed(self) -> "Agreed":
+    def consistency(self) -> "ConsistencyCache":
         """What `agree` remembers."""
         ...
 
-    def collect(self, digest: bytes) -> Callable[[], list[bytes]]:
+    def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
         """Post 16 bytes to all ranks; the result waits for those of all ranks."""
         ...
 
-    def texts(self, text: str) -> dict[int, str]:
+    def exchange_texts(self, text: str) -> dict[int, str]:
         """The texts of all ranks, by their numbers in the job."""
         ...
 
@@ -98,24 +98,24 @@ class Comm(Protocol):
         ...
 
 
-class Message(NamedTuple):
+class PeerMessage(NamedTuple):
     """A tensor that goes to a peer or comes from it."""
 
     peer: int
     tensor: Tensor
 
 
-class Done:
+class CompletedWork:
     """Nothing is under way."""
 
     def wait(self) -> None:
         return
 
 
-class Then:
-    """Work, and what this rank does once with what it brought."""
+class WorkThen:
+    """CommWork, and what this rank does once with what it brought."""
 
-    def __init__(self, work: Work, finish: Callable[[], object]):
+    def __init__(self, work: CommWork, finish: Callable[[], object]):
         self._work, self._finish = work, finish
 
     @torch.no_grad()
@@ -126,76 +126,78 @@ class Then:
             finish()
 
 
-class Pairwise:
+class PointToPointComm:
     """The patterns of `Comm` over `_exchange`, which one communicator brings."""
 
     rank: int
     size: int
 
-    def _exchange(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
+    def _exchange(self, kind: str, sends: list[PeerMessage], recvs: list[PeerMessage]) -> CommWork:
         """Posts contiguous tensors with elements. Messages between two ranks keep their order."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
         _check_like("send", send, "recv", recv, shapes=False)
         if hops % self.size == 0:
             recv.copy_(send)
-            return Done()
+            return CompletedWork()
         ahead, behind = (self.rank + hops) % self.size, (self.rank - hops) % self.size
-        return self._post("shift", [Message(ahead, send)], [Message(behind, recv)])
+        return self._post("shift", [PeerMessage(ahead, send)], [PeerMessage(behind, recv)])
 
     @torch.no_grad()
-    def gather(self, x: Tensor, out: Sequence[Tensor]) -> Work:
-        return self._gather("gather", x, out)
+    def all_gather(self, x: Tensor, out: Sequence[Tensor]) -> CommWork:
+        return self._all_gather("all_gather", x, out)
 
     @torch.no_grad()
-    def swap(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> Work:
+    def all_to_all(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> CommWork:
         self._check_parts("send", send)
         self._check_parts("recv", recv)
         _check_like(f"send[{self.rank}]", send[self.rank], f"recv[{self.rank}]", recv[self.rank])
         recv[self.rank].copy_(send[self.rank])
-        return self._post("swap", self._to_all(send), self._to_all(recv))
+        return self._post("all_to_all", self._to_all(send), self._to_all(recv))
 
     @torch.no_grad()
-    def scatter_sum(self, parts: Sequence[Tensor], out: Tensor) -> Work:
+    def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor) -> CommWork:
         self._check_parts("parts", parts)
         _check_like(f"parts[{self.rank}]", parts[self.rank], "out", out)
         terms = [torch.empty_like(out, memory_format=torch.contiguous_format) for _ in parts]
         terms[self.rank] = parts[self.rank]
-        work = self._post("scatter_sum", self._to_all(parts), self._to_all(terms))
-        return Then(work, lambda: out.copy_(_total(terms)))
+        work = self._post("reduce_scatter", self._to_all(parts), self._to_all(terms))
+        return WorkThen(work, lambda: out.copy_(_sum_in_order(terms)))
 
     @torch.no_grad()
-    def sum(self, x: Tensor) -> Work:
+    def sum(self, x: Tensor) -> CommWork:
         terms = [torch.empty_like(x) for _ in range(self.size)]
-        return Then(self._gather("sum", x, terms), lambda: x.copy_(_total(terms)))
+        return WorkThen(self._all_gather("sum", x, terms), lambda: x.copy_(_sum_in_order(terms)))
 
     @torch.no_grad()
-    def max(self, x: Tensor) -> Work:
+    def max(self, x: Tensor) -> CommWork:
         terms = [torch.empty_like(x) for _ in range(self.size)]
-        return Then(self._gather("max", x, terms), lambda: torch.amax(torch.stack(terms), 0, out=x))
+        return WorkThen(
+            self._all_gather("max", x, terms), lambda: torch.amax(torch.stack(terms), 0, out=x)
+        )
 
-    def _gather(self, kind: str, x: Tensor, out: Sequence[Tensor]) -> Work:
+    def _all_gather(self, kind: str, x: Tensor, out: Sequence[Tensor]) -> CommWork:
         self._check_parts("out", out)
         _check_like("x", x, f"out[{self.rank}]", out[self.rank])
         out[self.rank].copy_(x)
         return self._post(kind, self._to_all([x] * self.size), self._to_all(out))
 
-    def _to_all(self, tensors: Sequence[Tensor]) -> list[Message]:
+    def _to_all(self, tensors: Sequence[Tensor]) -> list[PeerMessage]:
         """The next rank first, so that not everybody begins with rank 0."""
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
-        return [Message(peer, tensors[peer]) for peer in peers]
+        return [PeerMessage(peer, tensors[peer]) for peer in peers]
 
-    def _post(self, kind: str, sends: list[Message], recvs: list[Message]) -> Work:
+    def _post(self, kind: str, sends: list[PeerMessage], recvs: list[PeerMessage]) -> CommWork:
         """Messages without elements are not sent; tensors with gaps travel as copies."""
-        sends = [Message(m.peer, m.tensor.contiguous()) for m in sends if m.tensor.numel()]
+        sends = [PeerMessage(m.peer, m.tensor.contiguous()) for m in sends if m.tensor.numel()]
         wanted = [m for m in recvs if m.tensor.numel()]
-        recvs = [Message(m.peer, _solid(m.tensor)) for m in wanted]
-        work = self._exchange(kind, sends, recvs) if sends or recvs else Done()
+        recvs = [PeerMessage(m.peer, _contiguous_like(m.tensor)) for m in wanted]
+        work = self._exchange(kind, sends, recvs) if sends or recvs else CompletedWork()
         copies = [(m.tensor, c.tensor) for m, c in zip(wanted, recvs, strict=True)]
         copies = [(to, solid) for to, solid in copies if to is not solid]
-        return Then(work, lambda: [to.copy_(solid) for to, solid in copies]) if copies else work
+        return WorkThen(work, lambda: [to.copy_(solid) for to, solid in copies]) if copies else work
 
     def _check_parts(self, name: str, parts: Sequence[Tensor]) -> None:
         if len(parts) != self.size:
@@ -205,11 +207,11 @@ class Pairwise:
             raise ValueError(f"the tensors of {name} have several dtypes: {', '.join(dtypes)}")
 
 
-def _solid(tensor: Tensor) -> Tensor:
+def _contiguous_like(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous()
 
 
-def _total(terms: Sequence[Tensor]) -> Tensor:
+def _sum_in_order(terms: Sequence[Tensor]) -> Tensor:
     """Their sum from first to last: 16-bit terms are added in fp32."""
     narrow = terms[0].is_floating_point() and terms[0].element_size() < 4
     total = terms[0].to(torch.float32 if narrow else terms[0].dtype, copy=True)

@@ -13,30 +13,30 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from onchip.parallel.heartbeat import end
+from onchip.parallel.heartbeat import stop_thread
 from onchip.parallel.messages import ParallelError
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     def query(self) -> bool: ...
 
 
-class Lookout:
+class NcclWatchdog:
     """Follows one event at a time: streams keep their order, so that later ones can wait."""
 
     def __init__(
-        self, judge: Callable[[str], ParallelError], abort: Callable[[], object], beat_s: float
+        self, diagnose: Callable[[str], ParallelError], abort: Callable[[], object], beat_s: float
     ):
-        self._judge, self._abort, self._beat_s = judge, abort, beat_s
-        self._next: queue.SimpleQueue[tuple[Event, float] | None] = queue.SimpleQueue()
+        self._diagnose, self._abort, self._beat_s = diagnose, abort, beat_s
+        self._next: queue.SimpleQueue[tuple[StreamEvent, float] | None] = queue.SimpleQueue()
         self._over = threading.Event()
-        self.idle = True
+        self.is_idle = True
         thread = threading.Thread(target=self._run, daemon=True, name="onchip-lookout")
         thread.start()
-        atexit.register(end, thread, self._end)
+        atexit.register(stop_thread, thread, self._end)
 
-    def follow(self, event: Event, timeout_s: float) -> None:
-        self.idle = False
+    def watch(self, event: StreamEvent, timeout_s: float) -> None:
+        self.is_idle = False
         self._next.put((event, time.monotonic() + timeout_s))
 
     def _end(self) -> None:
@@ -44,14 +44,14 @@ class Lookout:
         self._next.put(None)
 
     def _run(self) -> None:
-        while (current := self._next.get()) is not None and self._comes(*current):
-            self.idle = True
+        while (current := self._next.get()) is not None and self._wait_for_event(*current):
+            self.is_idle = True
         if not self._over.is_set():
-            error = self._judge("a device waits in vain")
+            error = self._diagnose("a device waits in vain")
             logging.getLogger("onchip").error("%s", error)
             self._abort()
 
-    def _comes(self, event: Event, until: float) -> bool:
+    def _wait_for_event(self, event: StreamEvent, until: float) -> bool:
         while not (came := event.query()) and time.monotonic() < until:
             if self._over.wait(self._beat_s):
                 return False

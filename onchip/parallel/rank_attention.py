@@ -12,25 +12,25 @@ from onchip.derivatives import first_order, refuse_forward_mode
 from onchip.kernels.protocol import Grads, row_delta, sink_gradient
 from onchip.library import split, with_residual
 from onchip.parallel.comm import Comm
-from onchip.parallel.rounds import Call, Schedule
+from onchip.parallel.rounds import RingSchedule, RoundOptions
 from onchip.state import add_sink, finalize, resume
 
-Kept = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, residual)
+OutLseResidual = tuple[Tensor, Tensor, Tensor | None]  # (out, lse, residual)
 
 
-class Job(NamedTuple):
+class RankAttention(NamedTuple):
     """One call on one rank. A strategy has `forward(comm, schedule, call, q, k, v)` and
     `backward(comm, schedule, call, q, k, v, saved)`, as ring.py has them.
     """
 
     comm: Comm
     strategy: Any
-    schedule: Schedule
-    call: Call
+    schedule: RingSchedule
+    call: RoundOptions
     out_dtype: torch.dtype
     before_backward: Callable[[], None]  # compares the call with those of the other ranks again
 
-    def of_heads(self, lo: int, hi: int) -> "Job":
+    def of_heads(self, lo: int, hi: int) -> "RankAttention":
         """The same for heads [lo, hi) of the call."""
         rounds = self.schedule.rounds
         cut = lambda r: (
@@ -43,7 +43,7 @@ class Job(NamedTuple):
             call=self.call._replace(alibi_slopes=slopes, first_head=lo),
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> OutLseResidual:
         """(out, lse, residual of out, if it is kept) of local queries. A sink enters after the keys
         of all ranks, once.
         """
@@ -70,13 +70,13 @@ class Job(NamedTuple):
         return Grads(*found, dsinks=sink_gradient(sinks, lse, row_delta(out, dout, dlse)))
 
 
-class Attention(torch.autograd.Function):
-    """(out, lse) of a job, of q, k, v and sinks."""
+class RankAttentionFunction(torch.autograd.Function):
+    """(out, lse) of a rank_attention, of q, k, v and sinks."""
 
     @staticmethod
-    def forward(ctx, job: Job, q, k, v, sinks):
-        out, lse, residual = job.attend(q, k, v, sinks)
-        ctx.job = job
+    def forward(ctx, rank_attention: RankAttention, q, k, v, sinks):
+        out, lse, residual = rank_attention.attend(q, k, v, sinks)
+        ctx.rank_attention = rank_attention
         ctx.save_for_backward(q, k, v, sinks, out, lse, residual)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -84,12 +84,12 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.job.before_backward()
+        ctx.rank_attention.before_backward()
         q, k, v, sinks, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = ctx.job.differentiate(q, k, v, sinks, (out, lse, dout, dlse, residual))
+        grads = ctx.rank_attention.differentiate(q, k, v, sinks, (out, lse, dout, dlse, residual))
         dq, dk, dv = (g.to(q.dtype) for g in grads[:3])
         dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
         return None, dq, dk, dv, dsinks

@@ -14,7 +14,7 @@ from onchip.masks import BLOCK, BlockMask, Mask, build
 from onchip.masks.bits import unpack
 
 Piece = tuple[int, int, int]  # start, stop, step, as of a slice
-IGNORED = -100  # the label that torch's cross_entropy leaves out
+IGNORE_INDEX = -100  # the label that torch's cross_entropy leaves out
 
 
 class Layout:
@@ -73,28 +73,32 @@ class Layout:
         positions = self.positions(rank, seqlen)
         if cu_seqlens is None:
             return positions
-        starts = offsets(cu_seqlens, seqlen)
+        starts = document_offsets(cu_seqlens, seqlen)
         return positions - starts[documents_of(positions, starts)]
 
     def labels(
         self, tokens: Tensor, rank: int, dim: int = -1, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The rank's share of the next tokens of `tokens`, the whole sequence: IGNORED after the
+        """The rank's share of the next tokens of `tokens`, the whole sequence: IGNORE_INDEX after the
         last token of the sequence, or of a document. (Shifted after sharding, a rank would lack the
         token that another one holds.)
         """
         labels = tokens.roll(-1, dim)
         seqlen = tokens.shape[dim]
-        ends = torch.tensor([seqlen]) if cu_seqlens is None else offsets(cu_seqlens, seqlen)[1:]
+        ends = (
+            torch.tensor([seqlen])
+            if cu_seqlens is None
+            else document_offsets(cu_seqlens, seqlen)[1:]
+        )
         last = ends[ends > 0] - 1
-        labels.index_fill_(dim, last.to(labels.device), IGNORED)
+        labels.index_fill_(dim, last.to(labels.device), IGNORE_INDEX)
         return self.shard(labels, rank, dim)
 
     def cu_seqlens(self, rank: int, cu_seqlens: Tensor) -> Tensor:
         """int32 offsets of the documents in the rank's part: document d of the sequence is document
         d here, and may be empty.
         """
-        starts = offsets(cu_seqlens)
+        starts = document_offsets(cu_seqlens)
         positions = self.positions(rank, int(starts[-1]))
         return torch.searchsorted(positions, starts).int()
 
@@ -106,18 +110,18 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Contiguous(Layout):
+class ContiguousLayout(Layout):
     """Rank r holds the r-th chunk. Balanced where every query sees as much as every other."""
 
     size: int
     multiple: int = 1
 
     def pieces(self, rank: int, seqlen: int) -> list[Piece]:
-        return _joined([_chunk(rank, self.size, seqlen, self.multiple)])
+        return _join_pieces([_chunk(rank, self.size, seqlen, self.multiple)])
 
 
 @dataclass(frozen=True)
-class Zigzag(Layout):
+class ZigzagLayout(Layout):
     """Of 2 * size chunks rank r holds the r-th and the r-th from the end: under a causal mask all
     have as much to do.
     """
@@ -128,11 +132,11 @@ class Zigzag(Layout):
     def pieces(self, rank: int, seqlen: int) -> list[Piece]:
         chunks = 2 * self.size
         both = (rank, chunks - 1 - rank)
-        return _joined([_chunk(i, chunks, seqlen, self.multiple) for i in both])
+        return _join_pieces([_chunk(i, chunks, seqlen, self.multiple) for i in both])
 
 
 @dataclass(frozen=True)
-class Striped(Layout):
+class StripedLayout(Layout):
     """Position t is on rank t % size."""
 
     size: int
@@ -141,31 +145,31 @@ class Striped(Layout):
         return [(rank, seqlen, self.size)] if rank < seqlen else []
 
 
-class Balanced(Layout):
+class BalancedLayout(Layout):
     """Blocks of 128 queries, sorted by how many keys they see under a mask and dealt in turns,
     there and back: all ranks have as many blocks, up to one, and about as much to do.
     """
 
     def __init__(self, size: int, mask: Mask | BlockMask):
         self.size, self.mask = size, mask
-        self._dealt: dict[int, list[list[Piece]]] = {}
+        self._assigned: dict[int, list[list[Piece]]] = {}
 
     def pieces(self, rank: int, seqlen: int) -> list[Piece]:
-        if seqlen not in self._dealt:
-            self._dealt[seqlen] = self._deal(seqlen)
-        return self._dealt[seqlen][rank]
+        if seqlen not in self._assigned:
+            self._assigned[seqlen] = self._assign_blocks(seqlen)
+        return self._assigned[seqlen][rank]
 
-    def _deal(self, seqlen: int) -> list[list[Piece]]:
+    def _assign_blocks(self, seqlen: int) -> list[list[Piece]]:
         mask = build(self.mask, *self._planes(), seqlen, seqlen)
         order = visible_cells(mask).sort(descending=True, stable=True).indices
         turn = torch.arange(len(order)) % (2 * self.size)
         ranks = torch.minimum(turn, 2 * self.size - 1 - turn)
         owned = [order[ranks == rank].sort().values.tolist() for rank in range(self.size)]
         block = lambda i: (i * BLOCK, min((i + 1) * BLOCK, seqlen), 1)
-        return [_joined([block(i) for i in blocks]) for blocks in owned]
+        return [_join_pieces([block(i) for i in blocks]) for blocks in owned]
 
     def __repr__(self) -> str:
-        return f"Balanced(size={self.size}, mask={self.mask})"
+        return f"BalancedLayout(size={self.size}, mask={self.mask})"
 
     def _planes(self) -> tuple[int, int]:
         return self.mask.shape[:2] if isinstance(self.mask, BlockMask) else (1, 1)
@@ -173,7 +177,7 @@ class Balanced(Layout):
 
 def contiguous(size: int, multiple: int = 1) -> Layout:
     """Rank r holds the r-th of `size` chunks, which begin at multiples of `multiple`."""
-    return Contiguous(_checked("size", size), _checked("multiple", multiple))
+    return ContiguousLayout(_check_positive("size", size), _check_positive("multiple", multiple))
 
 
 def zigzag(size: int, multiple: int = 1) -> Layout:
@@ -181,12 +185,12 @@ def zigzag(size: int, multiple: int = 1) -> Layout:
 
     multiple: chunks begin at multiples of it. 128 lets block masks be cut along their blocks.
     """
-    return Zigzag(_checked("size", size), _checked("multiple", multiple))
+    return ZigzagLayout(_check_positive("size", size), _check_positive("multiple", multiple))
 
 
 def striped(size: int) -> Layout:
     """Rank r holds positions r, r + size, r + 2 size, ..."""
-    return Striped(_checked("size", size))
+    return StripedLayout(_check_positive("size", size))
 
 
 def balanced(size: int, mask: Mask | BlockMask) -> Layout:
@@ -195,7 +199,7 @@ def balanced(size: int, mask: Mask | BlockMask) -> Layout:
     """
     if not isinstance(mask, (Mask, BlockMask)):
         raise ValueError(f"mask must be a Mask or a BlockMask, got {type(mask).__name__}")
-    return Balanced(_checked("size", size), mask)
+    return BalancedLayout(_check_positive("size", size), mask)
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -213,7 +217,7 @@ def as_layout(layout: str | Layout, size: int) -> Layout:
     return layout
 
 
-def offsets(cu_seqlens: Tensor, seqlen: int | None = None) -> Tensor:
+def document_offsets(cu_seqlens: Tensor, seqlen: int | None = None) -> Tensor:
     """cu_seqlens as int64 on the host, checked: from 0 to seqlen, never falling."""
     starts = torch.as_tensor(cu_seqlens).to("cpu", torch.int64)
     if starts.dim() != 1 or not len(starts):
@@ -238,14 +242,14 @@ def visible_cells(mask: BlockMask) -> Tensor:
     per_tile = unpack(mask.tiles.cpu()).sum((1, 2))
     rows = (mask.seqlen_q - torch.arange(n_q) * BLOCK).clamp(max=BLOCK)
     cells = torch.zeros(n_q, dtype=torch.int64)
-    full_i = _owners(lists.full_offsets.cpu(), n_q)
+    full_i = _block_of_entries(lists.full_offsets.cpu(), n_q)
     cols = (mask.seqlen_k - lists.full_indices.cpu().long() * BLOCK).clamp(max=BLOCK)
     cells.index_add_(0, full_i, rows[full_i] * cols)
-    partial_i = _owners(lists.partial_offsets.cpu(), n_q)
+    partial_i = _block_of_entries(lists.partial_offsets.cpu(), n_q)
     return cells.index_add_(0, partial_i, per_tile[lists.partial_tiles.cpu().long()])
 
 
-def _owners(row_offsets: Tensor, rows: int) -> Tensor:
+def _block_of_entries(row_offsets: Tensor, rows: int) -> Tensor:
     """The query block of every entry, for (planes_b, planes_h, rows + 1) offsets."""
     counts = row_offsets.long().diff().reshape(-1)
     return torch.arange(len(counts)).remainder(max(rows, 1)).repeat_interleave(counts)
@@ -258,7 +262,7 @@ def _chunk(i: int, chunks: int, seqlen: int, multiple: int) -> Piece:
     return edge(i), edge(i + 1), 1
 
 
-def _joined(pieces: list[Piece]) -> list[Piece]:
+def _join_pieces(pieces: list[Piece]) -> list[Piece]:
     """Ascending pieces of step 1 without the empty ones, neighbours as one."""
     runs: list[Piece] = []
     for start, stop, _ in pieces:
@@ -269,7 +273,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     return runs
 
 
-def _checked(name: str, number: int) -> int:
+def _check_positive(name: str, number: int) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"{name}={number!r} must be an int of at least 1")
     return number

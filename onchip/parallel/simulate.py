@@ -22,7 +22,7 @@ FP32 = 4
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # of a visible pair, per head and head_dim
 
 
-class Shape(NamedTuple):
+class LayerShape(NamedTuple):
     """What a token weighs in one attention layer. The default is Llama 3 8B in 16 bits."""
 
     num_heads: int = 32
@@ -39,7 +39,7 @@ class Shape(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-class Step(NamedTuple):
+class RingStep(NamedTuple):
     """One attention layer, forward or backward, over `tokens` cut over `num_devices`."""
 
     tokens: float
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     layout: str = "zigzag"
     causal: bool = True
     backward: bool = False
-    shape: Shape = Shape()
+    shape: LayerShape = LayerShape()
 
     @property
     def chunk(self) -> float:
@@ -82,7 +82,7 @@ class Step(NamedTuple):
             raise ValueError(f"every device needs at least one token, got {sizes}")
 
 
-class Round(NamedTuple):
+class SimulatedRound(NamedTuple):
     """A kernel call: so many queries over so many keys, of which `pairs` are visible. The result of
     the first is kept, that of others merged into it.
     """
@@ -94,50 +94,54 @@ class Round(NamedTuple):
     first: bool = False
 
 
-class Rounds(NamedTuple):
+class RoundKinds(NamedTuple):
     """What a device does with its own keys, with those of a lower rank, with those of a higher."""
 
-    own: Round
-    lower: Round
-    upper: Round
+    own: SimulatedRound
+    lower: SimulatedRound
+    upper: SimulatedRound
 
 
-def rounds(step: Step) -> Rounds:
+def rounds(step: RingStep) -> RoundKinds:
     """The three kinds of rounds of a layout; their pairs are exact, and sum to the mask's."""
     c = step.chunk
-    full, idle = Round(c, c, c * c, False), Round(0, 0, 0, False)
+    full, idle = SimulatedRound(c, c, c * c, False), SimulatedRound(0, 0, 0, False)
     if not step.causal:
-        return Rounds(full._replace(first=True), full, full)
-    own = Round(c, c, c * (c + 1) / 2, True, first=True)
+        return RoundKinds(full._replace(first=True), full, full)
+    own = SimulatedRound(c, c, c * (c + 1) / 2, True, first=True)
     if step.layout == "contiguous":
-        return Rounds(own, full, idle)
+        return RoundKinds(own, full, idle)
     if step.layout == "striped":
-        return Rounds(own, own._replace(first=False), Round(c, c, c * (c - 1) / 2, True))
-    return Rounds(own, Round(c, c / 2, c * c / 2, False), Round(c / 2, c, c * c / 2, False))
+        return RoundKinds(
+            own, own._replace(first=False), SimulatedRound(c, c, c * (c - 1) / 2, True)
+        )
+    return RoundKinds(
+        own, SimulatedRound(c, c / 2, c * c / 2, False), SimulatedRound(c / 2, c, c * c / 2, False)
+    )
 
 
-def balance(step: Step) -> float:
+def balance(step: RingStep) -> float:
     """Pairs of the busiest device over the mean."""
     own, lower, upper = (r.pairs for r in rounds(step))
     last = step.num_devices - 1
     return (own + last * max(lower, upper)) / (own + last * (lower + upper) / 2)
 
 
-def rate(step: Step, kind: Round, machine: Machine = H200) -> float:
+def rate(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
     """flop/s of the kernel in such a round."""
     kernel = machine.kernel(step.backward, kind.causal, step.shape.head_dim)
     length = min(kind.keys, kind.queries)  # those of self-attention were measured
     return kernel.rate(length) * machine.filled(kind.queries, step.shape.num_heads)
 
 
-def seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
+def seconds(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
     """Of the kernel in such a round; nothing is launched where nothing is visible."""
     if not kind.pairs:
         return 0.0
     return max(kind.pairs * step.pair_flops / rate(step, kind, machine), machine.call_s)
 
 
-def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
+def merge_seconds(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
     """Of folding a round's result, in fp32, into what is there. Backward, dq, and dk and dv that
     have come, are added to: two reads and a write.
     """
@@ -151,7 +155,7 @@ def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
     return FP32 * moved / machine.memory_bytes_s
 
 
-def hide_factor(step: Step) -> float:
+def hide_factor(step: RingStep) -> float:
     """k in the hide condition c >= k (H_kv / H_q) F / B: bytes over flops of the lightest round, in
     units of a full forward round in 16 bits.
 
@@ -163,14 +167,14 @@ def hide_factor(step: Step) -> float:
     return message / 2 * FORWARD_FLOPS / flops * (2 if step.causal else 1)
 
 
-def hides(step: Step, link: Link, machine: Machine = H200) -> bool:
+def hides(step: RingStep, link: Link, machine: Machine = H200) -> bool:
     """The hide condition: no message takes longer than a round's kernel, latency aside."""
     message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
     flops = (kind.pairs * step.pair_flops / rate(step, kind, machine) for kind in _busy(step))
     return step.num_devices == 1 or message <= min(flops)
 
 
-def unhidden(step: Step, link: Link) -> float:
+def unhidden(step: RingStep, link: Link) -> float:
     """Seconds that may show where the condition holds: the latency of every message, and the hop
     that brings dK and dV home, beside which nothing is left to compute.
     """
@@ -180,7 +184,7 @@ def unhidden(step: Step, link: Link) -> float:
     return messages * link.latency_s + step.dkv_bytes / link.bytes_s
 
 
-def hide_length(step: Step, link: Link, machine: Machine = H200) -> float:
+def hide_length(step: RingStep, link: Link, machine: Machine = H200) -> float:
     """The chunk from which on messages hide: hide_factor (H_kv / H_q) F / B, with F the rate of
     long calls. Shorter calls are slower, so that less may do.
     """
@@ -189,14 +193,14 @@ def hide_length(step: Step, link: Link, machine: Machine = H200) -> float:
     return hide_factor(step) * heads * best / link.bytes_s
 
 
-def _busy(step: Step) -> list[Round]:
+def _busy(step: RingStep) -> list[SimulatedRound]:
     return [kind for kind in rounds(step) if kind.pairs]
 
 
 Key = tuple[str, int]  # kind of event, round
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Something that lasted, on one device."""
 
     device: int
@@ -207,7 +211,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Events:
+class EventGraph:
     """Times of events on all devices: at[kind, round] is a tensor over ranks."""
 
     num_devices: int
@@ -231,12 +235,12 @@ class Events:
             self.lasted[key] = lasts
         self.at[key] = times
 
-    def path(self, key: Key, rank: int) -> Iterator[Span]:
+    def path(self, key: Key, rank: int) -> Iterator[TimeSpan]:
         """Backwards from an event, what it had to wait for: the critical path."""
         while True:
             time, lasts = float(self.at[key][rank]), self._lasts(key, rank)
             if lasts:
-                yield Span(rank, key[0], key[1], time - lasts, time)
+                yield TimeSpan(rank, key[0], key[1], time - lasts, time)
             if not self.causes[key]:
                 return
             shifted = [(cause, (rank + s) % self.num_devices) for cause, s in self.causes[key]]
@@ -245,15 +249,15 @@ class Events:
     def _lasts(self, key: Key, rank: int) -> float:
         return float(self.lasted[key][rank]) if key in self.lasted else 0.0
 
-    def spans(self, device: int) -> Iterator[Span]:
+    def spans(self, device: int) -> Iterator[TimeSpan]:
         """Everything that lasted on a device; a message belongs to its sender."""
         for key in self.lasted:
             end, lasts = float(self.at[key][device]), self._lasts(key, device)
             if lasts:
-                yield Span(device, key[0], key[1], end - lasts, end)
+                yield TimeSpan(device, key[0], key[1], end - lasts, end)
 
 
-Cost = Callable[[Step, Round, Machine], float]
+Cost = Callable[[RingStep, SimulatedRound, Machine], float]
 COSTS: tuple[Cost, ...] = (seconds, merge_seconds)
 COMPUTE, MERGE, SEND_KV, SEND_DKV = "kernel", "merge", "K, V", "dK, dV"
 END: Key = ("end", 0)
@@ -264,7 +268,7 @@ ROUNDING = 1e-9  # of sums of many rounds
 class Timeline:
     """The events of a step whose tensors all fit."""
 
-    step: Step
+    step: RingStep
     fabric: Fabric
     machine: Machine = H200
 
@@ -285,10 +289,10 @@ class Timeline:
         return added if added > ROUNDING * self.seconds else 0.0
 
     @cached_property
-    def events(self) -> Events:
+    def events(self) -> EventGraph:
         """Of one pass round the ring."""
         self.step.check()
-        events = Events(self.step.num_devices)
+        events = EventGraph(self.step.num_devices)
         for i in range(self.step.num_devices):
             self._begin(events, i)
             events.add((COMPUTE, i), self._over_ranks(i, seconds), (("begun", i), 0))
@@ -299,7 +303,7 @@ class Timeline:
         events.add(END, None, ((MERGE, last), 0), *self._awaited((SEND_DKV, last)))
         return events
 
-    def _begin(self, events: Events, i: int) -> None:
+    def _begin(self, events: EventGraph, i: int) -> None:
         """A round begins when the last one is merged and its transfer is complete, both ways; the
         next K and V set out when the gradients of the last round have.
         """
@@ -309,12 +313,12 @@ class Timeline:
         if i < self.step.num_devices - 1:
             self._send(events, (SEND_KV, i), ("begun", i), (SEND_DKV, i - 1))
 
-    def _finish(self, events: Events, i: int) -> None:
+    def _finish(self, events: EventGraph, i: int) -> None:
         """The result is merged, in the backward pass into gradients that have come."""
         come = self._awaited((SEND_DKV, i - 1))
         events.add((MERGE, i), self._over_ranks(i, merge_seconds), ((COMPUTE, i), 0), *come)
 
-    def _send(self, events: Events, message: Key, posted: Key, before: Key) -> None:
+    def _send(self, events: EventGraph, message: Key, posted: Key, before: Key) -> None:
         """Over the hop from each rank to the next: when both have posted, and after the message
         that set out before.
         """

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from onchip.models import Decoder
 
 
-class Job:
-    """The ranks of a job. Communication that was begun for it ends with it."""
+class TensorParallelGroup:
+    """The ranks of a group. Communication that was begun for it ends with it."""
 
     def __init__(self, mesh: DeviceMesh, began: bool = False):
         if mesh.ndim != 1:
@@ -49,14 +49,14 @@ class Job:
         parallelize_module(part, self.mesh, plan)
         return part
 
-    def smallest(self, number: int) -> int:
+    def reduce_min(self, number: int) -> int:
         """Of the numbers that the ranks bring."""
         numbers = torch.tensor([number], device=self.mesh.device_type)
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.mesh.get_group())
         return int(numbers)
 
     def leave(self) -> None:
-        """A model may outlive its job, and must not keep the group alive: one of gloo's threads
+        """A model may outlive its group, and must not keep the group alive: one of gloo's threads
         that still holds a tensor when Python ends would abort the process.
         """
         self._mesh = None
@@ -65,23 +65,23 @@ class Job:
 
 
 class SumOutput(ParallelStyle):
-    """The output of a module is summed over the ranks of a job."""
+    """The output of a module is summed over the ranks of a group."""
 
-    def __init__(self, job: Job):
-        self._job = job
+    def __init__(self, group: TensorParallelGroup):
+        self._group = group
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def add(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
             if out.requires_grad:
                 raise ValueError("the ranks of a decoder share no gradient: use torch.no_grad()")
-            dist.all_reduce(out, group=self._job.mesh.get_group())
+            dist.all_reduce(out, group=self._group.mesh.get_group())
             return out
 
         module.register_forward_hook(add)
         return module
 
 
-def join(world_size: int, device: torch.device) -> Job:
+def join_group(world_size: int, device: torch.device) -> TensorParallelGroup:
     """The job that torchrun started this process in, one rank for each part."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != world_size:
@@ -92,4 +92,4 @@ def join(world_size: int, device: torch.device) -> Job:
     began = not dist.is_initialized()
     if began:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Job(init_device_mesh(device.type, (world_size,)), began)
+    return TensorParallelGroup(init_device_mesh(device.type, (world_size,)), began)

@@ -23,13 +23,13 @@ from onchip.parallel.comm import Comm, as_comm
 from onchip.problem import UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, merge_at_rest, resume
 
-Pair = tuple[Tensor, Tensor]  # (out, lse)
+OutLse = tuple[Tensor, Tensor]  # (out, lse)
 Span = tuple[int, int]
-Place = tuple[int, int]  # the position of a rank's first key, and how many positions there are
+KeyRange = tuple[int, int]  # the position of a rank's first key, and how many positions there are
 
 # A message takes some 15 us whatever it carries, and 512 kB pass a link of 50 GB/s in 10: to save
 # less is not worth a second one.
-WORTH_A_MESSAGE_BYTES = 512 << 10
+SECOND_MESSAGE_BYTES = 512 << 10
 
 
 def tree_attention(
@@ -38,7 +38,7 @@ def tree_attention(
     v: Tensor,
     group: object = None,
     *,
-    place: Place | None = None,
+    place: KeyRange | None = None,
     causal: bool = True,
     window_size: Window = UNBOUNDED,
     alibi_slopes: Tensor | None = None,
@@ -46,7 +46,7 @@ def tree_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     **options: object,
-) -> Tensor | Pair:
+) -> Tensor | OutLse:
     """attention() of new queries over keys of which every rank has some.
 
     q: (batch, seqlen_q, heads, head_dim), the same on all ranks: the last seqlen_q positions. k, v:
@@ -58,12 +58,12 @@ def tree_attention(
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_layout(name, t, 4, "(batch, seqlen, heads, head_dim)")
     _check(options, (q, k, v, sinks))
-    rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v, rule, alibi_slopes, sinks, options)
-    views = rule.views(None if place is None else [place], [k.shape[1]])
-    part = _Part.empty(q, v.shape[-1])
-    for view in views:
-        rows, keys = slice(*view.rows), slice(view.keys[0])
+    mask = DecodeMask.of(q, causal, window_size, alibi_slopes)
+    comm = _check_call(group, q, v, mask, alibi_slopes, sinks, options)
+    calls = mask.calls(None if place is None else [place], [k.shape[1]])
+    part = _LocalState.empty(q, v.shape[-1])
+    for call in calls:
+        rows, keys = slice(*call.rows), slice(call.keys[0])
         found = attention(
             q[:, rows],
             k[:, keys],
@@ -71,11 +71,11 @@ def tree_attention(
             alibi_slopes=alibi_slopes,
             return_lse=True,
             out_dtype=part.out.dtype,
-            **view.options,
+            **call.options,
             **options,
         )
-        part.put(found, slice(None), view, alibi_slopes)
-    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+        part.put(found, slice(None), call, alibi_slopes)
+    return _finish(q, part, comm, sinks, return_lse, out_dtype)
 
 
 def tree_paged_attention(
@@ -86,7 +86,7 @@ def tree_paged_attention(
     cache_seqlens: Tensor,
     group: object = None,
     *,
-    places: Sequence[Place] | None = None,
+    places: Sequence[KeyRange] | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     causal: bool = True,
@@ -96,7 +96,7 @@ def tree_paged_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     **options: object,
-) -> Tensor | Pair:
+) -> Tensor | OutLse:
     """paged_attention() over pages of which every rank has some; see tree_attention.
 
     q: (batch, seqlen_q, heads, head_dim). page_table and cache_seqlens are those of this rank: of
@@ -106,18 +106,18 @@ def tree_paged_attention(
     """
     check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     _check(options, (q, k_pages, v_pages, sinks))
-    rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v_pages, rule, alibi_slopes, sinks, options)
-    views = rule.views(places, cache_seqlens.tolist() if places is not None else [0])
-    part = _Part.empty(q, v_pages.shape[-1])
-    for view in views:
+    mask = DecodeMask.of(q, causal, window_size, alibi_slopes)
+    comm = _check_call(group, q, v_pages, mask, alibi_slopes, sinks, options)
+    calls = mask.calls(places, cache_seqlens.tolist() if places is not None else [0])
+    part = _LocalState.empty(q, v_pages.shape[-1])
+    for call in calls:
         at, seqlens = slice(None), cache_seqlens
         if places is not None:
-            at = torch.tensor(view.batch, device=q.device)
-            seqlens = cache_seqlens.new_tensor(view.keys)
-        slopes = _of_batch(alibi_slopes, at)
+            at = torch.tensor(call.batch, device=q.device)
+            seqlens = cache_seqlens.new_tensor(call.keys)
+        slopes = _slopes_of(alibi_slopes, at)
         found = paged_attention(
-            q[at, slice(*view.rows)],
+            q[at, slice(*call.rows)],
             k_pages,
             v_pages,
             page_table[at],
@@ -127,14 +127,14 @@ def tree_paged_attention(
             alibi_slopes=slopes,
             return_lse=True,
             out_dtype=part.out.dtype,
-            **view.options,
+            **call.options,
             **options,
         )
-        part.put(found, at, view, slopes)
-    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+        part.put(found, at, call, slopes)
+    return _finish(q, part, comm, sinks, return_lse, out_dtype)
 
 
-class View(NamedTuple):
+class DecodeCall(NamedTuple):
     """What rows of some sequences see of a rank's keys: the first keys[i] of sequence batch[i],
     through a window aligned bottom-right. They stand ahead[i] positions after where that puts them.
     """
@@ -153,7 +153,7 @@ class View(NamedTuple):
         return {"causal": False, "window_size": (left, right)}
 
 
-class Rule(NamedTuple):
+class DecodeMask(NamedTuple):
     """Which positions a query sees, and whether rows must go one by one: a call counts the distance
     of ALiBi from where it puts a query, which is off by a constant for a single row, but not for
     several.
@@ -161,10 +161,12 @@ class Rule(NamedTuple):
 
     seqlen_q: int
     window_size: Window  # causal is right = 0
-    one_by_one: bool
+    splits_rows: bool
 
     @classmethod
-    def of(cls, q: Tensor, causal: bool, window_size: Window, slopes: Tensor | None) -> "Rule":
+    def of(
+        cls, q: Tensor, causal: bool, window_size: Window, slopes: Tensor | None
+    ) -> "DecodeMask":
         check_window(window_size)
         left, right = window_size
         right = 0 if causal else right
@@ -174,21 +176,21 @@ class Rule(NamedTuple):
             )
         return cls(q.shape[1], (left, right), slopes is not None)
 
-    def views(self, places: Sequence[Place] | None, counts: list[int]) -> list[View]:
+    def calls(self, places: Sequence[KeyRange] | None, counts: list[int]) -> list[DecodeCall]:
         """For every sequence its place, and how many keys the rank has of it."""
         rows = (0, self.seqlen_q)
         if places is None:
-            self._check_blind()
-            return [View(rows, (None, None), [0], counts, [0])]
-        _check_places(places, counts)
-        found: dict[tuple[Span, Window], View] = {}
-        chunks = pairwise(range(self.seqlen_q + 1)) if self.one_by_one else [rows]
+            self._check_without_places()
+            return [DecodeCall(rows, (None, None), [0], counts, [0])]
+        _check_key_ranges(places, counts)
+        found: dict[tuple[Span, Window], DecodeCall] = {}
+        chunks = pairwise(range(self.seqlen_q + 1)) if self.splits_rows else [rows]
         for rows in chunks:
             for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
-                self._look(found, b, rows, seqlen_k - self.seqlen_q - start, count)
+                self._add_rows(found, b, rows, seqlen_k - self.seqlen_q - start, count)
         return list(found.values())
 
-    def _look(self, found: dict, b: int, rows: Span, first: int, count: int) -> None:
+    def _add_rows(self, found: dict, b: int, rows: Span, first: int, count: int) -> None:
         """Adds to `found` what rows see of `count` keys, the first row standing at `first` counted
         from the first key.
         """
@@ -199,24 +201,24 @@ class Rule(NamedTuple):
             return
         ahead = last - (keys - 1)
         if left is not None and left < ahead:  # the last rows see nothing here
-            return self._look(found, b, (lo, hi - (ahead - left)), first, count)
+            return self._add_rows(found, b, (lo, hi - (ahead - left)), first, count)
         left = None if left is None or left - ahead >= keys - 1 else left - ahead
         right = None if right is None or right + ahead >= hi - lo - 1 else right + ahead
         key = (lo, hi), (left, right)
-        view = found.setdefault(key, View(*key, [], [], []))
-        for numbers, number in zip(view[2:], (b, keys, ahead), strict=True):
+        call = found.setdefault(key, DecodeCall(*key, [], [], []))
+        for numbers, number in zip(call[2:], (b, keys, ahead), strict=True):
             numbers.append(number)
 
-    def _check_blind(self) -> None:
+    def _check_without_places(self) -> None:
         left, right = self.window_size
-        if left is not None or self.one_by_one or (right is not None and self.seqlen_q > 1):
+        if left is not None or self.splits_rows or (right is not None and self.seqlen_q > 1):
             raise ValueError(
                 "a window, ALiBi and causal queries need to know where a rank's keys stand: give"
                 " their place, (start, seqlen_k)"
             )
 
 
-def _check_places(places: Sequence[Place], counts: list[int]) -> None:
+def _check_key_ranges(places: Sequence[KeyRange], counts: list[int]) -> None:
     if len(places) != len(counts):
         raise ValueError(f"there are {len(places)} places for {len(counts)} sequences")
     for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
@@ -226,7 +228,7 @@ def _check_places(places: Sequence[Place], counts: list[int]) -> None:
             )
 
 
-class _Part(NamedTuple):
+class _LocalState(NamedTuple):
     """The state of this rank: out (batch, seqlen_q, heads, head_dim_v), lse (batch, heads,
     seqlen_q), wide.
     """
@@ -235,44 +237,50 @@ class _Part(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def empty(cls, q: Tensor, head_dim_v: int) -> "_Part":
+    def empty(cls, q: Tensor, head_dim_v: int) -> "_LocalState":
         batch, seqlen_q, heads, _ = q.shape
         wide = accumulator_dtype(q.dtype)
         out = q.new_zeros(batch, seqlen_q, heads, head_dim_v, dtype=wide)
         return cls(out, q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=wide))
 
-    def put(self, found: Pair, at: slice | Tensor, view: View, slopes: Tensor | None) -> None:
-        rows, (out, lse) = slice(*view.rows), found
+    def put(
+        self, found: OutLse, at: slice | Tensor, call: DecodeCall, slopes: Tensor | None
+    ) -> None:
+        rows, (out, lse) = slice(*call.rows), found
         if slopes is not None:
-            ahead = torch.tensor(view.ahead, device=lse.device)[:, None, None]
+            ahead = torch.tensor(call.ahead, device=lse.device)[:, None, None]
             lse = lse - slopes.to(lse.dtype)[..., None] * ahead
         self.out[at, rows], self.lse[at, :, rows] = out, lse
 
 
-def combine(out: Tensor, lse: Tensor, comm: Comm) -> Pair:
+def merge_over_ranks(out: Tensor, lse: Tensor, comm: Comm) -> OutLse:
     """The states of all ranks, out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads,
     seqlen_q), as one.
     """
     states = torch.cat([out, lse.transpose(1, 2)[..., None]], -1)
     rows = states.flatten(0, 2)
     spared = rows.nbytes * (comm.size - 1) * (comm.size - 2) // comm.size
-    merged = _reduced(rows, comm) if spared > WORTH_A_MESSAGE_BYTES else _merged(rows, comm)
+    merged = (
+        _merge_by_exchange(rows, comm)
+        if spared > SECOND_MESSAGE_BYTES
+        else _merge_by_gather(rows, comm)
+    )
     merged = merged.view_as(states)
     return merged[..., :-1], merged[..., -1].transpose(1, 2)
 
 
-def _merged(rows: Tensor, comm: Comm) -> Tensor:
+def _merge_by_gather(rows: Tensor, comm: Comm) -> Tensor:
     parts = [torch.empty_like(rows) for _ in range(comm.size)]
-    comm.gather(rows, parts).wait()
+    comm.all_gather(rows, parts).wait()
     return _merge(parts)
 
 
-def _reduced(rows: Tensor, comm: Comm) -> Tensor:
+def _merge_by_exchange(rows: Tensor, comm: Comm) -> Tensor:
     shares = rows.tensor_split(comm.size)
     mine = [torch.empty_like(shares[comm.rank]) for _ in shares]
-    comm.swap(shares, mine).wait()
+    comm.all_to_all(shares, mine).wait()
     merged = torch.empty_like(rows)
-    comm.gather(_merge(mine), merged.tensor_split(comm.size)).wait()
+    comm.all_gather(_merge(mine), merged.tensor_split(comm.size)).wait()
     return merged
 
 
@@ -282,15 +290,15 @@ def _merge(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([out, lse[:, None]], -1)
 
 
-def _answer(
+def _finish(
     q: Tensor,
-    part: _Part,
+    part: _LocalState,
     comm: Comm,
     sinks: Tensor | None,
     return_lse: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor | Pair:
-    out, lse = combine(*part, comm)
+) -> Tensor | OutLse:
+    out, lse = merge_over_ranks(*part, comm)
     if sinks is not None:
         state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
         out, lse = finalize(state)
@@ -299,15 +307,15 @@ def _answer(
     return (out, lse) if return_lse else out
 
 
-def _of_batch(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
+def _slopes_of(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
     return slopes if slopes is None or slopes.dim() == 1 else slopes[at]
 
 
-def _meet(
+def _check_call(
     group: object,
     q: Tensor,
     v: Tensor,
-    rule: Rule,
+    mask: DecodeMask,
     slopes: Tensor | None,
     sinks: Tensor | None,
     options: dict[str, object],
@@ -316,8 +324,8 @@ def _meet(
     comm = as_comm(group)
     shape = {"q": tuple(q.shape), "dtype": q.dtype, "head_dim_v": v.shape[-1]}
     values = {"alibi_slopes": digests.of_tensor(slopes), "sinks": digests.of_tensor(sinks)}
-    facts = {"call": "tree_attention", **shape, **rule._asdict(), **values, **options}
-    comm.agree(facts, q.device)
+    fields = {"call": "tree_attention", **shape, **mask._asdict(), **values, **options}
+    comm.check_consistent(fields, q.device)
     return comm
 
 

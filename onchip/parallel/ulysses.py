@@ -1,4 +1,4 @@
-"""Ulysses: each rank attends some heads over all tokens, so that any kernel and any mask serves as
+"""UlyssesFunction: each rank attends some heads over all tokens, so that any kernel and any mask serves as
 on one device; two all-to-alls turn tokens into heads and heads into tokens (Jacobs et al. 2023,
 arXiv:2309.14509). Hybrid: groups of ranks do so, and between groups a ring turns, over which each
 rank sends the keys of its heads (Fang and Zhao 2024, arXiv:2405.07719).
@@ -19,52 +19,61 @@ from torch import Tensor
 from onchip.derivatives import first_order, refuse_forward_mode
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.parallel import ring
-from onchip.parallel.all_to_all import Exchange, Span, deal, groups, kv_heads
-from onchip.parallel.mesh2d import Groups, Nest
-from onchip.parallel.rank_attention import Job, Kept
-from onchip.parallel.rounds import Call, Rule, schedule
+from onchip.parallel.all_to_all import (
+    HeadAllToAll,
+    HeadSpan,
+    assign_heads,
+    kv_heads_of,
+    split_by_kv_head,
+)
+from onchip.parallel.mesh2d import GroupedLayout, Mesh2D
+from onchip.parallel.rank_attention import OutLseResidual, RankAttention
+from onchip.parallel.rounds import GlobalMask, RoundOptions, plan_rounds
 from onchip.parallel.sharding import Layout
 from onchip.problem import Tensors
 
 
-class Plan(NamedTuple):
-    """Who of a group gets which heads, and what he does with them: job is that of all heads."""
+class UlyssesPlan(NamedTuple):
+    """Who of a group gets which heads, and what he does with them: rank_attention is that of all heads."""
 
-    exchange: Exchange
-    job: Job
-    heads: tuple[Span, ...]
-    kv_heads: tuple[Span, ...]
+    exchange: HeadAllToAll
+    rank_attention: RankAttention
+    heads: tuple[HeadSpan, ...]
+    kv_heads: tuple[HeadSpan, ...]
     group_size: int
 
     @classmethod
     def of(
         cls,
-        nest: Nest,
+        mesh: Mesh2D,
         layout: Layout,
-        rule: Rule,
-        call: Call,
+        global_mask: GlobalMask,
+        call: RoundOptions,
         x: Tensors,
         out_dtype: torch.dtype,
         before_backward: Callable[[], None],
-    ) -> "Plan":
-        """x has q, k and v of this rank's positions in the layout, of as many ranks as the nest."""
-        outer, inner, device = nest.outer, nest.inner, x.q.device
+    ) -> "UlyssesPlan":
+        """x has q, k and v of this rank's positions in the layout, of as many ranks as the mesh."""
+        outer, inner, device = mesh.outer, mesh.inner, x.q.device
         num_heads, num_kv_heads = x.q.shape[2], x.k.shape[2]
-        heads, group_size = deal(num_heads, num_kv_heads, inner.size), num_heads // num_kv_heads
-        keys = tuple(kv_heads(span, group_size) for span in heads)
-        held = Groups(layout, inner.size)
-        exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
+        heads, group_size = (
+            assign_heads(num_heads, num_kv_heads, inner.size),
+            num_heads // num_kv_heads,
+        )
+        keys = tuple(kv_heads_of(span, group_size) for span in heads)
+        held = GroupedLayout(layout, inner.size)
+        exchange = HeadAllToAll(inner, held.rows(outer.rank, global_mask.seqlen, device))
         call = call._replace(wide_grads=outer.size > 1 or _overlap(keys))
-        rounds = schedule(held, rule, outer.rank, device)
-        job = Job(outer, ring, rounds, call, out_dtype, before_backward)
-        return cls(exchange, job, tuple(heads), keys, group_size)
+        rounds = plan_rounds(held, global_mask, outer.rank, device)
+        rank_attention = RankAttention(outer, ring, rounds, call, out_dtype, before_backward)
+        return cls(exchange, rank_attention, tuple(heads), keys, group_size)
 
     @property
-    def mine(self) -> Span:
+    def mine(self) -> HeadSpan:
         return self.heads[self.exchange.comm.rank]
 
     @property
-    def of_keys_and_queries(self) -> tuple[tuple[Span, ...], ...]:
+    def of_keys_and_queries(self) -> tuple[tuple[HeadSpan, ...], ...]:
         """Who gets which heads of (k, v, q)."""
         return self.kv_heads, self.kv_heads, self.heads
 
@@ -73,28 +82,28 @@ class Plan(NamedTuple):
         """Whether some key head goes to several ranks."""
         return _overlap(self.kv_heads)
 
-    def parts(self) -> Iterator[tuple[Job, slice, slice, slice]]:
-        """The calls that serve my heads: their job; their heads among mine, their key heads among
+    def parts(self) -> Iterator[tuple[RankAttention, slice, slice, slice]]:
+        """The calls that serve my heads: their rank_attention; their heads among mine, their key heads among
         mine, and their heads among all.
         """
         first = self.mine[0]
-        for heads, keys in groups(self.mine, self.group_size):
+        for heads, keys in split_by_kv_head(self.mine, self.group_size):
             lo, hi = first + heads.start, first + heads.stop
-            yield self.job.of_heads(lo, hi), heads, keys, slice(lo, hi)
+            yield self.rank_attention.of_heads(lo, hi), heads, keys, slice(lo, hi)
 
 
-class Ulysses(torch.autograd.Function):
+class UlyssesFunction(torch.autograd.Function):
     """(out, lse) of a rank's tokens. origin is no element of q, k and v: the heads that are saved
     are not those tensors, and a second derivative must find the way back to them, to be refused.
     """
 
     @classmethod
-    def of(cls, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+    def of(cls, plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
         origin = torch.cat([t[:0].flatten() for t in (q, k, v)])
         return cls.apply(plan, origin, q, k, v, sinks)
 
     @staticmethod
-    def forward(ctx, plan: Plan, origin, q, k, v, sinks):
+    def forward(ctx, plan: UlyssesPlan, origin, q, k, v, sinks):
         k, v, q = plan.exchange.to_heads((k, v, q), plan.of_keys_and_queries)
         out, lse, residual = _attend(plan, q, k, v, sinks)
         ctx.plan = plan
@@ -106,7 +115,7 @@ class Ulysses(torch.autograd.Function):
     @first_order
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, (q, k, v, sinks, out, lse, residual, _) = ctx.plan, ctx.saved_tensors
-        plan.job.before_backward()
+        plan.rank_attention.before_backward()
         both = plan.heads, plan.heads
         dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
         saved = out, lse, dout, _rows(dlse), residual
@@ -119,22 +128,24 @@ class Ulysses(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
 
-def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:
+def _attend(
+    plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> OutLseResidual:
     """Of my heads, maybe none, over the tokens of the group."""
     batch, seqlen, heads, _ = q.shape
-    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.job.out_dtype)
+    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.rank_attention.out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=accumulator_dtype(q.dtype))
-    residual = torch.empty_like(out) if plan.job.call.precise_delta else None
-    for job, own, keys, all_ in plan.parts():
+    residual = torch.empty_like(out) if plan.rank_attention.call.precise_delta else None
+    for rank_attention, own, keys, all_ in plan.parts():
         own_sinks = None if sinks is None else sinks[all_]
-        found = job.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
+        found = rank_attention.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
         out[:, :, own], lse[:, own] = found[:2]
         if residual is not None:
             residual[:, :, own] = found[2]
     return out, lse, residual
 
 
-def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
+def _differentiate(plan: UlyssesPlan, tensors: tuple, saved: tuple) -> Grads:
     """Of my heads over the tokens of the group; dsinks (heads) is zero for the heads of others."""
     (q, k, v, sinks), (out, lse, dout, dlse, residual) = tensors, saved
     wide = accumulator_dtype(q.dtype)
@@ -145,19 +156,19 @@ def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
         torch.empty_like(v, dtype=of_keys),
     )
     dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=wide)
-    for job, own, keys, all_ in plan.parts():
+    for rank_attention, own, keys, all_ in plan.parts():
         own_sinks = None if sinks is None else sinks[all_]
         inputs = q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks
         own_residual = None if residual is None else residual[:, :, own]
         of_rows = out[:, :, own], lse[:, own], dout[:, :, own], dlse[:, own], own_residual
-        grads = job.differentiate(*inputs, of_rows)
+        grads = rank_attention.differentiate(*inputs, of_rows)
         dq[:, :, own], dk[:, :, keys], dv[:, :, keys] = grads[:3]
         if dsinks is not None:
             dsinks[all_] = grads.dsinks
     return Grads(dq, dk, dv, dsinks=dsinks)
 
 
-def _overlap(spans: Sequence[Span]) -> bool:
+def _overlap(spans: Sequence[HeadSpan]) -> bool:
     some = [span for span in spans if span[0] < span[1]]
     return any(a[1] > b[0] for a, b in pairwise(some))
 

@@ -8,7 +8,7 @@ from onchip.parallel import context_parallel_attention, explain
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.sharding import LAYOUTS
-from onchip.parallel.simulate import Shape, Step, hide_length, hides
+from onchip.parallel.simulate import LayerShape, RingStep, hide_length, hides
 
 
 def meta(seqlen, heads, head_dim=128):
@@ -62,7 +62,7 @@ def test_flops_and_balance_are_those_of_all_ranks(layout, window):
     assert said[0].balance == pytest.approx(sum(forward.flops) / forward.mean_flops)
     if layout == "contiguous" and window[0] is None:
         assert said[0].balance == pytest.approx(2 - 1 / size, rel=1e-2)
-        assert [each.idle for each in said] == [3, 2, 1, 0]
+        assert [each.idle_rounds for each in said] == [3, 2, 1, 0]
     if layout == "contiguous" and window[0] is not None:
         assert forward.hops == 2
     assert seqlen == said[0].seqlen
@@ -76,15 +76,15 @@ def test_the_condition_is_the_simulator_s(link, causal):
     said = explain(*meta(8192, heads), Rank(0, size), strategy="ring", causal=causal)
     rate = H200.kernel(False, causal, 128).rate(8192)
     wanted = 1.0 * (8 / 32) * rate / link.bytes_s * (2 if causal else 1)
-    assert said.least_chunks[link.name] == pytest.approx(wanted)
-    step = Step(65536, size, causal=causal, shape=Shape(*heads, 128, 2))
+    assert said.min_chunks[link.name] == pytest.approx(wanted)
+    step = RingStep(65536, size, causal=causal, shape=LayerShape(*heads, 128, 2))
     assert hide_length(step, link) == pytest.approx(wanted, rel=0.1)  # at the rate of long calls
-    assert (said.passes[0].hidden(link) == 1.0) == hides(step, link)
-    least = int(said.least_chunks[link.name]) + 1
+    assert (said.passes[0].hidden_share(link) == 1.0) == hides(step, link)
+    least = int(said.min_chunks[link.name]) + 1
     for chunk, share in ((least + 64, 1.0), (least - 64, 0.0)):
         asked = {"strategy": "ring", "causal": causal, "flops_s": rate}
         there = explain(*meta(chunk, heads), Rank(0, size), **asked)
-        assert there.passes[0].hidden(link) == share
+        assert there.passes[0].hidden_share(link) == share
 
 
 def test_efficiency_is_lost_to_messages_and_to_the_busiest_rank():
@@ -102,7 +102,7 @@ def test_efficiency_is_lost_to_messages_and_to_the_busiest_rank():
 
 
 def test_auto_knows_that_windows_end_a_ring():
-    ask = lambda **options: explain(*meta(256, (8, 8)), Rank(0, 8), causal=True, **options).chosen
+    ask = lambda **options: explain(*meta(256, (8, 8)), Rank(0, 8), causal=True, **options).choice
     assert ask(layout="contiguous").strategy == "ulysses"
     assert ask(layout="contiguous", window_size=(200, 0)).strategy == "ring"
     assert ask(layout="striped", window_size=(200, 0)).strategy == "ulysses"

@@ -3,7 +3,7 @@
 import threading
 
 from onchip.parallel.comm import ParallelError
-from onchip.parallel.nccl_watchdog import Lookout
+from onchip.parallel.nccl_watchdog import NcclWatchdog
 
 
 class Late:
@@ -20,17 +20,17 @@ class Late:
 def test_only_what_does_not_come_is_judged(caplog):
     heard, over = [], threading.Event()
 
-    def judge(cause):
+    def diagnose(cause):
         heard.append(cause)
         return ParallelError("rank 3 gave no sign of life", 3)
 
-    lookout = Lookout(judge, over.set, 0.001)
-    assert lookout.idle
-    lookout.follow(Late(3), 60.0)
-    while not lookout.idle:
+    watchdog = NcclWatchdog(diagnose, over.set, 0.001)
+    assert watchdog.is_idle
+    watchdog.watch(Late(3), 60.0)
+    while not watchdog.is_idle:
         pass
     assert not heard and not over.is_set()
-    lookout.follow(Late(10**9), 0.05)
+    watchdog.watch(Late(10**9), 0.05)
     assert over.wait(10) and heard == ["a device waits in vain"]
     assert "rank 3 gave no sign of life" in caplog.text
-    assert not lookout.idle  # nothing is followed any more
+    assert not watchdog.is_idle  # nothing is followed any more

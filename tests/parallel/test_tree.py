@@ -138,18 +138,18 @@ def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
         return found, comm.messages, comm.bytes
 
     small = run_ranks(size, decode)
-    monkeypatch.setattr(tree, "WORTH_A_MESSAGE_BYTES", 0)
+    monkeypatch.setattr(tree, "SECOND_MESSAGE_BYTES", 0)
     large = run_ranks(size, decode)
     for way in (small, large):
         assert all(torch.equal(out, way[0][0]) for out, _, _ in way)
     tolerance = 0.0 if platform.machine() == "x86_64" else 1e-6
     torch.testing.assert_close(large[0][0], small[0][0], rtol=0, atol=tolerance)
     for _, messages, sent in small:
-        assert sum(messages.values()) == messages["gather"] == size - 1
+        assert sum(messages.values()) == messages["all_gather"] == size - 1
         assert sum(sent.values()) == (size - 1) * n
     if size > 2:
         for _, messages, sent in large:
-            assert messages == {"swap": size - 1, "gather": size - 1}
+            assert messages == {"all_to_all": size - 1, "all_gather": size - 1}
             assert sum(sent.values()) == 2 * (size - 1) * n // size
 
 
