@@ -1,8 +1,8 @@
-"""Tokens for heads: the all-to-all of Ulysses, one message from each rank to each other.
+"""The all-to-all of Ulysses: tokens for heads, one message from each rank to each other rank.
 
 Before it a rank has all heads of its own tokens; after it, some heads of all tokens, in the order
-of their positions. Heads need not divide the ranks, and a key head goes to every rank that needs
-it: on the way back what several ranks made of one head is summed.
+of their positions. The number of heads need not divide by the ranks. A key head goes to every rank
+that needs it; on the way back the tensors that several ranks have for one head are summed.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 from onchip.parallel.comm import Comm
 
 HeadSpan = tuple[int, int]  # heads [lo, hi)
-TensorSpec = tuple[Tensor, torch.Size]  # a tensor like this one, but of this size
+TensorSpec = tuple[Tensor, torch.Size]  # (tensor with the dtype and device, size)
 
 
 def assign_heads(num_heads: int, num_kv_heads: int, size: int) -> list[HeadSpan]:
-    """Which query heads each rank gets: runs as even as they can be, of whole groups where these
-    are as even. Ranks beyond the number of heads get none.
+    """The query heads of each rank: runs as even as possible, of whole GQA groups where this is as
+    even. Ranks beyond the number of heads get none.
     """
     group_size = num_heads // num_kv_heads
     whole = -(-num_kv_heads // size) * group_size <= -(-num_heads // size)
@@ -36,7 +36,7 @@ def kv_heads_of(heads: HeadSpan, group_size: int) -> HeadSpan:
 
 class HeadGroup(NamedTuple):
     """Part of a run of heads in which every key head has equally many query heads, so that one call
-    serves it. Both count from the first of the run.
+    computes it. Both slices count from the first head of the run.
     """
 
     heads: slice
@@ -44,7 +44,9 @@ class HeadGroup(NamedTuple):
 
 
 def split_by_kv_head(heads: HeadSpan, group_size: int) -> list[HeadGroup]:
-    """The calls that serve a run of heads: whole groups at once, cut ones at its ends alone."""
+    """The calls of a run of heads: one for all whole GQA groups, one for each cut group at its
+    ends.
+    """
     lo, hi = heads
     first, last = -(-lo // group_size) * group_size, hi // group_size * group_size
     edges = sorted({lo, hi} | ({first, last} if first <= last else set()))
@@ -56,8 +58,8 @@ def split_by_kv_head(heads: HeadSpan, group_size: int) -> list[HeadGroup]:
 
 
 class HeadAllToAll(NamedTuple):
-    """Who has which tokens: rows[r] are those of rank r, int64 on the device, among all tokens of
-    the group.
+    """The exchange of a group. rows[r]: the tokens of rank r among all tokens of the group, int64
+    on the device.
     """
 
     comm: Comm
@@ -70,9 +72,8 @@ class HeadAllToAll(NamedTuple):
     def to_heads(
         self, tensors: Sequence[Tensor], spans: Sequence[Sequence[HeadSpan]]
     ) -> list[Tensor]:
-        """All tokens of some heads, (batch, seqlen, my heads, dim), from all heads of my tokens,
-        (batch, tokens, heads, dim). Tensor i gives the heads spans[i][r] to rank r; tensors of
-        wider types come first.
+        """(batch, tokens of this rank, all heads, dim) -> (batch, all tokens, heads of this rank,
+        dim). Rank r gets the heads spans[i][r] of tensor i. Tensors of wider types must be first.
         """
         each = list(zip(tensors, spans, strict=True))
         mine = [s[self.comm.rank] for s in spans]
@@ -87,8 +88,8 @@ class HeadAllToAll(NamedTuple):
     def to_tokens(
         self, tensors: Sequence[Tensor], spans: Sequence[Sequence[HeadSpan]]
     ) -> list[Tensor]:
-        """The way back: all heads of my tokens from some heads of all. A head that several ranks
-        have comes back as the sum of theirs, in their order.
+        """The inverse: (batch, all tokens, heads of this rank, dim) -> (batch, tokens of this rank,
+        all heads, dim). A head that several ranks have becomes their sum, in rank order.
         """
         tokens = len(self.rows[self.comm.rank])
         send = [_pack([t[:, rows] for t in tensors]) for rows in self.rows]
@@ -107,7 +108,7 @@ class HeadAllToAll(NamedTuple):
 
 
 def _sizes(tensors: Sequence[Tensor], tokens: int, heads: Sequence[HeadSpan]) -> list[TensorSpec]:
-    """Tensors like these with so many tokens and heads."""
+    """Specs of tensors like these, with `tokens` tokens and these heads."""
     size = lambda t, lo, hi: (t.shape[0], tokens, hi - lo, t.shape[3])
     return [(t, torch.Size(size(t, *span))) for t, span in zip(tensors, heads, strict=True)]
 
@@ -118,8 +119,8 @@ def _nbytes(sized: TensorSpec) -> int:
 
 
 def _pack(parts: list[Tensor]) -> Tensor:
-    """The bytes of all parts, one after another: one message. Wider types come first, so that every
-    part lies where its type may.
+    """The bytes of all parts in one message. Wider types are first: otherwise a part could begin at
+    an address that is not aligned for its type.
     """
     return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 

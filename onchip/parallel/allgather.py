@@ -1,8 +1,8 @@
-"""All-gather: every rank gets all keys and values and attends them in one call for each piece of
-its positions. There are no states to merge, but it takes memory for the keys of the whole sequence.
+"""All-gather: every rank gets all K and V, and makes one call over them for each piece of its
+positions. There are no states to merge, but K and V of the whole sequence must fit on a rank.
 
-Forward, a rank sends its keys and values to each other rank, in one message. RunningGradients it does so
-again (they are not kept), and sends each its share of the gradients of their keys, unrounded.
+Forward, a rank sends its K and V to each other rank, in one message. Backward, it sends them again,
+because they are not kept, and sends each rank its terms of that rank's dK and dV, unrounded.
 """
 
 from functools import lru_cache
@@ -18,6 +18,7 @@ from onchip.parallel.rounds import (
     KV,
     MAX_PLANS,
     GlobalMask,
+    OutLse,
     Round,
     RoundOptions,
     RunningGradients,
@@ -26,12 +27,12 @@ from onchip.parallel.rounds import (
 )
 from onchip.parallel.sharding import Layout, Piece
 
-MAX_PIECES = 8  # calls of one rank; what is cut finer is one call with a block mask
+MAX_PIECES = 8  # calls of one rank; a layout with more pieces gets one call with a block mask
 
 
 class AllGatherSchedule(NamedTuple):
-    """What one rank does: rounds over all keys, which see rows of their own. positions[r] are the
-    positions of rank r, on the device.
+    """The rounds of one rank: each has some of its rows, over all keys. positions[r]: the positions
+    of rank r, on the device.
     """
 
     rounds: tuple[Round | None, ...]
@@ -58,15 +59,15 @@ def _split_rows(pieces: list[Piece], positions: Tensor) -> list[Tensor]:
 
 
 def _offset_rows(round: Round | None, first: int) -> Round | None:
-    """A round of rows that come after `first` others."""
+    """The same round, its rows counted from `first` on."""
     if round is None:
         return None
     return round._replace(rows=slice(first + round.rows.start, first + round.rows.stop))
 
 
 def forward(
-    comm: Comm, schedule: AllGatherSchedule, call: RoundOptions, q: Tensor, k: Tensor, v: Tensor
-) -> KV:
+    comm: Comm, schedule: AllGatherSchedule, options: RoundOptions, q: Tensor, k: Tensor, v: Tensor
+) -> OutLse:
     """(out, lse) of local queries over the keys of all ranks, unrounded."""
     (batch, seqlen, heads, _), wide = q.shape, accumulator_dtype(q.dtype)
     out = q.new_zeros(batch, seqlen, heads, v.shape[3], dtype=wide)
@@ -74,26 +75,26 @@ def forward(
     k, v = _all_gather_kv(comm, schedule, k, v)
     for round in schedule.rounds:
         if round is not None:
-            out[:, round.rows], lse[:, :, round.rows] = attend(call, round, q, k, v)
+            out[:, round.rows], lse[:, :, round.rows] = attend(options, round, q, k, v)
     return out, lse
 
 
 def backward(
     comm: Comm,
     schedule: AllGatherSchedule,
-    call: RoundOptions,
+    options: RoundOptions,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     saved: tuple,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local queries and keys, unrounded. saved is (out, lse, dout, dlse or None)
-    of the local queries over all keys.
+    """dq, dk, dv of the local queries and keys, unrounded. saved: (out, lse, dout, dlse or None) of
+    the local queries over all keys.
     """
     wide = accumulator_dtype(q.dtype)
     k, v = _all_gather_kv(comm, schedule, k, v)
     dq, dk, dv = (t.new_zeros(t.shape, dtype=wide) for t in (q, k, v))
-    queries = RunningGradients(call, q, saved, dq)
+    queries = RunningGradients(options, q, saved, dq)
     for round in schedule.rounds:
         if round is not None:
             queries.add(round, k, v, (dk, dv))
@@ -101,7 +102,7 @@ def backward(
 
 
 def _all_gather_kv(comm: Comm, schedule: AllGatherSchedule, k: Tensor, v: Tensor) -> KV:
-    """Keys and values of all ranks, in the order of their positions."""
+    """K and V of all ranks, in the order of their positions."""
     buffers = [KVBuffer(k, v, len(rows), k.dtype) for rows in schedule.positions]
     buffers[comm.rank].fill(k, v)
     messages = [
@@ -117,7 +118,7 @@ def _all_gather_kv(comm: Comm, schedule: AllGatherSchedule, k: Tensor, v: Tensor
 
 
 def _reduce_scatter_grads(comm: Comm, schedule: AllGatherSchedule, dk: Tensor, dv: Tensor) -> KV:
-    """The sums over all ranks, at the positions of this one."""
+    """The sums of dK and dV over all ranks, at the positions of this rank."""
     buffers = [KVBuffer(dk, dv, len(rows), dk.dtype) for rows in schedule.positions]
     for buffer, rows in zip(buffers, schedule.positions, strict=True):
         buffer.fill(dk[:, rows], dv[:, rows])

@@ -1,4 +1,4 @@
-"""Ranks in two dimensions: neighbours deal heads among them, and groups of them are a ring."""
+"""Ranks in two dimensions: neighbours exchange heads, and the groups of neighbours form a ring."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from onchip.parallel.sharding import Layout, Piece
 
 
 class SingleRankComm:
-    """The communicator of a rank without others."""
+    """The communicator of a single rank."""
 
     rank, size = 0, 1
 
@@ -32,7 +32,7 @@ class SingleRankComm:
 
 
 class Mesh2D:
-    """Both dimensions of a rank, which is number outer.rank * inner.size + inner.rank of all."""
+    """The two communicators of a rank. Its global rank is outer.rank * inner.size + inner.rank."""
 
     def __init__(self, outer: Comm | SingleRankComm, inner: Comm):
         self.outer, self.inner = outer, inner
@@ -47,13 +47,14 @@ class Mesh2D:
         check_consistent(self, fields)
 
     def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
-        """Those of this rank's group, and one of each group: the digest of its members if it is the
-        same for all of them, another otherwise. They are equal if and only if all ranks' are.
+        """The digests of this rank's group, and one digest of each group: that of its members if
+        all
+        have the same, else another. They are equal if and only if all ranks have the same digest.
         """
-        collected = self.inner.exchange_digests(digest)
+        inner_digests = self.inner.exchange_digests(digest)
 
         def wait() -> list[bytes]:
-            group = collected()
+            group = inner_digests()
             same = len(set(group)) == 1
             return [
                 *group,
@@ -72,7 +73,7 @@ class Mesh2D:
 
 
 def make_mesh2d(comm: Comm, inner_size: int) -> Mesh2D:
-    """The ranks of a communicator in groups of so many neighbours."""
+    """The ranks of a communicator in groups of inner_size neighbours."""
     if inner_size == comm.size:
         return Mesh2D(SingleRankComm(), comm)
     first = comm.rank // inner_size * inner_size
@@ -81,24 +82,24 @@ def make_mesh2d(comm: Comm, inner_size: int) -> Mesh2D:
 
 
 def inner_sizes(size: int, num_kv_heads: int) -> list[int]:
-    """GroupedLayout of so many ranks can share key heads evenly, and divide the ranks."""
+    """The group sizes that divide both the ranks and the key heads."""
     most = gcd(size, num_kv_heads)
     return [n for n in range(1, most + 1) if most % n == 0]
 
 
 def sent_bytes(size: int, inner_size: int, num_heads: int, num_kv_heads: int) -> float:
-    """What a rank sends forward if groups of inner_size deal heads among them and turn as a ring,
-    as a multiple of the bytes of its own keys and values: (U - 1) / U of q, k, v and out, which is
-    as wide as q; and its keys and values to each of the size / U - 1 other groups. inner_size = 1
-    is a ring, inner_size = size is Ulysses.
+    """Bytes that a rank sends in a forward pass, in units of its own K and V, if groups of U =
+    inner_size ranks exchange heads and form a ring: (U - 1) / U of q, k, v and out, which is as
+    wide as q; and its K and V to each of the size / U - 1 other groups. inner_size = 1 is a ring,
+    inner_size = size is Ulysses.
     """
-    dealt = (num_heads + num_kv_heads) / num_kv_heads * (inner_size - 1) / inner_size
-    return dealt + size / inner_size - 1
+    exchanged = (num_heads + num_kv_heads) / num_kv_heads * (inner_size - 1) / inner_size
+    return exchanged + size / inner_size - 1
 
 
 def best_inner_size(size: int, num_heads: int, num_kv_heads: int, hops: int | None = None) -> int:
-    """The groups that send least. What a ring sends hides under its kernels, so that it is taken
-    where it sends as little. hops: of a ring of all ranks, if it ends early.
+    """The group size that sends least. On a tie the ring wins, because its messages overlap with
+    kernels. hops: of a ring of all ranks, if windows or documents end it early.
     """
     cost = {
         n: sent_bytes(size, n, num_heads, num_kv_heads) for n in inner_sizes(size, num_kv_heads)
@@ -110,7 +111,7 @@ def best_inner_size(size: int, num_heads: int, num_kv_heads: int, hops: int | No
 
 @dataclass(frozen=True)
 class GroupedLayout(Layout):
-    """What groups of neighbours in a layout hold together."""
+    """The layout whose ranks are the groups of inner_size neighbours of another layout."""
 
     layout: Layout
     inner_size: int
@@ -134,7 +135,7 @@ class GroupedLayout(Layout):
         return [(start, stop, 1) for start, stop in zip(starts, stops, strict=True)]
 
     def rows(self, rank: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Where the positions of each member of a group are among those of the group."""
+        """For each member of a group, the indices of its positions among those of the group."""
         return _rows(self, rank, seqlen, device)
 
 

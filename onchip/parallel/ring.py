@@ -1,11 +1,19 @@
-"""Ring attention: queries stay, keys and values go round, states merge (Liu et al. 2023,
-arXiv:2310.01889).
+"""Ring attention: queries stay, K and V go round, states merge (Liu et al. 2023, arXiv:2310.01889).
 
-Forward, in round i a rank folds the keys of rank - i while it passes them on: hops messages of one
-packed buffer each, posted before the kernel is asked. RunningGradients, the keys go round again and their
-gradients follow one round behind: each rank adds its share to a buffer that it has received while
-it computed that share, and passes it on; one more message takes it home. Shares and sums are fp32
-(fp64 for fp64), whatever the inputs.
+rounds.py draws the rounds. Forward, in round i a rank attends to the keys of rank - i while it
+sends them to rank + 1: `hops` messages of one packed K/V buffer each, posted before the kernel is
+launched.
+
+Backward, K and V go round again, and dK and dV follow one round behind:
+
+    round i on rank r
+      post     K V of rank r - i      -> r + 1        received while the kernel runs
+      compute  dq_i, dk_i, dv_i of these keys
+      wait     dK dV of these keys    <- r - 1        sent by r - 1 after its round i - 1
+      add      dk_i, dv_i
+      post     dK dV                  -> r + 1        after the last round: to their own rank
+
+Terms and sums are fp32 (fp64 for fp64), whatever the type of the inputs.
 """
 
 from collections.abc import Iterator
@@ -17,6 +25,7 @@ from onchip.kernels.protocol import accumulator_dtype
 from onchip.parallel.comm import Comm, CommWork
 from onchip.parallel.rounds import (
     KV,
+    OutLse,
     RingSchedule,
     RoundOptions,
     RunningGradients,
@@ -25,48 +34,48 @@ from onchip.parallel.rounds import (
 
 
 def forward(
-    comm: Comm, schedule: RingSchedule, call: RoundOptions, q: Tensor, k: Tensor, v: Tensor
-) -> KV:
+    comm: Comm, schedule: RingSchedule, options: RoundOptions, q: Tensor, k: Tensor, v: Tensor
+) -> OutLse:
     """(out, lse) of local queries over the keys of all ranks, unrounded."""
     state = make_running_state(q, v.shape[-1])
     for round, (k_here, v_here) in zip(
         schedule.rounds, _iterate_kv(comm, schedule, k, v), strict=True
     ):
         if round is not None:
-            state.fold(call, round, q, k_here, v_here)
+            state.fold(options, round, q, k_here, v_here)
     return state.result()
 
 
 def backward(
     comm: Comm,
     schedule: RingSchedule,
-    call: RoundOptions,
+    options: RoundOptions,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     saved: tuple,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local queries and keys, unrounded. saved is (out, lse, dout, dlse or None)
-    of the local queries over all keys.
+    """dq, dk, dv of the local queries and keys, unrounded. saved: (out, lse, dout, dlse or None) of
+    the local queries over all keys.
     """
     wide = accumulator_dtype(q.dtype)
-    queries = RunningGradients(call, q, saved, q.new_zeros(q.shape, dtype=wide))
+    queries = RunningGradients(options, q, saved, q.new_zeros(q.shape, dtype=wide))
     sums = KVGradBuffers(comm, schedule, (k, v), wide)
     for i, (k_here, v_here) in enumerate(_iterate_kv(comm, schedule, k, v)):
         round = schedule.rounds[i]
-        own = None if i else sums.wait_for_round(0)  # those of other keys are still on their way
+        own = None if i else sums.wait_for_round(0)  # sums of other keys are still in flight
         share = None if round is None else queries.add(round, k_here, v_here, own)
         pair = own or sums.wait_for_round(i)
         if round is not None and share is not None:
-            for state, part in zip(pair, share, strict=True):
-                state[:, round.keys] += part
+            for total, part in zip(pair, share, strict=True):
+                total[:, round.keys] += part
         sums.send_on(i)
     return queries.finish(), *sums.wait_for_own()
 
 
 def _iterate_kv(comm: Comm, schedule: RingSchedule, k: Tensor, v: Tensor) -> Iterator[KV]:
-    """Keys and values of rank, rank - 1, ..., rank - hops. The next ones are under way while a pair
-    is in use, which is valid until then.
+    """K and V of rank, rank - 1, ..., rank - hops. While the caller uses one pair, the next is in
+    flight; a pair is valid until the next is taken.
     """
     lengths = _lengths_of_rounds(comm, schedule)
     here, there = (KVBuffer(k, v, max(lengths) if schedule.hops else 0, k.dtype) for _ in range(2))
@@ -85,7 +94,7 @@ def _iterate_kv(comm: Comm, schedule: RingSchedule, k: Tensor, v: Tensor) -> Ite
 
 
 class KVGradBuffers:
-    """The gradients of the keys that are here, of which other ranks have computed shares."""
+    """dK and dV of the keys that are here: sums of the terms of the ranks that had them before."""
 
     def __init__(self, comm: Comm, schedule: RingSchedule, like: KV, dtype: torch.dtype):
         self._comm, self._hops = comm, schedule.hops
@@ -95,7 +104,7 @@ class KVGradBuffers:
         self._work: CommWork | None = None
 
     def wait_for_round(self, i: int) -> KV:
-        """The sums so far for the keys of round i, to be added to."""
+        """The sums so far for the keys of round i. The caller adds its terms to them."""
         if i:
             self._wait_and_swap()
         pair = self._here.kv(self._lengths[i])
@@ -105,7 +114,9 @@ class KVGradBuffers:
         return pair
 
     def send_on(self, i: int) -> None:
-        """To the rank that meets these keys next, or from the last one home."""
+        """Send the sums to the rank that has these keys next. After the last round, send them to
+        the rank that owns the keys.
+        """
         send, home = self._here.message(self._lengths[i]), self._comm.size - self._hops
         if i < self._hops:
             self._work = self._comm.shift(send, self._there.message(self._lengths[i + 1]))
@@ -113,7 +124,7 @@ class KVGradBuffers:
             self._work = self._comm.shift(send, self._there.message(self._lengths[0]), hops=home)
 
     def wait_for_own(self) -> KV:
-        """dk and dv of this rank's own keys."""
+        """dk and dv of this rank's own keys, from all ranks."""
         if self._hops:
             self._wait_and_swap()
         return self._here.kv(self._lengths[0])
@@ -125,8 +136,8 @@ class KVGradBuffers:
 
 
 class KVBuffer:
-    """Room for keys and values, or their gradients, of any rank in one piece of memory: one message
-    carries both.
+    """K and V, or dK and dV, of one rank in one piece of memory, so that one message carries both.
+    longest: the most tokens that any rank holds.
     """
 
     def __init__(self, k: Tensor, v: Tensor, longest: int, dtype: torch.dtype):
@@ -134,11 +145,11 @@ class KVBuffer:
         self._storage = k.new_empty(longest * sum(self._per_token()), dtype=dtype)
 
     def message(self, length: int) -> Tensor:
-        """All that is sent of `length` tokens."""
+        """The memory of `length` tokens, as one flat message."""
         return self._storage[: length * sum(self._per_token())]
 
     def kv(self, length: int) -> KV:
-        """(batch, length, heads, dim) of keys, and of values."""
+        """(batch, length, heads, dim) views of K and of V."""
         parts = self.message(length).split([length * n for n in self._per_token()])
         k, v = (
             part.view(batch, length, heads, dim)

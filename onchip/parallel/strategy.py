@@ -1,4 +1,4 @@
-"""Which strategy serves a call on which ranks."""
+"""Choose the strategy of a call, and run it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,21 +26,23 @@ STRATEGIES = ("auto", "ring", "ulysses", "hybrid", "allgather")
 
 
 def as_ranks(group: GroupLike) -> Comm | Mesh2D:
-    """Who takes part: in a mesh of two dimensions the first is a ring of what the second are."""
+    """The ranks of a call. Of a two-dimensional mesh the first dimension is the ring, the second
+    exchanges heads.
+    """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
         return Mesh2D(*(GroupComm(group.get_group(dim)) for dim in range(2)))
     return group if isinstance(group, Mesh2D) else as_comm(group)
 
 
 class StrategyChoice(NamedTuple):
-    """A strategy, and how many neighbours deal heads among them: 1 in a ring, all in UlyssesFunction."""
+    """A strategy, and how many neighbours exchange heads: 1 in a ring, all ranks in Ulysses."""
 
     strategy: str
     inner_size: int = 1
 
     @property
     def plan_rounds(self) -> Callable[..., rounds.RingSchedule]:
-        """How rounds are planned: groups that deal heads among them are a ring, too."""
+        """Plans the rounds. Groups that exchange heads form a ring, too."""
         return ONE_DIMENSIONAL.get(self.strategy, ONE_DIMENSIONAL["ring"])[1]
 
 
@@ -51,9 +53,11 @@ def choose_strategy(
     num_kv_heads: int,
     hops: int | None = None,
 ) -> StrategyChoice:
-    """The strategy that is meant. auto: that of ring, UlyssesFunction and hybrid that sends the fewest
-    bytes among those whose key heads divide (see mesh2d.sent_bytes). hybrid, on ranks that have one
-    dimension: the largest groups whose key heads divide. hops: of a ring, if it ends early.
+    """The strategy to run.
+
+    auto: the one of ring, Ulysses and hybrid that sends the fewest bytes (see mesh2d.sent_bytes),
+    with groups among which key heads divide evenly. hybrid, on ranks of one dimension: the largest
+    such groups. hops: of the ring, if windows or documents end it early.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy=} is not one of {', '.join(STRATEGIES)}")
@@ -79,7 +83,7 @@ def run_strategy(
     ranks: Comm | Mesh2D,
     layout: Layout,
     global_mask: GlobalMask,
-    call: RoundOptions,
+    options: RoundOptions,
     x: Tensors,
     out_dtype: torch.dtype,
     before_backward: Callable[[], None],
@@ -89,8 +93,8 @@ def run_strategy(
     if choice.strategy in ONE_DIMENSIONAL:
         module, _ = ONE_DIMENSIONAL[choice.strategy]
         plan = choice.plan_rounds(layout, global_mask, ranks.rank, x.q.device)
-        rank_attention = RankAttention(ranks, module, plan, call, out_dtype, before_backward)
+        rank_attention = RankAttention(ranks, module, plan, options, out_dtype, before_backward)
         return RankAttentionFunction.apply(rank_attention, *inputs)
     mesh = ranks if isinstance(ranks, Mesh2D) else make_mesh2d(ranks, choice.inner_size)
-    plan = UlyssesPlan.of(mesh, layout, global_mask, call, x, out_dtype, before_backward)
+    plan = UlyssesPlan.of(mesh, layout, global_mask, options, x, out_dtype, before_backward)
     return UlyssesFunction.of(plan, *inputs)
