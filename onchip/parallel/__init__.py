@@ -1,4 +1,4 @@
-"""One computation on several ranks. torch.distributed is imported in this room alone."""
+"""One computation on several ranks. No other package of onchip imports torch.distributed."""
 
 from importlib import import_module
 

@@ -1,7 +1,7 @@
-"""Communicators: what the strategies of context parallelism are written against.
+"""Communicators, the interface under the strategies of context parallelism.
 
-`GroupComm` is torch.distributed (gloo, NCCL), `run_ranks` is several ranks in one process, and
-`CountingComm` counts and times what either of them does.
+`GroupComm` is torch.distributed (gloo, NCCL). `run_ranks` runs several ranks in one process.
+`CountingComm` counts and times the operations of either.
 """
 
 import time
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def as_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
-    """Whatever says who the ranks are."""
+    """The communicator of a group, a one-dimensional mesh, or (None) the whole job."""
     if group is None or isinstance(group, (ProcessGroup, DeviceMesh)):
         return GroupComm(group)
     return group
@@ -41,9 +41,9 @@ def as_comm(group: Comm | ProcessGroup | DeviceMesh | None) -> Comm:
 
 @dataclass
 class CommEvent:
-    """One operation, in seconds of time.perf_counter: called, posted (the call returned), asked
-    (`wait` was called) and waited (it returned); the last two are NaN until then. From posted to
-    asked it was in flight beside whatever the rank did.
+    """One operation, in seconds of time.perf_counter: start (it was called), posted (the call
+    returned), wait_began and wait_ended (NaN until `wait` is called and returns). From posted to
+    wait_began it is in flight while the rank does other work.
     """
 
     kind: str
@@ -55,11 +55,11 @@ class CommEvent:
 
 
 class CountingComm:
-    """A communicator that counts what it sends: messages and bytes that leave this rank, by kind,
-    and the log of all operations. Its parts count together with the whole.
+    """A communicator that counts the messages and bytes that leave this rank, by kind, and logs all
+    operations. Its parts (`split`, `part`) add to the same counters.
 
-    sum and max count as one message of the tensor's bytes, whatever the backend makes of them;
-    agree and split count none.
+    sum and max count as one message of the tensor's bytes, whatever the backend sends;
+    check_consistent and split count none.
     """
 
     def __init__(self, comm: Comm):

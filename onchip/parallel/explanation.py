@@ -1,5 +1,5 @@
-"""What a call over ranks would do: which strategy and reason, what travels in a round, whether that
-hides under the kernels, and what part of the devices' time is left for them on named links.
+"""Explains a call over ranks without running it: the strategy and the reason for it, the bytes that
+travel in a round, whether they overlap with kernels, and the efficiency on named links.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,14 +20,14 @@ from onchip.parallel.sharding import Layout
 from onchip.parallel.strategy import GroupLike, StrategyChoice, as_ranks, choose_strategy
 from onchip.problem import Options, Tensors, Window
 
-BACKWARD = 2.5  # times the products of a forward: five instead of two
+BACKWARD = 2.5  # times the matmuls of a forward: five instead of two
 
 
 class PassCost(NamedTuple):
-    """Forward or backward. Each of `hops` rounds of a ring sends round_bytes beside a kernel;
-    exposed_bytes are sent beside none: heads that are exchanged, keys that are gathered, gradients on
-    their last way. flops are those of each round of the busiest rank, mean_flops what a rank
-    computes on the average.
+    """The cost of a forward or backward pass. Each of `hops` rounds of a ring sends round_bytes
+    while a kernel runs. exposed_bytes travel while no kernel runs: exchanged heads, gathered keys,
+    the last hop of gradients. flops: of each round of the busiest rank; mean_flops: of the mean
+    rank.
     """
 
     name: str
@@ -40,32 +40,34 @@ class PassCost(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends, if it holds as much as any."""
+        """Bytes that leave the rank with the most positions."""
         return self.hops * self.round_bytes + self.exposed_bytes
 
     def hidden_share(self, link: Link) -> float | None:
-        """The share of the rounds whose message takes no longer than the kernel beside it, latency
-        aside; None where none is sent.
+        """The share of the rounds whose message takes no longer than their kernel, latency aside;
+        None if no round sends.
         """
         message = self.round_bytes / link.bytes_s
         short = sum(message <= flops / self.flops_s for flops in self.flops[: self.hops])
         return short / self.hops if self.hops else None
 
     def seconds(self, link: Link) -> float:
-        """Of the busiest rank: in each round the longer of kernel and message."""
+        """Time of the busiest rank: in each round the longer of kernel and message."""
         message = self.round_bytes / link.bytes_s + link.latency_s
         kernels = [flops / self.flops_s for flops in self.flops]
-        beside = sum(max(kernel, message) for kernel in kernels[: self.hops])
-        return beside + sum(kernels[self.hops :]) + self.exposed_bytes / link.bytes_s
+        overlapped = sum(max(kernel, message) for kernel in kernels[: self.hops])
+        return overlapped + sum(kernels[self.hops :]) + self.exposed_bytes / link.bytes_s
 
     def efficiency(self, link: Link) -> float:
-        """What ranks compute on the average, of the time that the busiest one takes."""
+        """Kernel time of the mean rank over the time of the busiest rank."""
         seconds = self.seconds(link)
         return self.mean_flops / self.flops_s / seconds if seconds else 1.0
 
 
 class ParallelExplanation(NamedTuple):
-    """chunk: positions of this rank. min_chunks: from how many on messages hide, by link."""
+    """chunk: positions of this rank. min_chunks: positions a rank from which on messages are hidden
+    under kernels, by link.
+    """
 
     choice: StrategyChoice
     reason: str
@@ -75,8 +77,8 @@ class ParallelExplanation(NamedTuple):
     chunk: int
     balance: float  # pairs of the busiest rank over the mean; a mask is not counted
     rounds: int  # of this rank
-    masked_rounds: int  # those that need a block mask
-    idle_rounds: int  # those in which it sees nothing
+    masked_rounds: int  # need a block mask
+    idle_rounds: int  # see no key
     rate: str
     passes: tuple[PassCost, PassCost]
     min_chunks: Mapping[str, float]
@@ -102,20 +104,20 @@ class ParallelExplanation(NamedTuple):
     def _on(self, name: str, link: Link) -> str:
         least = self.min_chunks.get(name)
         text = f"{name}: {', '.join(_describe_pass(each, link) for each in self.passes)}"
-        return text if least is None else f"{text}; hides from {least:,.0f} positions a rank on"
+        return text if least is None else f"{text}; hidden from {least:,.0f} positions a rank on"
 
 
 def _sends(each: PassCost) -> str:
-    parts = [f"{each.hops} x {human_bytes(each.round_bytes)} beside kernels"] if each.hops else []
-    parts += [f"{human_bytes(each.exposed_bytes)} beside none"] if each.exposed_bytes else []
+    parts = [f"{each.hops} x {human_bytes(each.round_bytes)} overlapped"] if each.hops else []
+    parts += [f"{human_bytes(each.exposed_bytes)} exposed"] if each.exposed_bytes else []
     return f"sends {' and '.join(parts) or 'nothing'}; {sum(each.flops):.3g} flops"
 
 
 def _describe_pass(each: PassCost, link: Link) -> str:
     share = each.hidden_share(link)
-    words = {None: "", 1.0: ", hides", 0.0: ", shows"}
-    hidden = words.get(share, f", {share:.0%} of the rounds hide" if share else "")
-    return f"{each.efficiency(link):.0%} {each.name}{hidden}"
+    suffixes = {None: "", 1.0: ", hidden", 0.0: ", exposed"}
+    suffix = suffixes.get(share, f", {share:.0%} of the rounds hidden" if share else "")
+    return f"{each.efficiency(link):.0%} {each.name}{suffix}"
 
 
 def explain(
@@ -134,35 +136,35 @@ def explain(
     flops_s: float | None = None,
     links: Mapping[str, Link] = LINKS,
 ) -> ParallelExplanation:
-    """What context_parallel_attention() would do with these arguments: nothing is sent or computed,
-    and q, k and v may be on the meta device.
+    """Explain context_parallel_attention() with these arguments. Nothing is sent or computed, and
+    q, k and v may be on the meta device.
 
-    flops_s: of the kernels; unless given, what an H200's were measured at. The efficiency is a
-    model: in each round the longer of kernel and message, no time for merging or launching.
+    flops_s: rate of the kernels; by default as measured on an H200. The efficiency is a model: a
+    round takes the longer of kernel and message, and merges and launches take no time.
     """
     ranks = as_ranks(group)
     options = Options(causal, window_size)
     x = Tensors(q, k, v)
-    whole = GlobalSequence.of(
+    sequence = GlobalSequence.of(
         ranks, layout, check_inputs(x, options, cu_seqlens), seqlen, cu_seqlens
     )
-    global_mask = make_global_mask(whole, x, options, mask)
-    turns = count_hops(whole.layout, global_mask)
-    choice = choose_strategy(strategy, ranks, q.shape[-2], k.shape[-2], turns)
-    found = _RingWork.of(ranks, choice, whole.layout, global_mask)
-    rates, text = _rates(flops_s, causal, q.shape[-1], whole.seqlen // ranks.size)
-    forward, backward = (_pass(x, global_mask, choice, found, rates[b], b) for b in (False, True))
+    global_mask = make_global_mask(sequence, x, options, mask)
+    hops = count_hops(sequence.layout, global_mask)
+    choice = choose_strategy(strategy, ranks, q.shape[-2], k.shape[-2], hops)
+    ring = _RingWork.of(ranks, choice, sequence.layout, global_mask)
+    rates, text = _rates(flops_s, causal, q.shape[-1], sequence.seqlen // ranks.size)
+    forward, backward = (_pass(x, global_mask, choice, ring, rates[b], b) for b in (False, True))
     return ParallelExplanation(
         choice,
-        _explain_choice(strategy, choice, ranks, x, turns),
-        whole.layout,
+        _explain_choice(strategy, choice, ranks, x, hops),
+        sequence.layout,
         ranks.size,
-        whole.seqlen,
-        whole.layout.length(ranks.rank, whole.seqlen),
-        found.balance,
-        len(found.rounds),
-        sum(r is not None and r.mask is not None for r in found.rounds),
-        sum(r is None for r in found.rounds),
+        sequence.seqlen,
+        sequence.layout.length(ranks.rank, sequence.seqlen),
+        ring.balance,
+        len(ring.rounds),
+        sum(r is not None and r.mask is not None for r in ring.rounds),
+        sum(r is None for r in ring.rounds),
         text,
         (forward, backward),
         _min_chunks(x, global_mask, forward, links),
@@ -171,8 +173,8 @@ def explain(
 
 
 class _RingWork(NamedTuple):
-    """The ring of a call: of groups that deal heads among them, or of ranks. pairs are those of the
-    busiest, round by round and for one head; rounds are this rank's.
+    """The ring of a call, of ranks or of groups that exchange heads. pairs: of each round of the
+    busiest rank, for one head. rounds: of this rank.
     """
 
     size: int
@@ -209,35 +211,36 @@ def _pass(
     x: Tensors,
     global_mask: GlobalMask,
     choice: StrategyChoice,
-    turns: _RingWork,
+    ring: _RingWork,
     flops_s: float,
     backward: bool,
 ) -> PassCost:
     heads = global_mask.planes[0] * global_mask.planes[1] / choice.inner_size
     per_pair = 2 * (x.q.shape[-1] + x.v.shape[-1]) * heads * (BACKWARD if backward else 1)
-    flops = tuple(per_pair * pairs for pairs in turns.pairs)
-    messages, message, bare = _sent(x, global_mask, choice, turns, backward)
+    flops = tuple(per_pair * pairs for pairs in ring.pairs)
+    hops, message_bytes, exposed_bytes = _sent(x, global_mask, choice, ring, backward)
     name = "backward" if backward else "forward"
-    rounds = flops if messages else (sum(flops),)
-    return PassCost(name, messages, message, bare, rounds, per_pair * turns.mean, flops_s)
+    rounds = flops if hops else (sum(flops),)
+    mean_flops = per_pair * ring.mean
+    return PassCost(name, hops, message_bytes, exposed_bytes, rounds, mean_flops, flops_s)
 
 
 def _sent(
-    x: Tensors, global_mask: GlobalMask, choice: StrategyChoice, turns: _RingWork, backward: bool
+    x: Tensors, global_mask: GlobalMask, choice: StrategyChoice, ring: _RingWork, backward: bool
 ) -> tuple[int, int, int]:
-    """Rounds that send, what each of them sends, and what is sent beside no kernel."""
-    keys, sums = _key_bytes(x, global_mask, turns.longest // choice.inner_size)
-    message, messages = keys + sums if backward else keys, len(turns.pairs) - 1
+    """(rounds that send, bytes of each, bytes sent while no kernel runs)"""
+    keys, sums = _key_bytes(x, global_mask, ring.longest // choice.inner_size)
+    message, messages = keys + sums if backward else keys, len(ring.pairs) - 1
     if choice.strategy == "allgather":
-        return 0, 0, (turns.size - 1) * message
-    exchanged = _all_to_all_bytes(x, global_mask, turns.longest, choice.inner_size, backward)
+        return 0, 0, (ring.size - 1) * message
+    exchanged = _all_to_all_bytes(x, global_mask, ring.longest, choice.inner_size, backward)
     if messages == 0:
         return 0, 0, exchanged
-    return messages, message, exchanged + (sums if backward else 0)  # which come home at last
+    return messages, message, exchanged + (sums if backward else 0)  # on their last hop
 
 
 def _key_bytes(x: Tensors, global_mask: GlobalMask, tokens: int) -> tuple[int, int]:
-    """Of keys and values of so many positions, and of the sums of their gradients."""
+    """Bytes of K and V of so many positions, and of dK and dV."""
     numbers = tokens * global_mask.planes[0] * x.k.shape[-2] * (x.k.shape[-1] + x.v.shape[-1])
     return numbers * x.k.element_size(), numbers * accumulator_dtype(x.k.dtype).itemsize
 
@@ -245,9 +248,9 @@ def _key_bytes(x: Tensors, global_mask: GlobalMask, tokens: int) -> tuple[int, i
 def _all_to_all_bytes(
     x: Tensors, global_mask: GlobalMask, tokens: int, inner_size: int, backward: bool
 ) -> int:
-    """What a rank of a group that deals heads exchanges: q, k, v, out and lse, or their differentiate_round,
-    but for its own share. Key heads go to every rank that has a part of their group, and then their
-    gradients are not rounded. `tokens` are those of the group.
+    """Bytes that a rank sends in the two all-to-alls: q, k, v, out and lse, or their gradients,
+    without its own share. A key head goes to every rank with some of its query heads; then its
+    gradients are not rounded. tokens: of the group.
     """
     num_heads, num_kv_heads = _heads(x)
     spans = assign_heads(num_heads, num_kv_heads, inner_size)
@@ -267,7 +270,7 @@ def _heads(x: Tensors) -> tuple[int, int]:
 def _rates(
     flops_s: float | None, causal: bool, head_dim: int, keys: int
 ) -> tuple[tuple[float, float], str]:
-    """flop/s forward and backward, and where they come from."""
+    """flop/s forward and backward, and their source."""
     if flops_s is not None:
         return (flops_s, flops_s), f"{flops_s / 1e12:.4g} TFLOP/s, as given"
     known = sorted({dim for _, _, dim in H200.kernels})
@@ -280,9 +283,9 @@ def _rates(
 def _min_chunks(
     x: Tensors, global_mask: GlobalMask, forward: PassCost, links: Mapping[str, Link]
 ) -> dict[str, float]:
-    """c >= (b / 2) (H_kv / H_q) F / B positions a rank, twice as many for balanced causal ones: the
-    condition under which a forward round hides its message. There is none where windows, documents
-    or masks leave rounds that differ.
+    """The hide condition of a forward round: c >= (b / 2) (H_kv / H_q) F / B positions a rank,
+    twice as many under a balanced causal mask. With windows, documents or masks rounds differ, and
+    no single number holds.
     """
     plain = (
         global_mask.window_size == (None, None)
@@ -297,11 +300,11 @@ def _min_chunks(
 
 
 def _explain_choice(
-    strategy: str, choice: StrategyChoice, ranks: Comm | Mesh2D, x: Tensors, turns: int
+    strategy: str, choice: StrategyChoice, ranks: Comm | Mesh2D, x: Tensors, hops: int
 ) -> str:
     if strategy != "auto":
-        return "asked for"
+        return "requested"
     if choice.inner_size == 1:
-        return f"sends least, {turns} times the keys and values of a rank"
+        return f"sends least, {hops} times the keys and values of a rank"
     inner = sent_bytes(ranks.size, choice.inner_size, *_heads(x))
-    return f"sends least, {inner:.3g} times the keys and values of a rank (a ring: {turns})"
+    return f"sends least, {inner:.3g} times the keys and values of a rank (a ring: {hops})"

@@ -1,8 +1,8 @@
 """Ranks as processes, over torch.distributed.
 
 gloo: `wait` blocks the host, at most for the timeout, and raises ParallelError. NCCL: `wait` orders
-streams and returns at once, as torch's does; a watchdog finds what hangs (see watchdog.py), unless
-torch's own timeout of the process group is shorter and ends the process before.
+streams and returns at once, as torch's does; nccl_watchdog.py finds an operation that hangs, unless
+the process group's own timeout in torch is shorter and ends the process first.
 """
 
 import re
@@ -31,14 +31,14 @@ from onchip.parallel.messages import (
 )
 from onchip.parallel.nccl_watchdog import NcclWatchdog
 
-# Tags of messages, 0 for all others. A digest that meets a rank in the middle of a call waits for
-# its kind: gloo aborts the process where a message and the buffer posted for it differ in size.
+# Tags of messages; all others have 0. Digests have their own tag, so that a digest never meets the
+# buffer of a tensor: gloo aborts the process if a message and its buffer differ in size.
 DIGEST_TAG = 1
-UNUSED_TAG = 2**20  # of a message that nobody sends
+UNUSED_TAG = 2**20  # of a message that no rank sends
 
 
 class GroupState:
-    """What all communicators of the same ranks of one process group have together."""
+    """The state that all communicators of the same ranks of one process group share."""
 
     def __init__(
         self, group: dist.ProcessGroup, store: Store, ranks: Sequence[int], timeout_s: float
@@ -50,7 +50,7 @@ class GroupState:
         self.consistency, self.num_exchanges = ConsistencyCache(), 0
         self.nccl = "cuda:nccl" in dist.get_backend_config(group)
         self._group = group
-        self.watchdog: NcclWatchdog | None = None  # where hosts do not wait
+        self.watchdog: NcclWatchdog | None = None  # only under NCCL, where hosts do not wait
         self.parts: dict[tuple[int, ...], GroupState] = {}
 
     def global_rank(self, rank: int) -> int:
@@ -58,14 +58,14 @@ class GroupState:
 
     @cached_property
     def host_group(self) -> tuple[dist.ProcessGroup, list[int]]:
-        """A group whose messages lie in host memory, and our ranks in it. Where NCCL is all there
-        is, these ranks make one together when they first find_difference something.
+        """A group for messages in host memory, and these ranks in it. If the process group has NCCL
+        alone, its ranks make a gloo group together in their first consistency check.
         """
         if "cpu:gloo" in dist.get_backend_config(self._group):
             return self._group, list(self.ranks)
         ranks = list(self.monitor.ranks)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        group = group_of(made)  # pyright: ignore[reportArgumentType]: of its members it is no int
+        gloo_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        group = group_of(gloo_group)  # pyright: ignore[reportArgumentType]: on its members it is a group
         return group, [dist.get_group_rank(group, rank) for rank in ranks]
 
 
@@ -75,9 +75,9 @@ _STATES: "weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState]" = weakref.We
 class GroupComm(PointToPointComm):
     """A rank of a process group, of a mesh with one dimension, or (None) of the whole job.
 
-    An operation that another rank does not join ends within timeout_s. Making one is cheap after
-    the first of a group. Tensors on a GPU travel over gloo through the host. The parts of `split`
-    use the connections of the whole: torch makes no new group.
+    An operation that another rank does not join raises within timeout_s. The first communicator of
+    a group is slow to make, all others are cheap. Over gloo, tensors on a GPU travel through host
+    memory. The parts of `split` use the connections of the whole: torch makes no new group.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class GroupComm(PointToPointComm):
             raise ValueError(f"{timeout_s=} must be positive")
         self.group, self.timeout_s = group_of(group_or_mesh), timeout_s
         self._state = _part or _state_of(self.group, timeout_s)
-        self._ranks = self._state.ranks  # of the group, in the order of ours
+        self._ranks = self._state.ranks  # [rank in this communicator] -> rank in the group
         self.rank, self.size = self._ranks.index(dist.get_rank(self.group)), len(self._ranks)
 
     @property
     def _wait_timeout_s(self) -> float:
-        """What may be waited for an operation, so that there is time to find out whose fault."""
+        """The time to wait for an operation; the rest of the timeout is for the diagnosis."""
         return max(
             self.timeout_s - DIAGNOSIS_BEATS * self._state.monitor.beat_s, self.timeout_s / 2
         )
@@ -122,7 +122,7 @@ class GroupComm(PointToPointComm):
         return dist.P2POp(do, tensor, group=self.group, group_peer=self._ranks[peer])
 
     def _stage(self, tensor: Tensor, empty: bool = False) -> Tensor:
-        """gloo sends from host memory only."""
+        """The tensor to send from or receive into: gloo needs host memory."""
         if not (tensor.is_cuda and self._host_waits(tensor)):
             return tensor
         return torch.empty_like(tensor, device="cpu") if empty else tensor.cpu()
@@ -131,7 +131,7 @@ class GroupComm(PointToPointComm):
         return not (tensor.is_cuda and self._state.nccl)
 
     def _watch_stream(self) -> None:
-        """Follows what the current stream has to do up to here."""
+        """Let the watchdog watch the work of the current stream up to here."""
         state, monitor = self._state, self._state.monitor
         if state.watchdog is None:
             diagnose = lambda cause: monitor.diagnose(None, cause)
@@ -142,18 +142,14 @@ class GroupComm(PointToPointComm):
             state.watchdog.watch(event, self._wait_timeout_s)
 
     def sum(self, x: Tensor) -> CommWork:
-        return (
-            self._all_reduce("sum", x, dist.ReduceOp.SUM)
-            if self._is_whole_group
-            else super().sum(x)
-        )
+        if not self._is_whole_group:
+            return super().sum(x)
+        return self._all_reduce("sum", x, dist.ReduceOp.SUM)
 
     def max(self, x: Tensor) -> CommWork:
-        return (
-            self._all_reduce("max", x, dist.ReduceOp.MAX)
-            if self._is_whole_group
-            else super().max(x)
-        )
+        if not self._is_whole_group:
+            return super().max(x)
+        return self._all_reduce("max", x, dist.ReduceOp.MAX)
 
     @property
     def _is_whole_group(self) -> bool:
@@ -162,13 +158,13 @@ class GroupComm(PointToPointComm):
     @torch.no_grad()
     def _all_reduce(self, kind: str, x: Tensor, op) -> CommWork:
         self._state.monitor.begin_operation(kind)
-        solid = x.contiguous()
+        contiguous_x = x.contiguous()
         try:
-            works = [dist.all_reduce(solid, op, group=self.group, async_op=True)]
+            works = [dist.all_reduce(contiguous_x, op, group=self.group, async_op=True)]
         except RuntimeError as error:
             raise self._diagnose(None, error) from error
         work = GroupWork(self, works, [None], self._host_waits(x))
-        return work if solid is x else WorkThen(work, lambda: x.copy_(solid))
+        return work if contiguous_x is x else WorkThen(work, lambda: x.copy_(contiguous_x))
 
     @property
     def consistency(self) -> ConsistencyCache:
@@ -178,7 +174,7 @@ class GroupComm(PointToPointComm):
         check_consistent(self, fields, defer=device.type == "cuda" and self._state.nccl)
 
     def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
-        """By the group itself: torch's functions for messages take as long as the messages."""
+        """Calls the group directly: torch's send and recv functions cost as much as the message."""
         self._state.monitor.begin_operation("check_consistent")
         group, ranks = self._state.host_group
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
@@ -198,13 +194,8 @@ class GroupComm(PointToPointComm):
         return wait
 
     def exchange_texts(self, text: str) -> dict[int, str]:
-        return dict(
-            zip(
-                self._state.monitor.ranks,
-                self._exchange_texts("check_consistent", text),
-                strict=True,
-            )
-        )
+        texts = self._exchange_texts("check_consistent", text)
+        return dict(zip(self._state.monitor.ranks, texts, strict=True))
 
     def split(self, color: int) -> "GroupComm":
         colors = self._exchange_texts("split", str(color))
@@ -219,8 +210,9 @@ class GroupComm(PointToPointComm):
         return GroupComm(self.group, self.timeout_s, _part=parts[ranks])
 
     def _connect(self) -> None:
-        """NCCL connects in the first operation of a group, which must be one of all its ranks: all
-        make their first parts together."""
+        """Run one operation of all ranks before the first part: NCCL connects in the first
+        operation
+        of a group, which all its ranks must join."""
         if self._state.nccl and self._is_whole_group and not self._state.parts:
             self.sum(torch.zeros(1, device="cuda")).wait()
 
@@ -233,24 +225,24 @@ class GroupComm(PointToPointComm):
     def _diagnose(self, peer: int | None, error: Exception, waited_s: float = 0) -> ParallelError:
         suspect = None if peer is None else self._state.global_rank(peer)
         cause = f"waited {waited_s:.3g} s, {_first_sentence(error)}"
-        verdict = self._state.monitor.diagnose(suspect, cause)
+        diagnosis = self._state.monitor.diagnose(suspect, cause)
         self._close_connections()
-        return verdict
+        return diagnosis
 
     def _close_connections(self) -> None:
-        """Those who wait for this rank need not wait for their timeout: gloo closes all connections
-        of a process in which an operation staged_recvs too late, so one does.
+        """Let ranks that wait for this one fail now instead of after their timeout. gloo closes all
+        connections of a process when one of its operations times out, so this runs one that does.
         """
         for peer in set(range(self.size)) - {self.rank}:
-            with suppress(RuntimeError):  # which is what it is for
-                nothing, peer = torch.empty(1), self._ranks[peer]
-                work = dist.irecv(nothing, group=self.group, group_src=peer, tag=UNUSED_TAG)
+            with suppress(RuntimeError):  # the timeout is the purpose
+                unused, peer = torch.empty(1), self._ranks[peer]
+                work = dist.irecv(unused, group=self.group, group_src=peer, tag=UNUSED_TAG)
                 work.wait(timedelta(milliseconds=1))
 
 
 class GroupWork:
-    """Works of torch, each with the rank it is done with, if it is one (NCCL has one work for all
-    messages). They end on the host, or on the current stream.
+    """Works of torch, each with its peer, or None where one work has several (NCCL has one work for
+    all messages). host: `wait` blocks the host; otherwise the current stream waits.
     """
 
     def __init__(
@@ -276,7 +268,7 @@ class GroupWork:
 
 
 def group_of(group_or_mesh: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group that is meant; ValueError if this process is not in it."""
+    """The process group; ValueError if this process is not in it."""
     if not dist.is_initialized():
         raise ValueError(
             "no job: start with torchrun and call torch.distributed.init_process_group"
@@ -300,6 +292,6 @@ def _state_of(group: dist.ProcessGroup, timeout_s: float) -> GroupState:
 
 
 def _first_sentence(error: Exception) -> str:
-    """The first sentence of torch's error, without the place in its source."""
+    """The first sentence of torch's error, without its source location."""
     line = re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0]
     return line.partition(". ")[0]

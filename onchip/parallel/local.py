@@ -1,7 +1,7 @@
 """Ranks as threads of one process: for property tests, and for several chunks on one GPU.
 
-A message is copied when both sides have posted it, by the one who came second, straight from buffer
-to buffer: who reuses a buffer before `wait` is wrong here, as he would be on a network.
+A message is copied when both sides have posted it, by the side that posted second, straight from
+buffer to buffer. A rank that reuses a buffer before `wait` fails here as it would on a network.
 """
 
 import threading
@@ -17,13 +17,13 @@ from onchip.derivatives import refuse_transforms
 from onchip.parallel.consistency import ConsistencyCache, check_consistent
 from onchip.parallel.messages import CPU, ParallelError, PeerMessage, PointToPointComm
 
-JOIN_TIMEOUT_S = 5.0  # what the others have for leaving after one rank failed
+JOIN_TIMEOUT_S = 5.0  # for the other threads to end after one rank failed
 
 
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
-    """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, on the caller's
-    stream, in its grad mode and autocast. The exception of the rank that failed first reaches the
-    caller; a rank that waits longer than timeout_s for another raises ParallelError.
+    """[fn(comm, *args) of rank 0, of rank 1, ...], each on a thread of its own, with the caller's
+    stream, grad mode and autocast. The exception of the first rank that fails is raised here. A
+    rank that waits longer than timeout_s for another raises ParallelError.
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
@@ -54,7 +54,7 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 
 
 
 def _copy_thread_context() -> Callable[[], AbstractContextManager[None]]:
-    """A context that gives a thread what torch keeps for the caller's thread alone."""
+    """A context manager that gives another thread torch's thread-local settings of the caller."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     casts = {
@@ -70,8 +70,8 @@ def _copy_thread_context() -> Callable[[], AbstractContextManager[None]]:
                 stack.enter_context(torch.autocast(device, dtype))
             stack.enter_context(torch.cuda.stream(stream))
             stack.enter_context(torch.inference_mode(inference))
-            # One autograd thread serves a whole device, and ranks that wait for one another inside
-            # their backwards would share it: each computes its backward on its own thread.
+            # Each rank runs its backward on its own thread. Otherwise all ranks would share the
+            # device's one autograd thread, and ranks that wait for one another would deadlock.
             # (After inference_mode, which turns multithreading on again.)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -81,14 +81,16 @@ def _copy_thread_context() -> Callable[[], AbstractContextManager[None]]:
 
 
 class PendingMessage:
-    """One side of a message that waits for the other."""
+    """One side of a message that waits for the other side."""
 
     def __init__(self, peer: int, tensor: Tensor):
         self.peer, self.tensor, self.done = peer, tensor, False
 
 
 class Rendezvous:
-    """Where the ranks of one process meet. Ranks are those of `run_ranks`, whatever the group."""
+    """Matches the messages of all ranks of one process. Ranks are those of `run_ranks`, whatever
+    the group.
+    """
 
     def __init__(self, size: int, timeout_s: float):
         self.timeout_s, self._size = timeout_s, size
@@ -140,11 +142,11 @@ class Rendezvous:
         self._wait_until(lambda: message.done, lambda: [message.peer])
 
     def exchange(self, key: tuple, ranks: tuple[int, ...], rank: int, value: Any) -> list:
-        """The values of all ranks under this key, in their order."""
+        """The values of all ranks under this key, in rank order."""
         with self._changed:
             values = self._exchanges.setdefault(key, {})
             values[rank] = value
-            if len(values) == len(ranks):  # each rank holds the dictionary, no other comes
+            if len(values) == len(ranks):  # complete: each rank holds a reference to it
                 del self._exchanges[key]
                 self._changed.notify_all()
         self._wait_until(
@@ -200,9 +202,11 @@ class LocalComm(PointToPointComm):
 
     def _exchange(self, kind: str, sends: list[PeerMessage], recvs: list[PeerMessage]) -> LocalWork:
         me, rendezvous = self._ranks[self.rank], self._rendezvous
-        come = [rendezvous.receive(self._group, self._ranks[m.peer], me, m.tensor) for m in recvs]
-        go = [rendezvous.send(self._group, me, self._ranks[m.peer], m.tensor) for m in sends]
-        return LocalWork(rendezvous, [*come, *go])
+        received = [
+            rendezvous.receive(self._group, self._ranks[m.peer], me, m.tensor) for m in recvs
+        ]
+        sent = [rendezvous.send(self._group, me, self._ranks[m.peer], m.tensor) for m in sends]
+        return LocalWork(rendezvous, [*received, *sent])
 
     def check_consistent(self, fields: Mapping[str, object], device: torch.device = CPU) -> None:
         check_consistent(self, fields)

@@ -1,8 +1,7 @@
-"""What ranks say to one another: the interface of communicators, and every pattern as messages
-between pairs.
+"""The interface of communicators, and every pattern as messages between pairs of ranks.
 
-Two communicators share these patterns, so that a result has the same bits on torch.distributed and
-in one process: sums over ranks are taken in the order of the ranks.
+`GroupComm` (torch.distributed) and `LocalComm` (threads) share these patterns, and sums over ranks
+are taken in rank order. So a result has the same bits in one process and on torch.distributed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,8 @@ CPU = torch.device("cpu")
 
 
 class ParallelError(RuntimeError):
-    """Ranks do not agree, or one of them was lost. `rank` is the stray: the rank, or the first of
-    the fewest ranks, that differs from the others.
+    """Ranks make different calls, or one of them was lost. rank: the lost rank, or the first of the
+    smallest group of ranks that differs from the others.
     """
 
     def __init__(self, message: str, rank: int | None = None):
@@ -29,23 +28,23 @@ class ParallelError(RuntimeError):
 
 
 class CommWork(Protocol):
-    """Communication under way. Its tensors belong to it until `wait` has returned."""
+    """Communication in flight. Its tensors must not be touched until `wait` has returned."""
 
     def wait(self) -> None:
-        """Returns when the results may be used: on a GPU by the current stream. ParallelError names
-        the rank that is lost or did not answer in time."""
+        """Return when the results may be used: on a GPU by the current stream. ParallelError names
+        the rank that was lost or did not answer in time."""
         ...
 
 
 class Comm(Protocol):
     """One rank of `size`. All ranks make the same calls in the same order; a call posts its
-    messages and returns. Tensors of one call have one dtype; pairs agree on shapes."""
+    messages and returns. Tensors of one call have one dtype; sender and receiver use one shape."""
 
     rank: int
     size: int
 
     def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
-        """send goes to rank + hops, recv comes from rank - hops (modulo size)."""
+        """Send `send` to rank + hops, receive `recv` from rank - hops (modulo size)."""
         ...
 
     def all_gather(self, x: Tensor, out: Sequence[Tensor]) -> CommWork:
@@ -53,7 +52,7 @@ class Comm(Protocol):
         ...
 
     def reduce_scatter(self, parts: Sequence[Tensor], out: Tensor) -> CommWork:
-        """out = the sum over ranks r, in their order, of parts[rank] of r; at least in fp32."""
+        """out = the sum over ranks r, in rank order, of parts[rank] of r; at least in fp32."""
         ...
 
     def all_to_all(self, send: Sequence[Tensor], recv: Sequence[Tensor]) -> CommWork:
@@ -69,23 +68,24 @@ class Comm(Protocol):
         ...
 
     def check_consistent(self, fields: Mapping[str, object], device: torch.device = CPU) -> None:
-        """Returns when all ranks brought equal fields; ParallelError names fields, ranks and values
-        that differ, on every rank. device: of the tensors that travel next. Where the host does not
-        wait for them (NCCL), fields that were agreed on before are compared by the next `agree`.
+        """Return when the fields of all ranks are equal. Otherwise every rank raises a
+        ParallelError that names fields, ranks and values. device: of the tensors that travel next.
+        Where the host does not wait for them (NCCL), the next call compares fields that were equal
+        before.
         """
         ...
 
     @property
     def consistency(self) -> "ConsistencyCache":
-        """What `agree` remembers."""
+        """The cache of `check_consistent`."""
         ...
 
     def exchange_digests(self, digest: bytes) -> Callable[[], list[bytes]]:
-        """Post 16 bytes to all ranks; the result waits for those of all ranks."""
+        """Post 16 bytes to all ranks. The returned function waits for the digests of all ranks."""
         ...
 
     def exchange_texts(self, text: str) -> dict[int, str]:
-        """The texts of all ranks, by their numbers in the job."""
+        """The texts of all ranks, by global rank."""
         ...
 
     def split(self, color: int) -> "Comm":
@@ -93,27 +93,27 @@ class Comm(Protocol):
         ...
 
     def part(self, members: Sequence[int]) -> "Comm":
-        """The communicator of these ranks, this one among them, all of which know who they are: it
-        costs no message."""
+        """The communicator of these ranks, this one among them. All of them pass the same members:
+        it costs no message."""
         ...
 
 
 class PeerMessage(NamedTuple):
-    """A tensor that goes to a peer or comes from it."""
+    """A tensor to send to a peer, or to receive from it."""
 
     peer: int
     tensor: Tensor
 
 
 class CompletedWork:
-    """Nothing is under way."""
+    """Nothing is in flight."""
 
     def wait(self) -> None:
         return
 
 
 class WorkThen:
-    """CommWork, and what this rank does once with what it brought."""
+    """Work, and a function to call once after it."""
 
     def __init__(self, work: CommWork, finish: Callable[[], object]):
         self._work, self._finish = work, finish
@@ -127,13 +127,13 @@ class WorkThen:
 
 
 class PointToPointComm:
-    """The patterns of `Comm` over `_exchange`, which one communicator brings."""
+    """The patterns of `Comm` over `_exchange`, which a subclass defines."""
 
     rank: int
     size: int
 
     def _exchange(self, kind: str, sends: list[PeerMessage], recvs: list[PeerMessage]) -> CommWork:
-        """Posts contiguous tensors with elements. Messages between two ranks keep their order."""
+        """Post contiguous, non-empty tensors. Messages between two ranks keep their order."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -212,7 +212,7 @@ def _contiguous_like(tensor: Tensor) -> Tensor:
 
 
 def _sum_in_order(terms: Sequence[Tensor]) -> Tensor:
-    """Their sum from first to last: 16-bit terms are added in fp32."""
+    """The sum from first to last; 16-bit terms are added in fp32."""
     narrow = terms[0].is_floating_point() and terms[0].element_size() < 4
     total = terms[0].to(torch.float32 if narrow else terms[0].dtype, copy=True)
     for term in terms[1:]:

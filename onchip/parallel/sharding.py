@@ -1,8 +1,14 @@
-"""Which positions of a sequence each rank holds, for any length: no layout asks that anything
-divides.
+"""Layouts: the positions of a sequence that each rank holds, for any length and any number of
+ranks.
 
-Inside a rank positions ascend. So a query that sees an interval of the sequence's keys sees an
-interval of any rank's keys, and under a causal mask a rank's own keys are plainly causal.
+    16 positions on 4 ranks    rank 0         rank 1         rank 2         rank 3
+      contiguous               0 1 2 3        4 5 6 7        8 9 10 11      12 13 14 15
+      zigzag                   0 1 14 15      2 3 12 13      4 5 10 11      6 7 8 9
+      striped                  0 4 8 12       1 5 9 13       2 6 10 14      3 7 11 15
+
+Positions ascend inside a rank. So a query that sees an interval of the sequence's keys sees an
+interval of any rank's keys, and a causal mask over the sequence is a causal mask over a rank's own
+keys.
 """
 
 from dataclasses import dataclass
@@ -13,8 +19,8 @@ from torch import Tensor
 from onchip.masks import BLOCK, BlockMask, Mask, build
 from onchip.masks.bits import unpack
 
-Piece = tuple[int, int, int]  # start, stop, step, as of a slice
-IGNORE_INDEX = -100  # the label that torch's cross_entropy leaves out
+Piece = tuple[int, int, int]  # (start, stop, step) of a slice
+IGNORE_INDEX = -100  # the label that torch's cross_entropy ignores
 
 
 class Layout:
@@ -23,7 +29,7 @@ class Layout:
     size: int
 
     def pieces(self, rank: int, seqlen: int) -> list[Piece]:
-        """What `rank` holds of a sequence of this length, in ascending order."""
+        """The positions of `rank` in a sequence of this length, as ascending slices."""
         raise NotImplementedError
 
     def positions(self, rank: int, seqlen: int) -> Tensor:
@@ -33,16 +39,16 @@ class Layout:
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
     def length(self, rank: int, seqlen: int) -> int:
-        """How many positions `rank` holds."""
+        """The number of positions of `rank`."""
         return sum(len(range(*piece)) for piece in self.pieces(rank, seqlen))
 
     def lengths(self, seqlen: int) -> list[int]:
-        """The same of every rank."""
+        """The number of positions of every rank."""
         return [self.length(rank, seqlen) for rank in range(self.size)]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """The part of x that `rank` holds; x has the whole sequence along `dim`. Differentiable; a
-        view where the rank holds one piece.
+        """The part of x on `rank`; x has the whole sequence along `dim`. Differentiable; a view
+        where the rank has one piece.
         """
         self._check(rank, x.shape[dim])
         before = (slice(None),) * (dim % x.dim())
@@ -51,7 +57,7 @@ class Layout:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def unshard(self, parts: list[Tensor], dim: int = 1) -> Tensor:
-        """The whole of the parts of all ranks, in rank order: the inverse of `shard`."""
+        """The whole sequence from the parts of all ranks, in rank order: the inverse of `shard`."""
         if len(parts) != self.size:
             raise ValueError(f"the layout has {self.size} ranks, got the parts of {len(parts)}")
         seqlen = sum(part.shape[dim] for part in parts)
@@ -67,8 +73,8 @@ class Layout:
         return torch.cat(list(parts), dim).index_select(dim, back.to(parts[0].device))
 
     def position_ids(self, rank: int, seqlen: int, cu_seqlens: Tensor | None = None) -> Tensor:
-        """int64: where the rank's tokens stand in the sequence, or in their own document: what
-        rotary embeddings need.
+        """int64: the positions of the rank's tokens in the sequence, or in their own document, for
+        rotary embeddings.
         """
         positions = self.positions(rank, seqlen)
         if cu_seqlens is None:
@@ -79,9 +85,9 @@ class Layout:
     def labels(
         self, tokens: Tensor, rank: int, dim: int = -1, cu_seqlens: Tensor | None = None
     ) -> Tensor:
-        """The rank's share of the next tokens of `tokens`, the whole sequence: IGNORE_INDEX after the
-        last token of the sequence, or of a document. (Shifted after sharding, a rank would lack the
-        token that another one holds.)
+        """The rank's part of the labels: the next token of each of `tokens`, the whole sequence.
+        The last token of the sequence, or of a document, has IGNORE_INDEX. Labels must be shifted
+        before sharding, because the token after a rank's last one is on another rank.
         """
         labels = tokens.roll(-1, dim)
         seqlen = tokens.shape[dim]
@@ -95,7 +101,7 @@ class Layout:
         return self.shard(labels, rank, dim)
 
     def cu_seqlens(self, rank: int, cu_seqlens: Tensor) -> Tensor:
-        """int32 offsets of the documents in the rank's part: document d of the sequence is document
+        """int32 offsets of the documents in the rank's part. Document d of the sequence is document
         d here, and may be empty.
         """
         starts = document_offsets(cu_seqlens)
@@ -111,7 +117,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ContiguousLayout(Layout):
-    """Rank r holds the r-th chunk. Balanced where every query sees as much as every other."""
+    """Rank r has chunk r of `size`. Balanced only if all queries see equally many keys."""
 
     size: int
     multiple: int = 1
@@ -122,8 +128,8 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class ZigzagLayout(Layout):
-    """Of 2 * size chunks rank r holds the r-th and the r-th from the end: under a causal mask all
-    have as much to do.
+    """Rank r has chunk r and chunk 2 * size - 1 - r of 2 * size: under a causal mask all ranks have
+    equal work.
     """
 
     size: int
@@ -146,8 +152,8 @@ class StripedLayout(Layout):
 
 
 class BalancedLayout(Layout):
-    """Blocks of 128 queries, sorted by how many keys they see under a mask and dealt in turns,
-    there and back: all ranks have as many blocks, up to one, and about as much to do.
+    """Blocks of 128 queries, sorted by visible keys under a mask and assigned to ranks 0, 1, ...,
+    n, n, ..., 1, 0 in turns. The numbers of blocks differ by at most one, and work is about equal.
     """
 
     def __init__(self, size: int, mask: Mask | BlockMask):
@@ -176,25 +182,26 @@ class BalancedLayout(Layout):
 
 
 def contiguous(size: int, multiple: int = 1) -> Layout:
-    """Rank r holds the r-th of `size` chunks, which begin at multiples of `multiple`."""
+    """Rank r has chunk r of `size`. Chunks begin at multiples of `multiple`."""
     return ContiguousLayout(_check_positive("size", size), _check_positive("multiple", multiple))
 
 
 def zigzag(size: int, multiple: int = 1) -> Layout:
-    """Rank r holds chunks r and 2 size - 1 - r of 2 size: a causal mask costs all ranks the same.
+    """Rank r has chunks r and 2 size - 1 - r of 2 size: equal work on all ranks under a causal
+    mask.
 
-    multiple: chunks begin at multiples of it. 128 lets block masks be cut along their blocks.
+    multiple: chunks begin at multiples of it. With 128 block masks are cut between their blocks.
     """
     return ZigzagLayout(_check_positive("size", size), _check_positive("multiple", multiple))
 
 
 def striped(size: int) -> Layout:
-    """Rank r holds positions r, r + size, r + 2 size, ..."""
+    """Rank r has positions r, r + size, r + 2 size, ..."""
     return StripedLayout(_check_positive("size", size))
 
 
 def balanced(size: int, mask: Mask | BlockMask) -> Layout:
-    """Blocks of 128 positions dealt by the work that a mask gives their queries. The mask must be
+    """Blocks of 128 positions, assigned by the work of their queries under a mask. The mask must be
     the same for all batch entries, or a BlockMask, of which all planes count.
     """
     if not isinstance(mask, (Mask, BlockMask)):
@@ -206,7 +213,7 @@ LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def as_layout(layout: str | Layout, size: int) -> Layout:
-    """A layout of `size` ranks, given itself or by its name."""
+    """A layout of `size` ranks, from a layout or its name."""
     if isinstance(layout, str) and layout in LAYOUTS:
         return LAYOUTS[layout](size)
     if not isinstance(layout, Layout):
@@ -218,7 +225,7 @@ def as_layout(layout: str | Layout, size: int) -> Layout:
 
 
 def document_offsets(cu_seqlens: Tensor, seqlen: int | None = None) -> Tensor:
-    """cu_seqlens as int64 on the host, checked: from 0 to seqlen, never falling."""
+    """cu_seqlens as int64 on the host, checked: ascending from 0 to seqlen."""
     starts = torch.as_tensor(cu_seqlens).to("cpu", torch.int64)
     if starts.dim() != 1 or not len(starts):
         raise ValueError(f"cu_seqlens must be (documents + 1,), got shape {tuple(starts.shape)}")
@@ -230,12 +237,12 @@ def document_offsets(cu_seqlens: Tensor, seqlen: int | None = None) -> Tensor:
 
 
 def documents_of(positions: Tensor, starts: Tensor) -> Tensor:
-    """The document of each position, given the offsets of all."""
+    """The document of each position; starts: the offsets of all documents."""
     return torch.searchsorted(starts[1:], positions.contiguous(), right=True)
 
 
 def visible_cells(mask: BlockMask) -> Tensor:
-    """int64 (query blocks,): the (query, key) pairs that each block of queries sees, over all
+    """int64 (query blocks,): the visible (query, key) pairs of each block of queries, over all
     planes of the mask.
     """
     lists, n_q = mask.rows, -(-mask.seqlen_q // BLOCK)
@@ -256,14 +263,14 @@ def _block_of_entries(row_offsets: Tensor, rows: int) -> Tensor:
 
 
 def _chunk(i: int, chunks: int, seqlen: int, multiple: int) -> Piece:
-    """The i-th of `chunks`, which differ by at most one unit of `multiple` positions."""
+    """Chunk i of `chunks`. Chunks differ by at most one unit of `multiple` positions."""
     units = -(-seqlen // multiple)
     edge = lambda j: min(seqlen, j * units // chunks * multiple)
     return edge(i), edge(i + 1), 1
 
 
 def _join_pieces(pieces: list[Piece]) -> list[Piece]:
-    """Ascending pieces of step 1 without the empty ones, neighbours as one."""
+    """Ascending pieces of step 1 without empty ones; adjacent ones are joined."""
     runs: list[Piece] = []
     for start, stop, _ in pieces:
         if runs and runs[-1][1] == start:

@@ -99,7 +99,7 @@ class UlyssesPlan(NamedTuple):
 class UlyssesFunction(torch.autograd.Function):
     """(out, lse) of a rank's tokens. origin: an empty tensor made of q, k and v. The saved heads
     are not those tensors, so that without origin a second derivative would find no path back to
-    them, and would be zero instead of an error.
+    them, and could not be refused.
     """
 
     @classmethod

@@ -112,19 +112,19 @@ def test_it_is_told_in_sentences():
     text = str(explain(*meta(8192, (32, 8)), Rank(3, 8), strategy="ring", causal=True))
     for words in (
         "attention of 65536 positions over 8 ranks, 8192 here",
-        "ring: asked for",
+        "ring: requested",
         "the busiest rank has 1.00 of the mean work",
         "8 here, 0 more see nothing; 0 need a block mask",
-        "sends 7 x 33.6 MB beside kernels",
+        "sends 7 x 33.6 MB overlapped",
         "measured on an NVIDIA H200 at head_dim 128",
-        "NVLink 4: 100% forward, hides",
-        "100 GbE: 32% forward, shows",
-        "hides from 27,880 positions a rank on",
+        "NVLink 4: 100% forward, hidden",
+        "100 GbE: 32% forward, exposed",
+        "hidden from 27,880 positions a rank on",
     ):
         assert words in text, text
     odd = masks.mod(lambda b, h, q, k: (q + k) % 2 == 0)
     masked = explain(*meta(256, (4, 4)), Rank(0, 2), strategy="ring", mask=odd)
     assert "2 need a block mask" in str(masked)
-    assert "hides from" not in str(masked)
+    assert "hidden from" not in str(masked)
     assert "as given" in str(explain(*meta(64, (4, 4)), Rank(0, 2), flops_s=1e12))
     assert "sends least" in str(explain(*meta(64, (4, 4)), Rank(0, 2)))

@@ -23,7 +23,7 @@ FATES = {
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stalls": lambda: time.sleep(60),
 }
-SAYS = {"dies": "no sign of life", "stops": "no sign of life", "stalls": "stalled after operation"}
+SAYS = {"dies": "sent no heartbeat", "stops": "sent no heartbeat", "stalls": "stalled after operation"}
 
 
 def operation(kind, comm, step):
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
     heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
     for message, named in (heard[r] for r in (0, 1, 3)):
-        assert named == 2 and "rank 2 gave no sign of life" in message, message
+        assert named == 2 and "rank 2 sent no heartbeat" in message, message
 
 
 def changes_its_mind(comm):

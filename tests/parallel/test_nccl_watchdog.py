@@ -22,7 +22,7 @@ def test_only_what_does_not_come_is_judged(caplog):
 
     def diagnose(cause):
         heard.append(cause)
-        return ParallelError("rank 3 gave no sign of life", 3)
+        return ParallelError("rank 3 sent no heartbeat", 3)
 
     watchdog = NcclWatchdog(diagnose, over.set, 0.001)
     assert watchdog.is_idle
@@ -31,6 +31,6 @@ def test_only_what_does_not_come_is_judged(caplog):
         pass
     assert not heard and not over.is_set()
     watchdog.watch(Late(10**9), 0.05)
-    assert over.wait(10) and heard == ["a device waits in vain"]
-    assert "rank 3 gave no sign of life" in caplog.text
+    assert over.wait(10) and heard == ["a device operation did not complete"]
+    assert "rank 3 sent no heartbeat" in caplog.text
     assert not watchdog.is_idle  # nothing is followed any more

@@ -99,5 +99,5 @@ def test_what_cannot_be_connected_is_refused(alone):
     with pytest.raises(ValueError, match="share no gradient"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))
     group.leave()
-    with torch.no_grad(), pytest.raises(ValueError, match="has left its job"):
+    with torch.no_grad(), pytest.raises(ValueError, match="has left its group"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))

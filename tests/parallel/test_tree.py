@@ -179,7 +179,7 @@ def test_partial_results_are_not_rounded():
         ({}, 2, "give their place"),
         ({"alibi_slopes": SLOPES, "causal": False, "place": (0, 9)}, 2, "need causal=True"),
         ({"dropout_p": 0.5}, 1, "does not take dropout_p"),
-        ({"place": (3, 9)}, 1, "9 keys from start=3 on do not lie within seqlen_k=9"),
+        ({"place": (3, 9)}, 1, "9 keys from start=3 on are not within seqlen_k=9"),
     ],
 )
 def test_refusals_are_sentences(options, seqlen_q, sentence):
