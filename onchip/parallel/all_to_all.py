@@ -1,8 +1,8 @@
 """The all-to-all of Ulysses: tokens for heads, one message from each rank to each other rank.
 
 Before it a rank has all heads of its own tokens; after it, some heads of all tokens, in the order
-of their positions. The number of heads need not divide by the ranks. A key head goes to every rank
-that needs it; on the way back the tensors that several ranks have for one head are summed.
+of their positions. The number of heads need not divide by the ranks. A key head is sent to every
+rank that needs it; on the way back the tensors that several ranks have for one head are summed.
 """
 
 from collections.abc import Sequence

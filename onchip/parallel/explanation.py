@@ -44,8 +44,8 @@ class PassCost(NamedTuple):
         return self.hops * self.round_bytes + self.exposed_bytes
 
     def hidden_share(self, link: Link) -> float | None:
-        """The share of the rounds whose message takes no longer than their kernel, latency aside;
-        None if no round sends.
+        """The share of the rounds in which the message takes no longer than the kernel, latency
+        aside; None if no round sends.
         """
         message = self.round_bytes / link.bytes_s
         short = sum(message <= flops / self.flops_s for flops in self.flops[: self.hops])
@@ -192,14 +192,14 @@ class _RingWork(NamedTuple):
         cls, ranks: Comm | Mesh2D, choice: StrategyChoice, layout: Layout, global_mask: GlobalMask
     ) -> "_RingWork":
         inner = choice.inner_size
-        held = layout if inner == 1 else GroupedLayout(layout, inner)
-        work = [_work(held, global_mask, r) for r in range(held.size)]
-        busiest = max(range(held.size), key=work.__getitem__)
-        pairs, mean = count_round_pairs(held, global_mask, busiest), sum(work) / len(work)
+        grouped = layout if inner == 1 else GroupedLayout(layout, inner)
+        work = [_work(grouped, global_mask, r) for r in range(grouped.size)]
+        busiest = max(range(grouped.size), key=work.__getitem__)
+        pairs, mean = count_round_pairs(grouped, global_mask, busiest), sum(work) / len(work)
         rounds = choice.plan_rounds(
-            held, global_mask, ranks.rank // inner, torch.device("cpu")
+            grouped, global_mask, ranks.rank // inner, torch.device("cpu")
         ).rounds
-        return cls(held.size, max(held.lengths(global_mask.seqlen)), pairs, mean, rounds)
+        return cls(grouped.size, max(grouped.lengths(global_mask.seqlen)), pairs, mean, rounds)
 
 
 def _work(layout: Layout, global_mask: GlobalMask, rank: int) -> int:
@@ -249,7 +249,7 @@ def _all_to_all_bytes(
     x: Tensors, global_mask: GlobalMask, tokens: int, inner_size: int, backward: bool
 ) -> int:
     """Bytes that a rank sends in the two all-to-alls: q, k, v, out and lse, or their gradients,
-    without its own share. A key head goes to every rank with some of its query heads; then its
+    without its own share. A key head is sent to every rank with some of its query heads; then its
     gradients are not rounded. tokens: of the group.
     """
     num_heads, num_kv_heads = _heads(x)

@@ -1,5 +1,5 @@
-"""Finds out which rank is lost: every rank writes a heartbeat into the store of its group, and a
-rank whose operation failed reads the heartbeats of all.
+"""Finds out which rank is lost: every rank writes a heartbeat into the store of its group, and
+after a failed operation a rank reads the heartbeats of all.
 
     {"beat": 17, "ops": 42, "doing": "shift"}
       beat   counts up once a second; it stops when the process ends
@@ -109,7 +109,7 @@ class HeartbeatMonitor:
         return min(ranks, others or ranks, key=len)[0]
 
     def _find_dead(self, ranks: Sequence[int]) -> ParallelError | None:
-        """Names ranks whose heartbeat does not change for SILENT_BEATS."""
+        """Names ranks without a new heartbeat for SILENT_BEATS."""
         before = self._read_heartbeats()
         threading.Event().wait(SILENT_BEATS * self.beat_s)
         after = self._read_heartbeats()

@@ -88,8 +88,8 @@ class PendingMessage:
 
 
 class Rendezvous:
-    """Matches the messages of all ranks of one process. Ranks are those of `run_ranks`, whatever
-    the group.
+    """Matches the messages of all ranks of one process. Ranks are numbered as in
+    `run_ranks`, whatever the group.
     """
 
     def __init__(self, size: int, timeout_s: float):

@@ -111,7 +111,7 @@ def best_inner_size(size: int, num_heads: int, num_kv_heads: int, hops: int | No
 
 @dataclass(frozen=True)
 class GroupedLayout(Layout):
-    """The layout whose ranks are the groups of inner_size neighbours of another layout."""
+    """Another layout with groups of inner_size neighbours as its ranks."""
 
     layout: Layout
     inner_size: int
@@ -135,7 +135,7 @@ class GroupedLayout(Layout):
         return [(start, stop, 1) for start, stop in zip(starts, stops, strict=True)]
 
     def rows(self, rank: int, seqlen: int, device: torch.device) -> tuple[Tensor, ...]:
-        """For each member of a group, the indices of its positions among those of the group."""
+        """For each member of a group, the indices of its positions in the group's."""
         return _rows(self, rank, seqlen, device)
 
 

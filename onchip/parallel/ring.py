@@ -117,11 +117,13 @@ class KVGradBuffers:
         """Send the sums to the rank that has these keys next. After the last round, send them to
         the rank that owns the keys.
         """
-        send, home = self._here.message(self._lengths[i]), self._comm.size - self._hops
+        send, hops_to_owner = self._here.message(self._lengths[i]), self._comm.size - self._hops
         if i < self._hops:
             self._work = self._comm.shift(send, self._there.message(self._lengths[i + 1]))
         elif self._hops:
-            self._work = self._comm.shift(send, self._there.message(self._lengths[0]), hops=home)
+            self._work = self._comm.shift(
+                send, self._there.message(self._lengths[0]), hops=hops_to_owner
+            )
 
     def wait_for_own(self) -> KV:
         """dk and dv of this rank's own keys, from all ranks."""

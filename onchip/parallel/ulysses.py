@@ -12,7 +12,7 @@ over which each rank sends the keys of its heads (Fang and Zhao 2024, arXiv:2405
 
 Backward, the first exchange carries dout and dlse, the second dq, dk and dv. Heads are split as
 evenly as possible, in whole GQA groups where this is as even. A key head with query heads on
-several ranks goes to all of them; its gradients travel unrounded and are summed.
+several ranks is sent to all of them; its gradients travel unrounded and are summed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,15 +65,15 @@ class UlyssesPlan(NamedTuple):
         heads = assign_heads(num_heads, num_kv_heads, inner.size)
         group_size = num_heads // num_kv_heads
         keys = tuple(kv_heads_of(span, group_size) for span in heads)
-        held = GroupedLayout(layout, inner.size)
-        exchange = HeadAllToAll(inner, held.rows(outer.rank, global_mask.seqlen, device))
+        grouped = GroupedLayout(layout, inner.size)
+        exchange = HeadAllToAll(inner, grouped.rows(outer.rank, global_mask.seqlen, device))
         options = options._replace(wide_grads=outer.size > 1 or _overlap(keys))
-        rounds = plan_rounds(held, global_mask, outer.rank, device)
+        rounds = plan_rounds(grouped, global_mask, outer.rank, device)
         rank_attention = RankAttention(outer, ring, rounds, options, out_dtype, before_backward)
         return cls(exchange, rank_attention, tuple(heads), keys, group_size)
 
     @property
-    def mine(self) -> HeadSpan:
+    def own_heads(self) -> HeadSpan:
         return self.heads[self.exchange.comm.rank]
 
     @property
@@ -83,22 +83,22 @@ class UlyssesPlan(NamedTuple):
 
     @property
     def shares_kv_heads(self) -> bool:
-        """Whether some key head goes to several ranks."""
+        """Whether some key head is needed by several ranks."""
         return _overlap(self.kv_heads)
 
     def calls(self) -> Iterator[tuple[RankAttention, slice, slice, slice]]:
         """The calls over this rank's heads: (call, heads and key heads counted from this rank's
         first, heads counted from the first of all).
         """
-        first = self.mine[0]
-        for heads, keys in split_by_kv_head(self.mine, self.group_size):
+        first = self.own_heads[0]
+        for heads, keys in split_by_kv_head(self.own_heads, self.group_size):
             lo, hi = first + heads.start, first + heads.stop
             yield self.rank_attention.of_heads(lo, hi), heads, keys, slice(lo, hi)
 
 
 class UlyssesFunction(torch.autograd.Function):
     """(out, lse) of a rank's tokens. origin: an empty tensor made of q, k and v. The saved heads
-    are not those tensors, so that without origin a second derivative would find no path back to
+    are other tensors, so that without origin a second derivative would find no path back to
     them, and could not be refused.
     """
 
