@@ -36,9 +36,9 @@ from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule, is_number
 from onchip.problem import (
+    CachedCall,
     Options,
     Problem,
-    Question,
     Tensors,
     UnsupportedError,
     ask,
@@ -47,9 +47,9 @@ from onchip.problem import (
     check_qkv,
     check_values,
     device_info,
+    insert_bounded,
     is_autocast,
     is_eager,
-    kept,
     laid_out,
 )
 
@@ -79,28 +79,32 @@ _END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # where the mask begins
 _SAVED_TENSORS = 4  # dout, dlse, out and lse, before the arguments of a backward
 
 
-def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
+def attend(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     """The Result of a problem, differentiable in out and lse. The op is there for those who watch,
     and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
     """
     if is_eager(x.q):
         wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-        return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
-    problem = question.problem
+        return _attend_eagerly(call, x, kernel) if wants_grad else run(call, x, kernel)
+    problem = call.problem
     tell_counters(_FLOPS)
     out, lse, stats = _ATTENTION(*_flatten(problem, x, kernel), problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _unrounded(question: Question) -> Question:
-    """The same with an out that is left to be split, kept beside the question's tapes."""
-    known, key = question.known, ("unrounded",)
-    found = None if known is None else known.get(key)
+def _unrounded(call: CachedCall) -> CachedCall:
+    """The same with an out that is left to be split, kept beside the call's tapes."""
+    cache, key = call.cache, ("unrounded",)
+    found = None if cache is None else cache.get(key)
     if found is not None:
         return found
-    problem = question.problem
+    problem = call.problem
     wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
-    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
+    return (
+        CachedCall(wide)
+        if cache is None
+        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_TAPES)
+    )
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -131,10 +135,10 @@ def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
     return _BACKWARD_LATER if len(mask) == 1 else _BACKWARD
 
 
-def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
-    if question.problem.precise_delta:
-        question = _unrounded(question)
-    out, lse, *stats = _EagerAttention.apply(question, x, kernel, *_differentiable(x))
+def _attend_eagerly(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
+    if call.problem.precise_delta:
+        call = _unrounded(call)
+    out, lse, *stats = _EagerAttention.apply(call, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
 
@@ -144,11 +148,11 @@ class _EagerAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, question, x, kernel, *_):
-        (out, lse, stats), residual = run(question, x, kernel), None
-        if question.problem.precise_delta:
-            out, residual = split(out, question.problem.dtype)
-        ctx.call = question, x.mask, kernel
+    def forward(ctx, call, x, kernel, *_):
+        (out, lse, stats), residual = run(call, x, kernel), None
+        if call.problem.precise_delta:
+            out, residual = split(out, call.problem.dtype)
+        ctx.call = call, x.mask, kernel
         ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
         if stats is None:
@@ -159,14 +163,14 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        question, mask, kernel = ctx.call
+        call, mask, kernel = ctx.call
         *tensors, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (3 + len(_DIFFERENTIABLE))
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
         x = Tensors(*tensors, mask=mask)
-        grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
+        grads = _gradients(call, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
 
     jvp = staticmethod(refuse_forward_mode)
@@ -274,13 +278,13 @@ def _check_differentiable(args: Sequence[Any], keeps_residual: bool) -> None:
         raise UnsupportedError("precise_delta is not served under transforms of torch.func")
 
 
-def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
+def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
     """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
     if is_eager(x.q):
-        return run_backward(question, x, kernel, *saved)
+        return run_backward(call, x, kernel, *saved)
     tell_counters(_FLOPS)
     out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
-    args = _flatten(question.problem, x, kernel)
+    args = _flatten(call.problem, x, kernel)
     found = _backward_op(args[-1])(dout, dlse, out, lse, *args)
     return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
 
@@ -416,30 +420,30 @@ def _check_unrecorded(x: Tensors) -> None:
         refuse_forward_mode(None)  # below autograd a tangent cannot be seen: there may be one
 
 
-def posed(x: Tensors, problem: Problem) -> Question:
-    """The Question of a problem that was checked before."""
+def posed(x: Tensors, problem: Problem) -> CachedCall:
+    """The CachedCall of a problem that was checked before."""
     return ask(_described, x, problem, ())
 
 
-def run(question: Question, x: Tensors, kernel: str | None) -> Result:
+def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     """The Result of a problem, without gradient and without the op: for those who have a gradient
     of their own.
     """
-    check_values(question.problem, x)
-    paged.check_values(question.problem, x)
-    return replayed(_compute, question, x, kernel)
+    check_values(call.problem, x)
+    paged.check_values(call.problem, x)
+    return replayed(_compute, call, x, kernel)
 
 
 def get_merge_fn(
-    question: Question, x: Tensors, kernel: str | None
+    call: CachedCall, x: Tensors, kernel: str | None
 ) -> Callable[[Tensor, Tensor], None] | None:
     """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
     over other keys, in place; None if the kernel of this problem has no such way.
     """
-    module = _module(question.problem, x, kernel)
-    if not hasattr(module, "merges") or not module.merges(question.problem):
+    module = _module(call.problem, x, kernel)
+    if not hasattr(module, "merges") or not module.merges(call.problem):
         return None
-    return partial(module.forward_into, question.problem, x)
+    return partial(module.forward_into, call.problem, x)
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
@@ -467,13 +471,13 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
     x = _settled(x)
-    question = posed(x, problem)
-    grads = run_backward(question, x, kernel, out, lse, dout, dlse)
+    call = posed(x, problem)
+    grads = run_backward(call, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
 
 
 def run_backward(
-    question: Question,
+    call: CachedCall,
     x: Tensors,
     kernel: str | None,
     out: Tensor,
@@ -482,7 +486,7 @@ def run_backward(
     dlse: Tensor | None,
 ) -> Grads:
     """Its gradients; out and lse as kernels/protocol.py has them."""
-    return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
+    return replayed(_compute_backward, call, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
 def _compute_backward(
@@ -504,14 +508,14 @@ def _compute_backward(
 
 
 def get_accumulate_fn(
-    question: Question, x: Tensors, kernel: str | None
+    call: CachedCall, x: Tensors, kernel: str | None
 ) -> Callable[..., Any] | None:
     """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
     or None) it makes what adds gradients to sums, of these queries over any keys (see
     kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
     """
-    module = _module(question.problem, x, kernel, backward=True)
-    if not hasattr(module, "adds") or not module.adds(question.problem):
+    module = _module(call.problem, x, kernel, backward=True)
+    if not hasattr(module, "adds") or not module.adds(call.problem):
         return None
     return module.begin
 

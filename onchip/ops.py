@@ -18,8 +18,8 @@ from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
 from onchip.masks.later import Later, LaterRule
 from onchip.problem import (
+    CachedCall,
     Options,
-    Question,
     Tensors,
     Window,
     ask,
@@ -97,8 +97,8 @@ def attention(
         precision=precision,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
-    question, x = pose(x, options, mask=mask, dropout_seed=dropout_seed)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    call, x = pose(x, options, mask=mask, dropout_seed=dropout_seed)
+    return _answer(library.attend(call, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -150,8 +150,8 @@ def varlen_attention(
         precision=precision,
     )
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
-    question, x = pose(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    call, x = pose(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
+    return _answer(library.attend(call, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -221,8 +221,8 @@ def paged_attention(
         k_scales=k_scales,
         v_scales=v_scales,
     )
-    question = ask(paged.describe, x, options, max_seqlen_q)
-    return _answer(library.attend(question, x, kernel), return_lse)
+    call = ask(paged.describe, x, options, max_seqlen_q)
+    return _answer(library.attend(call, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -280,7 +280,7 @@ def cascade_attention(
 
 
 class _Posed(NamedTuple):
-    question: Question
+    call: CachedCall
     x: Tensors
     kernel: str | None  # asked for
 
@@ -327,7 +327,7 @@ def _pose_pages(
 
 def _run_at_once(first: _Posed, second: _Posed) -> bool:
     """Whether one kernel serves both, and runs them so."""
-    problems = [laid_out(one.question.problem, one.x) for one in (first, second)]
+    problems = [laid_out(one.call.problem, one.x) for one in (first, second)]
     device = device_info(first.x.q.device)
     kernel, other = (dispatch(problem, device, first.kernel).kernel for problem in problems)
     runs_beside = getattr(kernel_module(kernel), "runs_beside", None)
@@ -448,8 +448,8 @@ def pose(
     *,
     mask: object = None,
     dropout_seed: int | Tensor | None = None,
-) -> tuple[Question, Tensors]:
-    """The checked Question of a call and its tensors, of which x holds all but the mask and the
+) -> tuple[CachedCall, Tensors]:
+    """The checked CachedCall of a call and its tensors, of which x holds all but the mask and the
     seed. max_seqlens: those of a packed call.
     """
     if torch.are_deterministic_algorithms_enabled():
@@ -459,13 +459,13 @@ def pose(
         x = x._replace(q=q, k=k, v=v)
     if mask is not None:
         x = x._replace(mask=_block_mask(mask, x.q, x.k))
-    question = ask(describe, x, options, max_seqlens)
-    if question.problem.precision == "auto":
-        precision = resolve_precision(question.problem, device_info(x.q.device))
-        question = ask(describe, x, options._replace(precision=precision), max_seqlens)
-    if question.problem.dropout_p:
+    call = ask(describe, x, options, max_seqlens)
+    if call.problem.precision == "auto":
+        precision = resolve_precision(call.problem, device_info(x.q.device))
+        call = ask(describe, x, options._replace(precision=precision), max_seqlens)
+    if call.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(dropout_seed, x.q))
-    return question, x
+    return call, x
 
 
 def _answer(result: Result, return_lse: bool) -> Tensor | tuple:

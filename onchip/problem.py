@@ -30,7 +30,7 @@ Window = tuple[int | None, int | None]
 
 
 class UnsupportedError(ValueError):
-    """A sound question that no available kernel answers; the message says what would work."""
+    """A sound call that no available kernel answers; the message says what would work."""
 
 
 class Tensors(NamedTuple):
@@ -329,38 +329,40 @@ def _slots_apart(pages: Tensor) -> bool:
 FLAGS = ("causal", "return_stats", "deterministic", "precise_delta", "return_lse")
 
 
-class Question(NamedTuple):
+class CachedCall(NamedTuple):
     """A Problem as it was posed. Calls alike, with the same options and with tensors of the same
-    shapes, strides, dtypes and devices, share one Question and what is known about it: see
+    shapes, strides, dtypes and devices, share one CachedCall and what is known about it: see
     kernels/tapes.py. `known` is None where nothing may be kept.
     """
 
     problem: Problem
-    known: dict[tuple, Any] | None = None
+    cache: dict[tuple, Any] | None = None
 
 
 T = TypeVar("T")
-MAX_QUESTIONS = 1024  # a few kB each
+MAX_CACHED_CALLS = 1024  # a few kB each
 Describe = Callable[[Tensors, Any, Any], Problem]
-_questions: dict[tuple | None, Question] = {}
+_cached_calls: dict[tuple | None, CachedCall] = {}
 _lock = threading.Lock()
 
 
-def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> Question:
-    """The Question of describe(x, options, lengths). A call like one before is not checked again:
+def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> CachedCall:
+    """The CachedCall of describe(x, options, lengths). A call like one before is not checked again:
     all that is checked is in the key, for no values of tensors are. There is no key where a mask
     is, and where somebody watches, to whom lengths may be symbols.
     """
     if x.mask is not None or not is_eager(x.q):
-        return Question(describe(x, options, lengths))
+        return CachedCall(describe(x, options, lengths))
     try:
         key = _signature(describe, x, options, lengths)
-        question = _questions.get(key)
+        call = _cached_calls.get(key)
     except (TypeError, RuntimeError):  # lists in place of a window, tensors of other kinds
-        return Question(describe(x, options, lengths))
-    if question is not None:
-        return question
-    return kept(_questions, key, Question(describe(x, options, lengths), {}), MAX_QUESTIONS)
+        return CachedCall(describe(x, options, lengths))
+    if call is not None:
+        return call
+    return insert_bounded(
+        _cached_calls, key, CachedCall(describe(x, options, lengths), {}), MAX_CACHED_CALLS
+    )
 
 
 def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> tuple:
@@ -378,7 +380,7 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     return tuple(key)
 
 
-def kept(table: dict, key: tuple, value: T, most: int) -> T:
+def insert_bounded(table: dict, key: tuple, value: T, most: int) -> T:
     """What the table has under this key, the value if nothing, for which the oldest entry makes
     room. The oldest, not the one that was used least recently: to note each use would cost every
     call, and an entry that is still in use comes back for one slow call in `most` new ones.
@@ -389,10 +391,10 @@ def kept(table: dict, key: tuple, value: T, most: int) -> T:
         return table.setdefault(key, value)
 
 
-def forget_questions() -> None:
+def clear_call_cache() -> None:
     """Whoever changes what calls do, like a row of the tile tables, must say so."""
     with _lock:
-        _questions.clear()
+        _cached_calls.clear()
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -131,7 +131,7 @@ class TestLayout:
     @pytest.fixture(autouse=True)
     def unwarned(self, monkeypatch):
         monkeypatch.setattr(problem, "_layout_warned", False)
-        problem.forget_questions()
+        problem.clear_call_cache()
 
     def test_heads_first_warns_once_with_the_transpose(self):
         q, k, v = (t.transpose(1, 2).contiguous() for t in ot.make_qkv(1, 200, num_heads=4))

@@ -160,7 +160,7 @@ class TestFieldTable:
         assert found.softmax_scale == 0.25 and found.out_dtype == torch.float32
 
 
-class TestQuestions:
+class TestCachedCalls:
     """Calls alike are checked once; what is told apart is checked, whatever came before."""
 
     def ask(self, x, **options):
@@ -210,13 +210,13 @@ class TestQuestions:
 
     def test_options_that_cannot_be_keys(self):
         window = self.ask((q, k, v), window_size=[3, 0])
-        assert window.known is None and window.problem.window_size == (3, 0)
+        assert window.cache is None and window.problem.window_size == (3, 0)
         refused("softcap", q, k, v, softcap=[1.0])
 
     def test_a_mask_is_checked_every_time(self):
         mask = masks.build(masks.causal(), 2, 4, 8, 8)
         x = problem.Tensors(q, k, v, mask=mask)
-        assert problem.ask(problem.describe, x, problem.Options(), ()).known is None
+        assert problem.ask(problem.describe, x, problem.Options(), ()).cache is None
 
     def test_values_are_checked_every_time(self):
         x = [t[0] for t in (q, k, v)]
@@ -228,14 +228,14 @@ class TestQuestions:
     def test_no_tensor_is_kept(self):
         x = qkv(seqlen=13)
         gone = [weakref.ref(t) for t in x]
-        assert self.ask(x).known == {}
+        assert self.ask(x).cache == {}
         del x
         gc.collect()
         assert not any(each() for each in gone)
 
     def test_the_oldest_is_forgotten_first(self, monkeypatch):
-        problem.forget_questions()
-        monkeypatch.setattr(problem, "MAX_QUESTIONS", 3)
+        problem.clear_call_cache()
+        monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 3)
         first = self.ask(qkv(seqlen=1))
         kept = [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)]
         assert [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
@@ -243,7 +243,7 @@ class TestQuestions:
         assert self.ask(qkv(seqlen=1)) is not first
 
     def test_threads_share_them(self, monkeypatch):
-        monkeypatch.setattr(problem, "MAX_QUESTIONS", 5)  # some are forgotten all the time
+        monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 5)  # some are forgotten all the time
         ask = lambda n: self.ask(qkv(seqlen=1 + n % 9)).problem.seqlen_q
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(ask, range(900))) == [1 + n % 9 for n in range(900)]

@@ -6,7 +6,7 @@ from functools import cache
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from onchip.problem import Problem, forget_questions
+from onchip.problem import Problem, clear_call_cache
 
 
 class TileConfig(NamedTuple):
@@ -512,4 +512,4 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
 
 def _forget() -> None:
     triton_config.cache_clear()
-    forget_questions()
+    clear_call_cache()

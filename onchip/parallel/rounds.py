@@ -47,7 +47,7 @@ from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
+from onchip.problem import CachedCall, Options, Tensors, Window, ask, describe, device_info
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
 OutLse = tuple[Tensor, Tensor]  # (batch, seqlen, heads, dim) and (batch, heads, seqlen)
@@ -305,8 +305,8 @@ def attend(
     """(out, lse) of the round's rows, unrounded. q, k, v: (batch, seqlen, heads, head_dim) of all
     local queries, and of all keys of the round's source rank.
     """
-    question, x = prepare_round(options, round, q, k, v)
-    return library.run(question, x, options.kernel)[:2]
+    cached_call, x = prepare_round(options, round, q, k, v)
+    return library.run(cached_call, x, options.kernel)[:2]
 
 
 def differentiate_round(
@@ -315,8 +315,8 @@ def differentiate_round(
     """The round's terms of dq of its rows and of dk and dv of its keys, unrounded if
     options.wide_grads. saved: (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = prepare_round(options, round, q, k, v, options.wide_grads)
-    return library.run_backward(question, x, options.kernel, *_slice_saved(round, saved))
+    cached_call, x = prepare_round(options, round, q, k, v, options.wide_grads)
+    return library.run_backward(cached_call, x, options.kernel, *_slice_saved(round, saved))
 
 
 def _slice_saved(round: Round, saved: tuple) -> tuple:
@@ -328,7 +328,7 @@ def _slice_saved(round: Round, saved: tuple) -> tuple:
 
 def prepare_round(
     options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
-) -> tuple[Question, Tensors]:
+) -> tuple[CachedCall, Tensors]:
     """The checked call of a round, and its tensors."""
     positions = round.positions or (None, None)
     x = Tensors(
@@ -407,13 +407,13 @@ class BatchedState(RunningState):
         self._pending: list[tuple[int, Tensor, Tensor]] = []
 
     def fold(self, options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
-        question, x = prepare_round(options, round, q, k, v)
-        merge = library.get_merge_fn(question, x, options.kernel)
+        cached_call, x = prepare_round(options, round, q, k, v)
+        merge = library.get_merge_fn(cached_call, x, options.kernel)
         is_first = self._state is None and round.rows == slice(0, self._shape[1])
         if merge is None:
-            self.add(round.rows, *library.run(question, x, options.kernel)[:2])
+            self.add(round.rows, *library.run(cached_call, x, options.kernel)[:2])
         elif is_first:
-            super().add(round.rows, *library.run(question, x, options.kernel)[:2])
+            super().add(round.rows, *library.run(cached_call, x, options.kernel)[:2])
         else:
             out, lse = self._get_state()
             merge(out[:, round.rows], lse[:, :, round.rows])
@@ -463,12 +463,14 @@ class RunningGradients:
         """Differentiate one more round. Adds its dk and dv to `keys`, the sums of all keys of the
         source rank. Without `keys`, which may still be in flight, returns (dk, dv).
         """
-        question, x = prepare_round(self._options, round, self._q, k, v, self._options.wide_grads)
+        cached_call, x = prepare_round(
+            self._options, round, self._q, k, v, self._options.wide_grads
+        )
         sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
-        begin = library.get_accumulate_fn(question, x, self._options.kernel)
+        begin = library.get_accumulate_fn(cached_call, x, self._options.kernel)
         if begin is None:
-            return self._add_separately(question, x, round, sums)
-        return self._open_rows(begin, question, x, round).add(question.problem, x, sums)
+            return self._add_separately(cached_call, x, round, sums)
+        return self._open_rows(begin, cached_call, x, round).add(cached_call.problem, x, sums)
 
     def finish(self) -> Tensor:
         """dq with the terms of all rounds so far."""
@@ -477,10 +479,10 @@ class RunningGradients:
         return self._dq
 
     def _add_separately(
-        self, question: Question, x: Tensors, round: Round, sums: KV | None
+        self, cached_call: CachedCall, x: Tensors, round: Round, sums: KV | None
     ) -> KV | None:
         saved = _slice_saved(round, self._saved)
-        grads = library.run_backward(question, x, self._options.kernel, *saved)
+        grads = library.run_backward(cached_call, x, self._options.kernel, *saved)
         self._dq[:, round.rows] += grads.dq
         if sums is None:
             return grads.dk, grads.dv
@@ -488,12 +490,12 @@ class RunningGradients:
             total += share
         return None
 
-    def _open_rows(self, begin: Callable, question: Question, x: Tensors, round: Round) -> Any:
+    def _open_rows(self, begin: Callable, cached_call: CachedCall, x: Tensors, round: Round) -> Any:
         rows = round.rows.start, round.rows.stop
         if rows not in self._open:
             if len(self._open) == self.MAX_OPEN:
                 self._finish(next(iter(self._open)))
-            self._open[rows] = begin(question.problem, x, *_slice_saved(round, self._saved))
+            self._open[rows] = begin(cached_call.problem, x, *_slice_saved(round, self._saved))
         return self._open[rows]
 
     def _finish(self, rows: tuple[int, int]) -> None:

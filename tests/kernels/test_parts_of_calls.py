@@ -56,7 +56,7 @@ def tensors(dtype):
 
 
 def pose(x, rows, cols, options, heads=slice(None)):
-    """The part of rows, columns and heads, as a question, and its tensors."""
+    """The part of rows, columns and heads, as a call, and its tensors."""
     options = dict(options)
     slopes = options.pop("alibi_slopes", None)
     first = heads.start or 0
@@ -98,9 +98,9 @@ def check(kernel, name, dtype, tolerance):
         states = []
         saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
         for cols in cut(SEQLEN, 2, 6):
-            question, part = pose(x, rows, cols, options)
-            states.append(library.run(question, part, kernel)[:2])
-            shares = library.run_backward(question, part, kernel, *saved)
+            call, part = pose(x, rows, cols, options)
+            states.append(library.run(call, part, kernel)[:2])
+            shares = library.run_backward(call, part, kernel, *saved)
             found[0][:, rows] += shares.dq
             found[1][:, cols] += shares.dk
             found[2][:, cols] += shares.dv
@@ -125,8 +125,8 @@ def check_heads(kernel):
     x, options = tensors(torch.float32), OPTIONS["dropout"]
     out, _, _ = reference(x, options, x[4])
     everything = torch.arange(SEQLEN)
-    question, part = pose(x, everything, everything, options, slice(HEADS // 2, None))
-    near(library.run(question, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
+    call, part = pose(x, everything, everything, options, slice(HEADS // 2, None))
+    near(library.run(call, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", *PAPERS])
@@ -142,10 +142,10 @@ def test_wide_gradients_are_not_rounded(kernel):
 def check_wide(kernel):
     x = tensors(torch.bfloat16)
     everything = torch.arange(SEQLEN)
-    question, part = pose(x, everything, everything, {})
-    out, lse, _ = library.run(question, part, kernel)
-    wide = library.run_backward(question, part, kernel, out, lse, x[3], None)
-    narrow = library.posed(part, question.problem._replace(wide_grads=False))
+    call, part = pose(x, everything, everything, {})
+    out, lse, _ = library.run(call, part, kernel)
+    wide = library.run_backward(call, part, kernel, out, lse, x[3], None)
+    narrow = library.posed(part, call.problem._replace(wide_grads=False))
     rounded = library.run_backward(narrow, part, kernel, out, lse, x[3], None)
     for a, b in zip(wide[:3], rounded[:3], strict=True):
         assert a.dtype == torch.float32

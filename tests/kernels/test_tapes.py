@@ -17,7 +17,7 @@ from onchip.kernels import flat, tapes
 from onchip.kernels.counters import counter
 from onchip.kernels.handles import Handle
 from onchip.kernels.protocol import Result, Stats
-from onchip.problem import Options, Question, Tensors, describe, forget_questions
+from onchip.problem import CachedCall, Options, Tensors, clear_call_cache, describe
 from onchip.testing import assert_accurate
 from tests.kernels.gpu import each_kernel, inputs
 
@@ -61,7 +61,7 @@ def tensors(n=8):
 
 
 def question(x):
-    return Question(describe(x, Options()), {})
+    return CachedCall(describe(x, Options()), {})
 
 
 def kernel_of(handle, extra=lambda x, out: None):
@@ -153,7 +153,7 @@ def test_the_counters_of_a_device_are_no_buffer_of_the_call_that_made_them(log, 
     tapes.replayed(compute, asked, x, None)
     now.capturing = False
     tapes.replayed(compute, asked, x, None)
-    (tape,) = asked.known.values()
+    (tape,) = asked.cache.values()
     assert now.waits == 1 and len(tape.buffers) == 3
 
 
@@ -249,10 +249,10 @@ def test_calls_that_came_once_do_not_keep_others_from_being_replayed(log, comput
     asked = question(x)
     for kernel in map(str, range(3 * tapes.MAX_TAPES)):
         tapes.replayed(compute, asked, x, kernel)
-    assert len(asked.known) == tapes.MAX_TAPES and not log
+    assert len(asked.cache) == tapes.MAX_TAPES and not log
     for _ in range(3):
         tapes.replayed(compute, asked, x, "again and again")
-    assert len(asked.known) == tapes.MAX_TAPES and len(log) == 1
+    assert len(asked.cache) == tapes.MAX_TAPES and len(log) == 1
 
 
 def test_saved_tensors_may_come_back_in_another_layout(log):
@@ -275,7 +275,7 @@ def test_saved_tensors_may_come_back_in_another_layout(log):
 def test_nothing_is_kept_for_a_question_that_keeps_nothing(log, compute):
     x = tensors()
     for _ in range(4):
-        tapes.replayed(compute, Question(describe(x, Options())), x, None)
+        tapes.replayed(compute, CachedCall(describe(x, Options())), x, None)
     assert not log
 
 
@@ -310,7 +310,7 @@ def test_threads_share_tapes(log, compute):
 @pytest.fixture
 def plays(monkeypatch):
     """How often tapes were played; none is left of other tests."""
-    forget_questions()
+    clear_call_cache()
     found = []
     play = tapes.Tape.play
     monkeypatch.setattr(tapes.Tape, "play", lambda *args: found.append(1) or play(*args))

@@ -105,8 +105,8 @@ def test_hopper_serves_every_causal_round_both_ways():
     q, k = (torch.randn(1, 1024, h, 128, dtype=torch.bfloat16, device=CUDA) for h in (8, 2))
     for round in plan_rounds(zigzag(4), GlobalMask(4096, True), 1, CUDA).rounds:
         for backward in (False, True):
-            question, x = prepare_round(RoundOptions(), round, q, k, k, wide_grads=backward)
-            found = plan(laid_out(question.problem, x), device_info(CUDA), None, backward)
+            cached_call, x = prepare_round(RoundOptions(), round, q, k, k, wide_grads=backward)
+            found = plan(laid_out(cached_call.problem, x), device_info(CUDA), None, backward)
             assert found.kernel == "hopper", found.reasons
 
 

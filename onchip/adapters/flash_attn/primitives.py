@@ -240,10 +240,10 @@ def write_gradients(
     options = Options(**_options(asked))
     cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
     x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=asked.alibi_slopes)
-    question, x = ops.pose(x, options, tuple(max_seqlens), dropout_seed=seed)
+    call, x = ops.pose(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
-    grads = library.run_backward(question, x, None, out, lse, dout, None)
+    grads = library.run_backward(call, x, None, out, lse, dout, None)
     for buffer, grad in zip(buffers, grads[:3], strict=True):
         if buffer is not None:
             buffer.copy_(grad)

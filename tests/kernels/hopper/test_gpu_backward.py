@@ -256,10 +256,10 @@ def posed(x, max_seqlens, wide_grads, **options):
 
 def shares(x, wide_grads=True, max_seqlens=(), saved=None, **options):
     """dq, dk and dv as a part of a larger call asks for them; saved: (out, lse) of more keys."""
-    question = posed(x, max_seqlens, wide_grads, **options)
-    out, lse = saved or library.run(question, x, "hopper")[:2]
+    call = posed(x, max_seqlens, wide_grads, **options)
+    out, lse = saved or library.run(call, x, "hopper")[:2]
     dout = random_like(out).to(x.q.dtype)
-    return library.run_backward(question, x, "hopper", out, lse, dout, None)[:3]
+    return library.run_backward(call, x, "hopper", out, lse, dout, None)[:3]
 
 
 def random_like(t):
