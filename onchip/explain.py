@@ -35,7 +35,7 @@ from onchip.kernels.configs import (
     hopper_decode_programs,
 )
 from onchip.kernels.protocol import accumulator_dtype
-from onchip.ops import attention, paged_attention, pose
+from onchip.ops import attention, paged_attention, prepare_attention
 from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
 
 SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which nobody asks for
@@ -221,7 +221,7 @@ def explain(
         raise TypeError(f"attention() has no option {foreign[0]!r}")
     apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
-    (problem, _), x = pose(x, scalars, lengths, **apart)
+    (problem, _), x = prepare_attention(x, scalars, lengths, **apart)
     parts = _dense_parts(problem, x)
     explanation = _explanation(problem, x, parts, kernel, there)
     lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
@@ -284,7 +284,7 @@ def _explain_paged(
     shared = options.pop("plan", None)
     if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
         max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
-    problem, x = _pose_paged(x, max_seqlen_q, options)
+    problem, x = _prepare_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
     found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel, there)
     cut = [] if kernel or there else paged.parts(problem, x)
@@ -300,7 +300,7 @@ def _explain_paged(
     return found._replace(min_bytes=min_bytes, pages=pages, sharing=sharing, parts=parts)
 
 
-def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
+def _prepare_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
     given = {n: options.pop(n) for n in extras if n in options}
     foreign = [n for n in options if n in NOT_PAGED or n not in SCALARS]

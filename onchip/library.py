@@ -41,7 +41,6 @@ from onchip.problem import (
     Problem,
     Tensors,
     UnsupportedError,
-    ask,
     check_extras,
     check_packing,
     check_qkv,
@@ -51,6 +50,7 @@ from onchip.problem import (
     is_autocast,
     is_eager,
     laid_out,
+    prepare,
 )
 
 _LIB = torch.library.Library("onchip", "DEF")
@@ -404,7 +404,7 @@ def _forward(*args):
     problem, x, kernel = _unflatten(args)
     _check_unrecorded(x)
     x = _settled(x)
-    out, lse, stats = run(posed(x, problem), x, kernel)
+    out, lse, stats = run(prepare_checked(x, problem), x, kernel)
     return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
 
 
@@ -420,9 +420,9 @@ def _check_unrecorded(x: Tensors) -> None:
         refuse_forward_mode(None)  # below autograd a tangent cannot be seen: there may be one
 
 
-def posed(x: Tensors, problem: Problem) -> CachedCall:
+def prepare_checked(x: Tensors, problem: Problem) -> CachedCall:
     """The CachedCall of a problem that was checked before."""
-    return ask(_described, x, problem, ())
+    return prepare(_described, x, problem, ())
 
 
 def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
@@ -471,7 +471,7 @@ def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
     x = _settled(x)
-    call = posed(x, problem)
+    call = prepare_checked(x, problem)
     grads = run_backward(call, x, kernel, out, lse, dout, dlse)
     return tuple(_nothing(lse) if g is None else g for g in grads)
 

@@ -22,7 +22,6 @@ from onchip.problem import (
     Options,
     Tensors,
     Window,
-    ask,
     check_tensor,
     describe,
     device_info,
@@ -30,6 +29,7 @@ from onchip.problem import (
     is_eager,
     is_traced,
     laid_out,
+    prepare,
 )
 from onchip.state import merge_at_rest
 
@@ -97,7 +97,7 @@ def attention(
         precision=precision,
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
-    call, x = pose(x, options, mask=mask, dropout_seed=dropout_seed)
+    call, x = prepare_attention(x, options, mask=mask, dropout_seed=dropout_seed)
     return _answer(library.attend(call, x, kernel), return_lse)
 
 
@@ -150,7 +150,7 @@ def varlen_attention(
         precision=precision,
     )
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
-    call, x = pose(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
+    call, x = prepare_attention(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
     return _answer(library.attend(call, x, kernel), return_lse)
 
 
@@ -221,7 +221,7 @@ def paged_attention(
         k_scales=k_scales,
         v_scales=v_scales,
     )
-    call = ask(paged.describe, x, options, max_seqlen_q)
+    call = prepare(paged.describe, x, options, max_seqlen_q)
     return _answer(library.attend(call, x, kernel), return_lse)
 
 
@@ -279,7 +279,7 @@ def cascade_attention(
     return cascade.run(plan, paged_attention, q, pages, own, **kernels, **options)
 
 
-class _Posed(NamedTuple):
+class _PreparedCall(NamedTuple):
     call: CachedCall
     x: Tensors
     kernel: str | None  # asked for
@@ -291,13 +291,13 @@ def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
     """
     if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
         return None
-    posed = [_pose_pages(*call.args, **call.options) for call in (own, level)]
-    if not _run_at_once(*posed):
+    prepared = [_prepare_pages(*call.args, **call.options) for call in (own, level)]
+    if not _run_at_once(*prepared):
         return None
-    return [_answer(library.attend(*one), return_lse=True) for one in posed]
+    return [_answer(library.attend(*one), return_lse=True) for one in prepared]
 
 
-def _pose_pages(
+def _prepare_pages(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -309,7 +309,7 @@ def _pose_pages(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     **options: Any,
-) -> _Posed:
+) -> _PreparedCall:
     x = Tensors(
         q,
         k_pages,
@@ -322,10 +322,10 @@ def _pose_pages(
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
     asked = Options(deterministic=deterministic, **options)
-    return _Posed(ask(paged.describe, x, asked, None), x, kernel)
+    return _PreparedCall(prepare(paged.describe, x, asked, None), x, kernel)
 
 
-def _run_at_once(first: _Posed, second: _Posed) -> bool:
+def _run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
     """Whether one kernel serves both, and runs them so."""
     problems = [laid_out(one.call.problem, one.x) for one in (first, second)]
     device = device_info(first.x.q.device)
@@ -428,7 +428,7 @@ def attention_weights(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
     )
     x = Tensors(q, k, k, alibi_slopes=alibi_slopes, bias=bias)
-    (problem, _), x = pose(x, options, mask=mask)
+    (problem, _), x = prepare_attention(x, options, mask=mask)
     chosen = as_ints("rows", rows)
     for row in chosen:
         if row >= problem.seqlen_q:
@@ -441,7 +441,7 @@ def attention_weights(
     return kernel_module("reference").probabilities(problem, x, lse, chosen)
 
 
-def pose(
+def prepare_attention(
     x: Tensors,
     options: Options,
     max_seqlens: tuple[int, ...] = (),
@@ -459,10 +459,10 @@ def pose(
         x = x._replace(q=q, k=k, v=v)
     if mask is not None:
         x = x._replace(mask=_block_mask(mask, x.q, x.k))
-    call = ask(describe, x, options, max_seqlens)
+    call = prepare(describe, x, options, max_seqlens)
     if call.problem.precision == "auto":
         precision = resolve_precision(call.problem, device_info(x.q.device))
-        call = ask(describe, x, options._replace(precision=precision), max_seqlens)
+        call = prepare(describe, x, options._replace(precision=precision), max_seqlens)
     if call.problem.dropout_p:
         x = x._replace(dropout_seed=seed_tensor(dropout_seed, x.q))
     return call, x

@@ -346,7 +346,7 @@ _cached_calls: dict[tuple | None, CachedCall] = {}
 _lock = threading.Lock()
 
 
-def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> CachedCall:
+def prepare(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> CachedCall:
     """The CachedCall of describe(x, options, lengths). A call like one before is not checked again:
     all that is checked is in the key, for no values of tensors are. There is no key where a mask
     is, and where somebody watches, to whom lengths may be symbols.

@@ -11,7 +11,7 @@ import onchip
 from onchip import library, masks
 from onchip.bench import delta_accuracy
 from onchip.masks.later import LaterRule
-from onchip.ops import pose
+from onchip.ops import prepare_attention
 from onchip.problem import Options, Tensors
 
 FP32 = torch.float32
@@ -40,7 +40,7 @@ def op_arguments(options, grad=False):
     scalars = Options(**{n: x for n, x in options.items() if n in Options._fields})
     apart = {n: x for n, x in options.items() if n in ("mask", "dropout_seed")}
     tensors = {n: x for n, x in options.items() if n in Tensors._fields and n not in apart}
-    (problem, _), x = pose(Tensors(*qkv(grad), **tensors), scalars, **apart)
+    (problem, _), x = prepare_attention(Tensors(*qkv(grad), **tensors), scalars, **apart)
     return library._flatten(problem, x, None)
 
 

@@ -163,13 +163,13 @@ class TestFieldTable:
 class TestCachedCalls:
     """Calls alike are checked once; what is told apart is checked, whatever came before."""
 
-    def ask(self, x, **options):
+    def prepare(self, x, **options):
         x = problem.Tensors(*x)
-        return problem.ask(problem.describe, x, problem.Options(**options), ())
+        return problem.prepare(problem.describe, x, problem.Options(**options), ())
 
     def test_calls_alike_share_one(self):
-        assert self.ask(qkv()) is self.ask(qkv())
-        assert self.ask(qkv()).problem == problem.describe(
+        assert self.prepare(qkv()) is self.prepare(qkv())
+        assert self.prepare(qkv()).problem == problem.describe(
             problem.Tensors(*qkv()), problem.Options()
         )
 
@@ -185,7 +185,7 @@ class TestCachedCalls:
         ids=["dtype", "length", "strides", "gradient", "device"],
     )
     def test_tensors_are_told_apart(self, other):
-        assert self.ask((q, k, v)) is not self.ask(other)
+        assert self.prepare((q, k, v)) is not self.prepare(other)
 
     @pytest.mark.parametrize(
         "match, good, bad",
@@ -209,14 +209,14 @@ class TestCachedCalls:
         refused("max_seqlen_k", *x, 1, 1.0, fn=onchip.varlen_attention)
 
     def test_options_that_cannot_be_keys(self):
-        window = self.ask((q, k, v), window_size=[3, 0])
+        window = self.prepare((q, k, v), window_size=[3, 0])
         assert window.cache is None and window.problem.window_size == (3, 0)
         refused("softcap", q, k, v, softcap=[1.0])
 
     def test_a_mask_is_checked_every_time(self):
         mask = masks.build(masks.causal(), 2, 4, 8, 8)
         x = problem.Tensors(q, k, v, mask=mask)
-        assert problem.ask(problem.describe, x, problem.Options(), ()).cache is None
+        assert problem.prepare(problem.describe, x, problem.Options(), ()).cache is None
 
     def test_values_are_checked_every_time(self):
         x = [t[0] for t in (q, k, v)]
@@ -228,7 +228,7 @@ class TestCachedCalls:
     def test_no_tensor_is_kept(self):
         x = qkv(seqlen=13)
         gone = [weakref.ref(t) for t in x]
-        assert self.ask(x).cache == {}
+        assert self.prepare(x).cache == {}
         del x
         gc.collect()
         assert not any(each() for each in gone)
@@ -236,17 +236,19 @@ class TestCachedCalls:
     def test_the_oldest_is_forgotten_first(self, monkeypatch):
         problem.clear_call_cache()
         monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 3)
-        first = self.ask(qkv(seqlen=1))
-        kept = [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)]
-        assert [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
-        assert all(self.ask(qkv(seqlen=n)) is each for n, each in zip((2, 3, 4), kept, strict=True))
-        assert self.ask(qkv(seqlen=1)) is not first
+        first = self.prepare(qkv(seqlen=1))
+        kept = [self.prepare(qkv(seqlen=n)) for n in (2, 3, 4)]
+        assert [self.prepare(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
+        assert all(
+            self.prepare(qkv(seqlen=n)) is each for n, each in zip((2, 3, 4), kept, strict=True)
+        )
+        assert self.prepare(qkv(seqlen=1)) is not first
 
     def test_threads_share_them(self, monkeypatch):
         monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 5)  # some are forgotten all the time
-        ask = lambda n: self.ask(qkv(seqlen=1 + n % 9)).problem.seqlen_q
+        length = lambda n: self.prepare(qkv(seqlen=1 + n % 9)).problem.seqlen_q
         with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(ask, range(900))) == [1 + n % 9 for n in range(900)]
+            assert list(pool.map(length, range(900))) == [1 + n % 9 for n in range(900)]
 
 
 def test_gradient_of_slopes_is_refused_not_dropped():

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from onchip import library
 from onchip.adapters.flash_attn.options import contiguous
 from onchip.adapters.sdpa_masks import block_mask
-from onchip.ops import pose
+from onchip.ops import prepare_attention
 from onchip.problem import CachedCall, Options, Tensors, UnsupportedError, is_eager
 
 Grads = tuple[Tensor | None, ...]
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
         rows, keys = self.query.shape[2], self.key.shape[2]
         return min(rows, keys) if self.is_causal and self.top_left else keys
 
-    def posed(self, seed: Tensor | None = None) -> tuple[CachedCall, Tensors]:
+    def prepare(self, seed: Tensor | None = None) -> tuple[CachedCall, Tensors]:
         """The question in our words, over the keys that are seen."""
         scores = self._mask()  # first: it refuses the most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
@@ -58,7 +58,7 @@ class Ask(NamedTuple):
         elif self.is_causal:
             options = options._replace(causal=True)
         x = Tensors(q, k[:, :keys], v[:, :keys], bias=scores.get("bias"))
-        return pose(x, options, mask=scores.get("mask"), dropout_seed=seed)
+        return prepare_attention(x, options, mask=scores.get("mask"), dropout_seed=seed)
 
     def _mask(self) -> dict[str, Any]:
         """On the CPU the values may decide: a bias that only hides keys is a mask, whose empty
@@ -236,7 +236,7 @@ def math_forward(
     if dropout_mask is not None:
         raise _left_to_math("dropout_mask is given")
     ask = math_ask(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call, x = ask.posed(_draw_seed(ask))
+    call, x = ask.prepare(_draw_seed(ask))
     out = library.attend(call, x, None).out.transpose(1, 2)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
     return out, out.new_full((), torch.nan).expand(*query.shape[:-1], key.shape[-2])
@@ -306,7 +306,7 @@ def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Te
     """out and lse (batch, heads, seqlen_q). like_query: out has the strides of the query, where
     they are dense; otherwise those of (batch, seqlen, heads, head_dim).
     """
-    call, x = ask.posed(seed)
+    call, x = ask.prepare(seed)
     out, lse, _ = library.run(call, x, None)
     out = out.transpose(1, 2)
     return _laid_out_like(ask.query, out) if like_query else out, lse
@@ -314,7 +314,7 @@ def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Te
 
 def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
     """dq, dk, dv with the strides of (batch, seqlen, heads, head_dim), and dbias."""
-    call, x = ask.posed(seed)
+    call, x = ask.prepare(seed)
     out, lse, dout = saved
     out, dout = out.transpose(1, 2).contiguous(), dout.transpose(1, 2)
     found = library.run_backward(call, x, None, out, lse.contiguous(), dout, None)

@@ -47,7 +47,7 @@ from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
-from onchip.problem import CachedCall, Options, Tensors, Window, ask, describe, device_info
+from onchip.problem import CachedCall, Options, Tensors, Window, describe, device_info, prepare
 
 KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
 OutLse = tuple[Tensor, Tensor]  # (batch, seqlen, heads, dim) and (batch, heads, seqlen)
@@ -346,9 +346,9 @@ def prepare_round(
         window_size=round.window_size,
         out_dtype=accumulator_dtype(q.dtype),
     )
-    problem = ask(describe, x, problem_options, ()).problem
+    problem = prepare(describe, x, problem_options, ()).problem
     problem = problem._replace(first_head=options.first_head, wide_grads=wide_grads)
-    return library.posed(x, problem), x
+    return library.prepare_checked(x, problem), x
 
 
 class RunningState:

@@ -55,7 +55,7 @@ def tensors(dtype):
     return q, k, v, draw(*rows, HEADS, DIM_V), draw(BATCH, HEADS, SEQLEN)
 
 
-def pose(x, rows, cols, options, heads=slice(None)):
+def prepare_part(x, rows, cols, options, heads=slice(None)):
     """The part of rows, columns and heads, as a call, and its tensors."""
     options = dict(options)
     slopes = options.pop("alibi_slopes", None)
@@ -77,7 +77,7 @@ def pose(x, rows, cols, options, heads=slice(None)):
     wide = accumulator_dtype(q.dtype)
     problem = describe(part, Options(out_dtype=wide, **options))
     problem = problem._replace(first_head=first, wide_grads=True)
-    return library.posed(part, problem), part
+    return library.prepare_checked(part, problem), part
 
 
 def reference(x, options, dlse):
@@ -98,7 +98,7 @@ def check(kernel, name, dtype, tolerance):
         states = []
         saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
         for cols in cut(SEQLEN, 2, 6):
-            call, part = pose(x, rows, cols, options)
+            call, part = prepare_part(x, rows, cols, options)
             states.append(library.run(call, part, kernel)[:2])
             shares = library.run_backward(call, part, kernel, *saved)
             found[0][:, rows] += shares.dq
@@ -125,7 +125,7 @@ def check_heads(kernel):
     x, options = tensors(torch.float32), OPTIONS["dropout"]
     out, _, _ = reference(x, options, x[4])
     everything = torch.arange(SEQLEN)
-    call, part = pose(x, everything, everything, options, slice(HEADS // 2, None))
+    call, part = prepare_part(x, everything, everything, options, slice(HEADS // 2, None))
     near(library.run(call, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
 
 
@@ -142,10 +142,10 @@ def test_wide_gradients_are_not_rounded(kernel):
 def check_wide(kernel):
     x = tensors(torch.bfloat16)
     everything = torch.arange(SEQLEN)
-    call, part = pose(x, everything, everything, {})
+    call, part = prepare_part(x, everything, everything, {})
     out, lse, _ = library.run(call, part, kernel)
     wide = library.run_backward(call, part, kernel, out, lse, x[3], None)
-    narrow = library.posed(part, call.problem._replace(wide_grads=False))
+    narrow = library.prepare_checked(part, call.problem._replace(wide_grads=False))
     rounded = library.run_backward(narrow, part, kernel, out, lse, x[3], None)
     for a, b in zip(wide[:3], rounded[:3], strict=True):
         assert a.dtype == torch.float32

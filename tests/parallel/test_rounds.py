@@ -62,13 +62,13 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     """Rounds over five parts of the keys, the first of which may be of some rows only."""
     monkeypatch.setattr(rounds, "kernel_module", lambda name: SimpleNamespace(fold=fold))
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
-    merge = lambda out, lse: fold((out, lse), [(0, *library.run(*posed, None)[:2])], fresh=False)
+    merge = lambda out, lse: fold((out, lse), [(0, *library.run(*prepared, None)[:2])], fresh=False)
 
     def get_merge_fn(*args):
-        posed[:] = args[:2]
+        prepared[:] = args[:2]
         return merge if next(way) else None
 
-    posed, total = [], BatchedState(q, 8)
+    prepared, total = [], BatchedState(q, 8)
     monkeypatch.setattr(library, "get_merge_fn", get_merge_fn)
     visible = torch.zeros(7, 15, dtype=torch.bool)
     for i in range(5):

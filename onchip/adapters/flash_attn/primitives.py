@@ -240,7 +240,7 @@ def write_gradients(
     options = Options(**_options(asked))
     cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
     x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=asked.alibi_slopes)
-    call, x = ops.pose(x, options, tuple(max_seqlens), dropout_seed=seed)
+    call, x = ops.prepare_attention(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
     grads = library.run_backward(call, x, None, out, lse, dout, None)
