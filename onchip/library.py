@@ -34,7 +34,7 @@ from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, emp
 from onchip.kernels.tapes import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule, is_number
+from onchip.masks.later import DeferredMask, DeferredRule, is_number
 from onchip.problem import (
     CachedCall,
     Options,
@@ -128,11 +128,11 @@ def _residuals(t: Tensor) -> ModuleType:
 
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
     """A CUDA graph must not record a mask that is built from values: it would replay it."""
-    return _FORWARD_LATER if len(mask) == 1 else _FORWARD
+    return _FORWARD_DEFERRED if len(mask) == 1 else _FORWARD
 
 
 def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
-    return _BACKWARD_LATER if len(mask) == 1 else _BACKWARD
+    return _BACKWARD_DEFERRED if len(mask) == 1 else _BACKWARD
 
 
 def _attend_eagerly(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
@@ -324,9 +324,9 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
         built = _mask_object(mask, seqlen_q, seqlen_k)
     elif is_number(mask[0]):
         grid = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
-        built = LaterRule(mask[0], grid, x.q.device)
+        built = DeferredRule(mask[0], grid, x.q.device)
     else:
-        built = Later(mask[0], problem.seqlen_q, problem.seqlen_k)
+        built = DeferredMask(mask[0], problem.seqlen_q, problem.seqlen_k)
     return problem._replace(has_mask=True), x._replace(mask=built), kernel
 
 
@@ -335,8 +335,8 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
-def _mask_tensors(mask: BlockMask | Later) -> list[Tensor]:
-    if isinstance(mask, Later):
+def _mask_tensors(mask: BlockMask | DeferredMask) -> list[Tensor]:
+    if isinstance(mask, DeferredMask):
         return mask.tensors()
     if not torch.compiler.is_compiling():
         _MASKS[id(mask.tiles)] = mask
@@ -379,7 +379,7 @@ def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
     """A tensor of its own, whose meaning is kept for as long as the object lives."""
     kept = _spaced(mask)
     kept.copy_(mask)
-    later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
+    later.keep(kept, DeferredMask(kept, mask.shape[-2], seqlen_k).built())
     return kept
 
 
@@ -392,7 +392,7 @@ def _spaced(mask: Tensor, _: Any = None) -> Tensor:
 
 
 def _settled(x: Tensors) -> Tensors:
-    return x._replace(mask=x.mask.built()) if isinstance(x.mask, Later) else x
+    return x._replace(mask=x.mask.built()) if isinstance(x.mask, DeferredMask) else x
 
 
 def _attention(*args):
@@ -655,7 +655,7 @@ _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 _LIB.impl("gradients", _gradients_autograd, "Autograd", with_keyset=True)
-for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
+for _name, _tags in (("", ()), ("_deferred", torch.Tag.cudagraph_unsafe)):
     _LIB.define(f"forward{_name}({_ARGUMENTS}) -> {_RESULT}", tags=_tags)
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
 _LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
@@ -664,9 +664,9 @@ _KERNELS = {
     "attention": (_attention, _attention_fake),
     "gradients": (_backward, _backward_fake),
     "forward": (_forward, _forward_fake),
-    "forward_later": (_forward, _forward_fake),
+    "forward_deferred": (_forward, _forward_fake),
     "backward": (_backward, _backward_fake),
-    "backward_later": (_backward, _backward_fake),
+    "backward_deferred": (_backward, _backward_fake),
     "mask": (_keep_mask, _spaced),
     "split": (split, _split_fake),
 }
@@ -674,7 +674,7 @@ for _name, (_kernel, _fake) in _KERNELS.items():
     for _key in _BACKENDS:
         _LIB.impl(_name, _kernel, _key)
     torch.library.register_fake(f"onchip::{_name}", _fake, lib=_LIB)
-for _name in ("", "_later"):
+for _name in ("", "_deferred"):
     torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
     torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
@@ -683,12 +683,12 @@ _ATTENTION = torch.ops.onchip.attention.default
 _GRADIENTS = torch.ops.onchip.gradients.default
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
-_FORWARD_LATER = torch.ops.onchip.forward_later.default
-_BACKWARD_LATER = torch.ops.onchip.backward_later.default
+_FORWARD_DEFERRED = torch.ops.onchip.forward_deferred.default
+_BACKWARD_DEFERRED = torch.ops.onchip.backward_deferred.default
 _FLOPS = {
     torch.ops.onchip.attention: _forward_flops,
     torch.ops.onchip.forward: _forward_flops,
-    torch.ops.onchip.forward_later: _forward_flops,
+    torch.ops.onchip.forward_deferred: _forward_flops,
     torch.ops.onchip.backward: _backward_flops,
-    torch.ops.onchip.backward_later: _backward_flops,
+    torch.ops.onchip.backward_deferred: _backward_flops,
 }

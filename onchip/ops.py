@@ -16,7 +16,7 @@ from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule
+from onchip.masks.later import DeferredMask, DeferredRule
 from onchip.problem import (
     CachedCall,
     Options,
@@ -501,17 +501,17 @@ def seed_tensor(seed: int | Tensor | None, q: Tensor) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=q.device)
 
 
-def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
+def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | DeferredMask:
     if isinstance(mask, BlockMask):
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
     grid = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     if isinstance(mask, Tensor) and not is_eager(q):
-        return Later(mask, *grid[2:])
+        return DeferredMask(mask, *grid[2:])
     if not is_traced():
         return masks.build(mask, *grid, q.device)
     rule = cast(masks.Mask, masks.as_mask(mask))
     if rule.number is not None:
-        return LaterRule.of(rule, grid, q.device)
-    return Later(library.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])
+        return DeferredRule.of(rule, grid, q.device)
+    return DeferredMask(library.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])

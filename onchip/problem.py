@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from onchip.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -62,7 +62,7 @@ class Tensors(NamedTuple):
     places_k: Tensor | None = None
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
-    mask: BlockMask | Later | None = None
+    mask: BlockMask | DeferredMask | None = None
 
 
 class SMPartition(NamedTuple):

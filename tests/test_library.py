@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import onchip
 from onchip import library, masks
 from onchip.bench import delta_accuracy
-from onchip.masks.later import LaterRule
+from onchip.masks.later import DeferredRule
 from onchip.ops import prepare_attention
 from onchip.problem import Options, Tensors
 
@@ -281,7 +281,7 @@ class TestTracedGraphs:
 
     def test_a_mask_that_is_gone_is_named(self):
         mask = masks.causal()
-        later = LaterRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
+        later = DeferredRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
         assert later.built() is mask.build(2, 4, 20, 20)
         with pytest.raises(ValueError, match="the mask of this graph is gone"):
             masks.mods.numbered(10**9)

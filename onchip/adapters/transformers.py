@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from onchip import library
 from onchip.masks import later, mods
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 from onchip.models import interface
 from onchip.models.interface import options_of
 from onchip.models.rules import Reading, read
@@ -274,7 +274,7 @@ def _blocks(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
     """Built once for all layers. A dense mask may be somebody's who writes to it, which tensors of
     inference mode would not tell.
     """
-    built = Later(mask, seqlen_q, seqlen_k).built()
+    built = DeferredMask(mask, seqlen_q, seqlen_k).built()
     if mods.is_spans(mask) or not mask.is_inference():
         later.keep(mask, built)
     return built

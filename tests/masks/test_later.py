@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 import onchip
 from onchip import library, masks
 from onchip.masks import later
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 
 
 def bounds(seqlen=40, window=7, batch=2):
@@ -126,7 +126,7 @@ def test_what_is_kept_dies_with_its_tensor():
     before = len(later._built)
     kept = torch.ops.onchip.mask(bounds(), 40)
     assert len(later._built) == before + 1
-    assert Later(kept, 40, 40).built() is Later(kept, 40, 40).built()
+    assert DeferredMask(kept, 40, 40).built() is DeferredMask(kept, 40, 40).built()
     del kept
     gc.collect()
     assert len(later._built) == before
@@ -134,13 +134,13 @@ def test_what_is_kept_dies_with_its_tensor():
 
 def test_what_was_written_to_is_built_again():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
+    later.keep(given, DeferredMask(given, 40, 40).built())
     given[..., 0] = 0
     causal = masks.causal().build(1, 1, 40, 40).to_dense()
-    assert torch.equal(Later(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
+    assert torch.equal(DeferredMask(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
 
 
 def test_other_lengths_are_another_mask():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
-    assert Later(given, 40, 50).built().shape == (2, 1, 40, 50)
+    later.keep(given, DeferredMask(given, 40, 40).built())
+    assert DeferredMask(given, 40, 50).built().shape == (2, 1, 40, 50)
