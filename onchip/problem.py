@@ -178,7 +178,7 @@ class Problem(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
     @property
-    def reach(self) -> Window:
+    def window(self) -> Window:
         """How far a query sees to the left and to the right: causal is a window that ends at the
         query itself.
         """
@@ -190,7 +190,7 @@ class Problem(NamedTuple):
         """(query, key) pairs of one batch entry and head that causal and window leave (a block mask
         is not counted).
         """
-        left, right = self.reach
+        left, right = self.window
         offset = self.seqlen_k - self.seqlen_q
         rows = torch.arange(self.seqlen_q)
         hi = torch.full_like(rows, self.seqlen_k) if right is None else rows + offset + right + 1
@@ -200,14 +200,14 @@ class Problem(NamedTuple):
     @property
     def seen_queries(self) -> int:
         """Queries of a sequence to which causal and window leave any key."""
-        _, right = self.reach
+        _, right = self.window
         most = self.seqlen_q if right is None else self.seqlen_k + right
         return min(self.seqlen_q, most) if self.seqlen_k else 0
 
     @property
     def seen_keys(self) -> int:
         """Keys of a sequence that causal and window leave to any query."""
-        left, _ = self.reach
+        left, _ = self.window
         most = self.seqlen_k if left is None else self.seqlen_q + left
         return min(self.seqlen_k, most) if self.seqlen_q else 0
 

@@ -147,7 +147,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
         _room(problem, k),
-        *(None if side is None else min(side, FAR) for side in problem.reach),
+        *(None if side is None else min(side, FAR) for side in problem.window),
         problem.softmax_scale * LOG2E,
         problem.softcap or None,
         round(keep * 2**32),
