@@ -137,7 +137,7 @@ class Problem(NamedTuple):
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
     # Set with _replace: by laid_out for dispatch, by callers that compute a part of a larger call.
     aligned: bool = True  # see is_aligned
-    even: bool = False  # see is_even
+    uniform_lengths: bool = False  # see has_uniform_lengths
     first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
     wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
 
@@ -303,7 +303,7 @@ def is_aligned(x: Tensors) -> bool:
     return bits % 16 == 0
 
 
-def is_even(problem: Problem, x: Tensors) -> bool:
+def has_uniform_lengths(problem: Problem, x: Tensors) -> bool:
     """Whether packed queries over pages are at least three quarters of as many as there would be if
     all sequences had the most: known without their offsets, and false where chunks join decodes.
     """
@@ -317,8 +317,12 @@ def laid_out(problem: Problem, x: Tensors) -> Problem:
     """
     if not x.q.is_cuda:
         return problem
-    aligned, even = is_aligned(x), is_even(problem, x)
-    return problem if aligned and not even else problem._replace(aligned=aligned, even=even)
+    aligned, uniform_lengths = is_aligned(x), has_uniform_lengths(problem, x)
+    return (
+        problem
+        if aligned and not uniform_lengths
+        else problem._replace(aligned=aligned, uniform_lengths=uniform_lengths)
+    )
 
 
 def _slots_apart(pages: Tensor) -> bool:

@@ -5,7 +5,7 @@ import torch
 
 import onchip
 from onchip.dispatch import plan
-from onchip.problem import DeviceInfo, Problem, Tensors, is_even
+from onchip.problem import DeviceInfo, Problem, Tensors, has_uniform_lengths
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
 BF16 = torch.bfloat16
@@ -136,7 +136,9 @@ def test_packed_queries_count_together_where_all_are_as_many(batch, seqlen_q, ev
 
 def test_packed_queries_are_even_if_few_are_missing():
     packed = problem(32, 4096, page_size=16, packed=True)._replace(batch=4)
-    even = lambda total, asked=packed: is_even(asked, Tensors(*[torch.empty(total, 32, 128)] * 3))
+    even = lambda total, asked=packed: has_uniform_lengths(
+        asked, Tensors(*[torch.empty(total, 32, 128)] * 3)
+    )
     assert even(128) and even(96) and not even(95)
     assert not even(128, packed._replace(packed=False))
 

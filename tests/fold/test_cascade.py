@@ -11,7 +11,7 @@ import onchip
 from onchip import dispatch, ops
 from onchip.fold import cascade
 from onchip.iomodel.prefixes import Costs, Occupancy, costs
-from onchip.problem import DeviceInfo, Problem, SMPartition, Tensors, is_even
+from onchip.problem import DeviceInfo, Problem, SMPartition, Tensors, has_uniform_lengths
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
@@ -290,7 +290,9 @@ class TestModel:
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
         asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
         queries = q[:, 0].repeat(level.segments, 1, 1)
-        asked = asked._replace(even=is_even(asked, Tensors(queries, pages, pages)))
+        asked = asked._replace(
+            uniform_lengths=has_uniform_lengths(asked, Tensors(queries, pages, pages))
+        )
         kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
         assert level.segments == 1 or kernel == "hopper"
         assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
