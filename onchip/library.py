@@ -602,7 +602,7 @@ def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
     dims = dict(zip(Tensors._fields, in_dims, strict=False))
     x = Tensors(*args[:_NUM_TENSORS])
     mapped = {name for name in Tensors._fields[:_NUM_TENSORS] if dims[name] is not None}
-    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.places_q)
+    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.positions_q)
     if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in foreign):
         raise UnsupportedError(
             "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes and tensors as masks,"

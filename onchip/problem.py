@@ -37,9 +37,9 @@ class Tensors(NamedTuple):
     """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens. In paged calls
     k and v are pages, q is packed or not, and there is no cu_seqlens_k.
 
-    A dense call may be a part of a larger one, cut anyhow: then places_q, int32 (2, seqlen_q), says
+    A dense call may be a part of a larger one, cut anyhow: then positions_q, int32 (2, seqlen_q), says
     where each query stands in its sequence and how many sequences it is after the first of the
-    batch entry, and places_k, int32 (seqlen_k,), where each key stands. ALiBi and dropout go by
+    batch entry, and positions_k, int32 (seqlen_k,), where each key stands. ALiBi and dropout go by
     them; causal and window go by the indices of the call, as ever.
 
     k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
@@ -58,8 +58,8 @@ class Tensors(NamedTuple):
     page_table: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree_mask: Tensor | None = None
-    places_q: Tensor | None = None
-    places_k: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
     mask: BlockMask | DeferredMask | None = None
@@ -132,7 +132,7 @@ class Problem(NamedTuple):
     has_bias: bool = False
     has_sinks: bool = False
     has_tree_mask: bool = False
-    has_places: bool = False
+    has_positions: bool = False
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
     # Set with _replace: by laid_out for dispatch, by callers that compute a part of a larger call.
@@ -168,7 +168,7 @@ class Problem(NamedTuple):
             has_bias=x.bias is not None,
             has_sinks=x.sinks is not None,
             has_tree_mask=x.tree_mask is not None,
-            has_places=x.places_q is not None,
+            has_positions=x.positions_q is not None,
             page_size=k.shape[1] if has_pages else 0,
             page_dtype=None if x.k_scales is None else k.dtype,
         )

@@ -27,7 +27,7 @@ sees an interval of the round's keys. A round first drops the rows and keys at i
 part. If the rest is all visible, causal or a window aligned bottom-right, the kernel's own options
 express it: this holds for every round of contiguous, zigzag and striped layouts under a causal
 mask, and of contiguous layouts with a window. Any other round gets a block mask. ALiBi and dropout
-depend on positions in the global sequence, which the call then carries (`Tensors.places_q`);
+depend on positions in the global sequence, which the call then carries (`Tensors.positions_q`);
 nothing else in a kernel depends on them.
 
 docs/fold.md derives the merge of two states, docs/ring.md the cost of a ring.
@@ -337,8 +337,8 @@ def prepare_round(
         v[:, round.keys],
         alibi_slopes=options.alibi_slopes,
         dropout_seed=options.dropout_seed,
-        places_q=positions[0],
-        places_k=positions[1],
+        positions_q=positions[0],
+        positions_k=positions[1],
         mask=round.mask,
     )
     problem_options = options.call_options._replace(

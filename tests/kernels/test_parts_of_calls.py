@@ -70,8 +70,8 @@ def prepare_part(x, rows, cols, options, heads=slice(None)):
         v.contiguous(),
         alibi_slopes=None if slopes is None else slopes[heads],
         dropout_seed=torch.tensor(SEED) if "dropout_p" in options else None,
-        places_q=places,
-        places_k=cols.int(),
+        positions_q=places,
+        positions_k=cols.int(),
         mask=mask,
     )
     wide = accumulator_dtype(q.dtype)

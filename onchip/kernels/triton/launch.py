@@ -50,7 +50,7 @@ class Call(NamedTuple):
         rows, cols, row_strides, col_strides = _mask(x)
         dims = _dims(problem, align)
         return cls(
-            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.places_q, x.places_k),
+            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.positions_q, x.positions_k),
             rows,
             cols,
             (*strides, *_slopes(slopes), *_bias(bias)),
