@@ -36,7 +36,7 @@ from onchip.kernels.configs import (
 )
 from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import attention, paged_attention, prepare_attention
-from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
+from onchip.problem import DeviceInfo, Options, Problem, Tensors, device_info, resolve_layout
 
 SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which nobody asks for
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
@@ -249,7 +249,7 @@ def _explanation(
     return Explanation(
         problem,
         device,
-        plan(laid_out(problem, x), device, kernel),
+        plan(resolve_layout(problem, x), device, kernel),
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),

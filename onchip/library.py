@@ -49,8 +49,8 @@ from onchip.problem import (
     insert_bounded,
     is_autocast,
     is_eager,
-    laid_out,
     prepare,
+    resolve_layout,
 )
 
 _LIB = torch.library.Library("onchip", "DEF")
@@ -521,7 +521,7 @@ def get_accumulate_fn(
 
 
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
-    found = plan(laid_out(problem, x), device_info(x.q.device), kernel, backward)
+    found = plan(resolve_layout(problem, x), device_info(x.q.device), kernel, backward)
     return kernel_module(found.kernel)
 
 

@@ -28,8 +28,8 @@ from onchip.problem import (
     is_autocast,
     is_eager,
     is_traced,
-    laid_out,
     prepare,
+    resolve_layout,
 )
 from onchip.state import merge_at_rest
 
@@ -327,7 +327,7 @@ def _prepare_pages(
 
 def _run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
     """Whether one kernel serves both, and runs them so."""
-    problems = [laid_out(one.call.problem, one.x) for one in (first, second)]
+    problems = [resolve_layout(one.call.problem, one.x) for one in (first, second)]
     device = device_info(first.x.q.device)
     kernel, other = (dispatch(problem, device, first.kernel).kernel for problem in problems)
     runs_beside = getattr(kernel_module(kernel), "runs_beside", None)

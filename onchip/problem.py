@@ -135,7 +135,7 @@ class Problem(NamedTuple):
     has_positions: bool = False
     page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
-    # Set with _replace: by laid_out for dispatch, by callers that compute a part of a larger call.
+    # Set with _replace: by resolve_layout for dispatch, by callers that compute a part of a larger call.
     aligned: bool = True  # see is_aligned
     uniform_lengths: bool = False  # see has_uniform_lengths
     first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
@@ -311,7 +311,7 @@ def has_uniform_lengths(problem: Problem, x: Tensors) -> bool:
     return packed and 4 * x.q.shape[0] >= 3 * problem.batch * problem.seqlen_q
 
 
-def laid_out(problem: Problem, x: Tensors) -> Problem:
+def resolve_layout(problem: Problem, x: Tensors) -> Problem:
     """The problem with what only tensors on a GPU tell dispatch. Nothing else looks at it, so that
     compilers, to whom lengths may be symbols, compare none.
     """

@@ -19,7 +19,7 @@ from onchip.parallel.rounds import (
     prepare_round,
 )
 from onchip.parallel.sharding import zigzag
-from onchip.problem import device_info, laid_out
+from onchip.problem import device_info, resolve_layout
 from tests.parallel.cases import (
     CU,
     OPTIONS,
@@ -106,7 +106,7 @@ def test_hopper_serves_every_causal_round_both_ways():
     for round in plan_rounds(zigzag(4), GlobalMask(4096, True), 1, CUDA).rounds:
         for backward in (False, True):
             cached_call, x = prepare_round(RoundOptions(), round, q, k, k, wide_grads=backward)
-            found = plan(laid_out(cached_call.problem, x), device_info(CUDA), None, backward)
+            found = plan(resolve_layout(cached_call.problem, x), device_info(CUDA), None, backward)
             assert found.kernel == "hopper", found.reasons
 
 
