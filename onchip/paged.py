@@ -17,10 +17,10 @@ from onchip.problem import (
     Tensors,
     UnsupportedError,
     check_agreement,
+    check_devices_and_shapes,
     check_extras,
     check_layout,
     check_offsets_tensor,
-    check_places_and_shapes,
     check_query_dtype,
     check_tensor,
     is_autocast,
@@ -114,7 +114,7 @@ def _check_dtypes(x: Tensors) -> None:
             f" {x.k.dtype} and v_pages {x.v.dtype}"
         )
     check_query_dtype(x.q)
-    check_places_and_shapes(*x[:3])
+    check_devices_and_shapes(*x[:3])
     for name, t in scales.items():
         _check_scales(name, t, x.k)
 

@@ -67,7 +67,7 @@ def test_tensors(match, bad):
         ("softmax_scale=", {"softmax_scale": "1"}),
         ("softcap=-1", {"softcap": -1.0}),
         ("softcap=nan", {"softcap": float("nan")}),
-        (r"dropout_p=1.0 must lie in \[0, 1\)", {"dropout_p": 1.0}),
+        (r"dropout_p=1.0 must be in \[0, 1\)", {"dropout_p": 1.0}),
         ("dropout_p=-0.1", {"dropout_p": -0.1}),
         ("dropout_p=nan", {"dropout_p": float("nan")}),
         ("window_size left=-1", {"window_size": (-1, 0)}),
@@ -269,8 +269,8 @@ CU = torch.tensor([0, 5, 16], dtype=torch.int32)
         ("run from 0 to total_q=16, got 1", torch.tensor([1, 5, 16], dtype=torch.int32)),
         ("got 0 to 15", torch.tensor([0, 5, 15], dtype=torch.int32)),
         ("must not decrease, got 20 then 16", torch.tensor([0, 20, 16], dtype=torch.int32)),
-        ("max_seqlen_q=11, but one has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
-        ("equally long", torch.tensor([0, 16], dtype=torch.int32)),
+        ("max_seqlen_q=11, but a sequence has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
+        ("same length", torch.tensor([0, 16], dtype=torch.int32)),
     ],
 )
 def test_packing(match, cu):
