@@ -1,10 +1,16 @@
-"""The torch op behind the public functions: schema, fakes, autograd and vmap. Its names are
-private.
+"""The torch ops behind the public functions: schema, fakes, autograd and vmap. The ops are private.
 
-One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), the lengths and the options, then the tensors of the mask, or the one
-that it will be built from. Its schema is generated from the fields of `Tensors` and `Options`. The
-plan is made inside: a compiled graph never specialises on it.
+    eager        attend -> run -> replayed (kernels/tapes.py) -> _compute -> kernel
+    with grad    attend -> _EagerAttention -> run, run_backward
+    traced       attend -> onchip::attention -> _attention_autograd -> onchip::forward -> run
+
+The custom ops exist for torch.compile, export, torch.func and autograd tracing. An eager call skips
+them.
+
+A torch op takes tensors and scalars, not objects, so a call is flattened to one tuple: the tensors
+(`Tensors` without its mask), lengths and options, then the tensors of the mask, or the tensor that
+it will be built from. The schema is generated from the fields of `Tensors` and `Options`. The op
+chooses its kernel when it runs, so a compiled graph does not specialise on the choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +34,7 @@ from onchip.derivatives import (
     refuse_second_order,
 )
 from onchip.dispatch import kernel_module, plan
-from onchip.flops import backward_flops, forward_flops, tell_counters
+from onchip.flops import backward_flops, forward_flops, register_flop_formulas
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import MAX_TAPES, replayed
@@ -56,8 +62,8 @@ from onchip.problem import (
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
 _NUM_TENSORS = len(Tensors._fields) - 1
-# Not among them: the window, which is two arguments; precise_delta, which `attention` alone takes;
-# sm_partition, which only eager calls have.
+# The options that are arguments of every op. The window is two arguments, precise_delta is an
+# argument of `attention` alone, and sm_partition exists only in eager calls.
 _SCALARS = tuple(
     name for name in Options._fields if name not in ("window_size", "precise_delta", "sm_partition")
 )
@@ -65,7 +71,7 @@ _SCHEMA_TYPES = {bool: "bool", float: "float", torch.dtype: "ScalarType", str | 
 
 
 def _schema() -> str:
-    """The arguments of the op: what `_flatten` gives, by the annotations of Tensors and Problem."""
+    """The arguments of an op, in the order of `_flatten`, typed as in Tensors and Problem."""
     optional = Tensors._field_defaults
     tensors = (f"Tensor{'?' if n in optional else ''} {n}" for n in Tensors._fields[:_NUM_TENSORS])
     lengths = "SymInt seqlen_q, SymInt seqlen_k, SymInt? window_left, SymInt? window_right"
@@ -75,29 +81,31 @@ def _schema() -> str:
 
 _ARGUMENTS = _schema()
 _OUT_DTYPE = _NUM_TENSORS + 4 + _SCALARS.index("out_dtype")
-_END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # where the mask begins
-_SAVED_TENSORS = 4  # dout, dlse, out and lse, before the arguments of a backward
+_END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # index of the mask's tensors
+_SAVED_TENSORS = 4  # dout, dlse, out and lse precede the other arguments of a backward
 
 
 def attend(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
-    """The Result of a problem, differentiable in out and lse. The op is there for those who watch,
-    and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
+    """Compute a call; out and lse are differentiable. The custom op exists for torch.compile,
+    export and autograd tracing. An eager call skips it, which saves 15 us, and 30 us with
+    gradients.
     """
     if is_eager(x.q):
-        wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-        return _attend_eagerly(call, x, kernel) if wants_grad else run(call, x, kernel)
+        if torch.is_grad_enabled() and _requires_grad(x):
+            return _attend_with_grad(call, x, kernel)
+        return run(call, x, kernel)
     problem = call.problem
-    tell_counters(_FLOPS)
+    register_flop_formulas(_FLOPS)
     out, lse, stats = _ATTENTION(*_flatten(problem, x, kernel), problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _unrounded(call: CachedCall) -> CachedCall:
-    """The same with an out that is left to be split, kept beside the call's tapes."""
+def _with_wide_out(call: CachedCall) -> CachedCall:
+    """The same call with an unrounded out, for `split`. It is cached in the cache of the call."""
     cache, key = call.cache, ("unrounded",)
-    found = None if cache is None else cache.get(key)
-    if found is not None:
-        return found
+    wide_call = None if cache is None else cache.get(key)
+    if wide_call is not None:
+        return wide_call
     problem = call.problem
     wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
     return (
@@ -108,26 +116,27 @@ def _unrounded(call: CachedCall) -> CachedCall:
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split, in one launch on a GPU. out is contiguous. What is compiled calls the op:
-    Inductor would see that something is rounded and widened again, take the rounding back, and find
-    no residual.
+    """protocol.split, in one launch on a GPU. out must be contiguous. Compiled code calls this as
+    an op. Inlined, Inductor would cancel the round-trip to 16 bits and the residual would be zero.
     """
     return _residuals(out).split(out, dtype)
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """protocol.with_residual, likewise."""
+    """protocol.with_residual, in one launch on a GPU."""
     return _residuals(dout).with_residual(dlse, residual, dout)
 
 
 def _residuals(t: Tensor) -> ModuleType:
-    """What compilers see of with_residual are operations of torch, which they fuse themselves."""
+    """The module with split and with_residual. Compilers get torch operations, which they fuse."""
     fused = t.is_cuda and is_eager(t) and device_info(t.device).has_triton
     return kernel_module("triton") if fused else protocol
 
 
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
-    """A CUDA graph must not record a mask that is built from values: it would replay it."""
+    """A mask of one tensor is built from values when the op runs. CUDA graphs must not capture that
+    op: a replay would reuse the mask of the capture.
+    """
     return _FORWARD_DEFERRED if len(mask) == 1 else _FORWARD
 
 
@@ -135,16 +144,16 @@ def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
     return _BACKWARD_DEFERRED if len(mask) == 1 else _BACKWARD
 
 
-def _attend_eagerly(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
+def _attend_with_grad(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
     if call.problem.precise_delta:
-        call = _unrounded(call)
+        call = _with_wide_out(call)
     out, lse, *stats = _EagerAttention.apply(call, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """Objects pass through as they are. The differentiable tensors of x come once more, for
-    autograd to see.
+    """The gradient of an eager call. Objects pass through `apply` unchanged. The differentiable
+    tensors of x are passed a second time, because autograd sees only tensor arguments.
     """
 
     @staticmethod
@@ -177,7 +186,7 @@ class _EagerAttention(torch.autograd.Function):
 
 
 class _Attention(SingleLevel):
-    """The gradient of the op `attention`. `below` computes it one level below autograd."""
+    """The gradient of the op `attention`. `below` computes the forward one level below autograd."""
 
     @staticmethod
     def forward(ctx, below, precise_delta, *args):
@@ -194,24 +203,24 @@ class _Attention(SingleLevel):
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         check_unmapped(dout, dlse)
-        *given, out, lse, residual = ctx.saved_tensors
-        tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
+        *inputs, out, lse, residual = ctx.saved_tensors
+        tensors, mask = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
             return None, None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        found = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
-        for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
-            if tensors[place] is not None:
-                grads[place] = grad
+        computed = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
+        for index, grad in zip(_DIFFERENTIABLE, computed, strict=True):
+            if tensors[index] is not None:
+                grads[index] = grad
         return None, None, *grads
 
     jvp = staticmethod(refuse_forward_mode)
 
 
 class _Gradients(SingleLevel):
-    """The op `gradients`, which has no derivative."""
+    """The op `gradients`. Its derivative raises UnsupportedError."""
 
     @staticmethod
     def forward(ctx, below, *args):
@@ -222,11 +231,11 @@ class _Gradients(SingleLevel):
 
 
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention` at the level of autograd."""
+    """The Autograd kernel of `attention`."""
     *inputs, mask, precise_delta = args
     has_transform = _has_transform()
     if not is_recorded([inputs[i] for i in _DIFFERENTIABLE]):
-        precise_delta = False  # there is no backward to keep a residual for
+        precise_delta = False  # no backward would read the residual
         apply = lambda below, _, *args: below(*args)
     else:
         _check_differentiable(inputs, has_transform and precise_delta)
@@ -244,25 +253,25 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
-    """`gradients` at the level of autograd."""
+    """The Autograd kernel of `gradients`."""
     below = _backward_op(args[-1])
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
-    given = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
-    return _Gradients.record(below, *args) if is_recorded(given) else below(*args)
+    inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
+    return _Gradients.record(below, *args) if is_recorded(inputs) else below(*args)
 
 
 def _has_transform() -> bool:
-    """Whether a level of torch.func is active. Then the level below sees the same op again, because
-    it may differentiate as well. Otherwise it is the op that graphs record, `forward` or
-    `backward`: when such a graph runs, no call passes through Python's part of autograd.
+    """Whether a level of torch.func is active. Then the level below gets the same op again, because
+    that level may differentiate as well. Otherwise the level below gets `forward` or `backward`,
+    the ops that graphs record: a running graph then never enters autograd's Python code.
     """
     return _functorch.peek_interpreter_stack() is not None
 
 
 def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
-    """The op one level below, which records what it is asked to record: the forward of an
-    autograd.Function has switched that off.
+    """Call the op one level below, with gradient recording on: the forward of an autograd.Function
+    runs with it off, and the level below would record nothing.
     """
     below = torch._C._AutoDispatchBelowAutograd()
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), below:
@@ -272,21 +281,21 @@ def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
 def _check_differentiable(args: Sequence[Any], keeps_residual: bool) -> None:
     if args[Tensors._fields.index("page_table")] is not None:
         raise UnsupportedError(
-            "paged_attention has no derivative, and one of its tensors asks for one: detach it"
+            "paged_attention has no derivative, and one of its tensors requires one: detach it"
         )
     if keeps_residual:
         raise UnsupportedError("precise_delta is not served under transforms of torch.func")
 
 
 def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
-    """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
+    """The gradients of `_differentiable(x)`. saved: (out, lse, dout, dlse)."""
     if is_eager(x.q):
         return run_backward(call, x, kernel, *saved)
-    tell_counters(_FLOPS)
-    out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
+    register_flop_formulas(_FLOPS)
+    out, lse, dout, dlse = saved  # the forward was eager, its backward is being compiled
     args = _flatten(call.problem, x, kernel)
-    found = _backward_op(args[-1])(dout, dlse, out, lse, *args)
-    return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
+    grads = _backward_op(args[-1])(dout, dlse, out, lse, *args)
+    return [None if t is None else g for t, g in zip(_differentiable(x), grads, strict=True)]
 
 
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
@@ -296,14 +305,14 @@ def _differentiable(x: Tensors) -> tuple[Tensor | None, ...]:
     return x.q, x.k, x.v, x.bias, x.sinks
 
 
-def _wants_grad(x: Tensors) -> bool:
+def _requires_grad(x: Tensors) -> bool:
     if x.q.requires_grad or x.k.requires_grad or x.v.requires_grad:
         return True
     return any(t is not None and t.requires_grad for t in (x.bias, x.sinks))
 
 
 def _flatten(problem: Problem, x: Tensors, kernel: str | None) -> tuple:
-    """The arguments of the op: the inverse of `_unflatten`."""
+    """The arguments of an op for a call. `_unflatten` is the inverse."""
     lengths = (problem.seqlen_q, problem.seqlen_k, *problem.window_size)
     scalars = [getattr(problem, name) for name in _SCALARS]
     mask = [] if x.mask is None else _mask_tensors(x.mask)
@@ -311,8 +320,8 @@ def _flatten(problem: Problem, x: Tensors, kernel: str | None) -> tuple:
 
 
 def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
-    """Lengths of a dense call are those of its tensors: a graph that was traced with other lengths
-    may still hold those.
+    """The problem, tensors and kernel of an op's arguments. The lengths of a dense call are read
+    from its tensors: a graph traced with other lengths may still hold the lengths of its trace.
     """
     x, mask = Tensors(*args[:_NUM_TENSORS]), args[_END]
     seqlen_q, seqlen_k, left, right, *scalars, kernel = args[_NUM_TENSORS:_END]
@@ -320,8 +329,8 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     problem = Problem.of(x, options, (seqlen_q, seqlen_k))
     if not mask:
         return problem, x, kernel
-    if len(mask) > 1:  # built for the lengths that the graph was traced with
-        built = _mask_object(mask, seqlen_q, seqlen_k)
+    if len(mask) > 1:  # a BlockMask, for the lengths that the graph was traced with
+        built = _find_mask(mask, seqlen_q, seqlen_k)
     elif is_number(mask[0]):
         grid = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
         built = DeferredRule(mask[0], grid, x.q.device)
@@ -330,8 +339,8 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     return problem._replace(has_mask=True), x._replace(mask=built), kernel
 
 
-# The op hands back the tensors it was given, so the mask they came from, and whatever it has
-# cached for the host, is found again by their identity.
+# An op gets the same tensor objects that it is called with, so their identity leads back to the
+# BlockMask that they came from, with the host data that it has cached.
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
@@ -343,16 +352,17 @@ def _mask_tensors(mask: BlockMask | DeferredMask) -> list[Tensor]:
     return mask.tensors()
 
 
-def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
-    known = _MASKS.get(id(tensors[-1]))
-    if known is not None and known.tiles is tensors[-1] and known.rows[0] is tensors[0]:
-        return known  # and not another part of its heads, which has the same tiles
+def _find_mask(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
+    mask = _MASKS.get(id(tensors[-1]))
+    # A slice of the mask's heads has the same tiles, but other rows.
+    if mask is not None and mask.tiles is tensors[-1] and mask.rows[0] is tensors[0]:
+        return mask
     return BlockMask.from_tensors(list(tensors), seqlen_q, seqlen_k)
 
 
-def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
-    """Checked when the graph was traced, and now again: the graphs of torch.jit.trace and make_fx
-    may be called with tensors of other shapes.
+def _check_described(x: Tensors, problem: Problem, _: Any) -> Problem:
+    """Validate a call that was described when its graph was traced: the graphs of torch.jit.trace
+    and make_fx may be called with tensors of other shapes.
     """
     if problem.page_size:
         paged.check_shapes(problem, x)
@@ -363,72 +373,72 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
     check_extras(problem, x)
     if problem.out_dtype not in (problem.dtype, accumulator_dtype(problem.dtype)):
         raise ValueError(
-            f"a graph that was traced for {problem.out_dtype} is given {problem.dtype}"
+            f"a graph that was traced for {problem.out_dtype} got tensors of {problem.dtype}"
         )
     return problem
 
 
-def built_once(mask: Tensor, seqlen_k: int) -> Tensor:
-    """A dense mask or the bounds of spans, over seqlen_k keys, for several calls of a graph that is
-    being compiled: built when the graph runs, once for all of them.
+def build_once(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Mark a dense mask or the bounds of spans, over seqlen_k keys, in a graph that is being
+    compiled. When the graph runs, it builds the mask once for all calls that use it.
     """
     return torch.ops.onchip.mask(mask, seqlen_k)
 
 
-def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
-    """A tensor of its own, whose meaning is kept for as long as the object lives."""
-    kept = _spaced(mask)
-    kept.copy_(mask)
-    later.keep(kept, DeferredMask(kept, mask.shape[-2], seqlen_k).built())
-    return kept
+def _copy_mask(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Copy the mask's tensor, and cache the BlockMask built from it while the copy exists."""
+    copy = _empty_padded(mask)
+    copy.copy_(mask)
+    later.keep(copy, DeferredMask(copy, mask.shape[-2], seqlen_k).built())
+    return copy
 
 
-def _spaced(mask: Tensor, _: Any = None) -> Tensor:
-    """Room for a mask, of strides that no graph gives to what it computes. Inductor computes into
-    memory that it does not need any more, and if strides are the same, into the same object: what
-    is kept of a mask would be taken for the meaning of a tensor that was computed from it.
+def _empty_padded(mask: Tensor, _: Any = None) -> Tensor:
+    """An empty tensor of the mask's shape, with strides that no graph gives to its results.
+    Inductor reuses the memory of dead tensors, and with equal strides the same tensor object: then
+    the cached BlockMask of a mask would be found for a tensor computed from that mask.
     """
     return mask.new_empty((*mask.shape[:-1], mask.shape[-1] + 1))[..., :-1]
 
 
-def _settled(x: Tensors) -> Tensors:
+def _build_mask(x: Tensors) -> Tensors:
     return x._replace(mask=x.mask.built()) if isinstance(x.mask, DeferredMask) else x
 
 
 def _attention(*args):
-    """Where there is no autograd: in inference mode."""
+    """`attention` without autograd, as in inference mode."""
     return _forward(*args[:-1])
 
 
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
     _check_unrecorded(x)
-    x = _settled(x)
+    x = _build_mask(x)
     out, lse, stats = run(prepare_checked(x, problem), x, kernel)
-    return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
+    return out, lse, _empty(lse) if stats is None else torch.stack(stats)
 
 
 def _check_unrecorded(x: Tensors) -> None:
-    """A graph of make_fx holds the forward alone: it must not be differentiated."""
+    """A graph of make_fx without gradients holds the forward alone, and must not be differentiated:
+    its gradient would be missing.
+    """
     tensors = [t for t in _differentiable(x) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise UnsupportedError(
-            "this graph was traced without its gradient, and a tensor that it is given requires"
-            " one: trace with tensors that do, or pass them detached"
+            "this graph was traced without its gradient, and one of its inputs requires one:"
+            " trace with inputs that require a gradient, or detach them"
         )
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        refuse_forward_mode(None)  # below autograd a tangent cannot be seen: there may be one
+        refuse_forward_mode(None)  # tangents are not visible below autograd: there may be one
 
 
 def prepare_checked(x: Tensors, problem: Problem) -> CachedCall:
-    """The CachedCall of a problem that was checked before."""
-    return prepare(_described, x, problem, ())
+    """The CachedCall of a Problem that was described before. Shapes are validated again."""
+    return prepare(_check_described, x, problem, ())
 
 
 def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
-    """The Result of a problem, without gradient and without the op: for those who have a gradient
-    of their own.
-    """
+    """Compute a call without gradient and without the op. For callers with their own autograd."""
     check_values(call.problem, x)
     paged.check_values(call.problem, x)
     return replayed(_compute, call, x, kernel)
@@ -437,8 +447,8 @@ def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
 def get_merge_fn(
     call: CachedCall, x: Tensors, kernel: str | None
 ) -> Callable[[Tensor, Tensor], None] | None:
-    """What merges the Result of a problem into (out fp32, lse fp64), a state of the same queries
-    over other keys, in place; None if the kernel of this problem has no such way.
+    """The function merge(out, lse) that computes a call and merges its result in place into a state
+    (out fp32, lse fp64) of the same queries over other keys. None if the call's kernel has none.
     """
     module = _module(call.problem, x, kernel)
     if not hasattr(module, "merges") or not module.merges(call.problem):
@@ -447,11 +457,11 @@ def get_merge_fn(
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    parts = [] if kernel else paged.parts(problem, x)
+    parts = [] if kernel else paged.split_mixed_batch(problem, x)
     if not parts:
         return _serve(problem, x, kernel)
-    found = [(part, _serve(part.problem, part.x, kernel)) for part in parts]
-    return paged.joined(problem, x, found)
+    results = [(part, _serve(part.problem, part.x, kernel)) for part in parts]
+    return paged.join_parts(problem, x, results)
 
 
 def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
@@ -464,16 +474,16 @@ def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
 
 def _forward_of(module: ModuleType, problem: Problem) -> paged.Forward:
     if problem.page_size and not getattr(module, "READS_PAGES", False):
-        return partial(paged.through_gather, module.forward)
+        return partial(paged.gather_and_forward, module.forward)
     return module.forward
 
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
-    x = _settled(x)
+    x = _build_mask(x)
     call = prepare_checked(x, problem)
     grads = run_backward(call, x, kernel, out, lse, dout, dlse)
-    return tuple(_nothing(lse) if g is None else g for g in grads)
+    return tuple(_empty(lse) if g is None else g for g in grads)
 
 
 def run_backward(
@@ -485,7 +495,7 @@ def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    """Its gradients; out and lse as kernels/protocol.py has them."""
+    """The gradients of a call. out and lse: see kernels/protocol.py."""
     return replayed(_compute_backward, call, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
@@ -498,7 +508,7 @@ def _compute_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    if problem.precision is not None:  # straight through: the gradient of q, k and v as they come
+    if problem.precision is not None:  # straight-through: the gradient of unquantised q, k and v
         problem, kernel = problem._replace(precision=None), None
     backward = _module(problem, x, kernel, backward=True).backward
     if not is_autocast(x.q):
@@ -510,9 +520,9 @@ def _compute_backward(
 def get_accumulate_fn(
     call: CachedCall, x: Tensors, kernel: str | None
 ) -> Callable[..., Any] | None:
-    """`begin` of the kernel of this problem's backward: of the problem, x and (out, lse, dout, dlse
-    or None) it makes what adds gradients to sums, of these queries over any keys (see
-    kernels/hopper/launch_backward.Queries). None if the kernel has no such way.
+    """The function begin(problem, x, out, lse, dout, dlse) of the kernel of this call's backward.
+    It returns an object that adds the gradients of these queries over any keys to sums (see
+    kernels/hopper/launch_backward.Queries). None if the kernel has none.
     """
     module = _module(call.problem, x, kernel, backward=True)
     if not hasattr(module, "adds") or not module.adds(call.problem):
@@ -521,8 +531,8 @@ def get_accumulate_fn(
 
 
 def _module(problem: Problem, x: Tensors, kernel: str | None, backward: bool = False) -> ModuleType:
-    found = plan(resolve_layout(problem, x), device_info(x.q.device), kernel, backward)
-    return kernel_module(found.kernel)
+    chosen = plan(resolve_layout(problem, x), device_info(x.q.device), kernel, backward)
+    return kernel_module(chosen.kernel)
 
 
 def _attention_fake(*args):
@@ -532,14 +542,14 @@ def _attention_fake(*args):
 def _forward_fake(*args):
     problem, x, _ = _unflatten(args)
     out, lse = empty_result(problem, x)
-    return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _nothing(lse)
+    return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _empty(lse)
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
     _, x, _ = _unflatten(args)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
     extras = (
-        _nothing(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
+        _empty(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
         for t in (x.bias, x.sinks)
     )
     return dq, dk, dv, *extras
@@ -557,20 +567,20 @@ def _split_fake(out, dtype):
     return torch.empty_like(out, dtype=dtype), torch.empty_like(out, dtype=dtype)
 
 
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty(0)  # an op returns tensors, so an absent one is empty
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0)  # an op returns tensors, not None
 
 
 def _no_autocast(q: Tensor) -> torch.autocast:
-    """Inside a kernel fp32 means fp32: autocast must not lower its products."""
+    """Switch autocast off inside a kernel: it would lower the products in fp32."""
     return torch.autocast(q.device.type, enabled=False)
 
 
 def _attention_vmap(info, in_dims, *args):
     """vmap of a dense forward: the mapped dimension joins the batch."""
     size = info.batch_size
-    *given, precise_delta = args
-    out, lse, stats = _ATTENTION(*_folded(size, in_dims, given), precise_delta)
+    *inputs, precise_delta = args
+    out, lse, stats = _ATTENTION(*_fold_arguments(size, in_dims, inputs), precise_delta)
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
@@ -578,32 +588,32 @@ def _attention_vmap(info, in_dims, *args):
 
 
 def _forward_vmap(info, in_dims, *args):
-    """A graph that is mapped when it runs."""
+    """vmap of a traced graph when it runs."""
     return _attention_vmap(info, (*in_dims, None), *args, False)
 
 
 def _gradients_vmap(info, in_dims, *args):
-    """The same of its gradients: each entry of the mapped dimension gets its own."""
+    """vmap of the gradients: each entry of the mapped dimension gets its own."""
     size, n = info.batch_size, _SAVED_TENSORS
     x = Tensors(*args[n : n + _NUM_TENSORS])
     if x.bias is not None or x.sinks is not None:
         raise UnsupportedError("vmap does not serve the gradients of bias and sinks")
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
-    found = _GRADIENTS(*saved, *_folded(size, in_dims[n:], args[n:]))
-    grads = [t.unflatten(0, (size, -1)) for t in found[:3]]
-    return (*grads, *found[3:]), (0, 0, 0, None, None)
+    grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
+    mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
+    return (*mapped, *grads[3:]), (0, 0, 0, None, None)
 
 
-def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
-    """The arguments of a dense call, a mapped dimension of `size` entries being part of the batch.
-    What has no batch (sinks, a seed) must be the same for all entries, and dropout counts sequences
-    by their place in the batch, which would change.
+def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
+    """The arguments of a dense call, with a mapped dimension of `size` entries folded into the
+    batch. Tensors without a batch (sinks, a seed) must be the same for all entries. Dropout is
+    refused: it depends on the batch index, which folding changes.
     """
     dims = dict(zip(Tensors._fields, in_dims, strict=False))
     x = Tensors(*args[:_NUM_TENSORS])
     mapped = {name for name in Tensors._fields[:_NUM_TENSORS] if dims[name] is not None}
-    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.positions_q)
-    if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in foreign):
+    unmappable = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.positions_q)
+    if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in unmappable):
         raise UnsupportedError(
             "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes and tensors as masks,"
             " without dropout"
@@ -619,7 +629,7 @@ def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
 
 
 def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """t with the mapped dimension as part of its first, the batch."""
+    """t with the mapped dimension folded into its first, the batch."""
     if t is None:
         return None
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -627,8 +637,8 @@ def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Any:
-    """The same for a tensor of at most `rank` dimensions that entries of the batch may share, as
-    they go on to do if it is not mapped.
+    """_fold for a tensor of at most `rank` dimensions that batch entries may share. If it is not
+    mapped, they still share it.
     """
     if t is None or dim is None and (t.dim() < rank or t.shape[0] == 1 < batch):
         return t
@@ -644,13 +654,13 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
     if len(mask) == 1:
         return [_fold_shared(mask[0], dims[0], size, batch, 4)]
     if any(dim is not None for dim in dims or ()):
-        raise UnsupportedError("vmap does not map over a mask that is built: map over a tensor")
+        raise UnsupportedError("vmap does not map over a BlockMask: map over a bool tensor")
     return BlockMask.from_tensors(mask, 0, 0).repeat_batch(size).tensors() if mask else mask
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _RESULT, _GRADS = "(Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-# `attention` and its `gradients` are differentiated and mapped; graphs record the others.
+# Autograd and vmap apply to `attention` and `gradients`; graphs record the other ops.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
@@ -667,7 +677,7 @@ _KERNELS = {
     "forward_deferred": (_forward, _forward_fake),
     "backward": (_backward, _backward_fake),
     "backward_deferred": (_backward, _backward_fake),
-    "mask": (_keep_mask, _spaced),
+    "mask": (_copy_mask, _empty_padded),
     "split": (split, _split_fake),
 }
 for _name, (_kernel, _fake) in _KERNELS.items():

@@ -1,5 +1,5 @@
-"""The public functions: each poses a Problem, checked at the door, and hands it to the torch op in
-`library`.
+"""The public functions. Each one validates its arguments, describes the call as a Problem and
+passes it to `library.attend`.
 """
 
 from collections.abc import Sequence
@@ -70,16 +70,16 @@ def attention(
     seqlen_q), natural log.
 
     mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k), bool tensor or bounds of
-    `masks.spans`; in a graph that is compiled, tensors are built when it runs. bias: (batch|1,
+    `masks.spans`; a compiled graph builds masks from tensors when it runs. bias: (batch|1,
     heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch, heads).
-    softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's generator
-    unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
-    precise_delta: the backward starts from the unrounded out, of which it keeps what rounding to 16
-    bits took away: as many bytes again as out has.
-    precision: "fp8", "int8" or "int8_pv16" narrow what the forward multiplies, as the recipes of
-    onchip.quant say; gradients are those of q, k and v as they come. "auto": "fp8" where a GPU has
-    a kernel for it and gains by it (8k keys to a query), None elsewhere.
-    kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
+    softmax_scale: default 1 / sqrt(head_dim). dropout_seed: by default drawn from torch's
+    generator. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    precise_delta: the backward uses the unrounded out. The rounding error of out is saved for it,
+    as many bytes as out itself.
+    precision: "fp8", "int8" or "int8_pv16" quantise the operands of the forward by the recipes of
+    onchip.quant; gradients are those of the unquantised q, k and v. "auto": "fp8" where a GPU has a
+    kernel for it and is faster (8k keys per query), else None.
+    kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """
     if unknown:
         refuse_unknown("attention", unknown, attention.__kwdefaults__)
@@ -98,7 +98,7 @@ def attention(
     )
     x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
     call, x = prepare_attention(x, options, mask=mask, dropout_seed=dropout_seed)
-    return _answer(library.attend(call, x, kernel), return_lse)
+    return _select_outputs(library.attend(call, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -151,7 +151,7 @@ def varlen_attention(
     )
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
     call, x = prepare_attention(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
-    return _answer(library.attend(call, x, kernel), return_lse)
+    return _select_outputs(library.attend(call, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -179,22 +179,21 @@ def paged_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple:
-    """attention() of new queries over keys that lie in pages: decode, chunked prefill,
-    verification.
+    """attention() of new queries over paged keys: decode, chunked prefill, verification.
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
     (batch, max_pages); cache_seqlens: int32 (batch,). k_scales, v_scales: for pages of int8 or
-    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its values times its
-    scale; q stays as it is. Sequence b reads its first cache_seqlens[b]
-    slots, through page_table[b]; the queries are the last positions of that cache (causal by
-    default). Pages that a window has left behind are not read: their entries may be anything.
+    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its stored values
+    times its scale; q is not quantised. Sequence b reads its first cache_seqlens[b] slots, through
+    page_table[b]. The queries are the last positions of that cache (causal by default). Entries of
+    pages that lie entirely before the window are not read and may hold any value.
 
     tree_mask: bool (batch, seqlen_q, seqlen_q), for drafts that branch: new query i sees new token
-    j only if tree_mask[b, i, j], besides causal and window; everything before the new tokens stays
-    visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) stay
-    those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
-    rest of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
+    j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
+    visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) are
+    positions in the cache. deterministic: the bits of a sequence's result do not depend on the rest
+    of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
     """
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
@@ -209,7 +208,7 @@ def paged_attention(
         return_lse=return_lse,
     )
     x = Tensors(
-        paged.lowered(q, k_pages),
+        paged.autocast_queries(q, k_pages),
         k_pages,
         v_pages,
         cu_seqlens_q,
@@ -222,7 +221,7 @@ def paged_attention(
         v_scales=v_scales,
     )
     call = prepare(paged.describe, x, options, max_seqlen_q)
-    return _answer(library.attend(call, x, kernel), return_lse)
+    return _select_outputs(library.attend(call, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -245,12 +244,12 @@ def cascade_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """paged_attention() in which pages that several sequences begin with are read once for all of
-    them, where a model of time (`onchip.iomodel.prefixes`) says that this wins.
+    """paged_attention() that reads the pages of shared prefixes once for all sequences that begin
+    with them, where the cost model (`onchip.iomodel.prefixes`) predicts that this is faster.
 
-    plan: what `onchip.fold.cascade.plan` made of the host's copy of the tables, moved to q's
-    device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,
-    for queries that are packed with cu_seqlens_q.
+    plan: the result of `onchip.fold.cascade.plan` for the host's copy of the tables, moved to q's
+    device. One plan is valid for every layer, and while sequences grow. Without a plan, tables on
+    the CPU are planned here; packed queries then need cu_seqlens_q.
     """
     if unknown:
         refuse_unknown("cascade_attention", unknown, cascade_attention.__kwdefaults__)
@@ -259,7 +258,7 @@ def cascade_attention(
     check_flag("return_lse", return_lse)
     for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_tensor(name, t)
-    q = paged.lowered(q, k_pages)
+    q = paged.autocast_queries(q, k_pages)
     if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
         raise ValueError(
             "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
@@ -282,19 +281,20 @@ def cascade_attention(
 class _PreparedCall(NamedTuple):
     call: CachedCall
     x: Tensors
-    kernel: str | None  # asked for
+    kernel: str | None  # the argument `kernel` of the call
 
 
 def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
-    """(out, lse) of two paged calls that run at once; None, and nothing done, where they cannot.
-    Not where somebody watches: what a compiler does between them nobody knows.
+    """Run two paged calls at once, each on some of the processors; return (out, lse) of each. None,
+    with nothing computed, if they cannot. Not under torch.compile or tracing: a compiler may put
+    other launches between the two.
     """
     if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
         return None
     prepared = [_prepare_pages(*call.args, **call.options) for call in (own, level)]
-    if not _run_at_once(*prepared):
+    if not _can_run_at_once(*prepared):
         return None
-    return [_answer(library.attend(*one), return_lse=True) for one in prepared]
+    return [_select_outputs(library.attend(*call), return_lse=True) for call in prepared]
 
 
 def _prepare_pages(
@@ -321,13 +321,13 @@ def _prepare_pages(
         v_scales=v_scales,
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = Options(deterministic=deterministic, **options)
-    return _PreparedCall(prepare(paged.describe, x, asked, None), x, kernel)
+    scalars = Options(deterministic=deterministic, **options)
+    return _PreparedCall(prepare(paged.describe, x, scalars, None), x, kernel)
 
 
-def _run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
-    """Whether one kernel serves both, and runs them so."""
-    problems = [resolve_layout(one.call.problem, one.x) for one in (first, second)]
+def _can_run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
+    """Whether one kernel serves both calls and can run them at once."""
+    problems = [resolve_layout(call.call.problem, call.x) for call in (first, second)]
     device = device_info(first.x.q.device)
     kernel, other = (dispatch(problem, device, first.kernel).kernel for problem in problems)
     runs_beside = getattr(kernel_module(kernel), "runs_beside", None)
@@ -349,10 +349,10 @@ def offload_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention() over keys and values that stay in host memory or on disk, streamed to q's device
-    in segments of at most segment_bytes; two of them are there at a time.
+    """attention() over keys and values in host memory or on disk. They are streamed to q's device
+    in segments of at most segment_bytes; the device holds two segments at a time.
 
-    source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
+    source: (k, v) on the CPU, preferably pinned or mapped from a file, an `Offloaded` or a `Spill`
     of `onchip.fold`. No gradient.
     """
     if unknown:
@@ -373,19 +373,19 @@ def offload_attention(
 def merge_states(
     outs: Sequence[Tensor], lses: Sequence[Tensor], **unknown: Never
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from attention over each: (out, lse) of
-    the same queries.
+    """Merge (out, lse) of the same queries over disjoint sets of keys into attention over their
+    union.
 
     outs: n tensors (..., seqlen, heads, head_dim_v); lses: n tensors (..., heads, seqlen), fp32.
-    out comes back in the dtype of outs[0]. Differentiable in all of them. A row that saw no key
-    anywhere stays out = 0, lse = -inf.
+    The result has the dtype of outs[0]. Differentiable in all inputs. A row without keys in every
+    set gives out = 0, lse = -inf.
     """
     if unknown:
         refuse_unknown("merge_states", unknown, {"outs": None, "lses": None})
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"outs and lses must be as many and at least one, got {len(outs)} and {len(lses)}"
+            f"outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
         )
     rows = (
         (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3]) if outs[0].dim() >= 3 else None
@@ -416,11 +416,11 @@ def attention_weights(
     bias: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """The probabilities of chosen query rows, (batch, heads, len(rows), seqlen_k), from the lse of
-    attention(..., return_lse=True).
+    """The probabilities of the query rows in `rows`, (batch, heads, len(rows), seqlen_k), from the
+    lse of attention(..., return_lse=True).
 
-    O(len(rows) * seqlen_k) time and memory. Give the options of the call that made lse; sinks are
-    in lse already.
+    Takes O(len(rows) * seqlen_k) time and memory. Pass the same options as to attention(), except
+    sinks, which lse already contains.
     """
     if unknown:
         refuse_unknown("attention_weights", unknown, attention_weights.__kwdefaults__)
@@ -429,8 +429,8 @@ def attention_weights(
     )
     x = Tensors(q, k, k, alibi_slopes=alibi_slopes, bias=bias)
     (problem, _), x = prepare_attention(x, options, mask=mask)
-    chosen = as_ints("rows", rows)
-    for row in chosen:
+    row_indices = as_ints("rows", rows)
+    for row in row_indices:
         if row >= problem.seqlen_q:
             raise ValueError(f"row {row} is not in [0, seqlen_q={problem.seqlen_q})")
     expected = (problem.batch, problem.num_heads, problem.seqlen_q)
@@ -438,7 +438,7 @@ def attention_weights(
         raise ValueError(
             f"lse must have shape (batch, heads, seqlen_q) = {expected}, got {tuple(lse.shape)}"
         )
-    return kernel_module("reference").probabilities(problem, x, lse, chosen)
+    return kernel_module("reference").probabilities(problem, x, lse, row_indices)
 
 
 def prepare_attention(
@@ -449,8 +449,8 @@ def prepare_attention(
     mask: object = None,
     dropout_seed: int | Tensor | None = None,
 ) -> tuple[CachedCall, Tensors]:
-    """The checked CachedCall of a call and its tensors, of which x holds all but the mask and the
-    seed. max_seqlens: those of a packed call.
+    """Validate a dense or packed call; return it with its complete tensors. x holds all tensors but
+    the mask and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
     """
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
@@ -468,7 +468,8 @@ def prepare_attention(
     return call, x
 
 
-def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
+def _select_outputs(result: Result, return_lse: bool) -> Tensor | tuple:
+    """out[, lse][, stats]."""
     out, lse, stats = result
     if stats is None:
         return (out, lse) if return_lse else out
@@ -476,8 +477,8 @@ def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch.autocast does for its own attention: q, k, v in the autocast dtype (fp64 is left
-    alone).
+    """q, k and v in the dtype of torch.autocast, if it is on, as in torch's own attention. fp64
+    stays fp64.
     """
     if not isinstance(q, Tensor) or not is_autocast(q):
         return q, k, v
@@ -514,4 +515,4 @@ def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | DeferredMask:
     rule = cast(masks.Mask, masks.as_mask(mask))
     if rule.number is not None:
         return DeferredRule.of(rule, grid, q.device)
-    return DeferredMask(library.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])
+    return DeferredMask(library.build_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])

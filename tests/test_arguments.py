@@ -9,7 +9,7 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip import problem
-from onchip.arguments import ELSEWHERE
+from onchip.arguments import FOREIGN_NAMES
 
 PACKED = ot.make_packed([3, 5], head_dim=8)
 PAGES = ot.make_pages(PACKED.k, PACKED.v, PACKED.cu_seqlens_k, 4)
@@ -37,7 +37,7 @@ class TestNames:
     @pytest.mark.parametrize("function", CALLS)
     def test_names_of_other_packages_are_answered_with_ours(self, function):
         call(function)
-        for name, meant in ELSEWHERE.items():
+        for name, meant in FOREIGN_NAMES.items():
             with pytest.raises(TypeError) as error:
                 call(function, **{name: None})
             assert f"{function}()" in str(error.value) and repr(name) in str(error.value)

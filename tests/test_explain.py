@@ -7,7 +7,7 @@ import torch
 
 import onchip
 from onchip.dispatch import kernel_module
-from onchip.explain import Explanation, Served, count_splits, even_ranges
+from onchip.explain import Explanation, ServedPart, count_splits, equal_ranges
 from onchip.fold import cascade
 from onchip.iomodel import question, roofline
 from onchip.iomodel.hardware import H200, HOST
@@ -38,7 +38,7 @@ def test_pages_bytes_and_flops_are_those_of_the_lengths():
     assert x.pages.gathered_bytes == 134 * TOKEN_BYTES
     assert x.min_bytes == 134 * TOKEN_BYTES + 3 * HEADS * (2 * DIM * 2 + 4)
     assert x.flops == 4 * HEADS * DIM * 134 and x.splits is x.sharing is x.roofline is None
-    assert "first: aten_cpu reads no pages" in str(x) and "backward" not in str(x)
+    assert "first: aten_cpu does not read pages" in str(x) and "backward" not in str(x)
 
 
 def test_the_residual_that_precise_delta_keeps():
@@ -75,7 +75,7 @@ def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
     lengths, counts = [100, 7, 33, 250, 64, 111], [1, 7, 1, 1, 31, 1]
     tensors, packing = mixed(lengths, counts)
     x = onchip.explain(*tensors, **packing)
-    assert x.parts == (Served("pages_cpu", 4, 4, 494), Served("aten_cpu", 2, 38, 71))
+    assert x.parts == (ServedPart("pages_cpu", 4, 4, 494), ServedPart("aten_cpu", 2, 38, 71))
     assert x.pages.gathered_bytes == (7 + 64) * TOKEN_BYTES
     text = str(x)
     assert "served by   pages_cpu: 4 sequences, 4 queries, 494 keys" in text
@@ -106,7 +106,7 @@ def test_a_window_leaves_pages_behind():
     x = onchip.explain(*call([200, 40]), window_size=(50, None))
     assert x.pages.read == (13 - 9) + 3 and x.pages.left_behind == 9
     assert x.min_bytes == (51 + 40) * TOKEN_BYTES + 2 * HEADS * (2 * DIM * 2 + 4)
-    assert "9 left behind by the window" in str(x)
+    assert "9 before the window" in str(x)
 
 
 def test_sharing_is_planned_where_pages_repeat():
@@ -161,7 +161,7 @@ def test_a_level_beside_the_rest_is_told():
     arguments = call([8448] * 64, shared=512)
     plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
     ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
-    told = "at once     64 programs read what is not shared, 64 the level"
+    told = "at once     64 programs read the pages that are not shared, 64 the level"
     assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
 
 
@@ -196,7 +196,7 @@ def test_a_device_that_is_not_here():
     older = onchip.explain(q, q, v, on="A100")
     assert older.plan.kernel == "triton" and not older.roofline.modelled
     assert f"{older.flops * 512 / 192:.3e} backward" in str(older)  # 6 d + 4 dv over 2 d + 2 dv
-    with pytest.raises(ValueError, match="on='H20' is not known, but NVIDIA A100, "):
+    with pytest.raises(ValueError, match="on='H20' is unknown; known are NVIDIA A100, "):
         onchip.explain(q, q, q, on="H20")
 
 
@@ -208,7 +208,7 @@ def test_pages_on_a_device_that_is_not_here():
     asked = q, pages, pages, table, torch.full((4,), 4096, dtype=torch.int32)
     x = onchip.explain(*asked, on="H200")
     assert (x.plan.kernel, x.device.name, x.parts) == ("hopper", "NVIDIA H200", ())
-    cut = even_ranges(x.problem, [(1, 4096)] * 4, H200)
+    cut = equal_ranges(x.problem, [(1, 4096)] * 4, H200)
     assert x.splits == cut and f"predicted   {human_time(cut.seconds)}, " in str(x)
     assert x.roofline.seconds * H200.memory_bytes_s == pytest.approx(
         x.min_bytes + cut.scratch_bytes
@@ -246,13 +246,13 @@ def test_many_queries_are_not_cut_at_fixed_places():
 def test_the_times_that_a_cut_was_chosen_by():
     """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
     problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
-    found = even_ranges(problem, [(1, 4096), (1, 1024)], H200)
+    found = equal_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
     step = 64 * 2 * problem.head_dim * 2 * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 5 * step)
     assert found.uncut_s == pytest.approx(H200.call_s + 64 * step)
     x = onchip.explain(*call([4096, 1024]))._replace(splits=found)
-    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without a cut"
+    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without splits"
     assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
@@ -260,7 +260,7 @@ def test_pages_of_8_bits_have_twice_the_ranges():
     """Two programs to a processor share its part of the memory's rate."""
     problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
-    found = even_ranges(problem, [(1, 1 << 17)], H200)
+    found = equal_ranges(problem, [(1, 1 << 17)], H200)
     assert (found.counts, found.programs) == ((33,), 264)
     step = 64 * 2 * (problem.head_dim + 4) * 132 / H200.memory_bytes_s
     assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)
@@ -270,7 +270,7 @@ def test_bad_questions_are_refused_like_the_call():
     arguments = call([100])
     with pytest.raises(ValueError, match="cache_seqlens"):
         onchip.explain(*arguments[:4], None)
-    with pytest.raises(ValueError, match="leaves"):
+    with pytest.raises(ValueError, match="is not in"):
         onchip.explain(*arguments[:3], arguments[3] + 10**6, arguments[4])
     with pytest.raises(TypeError, match="not cu_seqlens_k"):
         onchip.explain(*arguments, max_seqlen_k=100)

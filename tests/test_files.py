@@ -51,7 +51,7 @@ def test_only_regular_files_are_opened(other, tmp_path):
     if other.is_dir():
         check_folder(tmp_path)
     else:
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             check_folder(tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_a_folder_is_checked_one_level_down(tmp_path):
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     check_folder(tmp_path)
     os.mkfifo(tmp_path / "inside" / "fifo")
-    with pytest.raises(ValueError, match="inside.fifo is no regular file"):
+    with pytest.raises(ValueError, match="inside.fifo is not a regular file"):
         check_folder(tmp_path)
 
 

@@ -269,7 +269,7 @@ CU = torch.tensor([0, 5, 16], dtype=torch.int32)
         ("run from 0 to total_q=16, got 1", torch.tensor([1, 5, 16], dtype=torch.int32)),
         ("got 0 to 15", torch.tensor([0, 5, 15], dtype=torch.int32)),
         ("must not decrease, got 20 then 16", torch.tensor([0, 20, 16], dtype=torch.int32)),
-        ("max_seqlen_q=11, but a sequence has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
+        ("but a sequence has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
         ("same length", torch.tensor([0, 16], dtype=torch.int32)),
     ],
 )

@@ -230,7 +230,7 @@ TRANSFORMS = {
     ),
 }
 SENTENCES = re.compile(
-    r"not served|has no (gradient|derivative)|is not mapped|vmap serves dense calls"
+    r"not served|has no (gradient|derivative)|cannot be mapped|vmap serves dense calls"
 )
 # what torch itself says: of values that the host reads, and of transforms around compiled functions
 OF_TORCH = re.compile(

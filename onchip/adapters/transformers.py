@@ -203,7 +203,7 @@ def _traced(asked: dict[str, Any]) -> Tensor | None:
         return None
     cells = _cells(asked)
     odd = asked.get("use_vmap") or rule.__name__ == "or_mask"  # unions are not always intervals
-    return library.built_once(cells if odd else _bounds_of(cells), asked["kv_length"])
+    return library.build_once(cells if odd else _bounds_of(cells), asked["kv_length"])
 
 
 def _additive(cells: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -305,7 +305,7 @@ class _Packing(NamedTuple):
         if mask is None:
             return self._packed(call.saying(causal=is_causal))
         if torch.compiler.is_compiling():
-            return call.masked(library.built_once(self.within(mask), call.k.shape[1])).run()
+            return call.masked(library.build_once(self.within(mask), call.k.shape[1])).run()
         meaning = _meanings.get(mask)
         if meaning is not None and meaning.within is not None:
             return self._packed(call.saying(**meaning.within))

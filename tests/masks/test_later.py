@@ -24,7 +24,7 @@ def qkv(seqlen=40):
 
 
 def two_layers(q, k, v, mask):
-    mask = library.built_once(mask, k.shape[1])
+    mask = library.build_once(mask, k.shape[1])
     return onchip.attention(onchip.attention(q, k, v, mask=mask), k, v, mask=mask)
 
 
@@ -70,7 +70,7 @@ def test_tensors_are_masks_of_calls_that_are_compiled():
 
 def test_a_mask_computed_from_another_in_its_memory_is_another():
     def attend(q, k, v, mask, first):
-        kept = library.built_once(mask, k.shape[1])
+        kept = library.build_once(mask, k.shape[1])
         out = onchip.attention(q, k, v, mask=kept)
         return out + onchip.attention(q, k, v, mask=torch.maximum(kept, first))
 
@@ -98,7 +98,7 @@ def test_graphs_on_the_gpu_never_record_a_mask_that_is_built_from_values():
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_recorded_graph_follows_its_mask(kept):
     def attend(q, k, v, mask):
-        return onchip.attention(q, k, v, mask=library.built_once(mask, 40) if kept else mask)
+        return onchip.attention(q, k, v, mask=library.build_once(mask, 40) if kept else mask)
 
     x = [t.detach().cuda().half() for t in qkv()]
     recorded = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
