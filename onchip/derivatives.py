@@ -100,7 +100,7 @@ def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 
 
 class _FirstOrder(torch.autograd.Function):
-    """Return the first `count` tensors unchanged, as a function of the others whose derivative
+    """Return the first `count` tensors unchanged, as a function of the others. Its derivative
     raises.
     """
 

@@ -339,8 +339,8 @@ def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
     return problem._replace(has_mask=True), x._replace(mask=built), kernel
 
 
-# An op gets the same tensor objects that it is called with, so their identity leads back to the
-# BlockMask that they came from, with the host data that it has cached.
+# The op sees the caller's tensor objects, so the identity of a mask's tensors finds the BlockMask
+# again, with the host data that it has cached.
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 

@@ -77,7 +77,7 @@ def attention(
     precise_delta: the backward uses the unrounded out. The rounding error of out is saved for it,
     as many bytes as out itself.
     precision: "fp8", "int8" or "int8_pv16" quantise the operands of the forward by the recipes of
-    onchip.quant; gradients are those of the unquantised q, k and v. "auto": "fp8" where a GPU has a
+    onchip.quant; gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a
     kernel for it and is faster (8k keys per query), else None.
     kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """

@@ -128,7 +128,7 @@ class Problem(NamedTuple):
     dropout_p: float = 0.0
     return_stats: bool = False
     deterministic: bool = False
-    return_lse: bool = False  # lse goes to the caller; the lse for autograd may be less exact
+    return_lse: bool = False  # to the caller; an lse for autograd alone may be less exact
     precise_delta: bool = False  # the backward gets the rounding error of out, too
     precision: str | None = None  # of the forward's operands, one of PRECISIONS
     sm_partition: SMPartition | None = None  # kernels without this ability ignore it
@@ -524,8 +524,8 @@ def check_tensor(name: str, t: object) -> None:
 def check_layout(
     name: str, t: Tensor, rank: int, layout: str, *, may_overlap: bool = False
 ) -> None:
-    """Check type, rank and strides. may_overlap: pages may share memory, as those of a strided view
-    of rows do where no page table refers to them.
+    """Check type, rank and strides. may_overlap: elements may share memory. Pages of a strided view
+    may, where no page table refers to them.
     """
     check_tensor(name, t)
     if t.dim() != rank:

@@ -55,12 +55,12 @@ def finalize(state: State) -> tuple[Tensor, Tensor]:
 
 
 def resume(out: Tensor, lse: Tensor) -> State:
-    """The state whose finalize() is (out, lse): m = lse and l = 1, or EMPTY where lse = -inf."""
+    """The inverse of finalize(): m = lse and l = 1, or EMPTY where lse = -inf."""
     return State(lse, (lse > -inf).to(lse.dtype), out)
 
 
 def add_sink(state: State, sink: Tensor) -> State:
-    """Fold in a sink: one more logit, whose value is zero. It lowers the other probabilities."""
+    """Fold in a sink: one more logit with a value of zero. It lowers the other probabilities."""
     m = torch.maximum(state.m, sink)
     pivot = _pivot(m)
     alpha = torch.exp(state.m - pivot)
