@@ -31,7 +31,7 @@ from onchip.problem import (
     prepare,
     resolve_layout,
 )
-from onchip.state import merge_at_rest
+from onchip.state import merge_out_lse
 
 UNBOUNDED: Window = (None, None)
 
@@ -397,7 +397,7 @@ def merge_states(
                 f" (..., seqlen, heads, head_dim_v) and (..., heads, seqlen), the same for all"
                 f" (the first out is {tuple(outs[0].shape)})"
             )
-    out, lse = merge_at_rest([o.transpose(-2, -3) for o in outs], lses)
+    out, lse = merge_out_lse([o.transpose(-2, -3) for o in outs], lses)
     return out.transpose(-2, -3).to(outs[0].dtype), lse
 
 

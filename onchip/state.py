@@ -67,7 +67,7 @@ def add_sink(state: State, sink: Tensor) -> State:
     return State(m, state.l * alpha + torch.exp(sink - pivot), state.acc * alpha[..., None])
 
 
-def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_out_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merge n pairs (out, lse), where lse has the shape of out[..., 0]. Differentiable in all of
     them; computed in the dtype of lse.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onchip.iomodel.prefixes import Costs, Together
 from onchip.problem import SMPartition, UnsupportedError
-from onchip.state import merge_at_rest
+from onchip.state import merge_out_lse
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
 
@@ -184,7 +184,7 @@ def run(
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
-    of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
+    of the levels: state.merge_out_lse unless a device has a kernel for it. at_once(own, level) is
     given both calls, each with an `sm_partition` among its options, makes them so that they run at
     the same time, and returns what attend would have; or None. Then, and without it, they come in
     turn.
@@ -296,7 +296,7 @@ def _packed_lse(lse: Tensor) -> Tensor:
 def _merge(own: Pair, parts: list[Part], out_dtype: torch.dtype) -> Pair:
     states = [own, *(state for part in parts for state in _states(part))]
     outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
-    out, lse = merge_at_rest(outs, lses)
+    out, lse = merge_out_lse(outs, lses)
     return out.transpose(0, 1).to(out_dtype), lse
 
 

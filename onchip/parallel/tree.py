@@ -22,7 +22,7 @@ from onchip.ops import UNBOUNDED, attention, paged_attention
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
 from onchip.problem import UnsupportedError, Window, check_layout, check_window
-from onchip.state import add_sink, finalize, merge_at_rest, resume
+from onchip.state import add_sink, finalize, merge_out_lse, resume
 
 OutLse = tuple[Tensor, Tensor]  # (out, lse)
 Span = tuple[int, int]
@@ -289,7 +289,7 @@ def _merge_by_exchange(rows: Tensor, comm: Comm) -> Tensor:
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:
     """Merge states (rows, head_dim_v + 1) over disjoint keys."""
-    out, lse = merge_at_rest([p[:, :-1] for p in parts], [p[:, -1] for p in parts])
+    out, lse = merge_out_lse([p[:, :-1] for p in parts], [p[:, -1] for p in parts])
     return torch.cat([out, lse[:, None]], -1)
 
 

@@ -9,7 +9,7 @@ import torch
 from onchip import attention, library
 from onchip.parallel import rounds
 from onchip.parallel.rounds import BatchedState, Round, RoundOptions, RunningGradients, RunningState
-from onchip.state import merge_at_rest
+from onchip.state import merge_out_lse
 from onchip.testing import make_qkv
 from tests.parallel.cases import Case, check_in_process
 
@@ -31,7 +31,7 @@ def fold(own, parts, fresh):
         rows = slice(start, start + out.shape[1])
         before = own[0][:, rows].transpose(1, 2).double(), own[1][:, :, rows]
         new = out.transpose(1, 2).double(), lse.double()
-        merged, own_lse = merge_at_rest(*zip(before, new, strict=True))
+        merged, own_lse = merge_out_lse(*zip(before, new, strict=True))
         own[0][:, rows], own[1][:, :, rows] = merged.transpose(1, 2).float(), own_lse
 
 
@@ -50,7 +50,7 @@ def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
         outs.append(pad(out.double(), (0, 0, 0, 0, lo, 7 - hi)).transpose(1, 2))
         lses.append(pad(lse.double(), (lo, 7 - hi), value=-torch.inf))
         total.add(slice(lo, hi), out.clone(), lse.clone())
-    want, want_lse = merge_at_rest(outs, lses)
+    want, want_lse = merge_out_lse(outs, lses)
     out, lse = total.result()
     torch.testing.assert_close(out, want.transpose(1, 2).float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse.float(), rtol=1e-6, atol=1e-6)

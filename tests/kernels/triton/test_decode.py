@@ -430,13 +430,13 @@ def states_of(own, parts):
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
     from onchip.kernels.triton.merge import merge
-    from onchip.state import merge_at_rest
+    from onchip.state import merge_out_lse
 
     torch.manual_seed(len(counts))
     own, parts = stacks(counts, 11)
     outs, lses = states_of(own, parts)
     exact = [out.transpose(0, 1).double() for out in outs], [lse.double() for lse in lses]
-    out, lse = merge_at_rest(*exact)
+    out, lse = merge_out_lse(*exact)
     if tokens_first:
         own = own[0], own[1].t().contiguous().t()
     move = lambda state: tuple(t if t is None else t.to(DEVICE) for t in state)
@@ -455,7 +455,7 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
 def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v):
     """Rows that saw nothing in some of them, or in all; entries of a batch."""
     from onchip.kernels.triton.entry import fold
-    from onchip.state import merge_at_rest
+    from onchip.state import merge_out_lse
 
     generator = torch.Generator().manual_seed(len(spans))
     draw = lambda *shape: torch.randn(shape, generator=generator)
@@ -472,7 +472,7 @@ def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v
         pad = torch.nn.functional.pad
         outs.append(pad(out.double(), (0, 0, 0, 0, *around)).transpose(1, 2))
         lses.append(pad(lse.double(), around, value=-math.inf))
-    out, lse = merge_at_rest(outs, lses)
+    out, lse = merge_out_lse(outs, lses)
     got, first = (own[0].clone().to(DEVICE), own[1].double().to(DEVICE)), (0, *own)
     there = [(start, *(t.to(DEVICE) for t in pair)) for start, *pair in (first, *parts)]
     fold(got, there[1:])
