@@ -3,8 +3,8 @@
 Over any set of keys, attention is summarised by `m` (the largest score), `l` (the sum of exp(score
 - m)) and `acc` (the sum of exp(score - m) * value). States over disjoint keys merge; the merge is
 associative, commutative and has an identity, so keys can be visited in any order, in any cut, by
-any number of workers. A normalised state is `(out, lse)` with out = acc / l and lse = m + log(l).
-The rest of the package only decides which keys are folded in next.
+any number of workers. At rest (normalised) a state is `(out, lse)` with out = acc / l and lse = m +
+log(l). All other code of this package only decides which keys are folded in next.
 """
 
 from collections.abc import Sequence
