@@ -1,4 +1,4 @@
-"""Only regular files are opened, nothing waits for a writer, and no file is larger than is said."""
+"""Only regular files up to a limit are opened, and no open waits for a writer."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from onchip.files import check_folder, create_private, open_regular, read_regula
 
 @pytest.fixture(autouse=True)
 def soon():
-    """What waits is interrupted."""
+    """Interrupt an open that waits."""
 
     def late(*_):
         raise TimeoutError("it waits")
@@ -75,7 +75,7 @@ def test_regular_files_are_read_up_to_a_limit(tmp_path):
         read_regular(tmp_path / "none", 4)
 
 
-def test_a_private_file_is_for_its_owner(tmp_path):
+def test_a_private_file_is_readable_by_its_owner_only(tmp_path):
     before = os.umask(0)
     try:
         with create_private(tmp_path / "new") as file:
