@@ -185,7 +185,7 @@ class _EagerAttention(torch.autograd.Function):
     jvp = staticmethod(refuse_forward_mode)
 
 
-class _Attention(SingleLevel):
+class _TracedAttention(SingleLevel):
     """The gradient of the op `attention`. `below` computes the forward one level below autograd."""
 
     @staticmethod
@@ -219,7 +219,7 @@ class _Attention(SingleLevel):
     jvp = staticmethod(refuse_forward_mode)
 
 
-class _Gradients(SingleLevel):
+class _TracedGradients(SingleLevel):
     """The op `gradients`. Its derivative raises UnsupportedError."""
 
     @staticmethod
@@ -239,7 +239,7 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
         apply = lambda below, _, *args: below(*args)
     else:
         _check_differentiable(inputs, has_transform and precise_delta)
-        apply = _Attention.record
+        apply = _TracedAttention.record
     if precise_delta:
         inputs[_OUT_DTYPE] = accumulator_dtype(inputs[0].dtype)
 
@@ -258,7 +258,7 @@ def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
     inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
-    return _Gradients.record(below, *args) if is_recorded(inputs) else below(*args)
+    return _TracedGradients.record(below, *args) if is_recorded(inputs) else below(*args)
 
 
 def _has_transform() -> bool:

@@ -87,8 +87,9 @@ class Options(NamedTuple):
     the torch op (`library`) are generated from them, and `explain` takes them by name. To add a
     scalar option: a field here, the same field in `Problem`, a check in `resolve_options`. To add a
     tensor: a field in `Tensors`, a flag in `Problem` that `Problem.of` sets, a check in
-    `check_extras`. Then the public functions, the kernels that serve it, a refusal in `supports` of
-    each kernel that does not, and docs/options.md.
+    `check_extras`. An option of single scores also goes into SCORE_OPTIONS. Then the public
+    functions, the kernels that serve it, a refusal in `supports` of each kernel that does not, the
+    oracle in `testing`, and docs/options.md.
     """
 
     out_dtype: torch.dtype | None = None  # None: q's
@@ -103,6 +104,11 @@ class Options(NamedTuple):
     precise_delta: bool = False
     precision: str | None = None
     sm_partition: SMPartition | None = None
+
+
+# Options that act on one score alone. A call over some of the keys (a level of a cascade, a
+# segment, the keys of one rank) takes them unchanged.
+SCORE_OPTIONS = ("softmax_scale", "softcap")
 
 
 class Problem(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onchip.iomodel.prefixes import Costs, Together
-from onchip.problem import SMPartition, UnsupportedError
+from onchip.problem import SCORE_OPTIONS, SMPartition, UnsupportedError
 from onchip.state import merge_out_lse
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
@@ -223,7 +223,7 @@ def _side_by_side(
     return at_once(own.on_partition(own_programs, False), level.on_partition(level_programs, True))
 
 
-FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}
+FOR_ALL = {*SCORE_OPTIONS, "kernel", "deterministic", "k_scales", "v_scales"}
 FOR_OWN = {"causal", "sinks", "tree_mask"}
 REFUSED = {
     "window_size": "a window hides a different part of the prefix from every query",

@@ -21,7 +21,7 @@ from onchip.kernels.protocol import accumulator_dtype
 from onchip.ops import UNBOUNDED, attention, paged_attention
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
-from onchip.problem import UnsupportedError, Window, check_layout, check_window
+from onchip.problem import SCORE_OPTIONS, UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, merge_out_lse, resume
 
 OutLse = tuple[Tensor, Tensor]  # (out, lse)
@@ -54,7 +54,7 @@ def tree_attention(
     (batch, keys, kv_heads, dim) of this rank, maybe no key. place: (start, seqlen_k), if this rank
     has the positions from start on, of seqlen_k. Where every query sees every key (one query, or
     causal=False; no window, no ALiBi) the positions do not matter and place may be left out. All
-    ranks get the same out (and lse). options: softmax_scale, softcap, deterministic, kernel. No
+    ranks get the same out (and lse). options: the names in OPTIONS, such as softmax_scale. No
     gradient.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -332,7 +332,7 @@ def _check_call(
     return comm
 
 
-OPTIONS = {"softmax_scale", "softcap", "deterministic", "kernel"}
+OPTIONS = {*SCORE_OPTIONS, "deterministic", "kernel"}
 
 
 def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None:
