@@ -217,9 +217,9 @@ def explain(
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     lengths = (max_seqlen_q, max_seqlen_k) if is_packed else ()
     scalars = _scalars(options, return_lse=return_lse)
-    foreign = [name for name in options if name not in NOT_SCALARS]
-    if foreign:
-        raise TypeError(f"attention() has no option {foreign[0]!r}")
+    unsupported = [name for name in options if name not in NOT_SCALARS]
+    if unsupported:
+        raise TypeError(f"attention() has no option {unsupported[0]!r}")
     apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
     (problem, _), x = prepare_attention(x, scalars, lengths, **apart)

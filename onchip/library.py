@@ -108,11 +108,9 @@ def _with_wide_out(call: CachedCall) -> CachedCall:
         return wide_call
     problem = call.problem
     wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
-    return (
-        CachedCall(wide)
-        if cache is None
-        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_TAPES)
-    )
+    if cache is None:
+        return CachedCall(wide)
+    return insert_bounded(cache, key, CachedCall(wide, {}), MAX_TAPES)
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -723,10 +723,10 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
             "mask needs a dense call: use attention(mask=masks.document(cu_seqlens) & mask)"
         )
     batch, heads, *lengths = shape = x.mask.shape
-    wanted = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+    scores = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     fits = batch in (1, problem.batch) and heads in (1, problem.num_heads)
-    if not fits or tuple(lengths) != wanted[2:]:
-        raise ValueError(f"mask of shape {shape} does not fit scores of shape {wanted}")
+    if not fits or tuple(lengths) != scores[2:]:
+        raise ValueError(f"mask of shape {shape} does not fit scores of shape {scores}")
     if x.mask.device != x.q.device:
         raise ValueError(f"mask is on {x.mask.device}, q is on {x.q.device}: use mask.to(q.device)")
 
