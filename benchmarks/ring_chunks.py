@@ -19,14 +19,14 @@ import onchip
 from onchip.cli.bench import gpu
 from onchip.cli.bench.harness import Bar, Case, Row, Session
 from onchip.parallel.rounds import (
-    Backward,
-    Call,
+    GlobalMask,
     Round,
-    Rule,
+    RoundOptions,
+    RunningGradients,
     attend,
-    gradients,
-    schedule,
-    total_of,
+    differentiate_round,
+    make_running_state,
+    plan_rounds,
 )
 from onchip.parallel.sharding import zigzag
 
@@ -43,7 +43,7 @@ BARS = (
         optional=True,
     ),
 )
-CALL = Call()
+CALL = RoundOptions()
 attention = cast(Callable[..., Tensor], onchip.attention)  # it may return more, if asked to
 
 
@@ -98,10 +98,10 @@ class Cut(NamedTuple):
         generator = torch.Generator(device).manual_seed(0)
         draw = lambda: torch.randn(1, tokens, heads, dim, generator=generator, device=device)
         whole = tuple(draw().bfloat16() for _ in range(4))
-        layout, rule = zigzag(SIZE), Rule(tokens, causal=True, planes=(1, heads))
+        layout, global_mask = zigzag(SIZE), GlobalMask(tokens, causal=True, planes=(1, heads))
         shares = []
         for r in range(SIZE):
-            rounds = enumerate(schedule(layout, rule, r, device).rounds)
+            rounds = enumerate(plan_rounds(layout, global_mask, r, device).rounds)
             seen = [((r - i) % SIZE, at) for i, at in rounds if at is not None]
             q, k, v, dout = (layout.shard(t, r).contiguous() for t in whole)
             shares.append(Share(q, k, v, dout, seen))
@@ -134,11 +134,11 @@ def in_rounds(cut: Cut, backward: bool) -> list[list[Tensor]]:
 def _attended(cut: Cut, rank: int) -> tuple[Tensor, Tensor]:
     """(out, rounded, and lse) of one rank."""
     share = cut.shares[rank]
-    total = total_of(share.q, share.v.shape[-1])
+    state = make_running_state(share.q, share.v.shape[-1])
     with cut.lanes.of(rank):
         for source, at in share.rounds:
-            total.fold(CALL, at, share.q, *cut.shares[source][1:3])
-        out, lse = total.result()
+            state.fold(CALL, at, share.q, *cut.shares[source][1:3])
+        out, lse = state.result()
         return out.to(torch.bfloat16), lse
 
 
@@ -147,7 +147,7 @@ def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tenso
     wide = lambda t: torch.zeros_like(t, dtype=torch.float32)
     sums = [[wide(share[i]) for share in cut.shares] for i in range(3)]
     of_rank = zip(cut.shares, states, sums[0], strict=True)
-    queries = [Backward(CALL, s.q, (*state, s.dout, None), dq) for s, state, dq in of_rank]
+    queries = [RunningGradients(CALL, s.q, (*state, s.dout, None), dq) for s, state, dq in of_rank]
     for step in cut.steps():
         cut.lanes.meet()  # what keys have come to is the next rank's
         for rank, source, at in step:
@@ -155,7 +155,7 @@ def _gradients(cut: Cut, states: list[tuple[Tensor, Tensor]]) -> list[list[Tenso
                 queries[rank].add(at, *cut.shares[source][1:3], (sums[1][source], sums[2][source]))
     for rank, each in enumerate(queries):
         with cut.lanes.of(rank):
-            each.settled()
+            each.finish()
     cut.lanes.meet()
     return [[t.to(torch.bfloat16) for t in each] for each in sums]
 
@@ -171,7 +171,7 @@ def kernels(cut: Cut, backward: bool) -> None:
             if backward:
                 lse = lse.new_zeros(*lse.shape[:2], share.q.shape[1])
                 saved = share.dout, lse, share.dout, None  # any numbers take as long
-                gradients(CALL, at, share.q, k, v, saved)
+                differentiate_round(CALL, at, share.q, k, v, saved)
     cut.lanes.meet()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 import onchip
 from onchip.cli.bench.harness import Bar, Case, Row, Session
 from onchip.parallel.attention import context_parallel_attention
-from onchip.parallel.comm import Comm, CountingComm, Work, run_ranks
+from onchip.parallel.comm import Comm, CommWork, CountingComm, run_ranks
 from onchip.parallel.processes import run_processes
 from onchip.parallel.sharding import LAYOUTS, Layout, as_layout
 from onchip.testing import oracle, rmse
@@ -190,7 +190,7 @@ def traced(comm: Comm, step: Callable[[Comm], object]) -> tuple[float, list[tupl
     counted = CountingComm(comm)
     step(counted)
     shifts = [event for event in counted.log if event.kind == "shift"]
-    return start, [(e.posted, e.asked, e.waited) for e in shifts]
+    return start, [(e.posted, e.wait_began, e.wait_ended) for e in shifts]
 
 
 def _own_core(rank: int) -> None:
@@ -232,7 +232,7 @@ class Still:
     def __init__(self, comm: Comm):
         self.rank, self.size = comm.rank, comm.size
 
-    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
         with torch.no_grad():
             recv.copy_(send)
         return self
@@ -240,7 +240,7 @@ class Still:
     def wait(self) -> None:
         return
 
-    def agree(self, facts: object, device: object = None) -> None:
+    def check_consistent(self, facts: object, device: object = None) -> None:
         return
 
 
@@ -249,14 +249,14 @@ class Link:
 
     def __init__(self, comm: Comm, seconds: float):
         self.rank, self.size, self._comm, self._seconds = comm.rank, comm.size, comm, seconds
-        self.agree, self.sum = comm.agree, comm.sum
+        self.check_consistent, self.sum = comm.check_consistent, comm.sum
 
-    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> Work:
+    def shift(self, send: Tensor, recv: Tensor, hops: int = 1) -> CommWork:
         return Late(self._comm.shift(send, recv, hops), time.perf_counter() + self._seconds)
 
 
 class Late:
-    def __init__(self, work: Work, until: float):
+    def __init__(self, work: CommWork, until: float):
         self._work, self._until = work, until
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.memory_report import GREY, Sheet, Sheets, grid, print_sheets
 from onchip.cli.bench.harness import Row
 from onchip.parallel.machines import LINKS, Fabric
-from onchip.parallel.simulate import COMPUTE, MERGE, SEND_DKV, SEND_KV, Span, Step, Timeline
+from onchip.parallel.simulate import COMPUTE, MERGE, SEND_DKV, SEND_KV, RingStep, Timeline, TimeSpan
 
 Line = Callable[[Row], tuple[str, ...]]
 Cell = Callable[[Row], str]
@@ -314,9 +314,9 @@ def print_report(console: Any, rows: list[Row], picture: Path | None = None) -> 
 COLOURS = {COMPUTE: "#238c43", MERGE: "#d9691f", SEND_KV: "#2f81f7", SEND_DKV: "#9a5fd0"}
 DRAWN_DEVICES, DRAWN_TOKENS = 4, 4 * 8192
 DRAWN = (
-    ("contiguous, forward", Step(DRAWN_TOKENS, DRAWN_DEVICES, "contiguous")),
-    ("zigzag, forward", Step(DRAWN_TOKENS, DRAWN_DEVICES, "zigzag")),
-    ("zigzag, backward", Step(DRAWN_TOKENS, DRAWN_DEVICES, "zigzag", backward=True)),
+    ("contiguous, forward", RingStep(DRAWN_TOKENS, DRAWN_DEVICES, "contiguous")),
+    ("zigzag, forward", RingStep(DRAWN_TOKENS, DRAWN_DEVICES, "zigzag")),
+    ("zigzag, backward", RingStep(DRAWN_TOKENS, DRAWN_DEVICES, "zigzag", backward=True)),
 )
 LINK = LINKS["PCIe 5 x16"]
 
@@ -361,7 +361,7 @@ def _panel(axes: Any, title: str, line: Timeline) -> None:
     axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
-def _lanes(line: Timeline, device: int) -> tuple[list[Span], list[Span], list[Span]]:
+def _lanes(line: Timeline, device: int) -> tuple[list[TimeSpan], list[TimeSpan], list[TimeSpan]]:
     """What a device computes, sends, and receives from the one before."""
     mine = list(line.events.spans(device))
     before = line.events.spans((device - 1) % line.step.num_devices)
@@ -370,7 +370,7 @@ def _lanes(line: Timeline, device: int) -> tuple[list[Span], list[Span], list[Sp
     return computes, [s for s in mine if s.what in sends], [s for s in before if s.what in sends]
 
 
-def _bar(axes: Any, span: Span, y: float, gap: float) -> None:
+def _bar(axes: Any, span: TimeSpan, y: float, gap: float) -> None:
     """In ms; neighbours do not touch."""
     start, length = 1e3 * span.start, 1e3 * (span.end - span.start)
     axes.barh(

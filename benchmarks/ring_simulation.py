@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 
 from onchip.cli.bench.harness import Bar, Case, Row, Session
-from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, Kernel, Link, Machine
+from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, KernelRates, Link, Machine
 from onchip.parallel.predict import predict, resident_bytes, six_blocks_bytes, stored_bytes
-from onchip.parallel.simulate import LAYOUTS, Step, Timeline, hide_length, hides, unhidden
+from onchip.parallel.simulate import LAYOUTS, RingStep, Timeline, hide_length, hides, unhidden
 
 DEVICES, CONTEXTS = (1, 8, 64, 1024), (10**5, 10**6, 10**7, 10**8, 10**10, 10**12)
 SCALED, SCALES = 10**6, tuple(2**i for i in range(11))
@@ -64,7 +64,9 @@ def run(session: Session) -> None:
     start = time.process_time()
     where = f"a simulation of {H200.name}, kernels measured, links stated"
     session.where = {"device": where, "triton": None, "clocks": {}, "flags": "--simulate"}
-    clock = lambda: _case("simulation", Step(1, 1)).row("", time.process_time() - start, "s of CPU")
+    clock = lambda: _case("simulation", RingStep(1, 1)).row(
+        "", time.process_time() - start, "s of CPU"
+    )
     jobs = *hide_steps(), *link_steps(), *published_steps(), *grid_steps(session.quick)
     session.run([*jobs, ("the clock", clock)])
 
@@ -75,10 +77,10 @@ def grid_steps(quick: bool) -> Iterator[Job]:
     for num_devices, tokens, way in product(devices, CONTEXTS, PASSES):
         title = f"{tokens:.0e} tokens on {num_devices}, {way}"
         for layout, mask in (*product(LAYOUTS, ("causal",)), (LAYOUTS[0], "none")):
-            step = Step(tokens, num_devices, layout, MASKS[mask], PASSES[way])
+            step = RingStep(tokens, num_devices, layout, MASKS[mask], PASSES[way])
             yield title, partial(step_row, "ring", step, NODES)
     for num_devices, way in product(SCALES[:7] if quick else SCALES, PASSES):
-        step = Step(SCALED, num_devices, backward=PASSES[way])
+        step = RingStep(SCALED, num_devices, backward=PASSES[way])
         yield f"{num_devices} devices", partial(step_row, "scaling", step, NODES)
         if num_devices >= NODE:
             yield f"{num_devices} devices, hybrid", partial(hybrid_row, step)
@@ -86,13 +88,13 @@ def grid_steps(quick: bool) -> Iterator[Job]:
 
 def link_steps() -> Iterator[Job]:
     for link, chunk, way in product(LINKS.values(), CHUNKS, PASSES):
-        step = Step(NODE * chunk, NODE, backward=PASSES[way])
+        step = RingStep(NODE * chunk, NODE, backward=PASSES[way])
         yield f"8 devices over {link.name}", partial(step_row, "link", step, Fabric(link))
 
 
 def hide_steps() -> Iterator[Job]:
     for link, mask, way in product(LINKS.values(), MASKS, PASSES):
-        step = Step(1e6, NODE, causal=MASKS[mask], backward=PASSES[way])
+        step = RingStep(1e6, NODE, causal=MASKS[mask], backward=PASSES[way])
         yield f"what hides under {link.name}", partial(hide_row, step, link)
 
 
@@ -113,11 +115,11 @@ class Published(NamedTuple):
         merged by torch: out is scaled in place, then added to.
         """
         forward = 1 / self.calls[0]
-        alone = Step(8192, 1, "contiguous")
+        alone = RingStep(8192, 1, "contiguous")
         times = {False: forward, True: 1 / self.calls[1] - forward}
         tflops = {b: alone._replace(backward=b).flops / t / 1e12 for b, t in times.items()}
         sizes = product((False, True), (False, True), (alone.shape.head_dim,))
-        kernels = {key: Kernel((tflops[key[0]],) * len(LENGTHS)) for key in sizes}
+        kernels = {key: KernelRates((tflops[key[0]],) * len(LENGTHS)) for key in sizes}
         memory = {"memory_bytes_s": self.memory_bytes_s, "merge_moves": 5.0}
         return replace(H200, name=self.gpu, kernels=kernels, **memory)
 
@@ -149,7 +151,7 @@ def published_steps() -> Iterator[Job]:
 
 def published_row(table: Published, layout: str, both: bool) -> Row:
     """`value` is simulated: the ideal time of 8 devices over that of a step, in per cent."""
-    step = Step(NODE * 8192, NODE, layout)
+    step = RingStep(NODE * 8192, NODE, layout)
     ways = [step, step._replace(backward=True)] if both else [step]
     took = sum(Timeline(way, Fabric(table.link), table.machine).seconds for way in ways)
     value = 100 * NODE / table.calls[both] / took
@@ -162,12 +164,12 @@ def published_row(table: Published, layout: str, both: bool) -> Row:
     )
 
 
-def step_row(bench: str, step: Step, fabric: Fabric) -> Row:
+def step_row(bench: str, step: RingStep, fabric: Fabric) -> Row:
     """`value` is the efficiency: the flops at the rate of long calls, over the step's time.
     unhidden_s may show where the hide condition holds, exposed_s is what does.
     """
     found = predict(step, fabric)
-    slabs, spent, link = found.slabs, found.spent, fabric.slowest(step.num_devices)
+    slabs, spent, link = found.slabs, found.time, fabric.slowest(step.num_devices)
     return _case(bench, step).row(
         step.layout,
         100 * found.efficiency,
@@ -191,7 +193,7 @@ def step_row(bench: str, step: Step, fabric: Fabric) -> Row:
     )
 
 
-def hybrid_row(step: Step) -> Row:
+def hybrid_row(step: RingStep) -> Row:
     """`value` is the efficiency if the 8 devices of a node deal heads among them, and nodes are a
     ring in which every device passes its heads' keys on over a link of its own. dealt_s: q, k, v
     and out (backward dout and the gradients) to and from the others of a node, beside which nothing
@@ -205,14 +207,14 @@ def hybrid_row(step: Step) -> Row:
     found = predict(ring, Fabric(LINKS["InfiniBand NDR"]))
     elements = step.chunk * (2 * shape.q_elements + shape.kv_elements) * (NODE - 1) / NODE
     dealt = 2 * link.latency_s + elements * shape.itemsize / link.bytes_s
-    total = found.spent.total + dealt
+    total = found.time.total + dealt
     columns = {"devices": step.num_devices, "fabric": NODES.name, "dealt_s": dealt}
-    columns |= {"step_s": total, "ideal_s": found.ideal, "exposed_s": found.spent.exposed + dealt}
+    columns |= {"step_s": total, "ideal_s": found.ideal, "exposed_s": found.time.exposed + dealt}
     value = 100 * found.ideal / total
     return _case("hybrid", step).row("hybrid", value, "%", **columns)
 
 
-def hide_row(step: Step, link: Link) -> Row:
+def hide_row(step: RingStep, link: Link) -> Row:
     """`value` is the chunk by the formula, in tokens; simulated_tokens the least that hides."""
     tokens = hide_length(step, link)
     row = _case("hide", step._replace(tokens=0))
@@ -221,7 +223,7 @@ def hide_row(step: Step, link: Link) -> Row:
     return row.row("", tokens, "tokens", num_kv_heads=step.shape.num_kv_heads, **columns)
 
 
-def simulated_length(step: Step, link: Link) -> int:
+def simulated_length(step: RingStep, link: Link) -> int:
     """The chunk from which on messages add less than HIDDEN to a step, within 1 %. The hop that
     brings dK and dV home is not counted: it never hides.
     """
@@ -234,7 +236,7 @@ def simulated_length(step: Step, link: Link) -> int:
     return round(high)
 
 
-def _case(bench: str, step: Step) -> Case:
+def _case(bench: str, step: RingStep) -> Case:
     shape, mask = step.shape, "causal" if step.causal else "none"
     way = "backward" if step.backward else "forward"
     sizes = shape.head_dim, int(step.tokens), 1, shape.num_heads

@@ -146,7 +146,7 @@ def options() -> str:
     names = dict.fromkeys(option for defaults in accepted.values() for option in defaults)
     cell = lambda defaults, option: f"`{defaults[option]}`" if option in defaults else NO
     rows = ([f"`{o}`", *(cell(d, o) for d in accepted.values())] for o in names)
-    return _markdown(["", *(f"`{name}`" for name in FUNCTIONS)], rows)
+    return _markdown(["", *FUNCTIONS], rows)
 
 
 def keyword_options(function: str) -> dict[str, object]:

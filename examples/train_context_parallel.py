@@ -1,7 +1,7 @@
-"""A small decoder trained on sequences that no rank holds whole: FSDP2 x context parallelism.
+"""Trains a small decoder on sequences that are spread over ranks: FSDP2 x context parallelism.
 
     torchrun --nproc-per-node 4 examples/train_context_parallel.py            # 2 x 2 ranks, gloo
-    python examples/train_context_parallel.py                                 # the same curve
+    python examples/train_context_parallel.py                                 # the same losses
 
 Rows of a batch are spread over `dp`, positions of a sequence over `cp`; parameters are sharded over
 both, as one flattened mesh. Three things differ from training on one device: (1), (2) and (3).
@@ -33,8 +33,8 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which part of a batch this rank has: rows of its dp rank, positions of its cp rank."""
+class BatchPart:
+    """The part of a batch on this rank: rows of its dp rank, positions of its cp rank."""
 
     mesh: DeviceMesh
     layout: parallel.Layout
@@ -61,10 +61,10 @@ class Block(nn.Module):
         self.out = nn.Linear(HEADS * DIM, WIDTH, bias=False)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, positions: Tensor, place: Place) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, part: BatchPart) -> Tensor:
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (-1, DIM))
         q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-        x = x + self.out(place.attend(rotate(q, positions), rotate(k, positions), v).flatten(2))
+        x = x + self.out(part.attend(rotate(q, positions), rotate(k, positions), v).flatten(2))
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
@@ -76,10 +76,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH)
 
-    def forward(self, tokens: Tensor, positions: Tensor, place: Place) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, part: BatchPart) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, positions, place)
+            x = block(x, positions, part)
         return F.linear(self.norm(x), self.embed.weight)
 
 
@@ -92,8 +92,8 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def text(step: int, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen) tokens, on every rank the same. Each row uses a few words of its own: who
-    attends to all of it can expect log(WORDS), who does not log(VOCAB).
+    """(batch, seqlen) tokens, the same on every rank. Each row uses WORDS words of its own: a model
+    that attends to the whole row can reach a loss of log(WORDS), without attention log(VOCAB).
     """
     generator = torch.Generator().manual_seed(step)
     words = torch.rand(batch, VOCAB, generator=generator).argsort(1)[:, :WORDS]
@@ -101,45 +101,45 @@ def text(step: int, batch: int, seqlen: int) -> Tensor:
 
 
 def shard_parameters(model: Decoder, mesh: DeviceMesh) -> None:
-    """Over all ranks: a mesh of two dimensions would replicate along one of them."""
+    """Shard over all ranks. A two-dimensional mesh would replicate along one of its dimensions."""
     flat = mesh["dp", "cp"]._flatten("dp_cp")
     for block in model.blocks:
         fully_shard(block, mesh=flat)
     fully_shard(model, mesh=flat)
 
 
-def loss_of(model: Decoder, batch: Tensor, place: Place) -> Tensor:
+def loss_of(model: Decoder, batch: Tensor, part: BatchPart) -> Tensor:
     """This rank's share of the mean over all tokens of the batch that have a successor."""
-    mine = place.rows(batch)
-    tokens = place.layout.shard(mine, place.rank)  # (2) positions and labels are dealt like tokens
-    positions = place.layout.position_ids(place.rank, place.seqlen)
-    labels = place.layout.labels(mine, place.rank)
-    logits = model(tokens, positions, place)
+    mine = part.rows(batch)
+    tokens = part.layout.shard(mine, part.rank)  # (2) positions and labels are dealt like tokens
+    positions = part.layout.position_ids(part.rank, part.seqlen)
+    labels = part.layout.labels(mine, part.rank)
+    logits = model(tokens, positions, part)
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / (batch.shape[0] * (place.seqlen - 1))
+    return total / (batch.shape[0] * (part.seqlen - 1))
 
 
-def train(place: Place, args: argparse.Namespace) -> list[float]:
+def train(part: BatchPart, args: argparse.Namespace) -> list[float]:
     """The loss of every step, the same on all ranks."""
     torch.manual_seed(0)
     model = Decoder().to(getattr(torch, args.dtype))
-    shard_parameters(model, place.mesh)
+    shard_parameters(model, part.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
     for step in range(args.steps):
-        began = time.perf_counter()
-        loss = loss_of(model, text(step, args.batch, place.seqlen), place)
-        (loss * dist.get_world_size()).backward()  # (3) FSDP takes the mean: shares are to be added
+        start = time.perf_counter()
+        loss = loss_of(model, text(step, args.batch, part.seqlen), part)
+        (loss * dist.get_world_size()).backward()  # (3) FSDP averages; shares must be summed
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(everywhere(loss))
+        losses.append(sum_over_ranks(loss))
         if dist.get_rank() == 0:
-            took = time.perf_counter() - began
-            print(f"step {step:3d}  loss {losses[-1]:.6f}  {took:.2f} s", flush=True)
+            seconds = time.perf_counter() - start
+            print(f"step {step:3d}  loss {losses[-1]:.6f}  {seconds:.2f} s", flush=True)
     return losses
 
 
-def everywhere(share: Tensor) -> float:
+def sum_over_ranks(share: Tensor) -> float:
     total = share.detach().clone()
     dist.all_reduce(total)
     return total.item()
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--cp", type=int, help="ranks that share a sequence (half of all)")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seqlen", type=int, default=509)  # nothing needs to divide it
+    parser.add_argument("--seqlen", type=int, default=509)  # need not divide by anything
     parser.add_argument("--layout", default="zigzag", choices=LAYOUTS)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
     parser.add_argument("--json", type=Path, help="write the losses here")
@@ -159,10 +159,10 @@ def main() -> None:
     cp = args.cp or max(size // 2, 1)
     if size % cp or args.batch % (size // cp):
         parser.error(f"{size} ranks cannot be rows of {cp} that share a batch of {args.batch}")
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
-    dist.init_process_group("gloo", **alone)
+    single_rank = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    dist.init_process_group("gloo", **single_rank)
     mesh = init_device_mesh("cpu", (size // cp, cp), mesh_dim_names=("dp", "cp"))
-    losses = train(Place(mesh, LAYOUTS[args.layout](cp), args.seqlen), args)
+    losses = train(BatchPart(mesh, LAYOUTS[args.layout](cp), args.seqlen), args)
     if args.json and dist.get_rank() == 0:
         args.json.write_text(json.dumps(losses))
     dist.destroy_process_group()

@@ -1,18 +1,19 @@
-"""Judge an attention kernel: inputs, an fp64 oracle, a rounding model and one accuracy rule.
+"""Test the accuracy of an attention kernel: inputs, an fp64 oracle, a rounding model and one rule.
 
     import onchip.testing as ot
     q, k, v = ot.make_qkv(2, 799, num_heads=4, dtype=torch.bfloat16)
     print(ot.assert_accurate(my_attention, q, k, v, causal=True, grad=True))
 
-Everything here is materialised (N x N), written for reading rather than for speed, and shares no
-code with the kernels it judges. Options have the names and the meaning of `onchip.attention`.
+Everything here materialises the N x N scores, is written to be read rather than to be fast, and
+shares no code with the kernels under test. Options have the names and the meaning of
+`onchip.attention`.
 
-The rule, judged by fp64 and never tuned per test:
+The rule, measured against fp64 and never tuned per test:
 
 bf16, fp16  (a) tensors of at least 4,096 elements: RMSE <= 1.05x that of the rounding model,
                 gradients <= 1.10x (stated for the "normal" and "outlier" inputs of `make_qkv`);
             (b) every tensor: max error <= unfused attention in the same dtype (or the rounding
-                model, if that is further off) + 1 ulp at max|ref|.
+                model, if its error is larger) + 1 ulp at max|ref|.
 fp32        out of at least 4,096 elements: RMSE <= 1.25x unfused fp32; out and gradients: within
             1e-5 of max|ref|.
 fp64        within 1e-12.
@@ -32,7 +33,7 @@ from torch import Tensor
 from onchip import masks
 
 INF = float("inf")
-MODEL_MIN_ELEMENTS = 4096  # below this an RMSE is too noisy to be held to 5 %
+MODEL_MIN_ELEMENTS = 4096  # the RMSE of fewer elements is too noisy for a limit of 5 %
 DISTRIBUTIONS = ("normal", "outlier", "sink", "biased")
 
 
@@ -81,7 +82,7 @@ def make_qkv(
 
 
 class Packed(NamedTuple):
-    """Sequences laid end to end, `(total, heads, head_dim)`, with their int32 boundaries."""
+    """Packed sequences, `(total, heads, head_dim)`, with int32 cu_seqlens."""
 
     q: Tensor
     k: Tensor
@@ -91,7 +92,7 @@ class Packed(NamedTuple):
 
     @property
     def options(self) -> dict:
-        """What `onchip.varlen_attention` and `oracle` need to know besides q, k, v."""
+        """The other arguments of `onchip.varlen_attention` and `oracle`."""
         longest = lambda cu: int(cu.diff().max()) if len(cu) > 1 else 0
         return {
             "cu_seqlens_q": self.cu_seqlens_q,
@@ -104,7 +105,7 @@ class Packed(NamedTuple):
 def make_packed(
     seqlens_q: list[int], seqlens_k: list[int] | None = None, *, seed: int = 0, **kwargs
 ) -> Packed:
-    """`make_qkv` for sequences of the given lengths (0 is a length), packed; same keywords."""
+    """`make_qkv` for packed sequences of these lengths (0 is allowed); same keywords."""
     seqlens_k = seqlens_q if seqlens_k is None else seqlens_k
     drawn = [
         make_qkv(1, sq, sk, seed=seed + b, **kwargs)
@@ -128,8 +129,8 @@ class Pages(NamedTuple):
 def make_pages(
     k: Tensor, v: Tensor, cu_seqlens_k: Tensor, page_size: int, *, spare: int = 3, seed: int = 0
 ) -> Pages:
-    """Packed keys and values laid into pages in random order. Slots past the end of a sequence and
-    `spare` pages of nobody hold NaN, and the page table has one column too many, of -1.
+    """Copy packed keys and values into pages in random order. Slots after the end of a sequence and
+    `spare` unused pages hold NaN, and the page table has one extra column of -1.
     """
     lengths = cu_seqlens_k.cpu().diff()
     used = -(-lengths // page_size)
@@ -153,7 +154,7 @@ def make_pages(
 
 def poison_neighbours(x: Tensor, pad: int = 8) -> Tensor:
     """A view equal to x inside a larger storage of NaN: `pad` elements before and after x in every
-    dimension. A kernel that reads outside its tensor and lets it count returns NaN."""
+    dimension. A kernel that reads outside its tensor and uses the values returns NaN."""
     inside = torch.full([n + 2 * pad for n in x.shape], math.nan, dtype=x.dtype, device=x.device)
     for dim, n in enumerate(x.shape):
         inside = inside.narrow(dim, pad, n)
@@ -162,7 +163,7 @@ def poison_neighbours(x: Tensor, pad: int = 8) -> Tensor:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the score and the softmax depend on; see `onchip.attention`."""
+    """The options that scores and softmax depend on; see `onchip.attention`."""
 
     causal: bool = False
     window_size: tuple[int | None, int | None] = (None, None)
@@ -176,17 +177,17 @@ class _Options:
     dropout_seed: int | Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    sequence: int = 0  # the batch index of the first row, which dropout counts from
-    saved_out: Tensor | None = None  # what the rounding model's backward takes for the saved out
+    sequence: int = 0  # the batch index of the first row, for dropout
+    saved_out: Tensor | None = None  # the saved out in the backward of the rounding model
 
 
-# Options of a kernel that do not change the exact answer
+# Options of a kernel that do not change the exact result
 CARRIED = ("return_lse", "return_stats", "deterministic", "out_dtype", "precise_delta", "kernel")
 CARRIED += ("max_seqlen_q", "max_seqlen_k")
 
 
 def _visible(o: _Options, shape: torch.Size, device: torch.device) -> Tensor:
-    """Which cells count, bool, broadcastable to `shape = (batch, heads, seqlen_q, seqlen_k)`."""
+    """The visible pairs, bool, broadcastable to `shape = (batch, heads, seqlen_q, seqlen_k)`."""
     batch, heads, seqlen_q, seqlen_k = shape
     diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     keys = torch.arange(seqlen_k, device=device)
@@ -275,10 +276,10 @@ def _kept(o: _Options, s: Tensor) -> Tensor | None:
 
 
 class Oracle(NamedTuple):
-    """`out` is laid out like q, the others `(batch, heads, seqlen_q)`, packed `(heads, total)`.
+    """`out` has the layout of q, the others `(batch, heads, seqlen_q)`, packed `(heads, total)`.
 
-    max_logit is over visible keys (the sink is none), -inf if there are none; entropy is that of
-    the row's probabilities, the sink's included, in nats, 0 for an empty row.
+    max_logit: the largest score of a visible key, without the sink; -inf for an empty row. entropy:
+    of the row's probabilities with the sink's, in nats; 0 for an empty row.
     """
 
     out: Tensor
@@ -291,8 +292,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, **options) -> Oracle:
     """Attention in fp64, differentiable in q, k, v, bias and sinks, through out and through lse.
 
     `s = softcap tanh(softmax_scale q.k / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias`
-    over the visible keys. A row that sees none gives out 0, lse -inf (with a sink: the sink) and
-    zero gradients. Keys that no row sees must be finite here: 0 x NaN is NaN.
+    over the visible keys. A row without visible keys gives out 0, lse -inf (with a sink: the sink)
+    and zero gradients. Keys that no row sees must be finite here: 0 x NaN is NaN.
     mask: a bool tensor broadcastable to the scores, or anything `onchip.masks.as_mask` takes.
     For fp64 gradients the leaves must be fp64: autograd rounds a gradient to its leaf's dtype.
     """
@@ -300,7 +301,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, **options) -> Oracle:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """`out` as one writes it in PyTorch: matmul, softmax, matmul, every result in q's dtype."""
+    """`out` of plain PyTorch: matmul, softmax, matmul, every result in q's dtype."""
     return _answer(_plain, q.dtype, q, k, v, _Options(**options))[0]
 
 
@@ -313,14 +314,14 @@ def rounding_model(
     out_dtype: torch.dtype | None = None,
     **options,
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` in fp64 in which only what a 16-bit matmul must be fed or must store is rounded.
+    """`(out, lse)` in fp64, where only the inputs and the outputs of 16-bit matmuls are rounded.
 
     Forward: P (row maximum subtracted, unnormalised) to dtype and out to out_dtype. Backward, by
     autograd: P, dS and the saved out; the caller rounds the gradients of fp64 leaves to dtype.
-    dtype is q's unless given; out_dtype is dtype unless given. saved_out: the out of the kernel
-    under test, for a backward from what its own backward starts from. The rounding of a row of out
-    shifts its whole row of dS: where a few sharp rows carry the error, two correct roundings were
-    measured 1.4x apart in dk, and 1.01x from the same out.
+    dtype defaults to q's, out_dtype to dtype. saved_out: the out of the kernel under test, so that
+    both backwards start from the same out. The rounding of a row of out shifts its whole row of dS:
+    where a few rows with sharp softmax carry the error, two correct roundings were measured 1.4x
+    apart in dk, and 1.01x from the same out.
     """
     dtype = dtype or q.dtype
     core = lambda s, v, kept, saved: _Rounded.apply(s, v, kept, saved, dtype, out_dtype or dtype)
@@ -417,7 +418,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class Verdict(NamedTuple):
-    """One line of a report: an error of one tensor, and what the rule allows it to be."""
+    """One line of a report: an error of one tensor, and the limit of the rule."""
 
     tensor: str
     rule: str
@@ -481,8 +482,8 @@ def compare(out: Tensor, other: Tensor, exact: Tensor, allowed: float = 1.02) ->
 
 
 class _Yardsticks(NamedTuple):
-    """out and gradients by name: exact (lse and stats too), rounding model, unfused in dtype, and
-    the model of a kernel that rounds only what it stores, out and the gradients.
+    """References by tensor name: exact (also lse and stats), rounding model, unfused in dtype, and
+    the model of a kernel that rounds only its outputs, out and the gradients.
     """
 
     exact: dict[str, Tensor]
@@ -491,8 +492,8 @@ class _Yardsticks(NamedTuple):
     stored: Callable[[], dict[str, Tensor]]
 
     def noise(self, name: str) -> float:
-        """fp32 round-off that no yardstick shows: a gradient that cancels to 0 is a difference of
-        fp32 sums, which unfused attention happens to get exactly and the model takes in fp64."""
+        """fp32 round-off that no reference shows: a gradient that cancels to 0 is a difference of
+        fp32 sums, which unfused attention happens to get exactly and the model computes in fp64."""
         size = lambda x: x.abs().max().item() if x.numel() else 0.0
         if name == "out":
             return 1.2e-7 * size(self.exact["out"])
@@ -508,12 +509,12 @@ def assert_accurate(
     grad: bool | Collection[str] = False,
     **options,
 ) -> Report:
-    """Hold `attention(q, k, v, **options)` to the rule; AssertionError with the table if it fails.
+    """Test `attention(q, k, v, **options)` by the rule; AssertionError with the table if it fails.
 
     attention returns `out`, `(out, lse)`, `(out, lse, stats)` or `(out, stats)`; its result may be
-    given in its place. grad=True also judges dq, dk, dv (and dbias, dsinks if those require a
-    gradient) for a random dout, and a random dlse if the lse returned is differentiable; names,
-    such as ("k", "sinks"), choose the inputs that require one.
+    passed in its place. grad=True also tests dq, dk, dv (and dbias, dsinks if bias and sinks
+    require a gradient) for a random dout, and a random dlse if the returned lse is differentiable.
+    Names, such as ("k", "sinks"), choose the inputs that require a gradient.
     """
     leaves = _leaves(q, k, v, options, None, grad)
     if callable(attention):
@@ -533,8 +534,8 @@ def assert_accurate(
 def _leaves(
     q, k, v, options: dict, dtype: torch.dtype | None, grad: bool | Collection[str]
 ) -> dict[str, Tensor]:
-    """q, k, v and what else may require a gradient, detached with their strides, in dtype if one is
-    given; leaves are those that `grad` names.
+    """q, k, v, and bias and sinks that require a gradient, detached with their strides, in dtype if
+    one is given. The inputs that `grad` names require a gradient.
     """
     named = {"q": q, "k": k, "v": v}
     for name in ("bias", "sinks"):
@@ -546,7 +547,7 @@ def _leaves(
 
 
 def _unpack(result) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-    """out, lse or None, and everything that is one number per row, by name."""
+    """out, lse or None, and the tensors with one number per row by name."""
     if isinstance(result, Tensor):
         return result, None, {}
     out, *rest = result
@@ -570,7 +571,7 @@ def _cotangents(
 
 
 def _gradients(leaves: dict, out: Tensor, lse: Tensor | None, dout, dlse) -> dict[str, Tensor]:
-    """{"dq": ..., ...}; nothing without a dout."""
+    """{"dq": ..., ...}; empty without a dout."""
     if dout is None:
         return {}
     outputs, cotangents = [out], [dout.to(out)]
@@ -582,7 +583,7 @@ def _gradients(leaves: dict, out: Tensor, lse: Tensor | None, dout, dlse) -> dic
 
 
 def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:
-    """`out` is the result under test: the model differentiates from the out that it would save."""
+    """`out` is the result under test. The backward of the model starts from it as the saved out."""
 
     def answer(way: Callable, dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = _leaves(q, k, v, options, dtype, dout is not None)
@@ -596,7 +597,7 @@ def _yardsticks(q, k, v, options: dict, out: Tensor, dout, dlse) -> _Yardsticks:
         return round_gradients(answer(partial(rounding_model, **saved), torch.float64))
 
     def round_gradients(found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As autograd stores them, in the dtypes of their tensors."""
+        """Round as autograd does, to the dtypes of the inputs."""
         inputs = {"q": q, "k": k, "v": v} | {n: options.get(n) for n in ("bias", "sinks")}
         dtypes = {f"d{n}": x.dtype for n, x in inputs.items() if f"d{n}" in found}
         half = {n: dtype for n, dtype in dtypes.items() if dtype.itemsize == 2}
@@ -618,7 +619,7 @@ def _judge(name: str, got: Tensor, y: _Yardsticks, dtype: torch.dtype) -> Iterat
         raise AssertionError(f"{name} has shape {tuple(got.shape)}, expected {tuple(want.shape)}")
     worst = max_error(got, want)
     size = want[want.isfinite()].abs().max().item() if want.isfinite().any() else 0.0
-    large = int(want.count_nonzero()) >= MODEL_MIN_ELEMENTS  # rows without keys tell nothing
+    large = int(want.count_nonzero()) >= MODEL_MIN_ELEMENTS  # zeros of empty rows do not count
     if dtype == torch.float64 or name in ("lse", "max_logit", "entropy"):
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
         yield Verdict(name, "max error", worst, tolerance * max(1.0, size) + ulp(got.dtype, size))
@@ -632,7 +633,7 @@ def _judge(name: str, got: Tensor, y: _Yardsticks, dtype: torch.dtype) -> Iterat
             ratio = _ratio(rmse(got, want), max(rmse(y.model[name], want), y.noise(name)))
             yield Verdict(name, "RMSE / rounding model", ratio, 1.05 if name == "out" else 1.10)
         errors = [max_error(x[name], want) for x in (y.plain, y.model)]
-        if worst > max(errors):  # rarely, so that others need no third model
+        if worst > max(errors):  # rare, so the third model is seldom computed
             errors.append(max_error(y.stored()[name], want))
         allowed = max(e for e in errors if math.isfinite(e)) + ulp(dtype, size)
         yield Verdict(name, "max error", worst, max(allowed, y.noise(name)))

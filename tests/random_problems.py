@@ -1,4 +1,4 @@
-"""Random attention problems, judged by fp64 under the one accuracy rule.
+"""Random attention problems, compared with fp64 by the accuracy rule.
 
     python -m tests.random_problems --seed 7 --count 1000 [--device cuda] [--kernel triton]
         [--seconds 300]
@@ -44,8 +44,8 @@ GPU = {"hopper": ("alibi_slopes", "bias", "dropout_p", "dropout_seed", "return_s
 
 
 class Case(NamedTuple):
-    """attention(q, k, v, **options), the inputs that require a gradient, and a line that tells the
-    case. Its result comes in the oracle's layout.
+    """attention(q, k, v, **options), the inputs that require a gradient, and a line that describes
+    the case. Its result has the layout of the oracle.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Draw(random.Random):
 
 
 def draw_case(seed: int, number: int, device: str = "cpu", kernel: str | None = None) -> Case:
-    """Problem `number` of a seed. kernel: that one; None draws one, or leaves it to dispatch."""
+    """Problem `number` of a seed. kernel: its name; None draws one, or leaves it to dispatch."""
     draw = Draw(seed, number, device)
     if kernel is None and device == "cpu":
         kernel = draw.choice((*CPU_KERNELS, None, None))
@@ -197,7 +197,7 @@ def _options(draw: Draw, sizes: dict, batch: int) -> dict[str, Any]:
 
 
 def _served(options: dict, kernel: str | None) -> dict:
-    """The options without those that a kernel asked for by name refuses."""
+    """The options without the ones that a named kernel refuses."""
     refused = ATEN if kernel == "aten_cpu" else GPU.get(kernel or "", ())
     if kernel and kernel.startswith("paper"):
         refused = PAPERS + (("dropout_p", "dropout_seed") if kernel == "paper_v4" else ())
@@ -207,7 +207,7 @@ def _served(options: dict, kernel: str | None) -> dict:
 
 
 def _mask(draw: Draw, shape: tuple[int, int, int, int]) -> tuple[object, Tensor | None]:
-    """A mask as a user gives it, and the same as a dense bool tensor."""
+    """A mask as a user passes it, and the same mask as a dense bool tensor."""
     batch, heads, seqlen_q, seqlen_k = shape
     if draw.maybe(0.6) or not batch:
         return None, None
@@ -230,7 +230,7 @@ def _mask(draw: Draw, shape: tuple[int, int, int, int]) -> tuple[object, Tensor 
 
 
 def _bias(draw: Draw, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Some cells are -inf, and sometimes all of a row."""
+    """Some entries are -inf, and sometimes a whole row."""
     *lead, seqlen_k = shape
     broadcast = [n if draw.maybe(0.5) else 1 for n in lead]
     bias = draw.normal(*broadcast, seqlen_k)
@@ -296,7 +296,7 @@ class Failure(NamedTuple):
 
 
 def judge(case: Case) -> str | None:
-    """None, "refused" or what is wrong."""
+    """None, "refused" or a description of the failure."""
     try:
         qkv = case.q, case.k, case.v
         ot.assert_accurate(case.attention, *qkv, grad=case.grad, **case.options)

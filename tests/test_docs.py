@@ -104,7 +104,7 @@ def test_tables_are_up_to_date(page):
 
 def test_every_option_is_explained():
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
-    explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`[^|]+) \|", text, re.M))))
+    explained = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^- (`[^:]+):", text, re.M))))
     for function in tables.FUNCTIONS:
         assert set(tables.keyword_options(function)) <= explained
 

@@ -1,4 +1,4 @@
-"""The judge, judged: the oracle by hand, and the rule by kernels that are wrong on purpose."""
+"""Tests of onchip.testing: the oracle by hand, and the rule by kernels with deliberate faults."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ HALF = [torch.bfloat16, torch.float16]
 class _Flash(torch.autograd.Function):
     """A flash kernel's arithmetic on (batch, heads, seqlen, dim): fp32 sums of 16-bit products.
 
-    `fault` names the one place where it goes wrong.
+    `fault` names its one deliberate error.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ def flash(q, k, v, *, causal=False, dropout_p=0.0, dropout_seed=None, fault=None
 
 
 def _to_tf32(x: Tensor) -> Tensor:
-    """fp32 with 10 bits of mantissa, what a tensor core reads of it."""
+    """fp32 with 10 bits of mantissa, as tensor cores read it (TF32)."""
     return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
@@ -140,7 +140,7 @@ def test_a_correct_kernel_scores_one_under_the_rounding_model(seed):
 
 @pytest.mark.parametrize("bias_dtype", [torch.float16, torch.float32])
 def test_a_bias_of_16_bits_has_a_gradient_of_16_bits(bias_dtype):
-    """The model rounds it as autograd does, and a kernel that sums in fp32 scores one."""
+    """The model rounds it as autograd does, and the ratio of a kernel that sums in fp32 is one."""
     q, k, v = ot.make_qkv(1, 257, 33, num_heads=3, head_dim=16, dtype=torch.float16)
     bias = torch.randn(1, 3, 257, 33).to(bias_dtype).requires_grad_()
     attend = partial(onchip.attention, return_lse=True, kernel="tiled")
@@ -149,7 +149,7 @@ def test_a_bias_of_16_bits_has_a_gradient_of_16_bits(bias_dtype):
     assert ratio == pytest.approx(1, abs=0.05)
 
 
-def test_a_result_may_be_given_in_place_of_a_function():
+def test_a_result_in_place_of_a_function():
     q, k, v = ot.make_qkv(1, 63, dtype=torch.float16)
     assert ot.assert_accurate(flash(q, k, v), q, k, v).ok
     with pytest.raises(AssertionError, match="out has shape"):
@@ -236,7 +236,7 @@ def test_a_misspelt_option_is_not_ignored():
         ot.oracle(q, k, v, casual=True)
 
 
-def test_compare_holds_a_fused_result_to_another():
+def test_compare_of_two_fused_results():
     q, k, v = ot.make_qkv(1, 63, 511, dtype=torch.bfloat16)
     exact, good = ot.oracle(q, k, v).out, flash(q, k, v)[0]
     assert ot.compare(good, good, exact) == 1.0
@@ -245,7 +245,7 @@ def test_compare_holds_a_fused_result_to_another():
 
 
 def _by_hand(q, k, v, o: dict) -> tuple[list, list, list, list]:
-    """One head by scalar arithmetic: q (n, d), k, v (m, d); `o` holds what belongs to this head."""
+    """One head by scalar arithmetic: q (n, d), k, v (m, d); `o` holds the options of this head."""
     out, lses, maxima, entropies = [], [], [], []
     for i, row in enumerate(q):
         diagonal = i + len(k) - len(q)
@@ -291,7 +291,7 @@ def test_the_oracle_is_the_formula_of_the_contract():
 
 
 @pytest.mark.parametrize("sink", [False, True])
-def test_rows_that_see_nothing(sink):
+def test_rows_without_visible_keys(sink):
     q, k, v = (x.requires_grad_() for x in ot.make_qkv(1, 5, 3, dtype=torch.float64))
     sinks = torch.tensor([0.5, -1.0], dtype=torch.float64) if sink else None
     got = ot.oracle(q, k, v, causal=True, sinks=sinks)
@@ -325,7 +325,7 @@ def test_gradients_of_the_oracle():
     assert torch.autograd.gradcheck(f, inputs)
 
 
-def test_the_model_without_rounding_is_the_oracle_and_so_are_its_gradients():
+def test_the_model_without_rounding_equals_the_oracle():
     def gradients(f):
         q, k, v = (
             x.requires_grad_() for x in ot.make_qkv(2, 7, 9, num_kv_heads=1, dtype=torch.float64)
@@ -395,7 +395,7 @@ def test_dropout_depends_on_positions_alone():
     assert whole[2, 1, 3, 9] == (word < round(0.7 * 2**32))
 
 
-def test_dropout_keeps_its_share():
+def test_dropout_keeps_the_expected_share():
     kept = ot.philox_keep(1, 2, 2, 200, 200, 0.3)
     assert abs(kept.double().mean().item() - 0.7) < 4 * math.sqrt(0.21 / kept.numel())
     assert ot.philox_keep(1, 1, 1, 9, 9, 0.0).all()

@@ -22,7 +22,15 @@ from onchip.cli.bench import levels
 from onchip.core.dispatch import backend_names, get_backend
 from onchip.core.explain import human_bytes
 from onchip.core.machine import has_fast_matmul
-from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, device_info
+from onchip.core.problem import (
+    DeviceInfo,
+    Options,
+    Problem,
+    Tensors,
+    UnsupportedError,
+    describe,
+    device_info,
+)
 from onchip.cost import hardware
 from onchip.models import foreign
 
@@ -93,7 +101,8 @@ def model_finding(folder: str | Path) -> tuple[bool, Finding]:
 
 def ordinary(dtype: torch.dtype) -> Problem:
     """The problem that the support table asks about: causal self-attention with heads of 64."""
-    return Problem(1, 4096, 4096, 8, 8, 64, 64, dtype, dtype, 0.125, causal=True)
+    q = torch.empty(1, 4096, 8, 64, dtype=dtype, device="meta")
+    return describe(Tensors(q, q, q), Options(causal=True))
 
 
 def support_table(

@@ -1,6 +1,6 @@
-"""Which derivatives of attention there are: the gradient. Forward mode, second derivatives and
-transforms that a function does not serve raise a sentence here, because a zero would look like an
-answer.
+"""The derivatives of attention: reverse mode, first order. Forward mode, second derivatives and
+unsupported transforms raise UnsupportedError here. Otherwise torch would return zeros, which look
+like a result.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,31 +28,31 @@ FORWARD_MODE = (
 
 
 def is_recorded(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a derivative of what is computed from these tensors may be asked for."""
+    """Whether autograd may differentiate a function of these tensors."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def refuse_forward_mode(ctx: Any, *grad_inputs: Any) -> NoReturn:
-    """`jvp` of an autograd.Function."""
+    """The `jvp` of an autograd.Function without forward mode."""
     raise UnsupportedError(FORWARD_MODE)
 
 
 def refuse_second_order(ctx: Any, *grad_outputs: Any) -> NoReturn:
-    """`backward` of an autograd.Function that computes gradients."""
+    """The `backward` of an autograd.Function that computes gradients itself."""
     raise UnsupportedError(SECOND)
 
 
 def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
-    """For functions that no transform of torch.func and no tracer may reach. Threads other than the
-    one that applies a transform see only the wrapped tensors.
+    """Raise if a transform of torch.func or a tracer is active. In other threads than the one that
+    applies the transform, only the wrapped tensors show it.
     """
     is_wrapped = _functorch.is_functorch_wrapped_tensor
     active = torch._C._are_functorch_transforms_active()
     if active or any(isinstance(t, Tensor) and is_wrapped(t) for t in tensors):
         raise UnsupportedError(
-            f"transforms of torch.func (grad, vjp, jvp, vmap and what they make up) are not served"
+            f"transforms of torch.func (grad, vjp, jvp, vmap and their combinations) are not served"
             f" for {name}: use torch.autograd"
         )
     proxies = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -65,41 +65,44 @@ def refuse_transforms(name: str, *tensors: Tensor | None) -> None:
 
 
 def check_unmapped(*grads: Tensor | None) -> None:
-    """torch.autograd maps a backward over several gradients by an older vmap, which custom ops have
-    no rule for.
+    """Raise if torch.autograd maps the backward over several gradients. It uses an older vmap, for
+    which custom ops cannot register a rule.
     """
     if torch.compiler.is_compiling():
-        return  # the older vmap is not traced, and Dynamo cannot read the test for it
+        return  # the older vmap is not traced, and Dynamo cannot trace the test below
     if any(t is not None and _functorch.is_legacy_batchedtensor(t) for t in grads):
         raise UnsupportedError(
-            "a backward of attention is not mapped over gradients (is_grads_batched=True, jacobian"
-            " and hessian of torch.autograd.functional with vectorize=True): use torch.func.jacrev"
+            "the backward of attention cannot be mapped over gradients (is_grads_batched=True,"
+            " jacobian and hessian of torch.autograd.functional with vectorize=True): use"
+            " torch.func.jacrev"
         )
 
 
 def first_order(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """A `backward` without a derivative of its own: differentiating what it returns raises. torch's
-    `once_differentiable` raises only if an incoming gradient requires one, and otherwise drops the
-    terms that come through the saved tensors.
+    """Decorate a `backward` so that differentiating its results raises. torch's
+    `once_differentiable` raises only if an incoming gradient requires a gradient; otherwise it
+    silently drops the terms through the saved tensors.
     """
 
     @wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> tuple:
         check_unmapped(*grads)
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            results = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # no create_graph
-            return found
-        given = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
-        at = [i for i, grad in enumerate(found) if grad is not None]
-        marked = _FirstOrder.apply(len(at), *(found[i] for i in at), *given)
-        return tuple(marked[at.index(i)] if i in at else None for i in range(len(found)))
+            return results
+        inputs = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+        at = [i for i, grad in enumerate(results) if grad is not None]
+        marked = _FirstOrder.apply(len(at), *(results[i] for i in at), *inputs)
+        return tuple(marked[at.index(i)] if i in at else None for i in range(len(results)))
 
     return run
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The first `count` tensors as they are, as a function of the others."""
+    """Return the first `count` tensors unchanged, as a function of the others. Its derivative
+    raises.
+    """
 
     @staticmethod
     def forward(ctx, count, *tensors):
@@ -111,8 +114,8 @@ class _FirstOrder(torch.autograd.Function):
 
 class SingleLevel(_SingleLevelFunction):
     """An autograd.Function for the Autograd kernel of an op. The dispatcher calls that kernel once
-    for each level of torch.func, so the Function serves the level that it is called at, and not the
-    whole stack of them as `torch.autograd.Function` would have to.
+    per level of torch.func, so this Function handles one level. `torch.autograd.Function` handles
+    the whole stack of levels.
     """
 
     @classmethod

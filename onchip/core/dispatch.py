@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from onchip.core.backend import Backend
-from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, forget_questions
+from onchip.core.problem import DeviceInfo, Problem, UnsupportedError, clear_call_cache
 
 
 class Plan(NamedTuple):
@@ -172,7 +172,7 @@ def _forget_plans() -> None:
     one that is gone.
     """
     _plan.cache_clear()
-    forget_questions()
+    clear_call_cache()
 
 
 def _bucket(n: int) -> int:

@@ -1,6 +1,6 @@
-"""Which kernel serves a call and why each other one does not, with the operations and bytes the
-call cannot avoid; of few queries how their keys are split over programs, of a paged call also the
-pages it reads, and what reading shared pages once would save.
+"""explain(): which kernel serves a call, why the others do not, and the least operations and bytes.
+For calls with few queries: how their keys are split over programs. For paged calls: the pages that
+are read, and how much time reading shared pages once would save.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,44 +15,45 @@ from onchip.core import paged
 from onchip.core.arguments import refuse_unknown
 from onchip.core.backend import KeySplits, accumulator_dtype
 from onchip.core.dispatch import Plan, get_backend, plan
-from onchip.core.functional import Extras, Packing, attention, paged_attention, pose
-from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, laid_out
+from onchip.core.functional import attention, paged_attention, prepare_attention
+from onchip.core.problem import DeviceInfo, Options, Problem, Tensors, device_info, resolve_layout
 from onchip.cost import prefixes
 from onchip.cost.hardware import TABLE, Hardware, find, of_device
 from onchip.cost.roofline import Roofline, backward_ratio, bound, human_time, is_modelled, predict
 from onchip.cost.splits import first_key as _first_key
 from onchip.fold import cascade
 
-SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which nobody asks for
+SCALARS = tuple(name for name in Options._fields if name != "sm_partition")  # which is internal
 _OPTIONS = {*signature(attention).parameters, *signature(paged_attention).parameters, "plan"}
+NOT_SCALARS = ("mask", "alibi_slopes", "bias", "sinks", "dropout_seed")  # of attention()
 NOT_PAGED = ("dropout_p", "precise_delta", "precision")
 
 
-class Pages(NamedTuple):
-    """What a call reads through its page table."""
+class PageReads(NamedTuple):
+    """The pages that a call reads."""
 
     page_size: int
     read: int  # a page counts once for every sequence that reads it
     distinct: int
     repeated_keys: int  # reads of keys that another sequence reads as well
-    left_behind: int  # of the sequences, but before their windows
-    gathered_bytes: int  # keys and values that are copied first, if the kernel reads no pages
+    left_behind: int  # pages of the sequences that are before their windows
+    gathered_bytes: int  # keys and values copied first, if the kernel does not read pages
 
 
-class Sharing(NamedTuple):
-    """The same call as a cascade: bytes of keys, values and partial results, and what time is
-    predicted for both.
+class PrefixSharing(NamedTuple):
+    """The same call as a cascade: bytes of keys, values and partial results, and the predicted
+    times of both.
     """
 
     plan: cascade.Plan
     plain_bytes: int
     cascade_bytes: int
     plain_s: float
-    cascade_s: float  # with the levels of the plan; if it has none, with the best there is
+    cascade_s: float  # with the levels of the plan; of an empty plan, with the best single level
 
 
-class Served(NamedTuple):
-    """Sequences of a call that are a call of their own."""
+class ServedPart(NamedTuple):
+    """Sequences of a call that are computed as a call of their own."""
 
     kernel: str
     sequences: int
@@ -67,21 +68,21 @@ class Served(NamedTuple):
 class Explanation(NamedTuple):
     problem: Problem
     device: DeviceInfo
-    plan: Plan  # of the whole call, also where it is cut into parts
-    flops: int  # forward, over visible pairs; non-empty blocks of a mask count whole
+    plan: Plan  # of the whole call, also if it is split into parts
+    flops: int  # forward, over visible pairs; a non-empty block of a mask counts as visible
     min_bytes: int  # each input read once, each output written once
-    scores_bytes: int  # what standard attention would allocate for S alone
-    residual_bytes: int = 0  # what precise_delta keeps for the backward, beside out
-    hardware: Hardware | None = None  # what the device can do, where it is known
-    pages: Pages | None = None
+    scores_bytes: int  # memory of the score matrix in standard attention
+    residual_bytes: int = 0  # rounding error of out that precise_delta saves for the backward
+    hardware: Hardware | None = None  # rates of the device, if it is in the table
+    pages: PageReads | None = None
     splits: KeySplits | None = None
-    sharing: Sharing | None = None
-    parts: tuple[Served, ...] = ()  # of a mixed call that is cut
+    sharing: PrefixSharing | None = None
+    parts: tuple[ServedPart, ...] = ()  # of a mixed batch that is split
 
     @property
     def roofline(self) -> Roofline | None:
-        """Of the forward: which resource binds, and how long it takes, or at least must. None with
-        a precision of its own, of which there is no model.
+        """Of the forward: which resource is the bottleneck, and the predicted or the least time.
+        None with a `precision`, for which target is no model.
         """
         if self.hardware is None or self.problem.precision is not None:
             return None
@@ -93,7 +94,7 @@ class Explanation(NamedTuple):
 
     @property
     def backward_roofline(self) -> Roofline | None:
-        """Of the backward, where a model of its kernels is at hand."""
+        """Of the backward; None without a model of its kernels."""
         p, kernel, hardware = self.problem, self.plan.kernel, self.hardware
         if hardware is None or not is_modelled(p, hardware, kernel):
             return None
@@ -101,7 +102,7 @@ class Explanation(NamedTuple):
 
     @property
     def _density(self) -> float:
-        """Of the operations that causal and window leave, what a block mask leaves."""
+        """The fraction of the operations under causal and window that a block mask leaves."""
         return min(1.0, self.flops / max(1, self.problem.flops))
 
     def __str__(self) -> str:
@@ -126,8 +127,8 @@ class Explanation(NamedTuple):
 
     def _residual_lines(self) -> Iterator[str]:
         if self.problem.precise_delta:
-            kept = human_bytes(self.residual_bytes)
-            yield f"  residual    {kept} of out, kept for the backward (precise_delta)"
+            size = human_bytes(self.residual_bytes)
+            yield f"  residual    {size} of out, saved for the backward (precise_delta)"
 
     def _kernel_lines(self) -> Iterator[tuple[str, str]]:
         for part in self.parts or (self.plan.kernel,):
@@ -144,12 +145,13 @@ class Explanation(NamedTuple):
         if self.pages is not None:
             yield from _page_lines(self.pages, self.plan.kernel)
         if self.splits is not None:
-            # with shared pages, the lines about sharing tell the time: they know of the L2
-            timed = self.hardware is not None and self.sharing is None
-            yield from _split_lines(self.splits, timed)
-        for title, found in (("time", self.roofline), ("backward", self.backward_roofline)):
-            if found is not None:
-                yield title, str(found)
+            # With shared pages, the time is in the lines about sharing, whose model includes the
+            # L2.
+            shows_time = self.hardware is not None and self.sharing is None
+            yield from _split_lines(self.splits, shows_time)
+        for title, roofline in (("time", self.roofline), ("backward", self.backward_roofline)):
+            if roofline is not None:
+                yield title, str(roofline)
         if self.sharing is not None:
             yield from _sharing_lines(self.sharing)
 
@@ -170,31 +172,35 @@ def explain(
     on: str | None = None,
     **options: object,
 ) -> Explanation:
-    """What attention() (with cu_seqlens: varlen_attention(); with page_table: paged_attention(),
-    and with plan: cascade_attention()) would do with the same arguments. Nothing is computed; of
-    packed and paged calls the lengths are read, for which it waits. on: "A100", "H100", "H200" or
-    "B200", what such a device would do, wherever the tensors are.
+    """Explain attention() with these arguments (with cu_seqlens: varlen_attention(); with
+    page_table: paged_attention(); with plan: cascade_attention()). Nothing is computed. Lengths of
+    packed and paged calls are read, which synchronises with the device. on: "A100", "H100", "H200"
+    or "B200": explain the call on such a device, wherever the tensors are.
     """
     unknown = {name: x for name, x in options.items() if name not in _OPTIONS}
     if unknown:
         refuse_unknown("explain", unknown, dict.fromkeys(_OPTIONS))
-    there = _named(on)
+    target = _find_hardware(on)
     if page_table is not None or cache_seqlens is not None:
         if cu_seqlens_k is not None or max_seqlen_k is not None:
-            raise TypeError("keys in pages have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
+            raise TypeError("paged keys have cache_seqlens, not cu_seqlens_k and max_seqlen_k")
         tables = Tensors(q, k, v, cu_seqlens_q, page_table=page_table, cache_seqlens=cache_seqlens)
         options = {"return_lse": return_lse, **options}
-        return _explain_paged(tables, max_seqlen_q, kernel, there, options)
-    packing = None
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return _explain_paged(tables, max_seqlen_q, kernel, target, options)
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    lengths = (max_seqlen_q, max_seqlen_k) if is_packed else ()
     scalars = _scalars(options, return_lse=return_lse)
-    (problem, _), x = pose(q, k, v, scalars, Extras(**options), packing)
+    foreign = [name for name in options if name not in NOT_SCALARS]
+    if foreign:
+        raise TypeError(f"attention() has no option {foreign[0]!r}")
+    apart = {name: options.pop(name, None) for name in ("mask", "dropout_seed")}
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    (problem, _), x = prepare_attention(x, scalars, lengths, **apart)
     parts = _dense_parts(problem, x)
-    explanation = _explanation(problem, x, parts, kernel, there)
+    explanation = _explanation(problem, x, parts, kernel, target)
     lengths = [(p.seqlen_q, p.seqlen_k) for p in parts for _ in range(p.batch)]
-    cut = explanation.plan.backend.plan_splits(problem, x, lengths, there)
-    explanation = explanation._replace(splits=cut)
+    splits = explanation.plan.backend.plan_splits(problem, x, lengths, target)
+    explanation = explanation._replace(splits=splits)
     if x.mask is None:
         return explanation
     dense = sum(p.all_flops for p in parts)
@@ -202,7 +208,7 @@ def explain(
 
 
 def _scalars(options: dict, **defaults: object) -> Options:
-    """The scalar options, taken out of the rest."""
+    """Remove the scalar options from `options` and return them."""
     return Options(**defaults | {n: options.pop(n) for n in SCALARS if n in options})
 
 
@@ -211,31 +217,31 @@ def _explanation(
     x: Tensors,
     parts: list[Problem],
     kernel: str | None,
-    there: Hardware | None,
+    target: Hardware | None,
 ) -> Explanation:
-    device = there.as_device if there else device_info(x.q.device)
+    device = target.as_device if target else device_info(x.q.device)
     return Explanation(
         problem,
         device,
-        plan(laid_out(problem, x), device, kernel),
+        plan(resolve_layout(problem, x), device, kernel),
         sum(p.flops for p in parts),
         min_bytes=sum(p.min_bytes for p in parts),
         scores_bytes=sum(4 * p.batch * p.num_heads * p.seqlen_q * p.seqlen_k for p in parts),
         residual_bytes=sum(p.residual_bytes for p in parts),
-        hardware=there or of_device(x.q.device),
+        hardware=target or of_device(x.q.device),
     )
 
 
-def _named(on: str | None) -> Hardware | None:
-    """The device that is asked about instead of the one of the tensors."""
-    found = None if on is None else find(on)
-    if found is None and on is not None:
-        raise ValueError(f"{on=} is not known, but {', '.join(row.name for row in TABLE)} are")
-    return found
+def _find_hardware(on: str | None) -> Hardware | None:
+    """The device named by `on`, in place of the device of the tensors."""
+    hardware = None if on is None else find(on)
+    if hardware is None and on is not None:
+        raise ValueError(f"{on=} is unknown; known are {', '.join(row.name for row in TABLE)}")
+    return hardware
 
 
 def _dense_parts(problem: Problem, x: Tensors) -> list[Problem]:
-    """The problem as dense ones: itself, or one per packed sequence."""
+    """Dense problems: the problem itself, or one per packed sequence."""
     if not problem.packed:
         return [problem]
     lengths = zip(x.cu_seqlens_q.diff().tolist(), x.cu_seqlens_k.diff().tolist(), strict=True)
@@ -246,35 +252,42 @@ def _explain_paged(
     x: Tensors,
     max_seqlen_q: int | None,
     kernel: str | None,
-    there: Hardware | None,
+    target: Hardware | None,
     options: dict,
 ) -> Explanation:
     shared = options.pop("plan", None)
     if shared is not None and x.cu_seqlens_q is not None and max_seqlen_q is None:
-        max_seqlen_q = max(shared.lengths_q, default=0)  # cascade_attention asks the plan, too
-    problem, x = _pose_paged(x, max_seqlen_q, options)
+        max_seqlen_q = max(shared.lengths_q, default=0)  # as in cascade_attention
+    problem, x = _prepare_paged(x, max_seqlen_q, options)
     lengths = _lengths(problem, x)
-    found = _explanation(problem, x, [_part(problem, *pair) for pair in lengths], kernel, there)
-    cut = [] if kernel or there else paged.parts(problem, x)
-    parts = tuple(_served(part.problem, part.x, plan(part.problem, found.device)) for part in cut)
-    pages = _pages(problem, x, lengths, parts or (_served(problem, x, found.plan),))
-    found = found._replace(splits=found.plan.backend.plan_splits(problem, x, lengths, there))
-    model = prefixes.costs(x.q, x.k, x.v, there)
+    sequences = [_one_sequence(problem, *pair) for pair in lengths]
+    whole = _explanation(problem, x, sequences, kernel, target)
+    split = [] if kernel or target else paged.split_mixed_batch(problem, x)
+    parts = tuple(_served(part.problem, part.x, plan(part.problem, whole.device)) for part in split)
+    pages = _count_pages(problem, x, lengths, parts or (_served(problem, x, whole.plan),))
+    splits = whole.plan.backend.plan_splits(problem, x, lengths, target)
+    model = prefixes.costs(x.q, x.k, x.v, target)
     if shared is None and pages.distinct < pages.read and _cascades(problem):
         shared = _plan(problem, x, lengths, model)
     sharing = None if shared is None else _sharing(problem, x, lengths, pages, shared, model)
     repeated_bytes = pages.repeated_keys * problem.num_kv_heads * problem.key_bytes
-    min_bytes = found.min_bytes - repeated_bytes
-    return found._replace(min_bytes=min_bytes, pages=pages, sharing=sharing, parts=parts)
+    return whole._replace(
+        min_bytes=whole.min_bytes - repeated_bytes,
+        pages=pages,
+        splits=splits,
+        sharing=sharing,
+        parts=parts,
+    )
 
 
-def _pose_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
+def _prepare_paged(x: Tensors, max_seqlen_q: int | None, options: dict) -> tuple[Problem, Tensors]:
     extras = ("alibi_slopes", "sinks", "tree_mask", "k_scales", "v_scales")
-    given = {n: options.pop(n) for n in extras if n in options}
-    foreign = [n for n in options if n in NOT_PAGED or n not in SCALARS]
-    if foreign:
-        raise TypeError(f"paged_attention() has no option {foreign[0]!r}")
-    scalars, x = _scalars(options, causal=True), x._replace(q=paged.lowered(x.q, x.k), **given)
+    tensors = {n: options.pop(n) for n in extras if n in options}
+    unknown = [n for n in options if n in NOT_PAGED or n not in SCALARS]
+    if unknown:
+        raise TypeError(f"paged_attention() has no option {unknown[0]!r}")
+    scalars = _scalars(options, causal=True)
+    x = x._replace(q=paged.autocast_queries(x.q, x.k), **tensors)
     if torch.are_deterministic_algorithms_enabled():
         scalars = scalars._replace(deterministic=True)
     problem = paged.describe(x, scalars, max_seqlen_q)
@@ -291,20 +304,20 @@ def _lengths(problem: Problem, x: Tensors) -> list[tuple[int, int]]:
     return list(zip(queries, seqlens, strict=True))
 
 
-def _part(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
-    """One sequence as a dense call over the keys that its window leaves."""
-    seen = seqlen_k - _first_key(problem, seqlen_q, seqlen_k)
-    return problem._replace(batch=1, seqlen_q=seqlen_q, seqlen_k=seen, packed=False, page_size=0)
+def _one_sequence(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
+    """One sequence as a dense call over the keys from the start of its window."""
+    keys = seqlen_k - _first_key(problem, seqlen_q, seqlen_k)
+    return problem._replace(batch=1, seqlen_q=seqlen_q, seqlen_k=keys, packed=False, page_size=0)
 
 
-def _served(problem: Problem, x: Tensors, chosen: Plan) -> Served:
+def _served(problem: Problem, x: Tensors, chosen: Plan) -> ServedPart:
     queries = x.q.shape[0] if problem.packed else problem.batch * problem.seqlen_q
-    return Served(chosen.kernel, problem.batch, queries, int(x.cache_seqlens.sum()))
+    return ServedPart(chosen.kernel, problem.batch, queries, int(x.cache_seqlens.sum()))
 
 
-def _pages(
-    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], parts: Sequence[Served]
-) -> Pages:
+def _count_pages(
+    problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]], parts: Sequence[ServedPart]
+) -> PageReads:
     read = list(_reads(problem, x, lengths))
     held: dict[int, int] = {}
     for page, keys in read:
@@ -313,19 +326,19 @@ def _pages(
     left_behind = sum(_first_key(problem, *pair) // problem.page_size for pair in lengths)
     gathered = sum(part.keys for part in parts if not get_backend(part.kernel).reads_pages)
     gathered_bytes = gathered * _token_bytes(problem)
-    return Pages(problem.page_size, len(read), len(held), repeated, left_behind, gathered_bytes)
+    return PageReads(problem.page_size, len(read), len(held), repeated, left_behind, gathered_bytes)
 
 
 def _reads(
     problem: Problem, x: Tensors, lengths: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """(page, how many of its keys) of every sequence that has a query."""
+    """(page, number of its keys that are read) for every sequence that has a query."""
     size = problem.page_size
     for row, (seqlen_q, seqlen_k) in zip(x.page_table.tolist(), lengths, strict=True):
         begin = _first_key(problem, seqlen_q, seqlen_k)
-        for place in range(begin // size, -(-seqlen_k // size) if seqlen_q else 0):
-            first, end = max(begin, place * size), min(seqlen_k, (place + 1) * size)
-            yield row[place], end - first
+        for column in range(begin // size, -(-seqlen_k // size) if seqlen_q else 0):
+            first, end = max(begin, column * size), min(seqlen_k, (column + 1) * size)
+            yield row[column], end - first
 
 
 def _token_bytes(problem: Problem) -> int:
@@ -334,29 +347,29 @@ def _token_bytes(problem: Problem) -> int:
     return problem.num_kv_heads * dims * dtype.itemsize
 
 
-def _page_lines(pages: Pages, kernel: str) -> Iterator[tuple[str, str]]:
+def _page_lines(pages: PageReads, kernel: str) -> Iterator[tuple[str, str]]:
     shared = pages.read - pages.distinct
     text = f"{pages.read} of {pages.page_size} slots"
-    text += f", {shared} of these reads repeat another's" if shared else ""
-    text += f"; {pages.left_behind} left behind by the window" if pages.left_behind else ""
+    text += f", {shared} of them also read by another sequence" if shared else ""
+    text += f"; {pages.left_behind} before the window" if pages.left_behind else ""
     yield "pages", text
     if pages.gathered_bytes:
-        yield "gathered", f"{human_bytes(pages.gathered_bytes)} first: {kernel} reads no pages"
+        yield "gathered", f"{human_bytes(pages.gathered_bytes)} first: {kernel} does not read pages"
 
 
-def _split_lines(splits: KeySplits, is_known: bool) -> Iterator[tuple[str, str]]:
+def _split_lines(splits: KeySplits, shows_time: bool) -> Iterator[tuple[str, str]]:
     low, high = min(splits.counts, default=1), max(splits.counts, default=1)
     each = f"{low}" if low == high else f"{low} to {high}"
     yield "splits", f"{each} of a sequence, {splits.programs} programs: {splits.why}"
-    if is_known:
-        times = f"{human_time(splits.seconds)}, {human_time(splits.uncut_s)} without a cut"
+    if shows_time:
+        times = f"{human_time(splits.seconds)}, {human_time(splits.uncut_s)} without splits"
         yield "predicted", times
     if splits.scratch_bytes:
-        yield "merged", f"{human_bytes(splits.scratch_bytes)} of partial results, there and back"
+        yield "merged", f"{human_bytes(splits.scratch_bytes)} of partial results, written and read"
 
 
 def _cascades(problem: Problem) -> bool:
-    """Whether cascade_attention takes such a call."""
+    """Whether cascade_attention serves this call."""
     window = problem.window_size != (None, None)
     return not (window or problem.has_alibi or problem.return_stats)
 
@@ -368,7 +381,9 @@ def _plan(
     model: prefixes.Costs,
     max_levels: int = cascade.MAX_LEVELS,
 ) -> cascade.Plan | None:
-    """None where the queries are not all in the cache: such tables cannot be shared."""
+    """The cascade of the call. None if a sequence has more queries than keys: then its tables
+    cannot be shared.
+    """
     if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
         return None
     options: dict = {"seqlen_q": problem.seqlen_q, "max_levels": max_levels}
@@ -382,10 +397,10 @@ def _sharing(
     problem: Problem,
     x: Tensors,
     lengths: Sequence[tuple[int, int]],
-    pages: Pages,
+    pages: PageReads,
     shared: cascade.Plan,
     model: prefixes.Costs,
-) -> Sharing:
+) -> PrefixSharing:
     moved = prefixes.moved(x.q, x.k, x.v)
     runs = sum(g.stop - g.start for level in shared.levels for g in level.groups)
     once = pages.read - sum(shared.shared) + runs
@@ -399,13 +414,13 @@ def _sharing(
         saved = forced.saved - model.level if forced and forced.levels else 0.0
     plain_s = model.one_call(pages.read, pages.distinct)
     in_bytes = pages.read * moved.page, once * moved.page + partials
-    return Sharing(shared, *in_bytes, plain_s, plain_s - saved)
+    return PrefixSharing(shared, *in_bytes, plain_s, plain_s - saved)
 
 
-def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
+def _sharing_lines(sharing: PrefixSharing) -> Iterator[tuple[str, str]]:
     times = f"{human_time(sharing.plain_s)} as one call, {human_time(sharing.cascade_s)} with "
     if not sharing.plan.levels:
-        yield "cascade", "no level of shared pages saves as much as it costs"
+        yield "cascade", "no level of shared pages saves more than it costs"
         if sharing.cascade_s != sharing.plain_s:
             yield "predicted", times + "the best level"
         return
@@ -422,7 +437,7 @@ def _sharing_lines(sharing: Sharing) -> Iterator[tuple[str, str]]:
         yield f"level {number}", f"{read}, saves {human_time(level.saved)}"
     if sharing.plan.together is not None:
         own, level, *_ = sharing.plan.together
-        yield "at once", f"{own} programs read what is not shared, {level} the level"
+        yield "at once", f"{own} programs read the pages that are not shared, {level} the level"
     yield "predicted", times + ("a level" if len(sharing.plan.levels) == 1 else "levels")
 
 

@@ -2,8 +2,8 @@
 
 
 def advise(extra: str) -> str:
-    """The command that installs an extra of pyproject.toml. onchip is not on the package index: a
-    clone or a file of a wheel is what pip can install it from.
+    """The command that installs an extra of pyproject.toml. onchip is not on PyPI: pip installs it
+    from a clone or from a wheel.
     """
     return (
         f"pip install '.[{extra}]' in a clone of onchip, or pip install 'FILE[{extra}]' with the"

@@ -1,5 +1,5 @@
-"""The public functions: each poses a Problem, checked at the door, and hands it to the torch op in
-`library`.
+"""The public functions. Each one validates its arguments, describes the call as a Problem and
+passes it to `library.attend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from onchip.core.backend import Result
 from onchip.core.dispatch import plan as dispatch
 from onchip.core.dispatch import resolve_precision
 from onchip.core.problem import (
+    CachedCall,
     Options,
-    Question,
     Tensors,
     Window,
-    ask,
     check_tensor,
     describe,
     device_info,
     is_autocast,
     is_eager,
     is_traced,
-    laid_out,
+    prepare,
+    resolve_layout,
 )
-from onchip.core.state import merge_at_rest
+from onchip.core.state import merge_out_lse
 from onchip.cost.prefixes import costs
 from onchip.fold import cascade, offload
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule
+from onchip.masks.later import DeferredMask, DeferredRule
 
 UNBOUNDED: Window = (None, None)
 
@@ -71,35 +71,35 @@ def attention(
     seqlen_q), natural log.
 
     mask: a Mask, BlockMask, FlexAttention BlockMask, mask_mod(b, h, q, k), bool tensor or bounds of
-    `masks.spans`; in a graph that is compiled, tensors are built when it runs. bias: (batch|1,
+    `masks.spans`; a compiled graph builds masks from tensors when it runs. bias: (batch|1,
     heads|1, seqlen_q|1, seqlen_k). sinks: (heads). alibi_slopes: (heads) or (batch, heads).
-    softmax_scale: 1 / sqrt(head_dim) unless given. dropout_seed: drawn from torch's generator
-    unless given. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
-    precise_delta: the backward starts from the unrounded out, of which it keeps what rounding to 16
-    bits took away: as many bytes again as out has.
-    precision: "fp8", "int8" or "int8_pv16" narrow what the forward multiplies, as the recipes of
-    onchip.quant say; gradients are those of q, k and v as they come. "auto": "fp8" where a GPU has
-    a kernel for it and gains by it (8k keys to a query), None elsewhere.
-    kernel: a name from `onchip doctor`; that kernel serves or the call is refused.
+    softmax_scale: default 1 / sqrt(head_dim). dropout_seed: by default drawn from torch's
+    generator. out_dtype=torch.float32 returns the unrounded result of 16-bit inputs.
+    precise_delta: the backward uses the unrounded out. The rounding error of out is saved for it,
+    as many bytes as out itself.
+    precision: "fp8", "int8" or "int8_pv16" quantise the operands of the forward by the recipes of
+    onchip.quant; gradients are for the unquantised q, k and v. "auto": "fp8" where a GPU has a
+    kernel for it and is faster (8k keys per query), else None.
+    kernel: a name from `onchip doctor`. That kernel serves the call, or the call is refused.
     """
     if unknown:
         refuse_unknown("attention", unknown, attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        return_stats,
-        deterministic,
-        out_dtype,
-        precise_delta=precise_delta,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_stats=return_stats,
+        deterministic=deterministic,
         return_lse=return_lse,
+        precise_delta=precise_delta,
         precision=precision,
     )
-    extras = Extras(mask, alibi_slopes, bias, sinks, dropout_seed)
-    question, x = pose(q, k, v, options, extras)
-    return _answer(torch_op.attend(question, x, kernel), return_lse)
+    x = Tensors(q, k, v, alibi_slopes=alibi_slopes, bias=bias, sinks=sinks)
+    call, x = prepare_attention(x, options, mask=mask, dropout_seed=dropout_seed)
+    return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
 def varlen_attention(
@@ -138,22 +138,21 @@ def varlen_attention(
     if unknown:
         refuse_unknown("varlen_attention", unknown, varlen_attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
-        dropout_p,
-        return_stats,
-        deterministic,
-        out_dtype,
-        precise_delta=precise_delta,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        return_stats=return_stats,
+        deterministic=deterministic,
         return_lse=return_lse,
+        precise_delta=precise_delta,
         precision=precision,
     )
-    extras = Extras(alibi_slopes=alibi_slopes, sinks=sinks, dropout_seed=dropout_seed)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    question, x = pose(q, k, v, options, extras, packing)
-    return _answer(torch_op.attend(question, x, kernel), return_lse)
+    x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
+    call, x = prepare_attention(x, options, (max_seqlen_q, max_seqlen_k), dropout_seed=dropout_seed)
+    return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
 def paged_attention(
@@ -181,37 +180,36 @@ def paged_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple:
-    """attention() of new queries over keys that lie in pages: decode, chunked prefill,
-    verification.
+    """attention() of new queries over paged keys: decode, chunked prefill, verification.
 
     q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim) with cu_seqlens_q
     and max_seqlen_q. k_pages, v_pages: (num_pages, page_size, kv_heads, dim); page_table: int32
     (batch, max_pages); cache_seqlens: int32 (batch,). k_scales, v_scales: for pages of int8 or
-    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its values times its
-    scale; q stays as it is. Sequence b reads its first cache_seqlens[b]
-    slots, through page_table[b]; the queries are the last positions of that cache (causal by
-    default). Pages that a window has left behind are not read: their entries may be anything.
+    float8_e4m3fn, fp32 (num_pages, page_size, kv_heads), any strides: a key is its stored values
+    times its scale; q is not quantised. Sequence b reads its first cache_seqlens[b] slots, through
+    page_table[b]. The queries are the last positions of that cache (causal by default). Entries of
+    pages that lie entirely before the window are not read and may hold any value.
 
     tree_mask: bool (batch, seqlen_q, seqlen_q), for drafts that branch: new query i sees new token
-    j only if tree_mask[b, i, j], besides causal and window; everything before the new tokens stays
-    visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) stay
-    those of the cache. deterministic: a sequence's result does not depend, to the last bit, on the
-    rest of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
+    j only if tree_mask[b, i, j], AND causal AND window. Everything before the new tokens stays
+    visible. With packed queries its last two sizes are max_seqlen_q. Positions (window, ALiBi) are
+    positions in the cache. deterministic: the bits of a sequence's result do not depend on the rest
+    of the batch or on page_size. Under autocast q takes the dtype of the pages. No gradient.
     """
     if unknown:
         refuse_unknown("paged_attention", unknown, paged_attention.__kwdefaults__)
     options = Options(
-        causal,
-        window_size,
-        softmax_scale,
-        softcap,
+        out_dtype=out_dtype,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
         return_stats=return_stats,
         deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
-        out_dtype=out_dtype,
         return_lse=return_lse,
     )
     x = Tensors(
-        paged.lowered(q, k_pages),
+        paged.autocast_queries(q, k_pages),
         k_pages,
         v_pages,
         cu_seqlens_q,
@@ -223,8 +221,8 @@ def paged_attention(
         k_scales=k_scales,
         v_scales=v_scales,
     )
-    question = ask(paged.describe, x, options, max_seqlen_q)
-    return _answer(torch_op.attend(question, x, kernel), return_lse)
+    call = prepare(paged.describe, x, options, max_seqlen_q)
+    return _select_outputs(torch_op.attend(call, x, kernel), return_lse)
 
 
 def cascade_attention(
@@ -247,12 +245,12 @@ def cascade_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """paged_attention() in which pages that several sequences begin with are read once for all of
-    them, where a model of time (`onchip.cost.prefixes`) says that this wins.
+    """paged_attention() that reads the pages of shared prefixes once for all sequences that begin
+    with them, where the cost model (`onchip.cost.prefixes`) predicts that this is faster.
 
-    plan: what `onchip.fold.cascade.plan` made of the host's copy of the tables, moved to q's
-    device; it holds for every layer, and while sequences grow. Tables on the CPU are planned here,
-    for queries that are packed with cu_seqlens_q.
+    plan: the result of `onchip.fold.cascade.plan` for the host's copy of the tables, moved to q's
+    device. One plan is valid for every layer, and while sequences grow. Without a plan, tables on
+    the CPU are planned here; packed queries then need cu_seqlens_q.
     """
     if unknown:
         refuse_unknown("cascade_attention", unknown, cascade_attention.__kwdefaults__)
@@ -261,7 +259,7 @@ def cascade_attention(
     check_flag("return_lse", return_lse)
     for name, t in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
         check_tensor(name, t)
-    q = paged.lowered(q, k_pages)
+    q = paged.autocast_queries(q, k_pages)
     if plan is None and (q.dim() == 3) != (cu_seqlens_q is not None):
         raise ValueError(
             "q must be (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with"
@@ -291,25 +289,26 @@ def _fused_merge(device: torch.device, kernel: str | None) -> Callable[..., Any]
     return merge
 
 
-class _Posed(NamedTuple):
-    question: Question
+class _PreparedCall(NamedTuple):
+    call: CachedCall
     x: Tensors
-    kernel: str | None  # asked for
+    kernel: str | None  # the argument `kernel` of the call
 
 
 def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
-    """(out, lse) of two paged calls that run at once; None, and nothing done, where they cannot.
-    Not where somebody watches: what a compiler does between them nobody knows.
+    """Run two paged calls at once, each on some of the processors; return (out, lse) of each. None,
+    with nothing computed, if they cannot. Not under torch.compile or tracing: a compiler may put
+    other launches between the two.
     """
     if not is_eager(own.args[0]) or "cu_seqlens_q" in own.options:
         return None
-    posed = [_pose_pages(*call.args, **call.options) for call in (own, level)]
-    if not _run_at_once(*posed):
+    prepared = [_prepare_pages(*call.args, **call.options) for call in (own, level)]
+    if not _can_run_at_once(*prepared):
         return None
-    return [_answer(torch_op.attend(*one), return_lse=True) for one in posed]
+    return [_select_outputs(torch_op.attend(*call), return_lse=True) for call in prepared]
 
 
-def _pose_pages(
+def _prepare_pages(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -321,7 +320,7 @@ def _pose_pages(
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     **options: Any,
-) -> _Posed:
+) -> _PreparedCall:
     x = Tensors(
         q,
         k_pages,
@@ -333,13 +332,13 @@ def _pose_pages(
         v_scales=v_scales,
     )
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = Options(deterministic=deterministic, **options)
-    return _Posed(ask(paged.describe, x, asked, None), x, kernel)
+    scalars = Options(deterministic=deterministic, **options)
+    return _PreparedCall(prepare(paged.describe, x, scalars, None), x, kernel)
 
 
-def _run_at_once(first: _Posed, second: _Posed) -> bool:
-    """Whether one kernel serves both, and runs them so."""
-    problems = [laid_out(one.question.problem, one.x) for one in (first, second)]
+def _can_run_at_once(first: _PreparedCall, second: _PreparedCall) -> bool:
+    """Whether one kernel serves both calls and can run them at once."""
+    problems = [resolve_layout(call.call.problem, call.x) for call in (first, second)]
     device = device_info(first.x.q.device)
     backend, other = (dispatch(problem, device, first.kernel).backend for problem in problems)
     return backend is other and backend.can_partition_sms(*problems)
@@ -360,10 +359,10 @@ def offload_attention(
     kernel: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """attention() over keys and values that stay in host memory or on disk, streamed to q's device
-    in segments of at most segment_bytes; two of them are there at a time.
+    """attention() over keys and values in host memory or on disk. They are streamed to q's device
+    in segments of at most segment_bytes; the device holds two segments at a time.
 
-    source: (k, v) on the CPU, pinned or mapped from a file if you can, an `Offloaded` or a `Spill`
+    source: (k, v) on the CPU, preferably pinned or mapped from a file, an `Offloaded` or a `Spill`
     of `onchip.fold`. No gradient.
     """
     if unknown:
@@ -384,19 +383,19 @@ def offload_attention(
 def merge_states(
     outs: Sequence[Tensor], lses: Sequence[Tensor], **unknown: Never
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from attention over each: (out, lse) of
-    the same queries.
+    """Merge (out, lse) of the same queries over disjoint sets of keys into attention over their
+    union.
 
     outs: n tensors (..., seqlen, heads, head_dim_v); lses: n tensors (..., heads, seqlen), fp32.
-    out comes back in the dtype of outs[0]. Differentiable in all of them. A row that saw no key
-    anywhere stays out = 0, lse = -inf.
+    The result has the dtype of outs[0]. Differentiable in all inputs. A row without keys in every
+    set gives out = 0, lse = -inf.
     """
     if unknown:
         refuse_unknown("merge_states", unknown, {"outs": None, "lses": None})
     outs, lses = list(outs), list(lses)
     if not outs or len(outs) != len(lses):
         raise ValueError(
-            f"outs and lses must be as many and at least one, got {len(outs)} and {len(lses)}"
+            f"outs and lses must have the same length >= 1, got {len(outs)} and {len(lses)}"
         )
     rows = (
         (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3]) if outs[0].dim() >= 3 else None
@@ -408,7 +407,7 @@ def merge_states(
                 f" (..., seqlen, heads, head_dim_v) and (..., heads, seqlen), the same for all"
                 f" (the first out is {tuple(outs[0].shape)})"
             )
-    out, lse = merge_at_rest([o.transpose(-2, -3) for o in outs], lses)
+    out, lse = merge_out_lse([o.transpose(-2, -3) for o in outs], lses)
     return out.transpose(-2, -3).to(outs[0].dtype), lse
 
 
@@ -427,18 +426,21 @@ def attention_weights(
     bias: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
-    """The probabilities of chosen query rows, (batch, heads, len(rows), seqlen_k), from the lse of
-    attention(..., return_lse=True).
+    """The probabilities of the query rows in `rows`, (batch, heads, len(rows), seqlen_k), from the
+    lse of attention(..., return_lse=True).
 
-    O(len(rows) * seqlen_k) time and memory. Give the options of the call that made lse; sinks are
-    in lse already.
+    Takes O(len(rows) * seqlen_k) time and memory. Pass the same options as to attention(), except
+    sinks, which lse already contains.
     """
     if unknown:
         refuse_unknown("attention_weights", unknown, attention_weights.__kwdefaults__)
-    options = Options(causal, window_size, softmax_scale, softcap)
-    (problem, _), x = pose(q, k, k, options, Extras(mask, alibi_slopes, bias))
-    chosen = as_ints("rows", rows)
-    for row in chosen:
+    options = Options(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap
+    )
+    x = Tensors(q, k, k, alibi_slopes=alibi_slopes, bias=bias)
+    (problem, _), x = prepare_attention(x, options, mask=mask)
+    row_indices = as_ints("rows", rows)
+    for row in row_indices:
         if row >= problem.seqlen_q:
             raise ValueError(f"row {row} is not in [0, seqlen_q={problem.seqlen_q})")
     expected = (problem.batch, problem.num_heads, problem.seqlen_q)
@@ -448,55 +450,38 @@ def attention_weights(
         )
     from onchip.kernels.cpu.reference import probabilities
 
-    return probabilities(problem, x, lse, chosen)
+    return probabilities(problem, x, lse, row_indices)
 
 
-class Extras(NamedTuple):
-    """The options of a call that are tensors, or become tensors."""
-
-    mask: object = None
-    alibi_slopes: Tensor | None = None
-    bias: Tensor | None = None
-    sinks: Tensor | None = None
-    dropout_seed: int | Tensor | None = None
-
-
-class Packing(NamedTuple):
-    """What makes a call packed: offsets of the sequences, and the longest of them."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-def pose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+def prepare_attention(
+    x: Tensors,
     options: Options,
-    extras: Extras = Extras(),  # noqa: B008 (immutable)
-    packing: Packing | None = None,
-) -> tuple[Question, Tensors]:
-    """The checked Question of a call and its tensors."""
+    max_seqlens: tuple[int, ...] = (),
+    *,
+    mask: object = None,
+    dropout_seed: int | Tensor | None = None,
+) -> tuple[CachedCall, Tensors]:
+    """Validate a dense or packed call; return it with its complete tensors. x holds all tensors but
+    the mask and the seed. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
+    """
     if torch.are_deterministic_algorithms_enabled():
         options = options._replace(deterministic=True)
-    q, k, v = autocast(q, k, v)
-    mask, slopes, bias, sinks, seed = extras
-    mask = None if mask is None else _block_mask(mask, q, k)
-    cu_q, cu_k = (None, None) if packing is None else packing[:2]
-    x = Tensors(q, k, v, cu_q, cu_k, slopes, bias, sinks, mask=mask)
-    lengths = () if packing is None else packing[2:]
-    question = ask(describe, x, options, lengths)
-    if question.problem.precision == "auto":
-        precision = resolve_precision(question.problem, device_info(q.device))
-        question = ask(describe, x, options._replace(precision=precision), lengths)
-    if question.problem.dropout_p:
-        x = x._replace(dropout_seed=seed_tensor(seed, q))
-    return question, x
+    if isinstance(x.q, Tensor) and is_autocast(x.q):
+        q, k, v = autocast(*x[:3])
+        x = x._replace(q=q, k=k, v=v)
+    if mask is not None:
+        x = x._replace(mask=_block_mask(mask, x.q, x.k))
+    call = prepare(describe, x, options, max_seqlens)
+    if call.problem.precision == "auto":
+        precision = resolve_precision(call.problem, device_info(x.q.device))
+        call = prepare(describe, x, options._replace(precision=precision), max_seqlens)
+    if call.problem.dropout_p:
+        x = x._replace(dropout_seed=seed_tensor(dropout_seed, x.q))
+    return call, x
 
 
-def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
+def _select_outputs(result: Result, return_lse: bool) -> Tensor | tuple:
+    """out[, lse][, stats]."""
     out, lse, stats = result
     if stats is None:
         return (out, lse) if return_lse else out
@@ -504,8 +489,8 @@ def _answer(result: Result, return_lse: bool) -> Tensor | tuple:
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch.autocast does for its own attention: q, k, v in the autocast dtype (fp64 is left
-    alone).
+    """q, k and v in the dtype of torch.autocast, if it is on, as in torch's own attention. fp64
+    stays fp64.
     """
     if not isinstance(q, Tensor) or not is_autocast(q):
         return q, k, v
@@ -529,17 +514,17 @@ def seed_tensor(seed: int | Tensor | None, q: Tensor) -> Tensor:
     return torch.tensor(seed, dtype=torch.int64, device=q.device)
 
 
-def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | Later:
+def _block_mask(mask: object, q: Tensor, k: Tensor) -> BlockMask | DeferredMask:
     if isinstance(mask, BlockMask):
         return mask
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         raise ValueError("mask needs dense q and k of shape (batch, seqlen, heads, head_dim)")
     grid = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     if isinstance(mask, Tensor) and not is_eager(q):
-        return Later(mask, *grid[2:])
+        return DeferredMask(mask, *grid[2:])
     if not is_traced():
         return masks.build(mask, *grid, q.device)
     rule = cast(masks.Mask, masks.as_mask(mask))
     if rule.number is not None:
-        return LaterRule.of(rule, grid, q.device)
-    return Later(torch_op.built_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])
+        return DeferredRule.of(rule, grid, q.device)
+    return DeferredMask(torch_op.build_once(rule.in_graph(*grid, q.device), grid[3]), *grid[2:])

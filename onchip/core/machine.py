@@ -1,4 +1,4 @@
-"""What the CPU of this machine computes at speed."""
+"""Which dtypes the CPU of this machine multiplies fast."""
 
 import platform
 from functools import cache
@@ -8,11 +8,11 @@ import torch
 
 @cache
 def has_fast_matmul(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this dtype on this CPU with instructions for it.
+    """Whether torch multiplies matrices of this dtype with CPU instructions for it.
 
-    Without them torch falls back to scalar loops: products of bf16 were measured 270x slower than
-    those of fp32, of fp16 7x (Neoverse N1, torch 2.13, 2026-11-17). fp16 has such a path on x86
-    alone: ARM reports the arithmetic, which oneDNN's products of fp16 do not use.
+    Without such instructions torch uses scalar loops: bf16 products were measured 270x slower than
+    fp32, fp16 products 7x (Neoverse N1, torch 2.13, 2026-11-17). fp16 is fast on x86 alone: ARM
+    CPUs report fp16 arithmetic, but oneDNN's fp16 products do not use it.
     """
     if dtype.itemsize != 2:
         return True
@@ -25,5 +25,5 @@ def has_fast_matmul(dtype: torch.dtype) -> bool:
 
 
 def matmul_dtype(dtype: torch.dtype) -> torch.dtype:
-    """dtype, or fp32 where this CPU multiplies that much faster."""
+    """dtype if this CPU multiplies it fast, else fp32."""
     return dtype if has_fast_matmul(dtype) else torch.float32

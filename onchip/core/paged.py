@@ -1,5 +1,5 @@
-"""Keys that lie in pages: the question such a call poses, checked at the door, and the way out for
-kernels that read no pages: gather them into packed sequences.
+"""Paged calls: their validation, the split of mixed batches on the CPU, and the fallback for
+kernels that do not read pages, which gathers the pages into packed sequences first.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from onchip.core.problem import (
     Tensors,
     UnsupportedError,
     check_agreement,
+    check_devices_and_shapes,
     check_extras,
     check_layout,
     check_offsets_tensor,
-    check_options,
-    check_places_and_shapes,
     check_query_dtype,
     check_tensor,
     is_autocast,
+    resolve_options,
     values_are_checked,
 )
 from onchip.quant import kv8
@@ -33,39 +33,13 @@ Forward = Callable[[Problem, Tensors], Result]
 
 
 def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> Problem:
-    """The Problem that a paged call poses; ValueError in one sentence if it poses none. Packed
-    queries come with max_seqlen_q.
+    """Validate a paged call and return its Problem. An invalid call raises ValueError with one
+    sentence. max_seqlen_q: of packed queries.
     """
     batch, seqlen_q = _check_queries(x, max_seqlen_q)
     _check_pages(x, batch)
     _check_dtypes(x)
-    check_options(options, x.q)
-    scale, page_size = options.softmax_scale, x.k.shape[1]
-    problem = Problem(
-        batch,
-        seqlen_q,
-        x.page_table.shape[1] * page_size,
-        x.q.shape[-2],
-        x.k.shape[-2],
-        x.q.shape[-1],
-        x.v.shape[-1],
-        x.q.dtype,
-        options.out_dtype or x.q.dtype,
-        x.q.shape[-1] ** -0.5 if scale is None else float(scale),
-        bool(options.causal),
-        tuple(options.window_size),
-        float(options.softcap),
-        packed=x.cu_seqlens_q is not None,
-        has_alibi=x.alibi_slopes is not None,
-        has_sinks=x.sinks is not None,
-        return_stats=bool(options.return_stats),
-        deterministic=bool(options.deterministic),
-        page_size=page_size,
-        has_tree_mask=x.tree_mask is not None,
-        return_lse=bool(options.return_lse),
-        page_dtype=None if x.k_scales is None else x.k.dtype,
-        sm_partition=options.sm_partition,
-    )
+    problem = Problem.of(x, resolve_options(options, x.q), (seqlen_q,))
     check_extras(problem, x)
     _check_tree(problem, x)
     _check_grad(x)
@@ -73,7 +47,7 @@ def describe(x: Tensors, options: Options, max_seqlen_q: int | None = None) -> P
 
 
 def check_shapes(problem: Problem, x: Tensors) -> None:
-    """The checks of `describe` that look at tensors alone, for a problem that was described."""
+    """Validate the shapes of a call that was described with other tensors."""
     batch, _ = _check_queries(x, problem.seqlen_q if problem.packed else None)
     _check_pages(x, batch)
     _check_dtypes(x)
@@ -81,22 +55,21 @@ def check_shapes(problem: Problem, x: Tensors) -> None:
     _check_tree(problem, x)
 
 
-def lowered(q: Tensor, k_pages: Tensor) -> Tensor:
-    """q as torch.autocast hands it to a paged call: in the dtype of the pages. To cast the pages
-    instead would copy the whole pool, call after call. Over pages of 8 bits, in autocast's own
-    dtype. fp64 is left alone.
+def autocast_queries(q: Tensor, k_pages: Tensor) -> Tensor:
+    """q under torch.autocast: in the dtype of the pages, because casting the pages would copy the
+    whole pool in every call. Over pages of 8 bits: in autocast's dtype. fp64 stays fp64.
     """
     if not (isinstance(q, Tensor) and isinstance(k_pages, Tensor)):
         return q
-    exact = torch.float64 in (q.dtype, k_pages.dtype)
-    if exact or not is_autocast(q):
+    is_double = torch.float64 in (q.dtype, k_pages.dtype)
+    if is_double or not is_autocast(q):
         return q
     eight = k_pages.dtype in kv8.LARGEST
     return q.to(torch.get_autocast_dtype(q.device.type) if eight else k_pages.dtype)
 
 
 def _check_queries(x: Tensors, max_seqlen_q: int | None) -> tuple[int, int]:
-    """(batch, the longest seqlen_q)."""
+    """Check q and cu_seqlens_q; return (batch, max_seqlen_q)."""
     packed = x.cu_seqlens_q is not None
     is_tensor = isinstance(x.q, Tensor)
     fits = is_tensor and x.q.dim() == (3 if packed else 4) and packed == (max_seqlen_q is not None)
@@ -129,7 +102,7 @@ def _check_pages(x: Tensors, batch: int) -> None:
 
 
 def _check_dtypes(x: Tensors) -> None:
-    """Pages in the dtype of q, or of 8 bits with scales."""
+    """Check that pages have q's dtype, or 8 bits and scales."""
     scales = {"k_scales": x.k_scales, "v_scales": x.v_scales}
     eight = [t.dtype in kv8.LARGEST for t in (x.k, x.v)]
     if not any(eight) and all(t is None for t in scales.values()):
@@ -141,7 +114,7 @@ def _check_dtypes(x: Tensors) -> None:
             f" {x.k.dtype} and v_pages {x.v.dtype}"
         )
     check_query_dtype(x.q)
-    check_places_and_shapes(*x[:3])
+    check_devices_and_shapes(*x[:3])
     for name, t in scales.items():
         _check_scales(name, t, x.k)
 
@@ -174,26 +147,26 @@ def _check_tree(problem: Problem, x: Tensors) -> None:
 
 
 def _check_grad(x: Tensors) -> None:
-    named = {"q": x.q, "k_pages": x.k, "v_pages": x.v, "sinks": x.sinks}
-    wanted = [name for name, t in named.items() if t is not None and t.requires_grad]
-    if wanted and torch.is_grad_enabled():
+    tensors = {"q": x.q, "k_pages": x.k, "v_pages": x.v, "sinks": x.sinks}
+    names = [name for name, t in tensors.items() if t is not None and t.requires_grad]
+    if names and torch.is_grad_enabled():
         raise UnsupportedError(
-            f"paged_attention has no gradient, and {wanted[0]} requires one: call it under"
-            f" torch.no_grad(), or pass {wanted[0]}.detach()"
+            f"paged_attention has no gradient, and {names[0]} requires one: call it under"
+            f" torch.no_grad(), or pass {names[0]}.detach()"
         )
 
 
 def check_values(problem: Problem, x: Tensors) -> None:
-    """Lengths must fit the page table, and what they reach of it must be pages that exist."""
+    """Check that lengths fit the page table, and that the entries they cover are existing pages."""
     if not problem.page_size or not values_are_checked(x.q):
         return
-    room, num_pages = problem.seqlen_k, x.k.shape[0]
+    capacity, num_pages = problem.seqlen_k, x.k.shape[0]
     table, seqlens = _tables(x)
-    if _within(seqlens, 0, room) and _within(table, 0, num_pages - 1):
-        return  # nothing is wrong, not even in what nobody reads
+    if _within(seqlens, 0, capacity) and _within(table, 0, num_pages - 1):
+        return  # every entry is valid, also the unused ones
     for b, length in enumerate(seqlens.tolist()):
-        if not 0 <= length <= room:
-            raise ValueError(f"cache_seqlens[{b}]={length} must lie between 0 and {room} slots")
+        if not 0 <= length <= capacity:
+            raise ValueError(f"cache_seqlens[{b}]={length} must be between 0 and {capacity} slots")
     used = -(-seqlens // problem.page_size)
     columns = torch.arange(table.shape[1], device=x.q.device)
     first = _first_visible(problem, x) // problem.page_size
@@ -202,7 +175,7 @@ def check_values(problem: Problem, x: Tensors) -> None:
     if bad.any():
         b, column = bad.nonzero()[0].tolist()
         page = int(table[b, column])
-        raise ValueError(f"page_table[{b}, {column}]={page} leaves [0, num_pages={num_pages})")
+        raise ValueError(f"page_table[{b}, {column}]={page} is not in [0, num_pages={num_pages})")
 
 
 def _within(t: Tensor, low: int, high: int) -> bool:
@@ -213,12 +186,12 @@ def _within(t: Tensor, low: int, high: int) -> bool:
 
 
 def _tables(x: Tensors) -> tuple[Tensor, Tensor]:
-    """page_table and cache_seqlens, which every paged call has."""
+    """page_table and cache_seqlens: every paged call has them."""
     return cast(tuple[Tensor, Tensor], (x.page_table, x.cache_seqlens))
 
 
 def _first_visible(problem: Problem, x: Tensors) -> Tensor:
-    """(batch): the first key that a window leaves to any query; pages before it may be gone."""
+    """(batch,): the first key that any query sees under the window. Earlier pages may be freed."""
     left, (_, seqlens) = problem.window_size[0], _tables(x)
     if left is None:
         return torch.zeros_like(seqlens)
@@ -226,39 +199,39 @@ def _first_visible(problem: Problem, x: Tensors) -> Tensor:
     return (seqlens - seqlens_q - left).clamp(min=0)
 
 
-class Part(NamedTuple):
-    """Some sequences of a packed call as a call of their own, and which rows of q are theirs."""
+class SubBatch(NamedTuple):
+    """Some sequences of a packed call as a call of their own. rows: their rows in q."""
 
     problem: Problem
     x: Tensors
     rows: Tensor
 
 
-LEAST_DECODES = 4  # fewer are not worth a call of their own
+MIN_DECODES = 4  # with fewer, a call of their own costs more than it saves
 
 
-def parts(problem: Problem, x: Tensors) -> list[Part]:
-    """A mixed batch on the CPU, cut into the sequences with one query and the others: what is fast
-    for the ones is slow for the others there. Otherwise nothing is cut: no parts.
+def split_mixed_batch(problem: Problem, x: Tensors) -> list[SubBatch]:
+    """Split a mixed batch on the CPU into decodes (sequences with one query) and the other
+    sequences, because no CPU kernel is fast for both. Other calls are not split: an empty list.
     """
-    packed_pages = problem.page_size and problem.packed and problem.seqlen_q > 1
-    whole = problem.deterministic or problem.has_tree_mask or problem.return_stats
-    if not packed_pages or whole or x.q.device.type != "cpu":
+    is_packed = problem.page_size and problem.packed and problem.seqlen_q > 1
+    needs_one_call = problem.deterministic or problem.has_tree_mask or problem.return_stats
+    if not is_packed or needs_one_call or x.q.device.type != "cpu":
         return []
     seqlens_q = x.cu_seqlens_q.diff()
-    one = seqlens_q == 1
-    if int(one.sum()) < LEAST_DECODES:
+    is_decode = seqlens_q == 1
+    if int(is_decode.sum()) < MIN_DECODES:
         return []
-    owners = torch.repeat_interleave(one, seqlens_q)
-    decodes, others = _part(problem, x, one, owners), _part(problem, x, ~one, ~owners)
+    rows = torch.repeat_interleave(is_decode, seqlens_q)
+    decodes, others = _select(problem, x, is_decode, rows), _select(problem, x, ~is_decode, ~rows)
     dense = decodes.x._replace(q=decodes.x.q[:, None], cu_seqlens_q=None)
-    alone = decodes.problem._replace(seqlen_q=1, packed=False)
-    return [Part(alone, dense, decodes.rows), others]
+    dense_problem = decodes.problem._replace(seqlen_q=1, packed=False)
+    return [SubBatch(dense_problem, dense, decodes.rows), others]
 
 
-def _part(problem: Problem, x: Tensors, chosen: Tensor, owned: Tensor) -> Part:
-    """The sequences of a bool (batch,), whose rows are those of a bool (total_q,)."""
-    at, rows = chosen.nonzero()[:, 0], owned.nonzero()[:, 0]
+def _select(problem: Problem, x: Tensors, is_chosen: Tensor, is_row: Tensor) -> SubBatch:
+    """The sequences of a bool (batch,). is_row: bool (total_q,), True for their rows of q."""
+    at, rows = is_chosen.nonzero()[:, 0], is_row.nonzero()[:, 0]
     table, seqlens = _tables(x)
     cu = torch.cat([seqlens.new_zeros(1), x.cu_seqlens_q.diff()[at]]).cumsum(0, dtype=torch.int32)
     slopes = x.alibi_slopes
@@ -266,21 +239,21 @@ def _part(problem: Problem, x: Tensors, chosen: Tensor, owned: Tensor) -> Part:
         slopes = slopes[at]
     y = x._replace(q=x.q[rows], cu_seqlens_q=cu, alibi_slopes=slopes)
     y = y._replace(page_table=table[at], cache_seqlens=seqlens[at])
-    return Part(problem._replace(batch=len(at)), y, rows)
+    return SubBatch(problem._replace(batch=len(at)), y, rows)
 
 
-def joined(problem: Problem, x: Tensors, found: list[tuple[Part, Result]]) -> Result:
-    """The Result of a call from those of its parts."""
+def join_parts(problem: Problem, x: Tensors, results: list[tuple[SubBatch, Result]]) -> Result:
+    """The Result of a call from the results of its parts."""
     out, lse = empty_result(problem, x)
-    for part, result in found:
+    for part, result in results:
         packed = part.problem.packed
         out[part.rows] = result.out if packed else result.out.flatten(0, 1)
         lse[:, part.rows] = result.lse if packed else result.lse.movedim(0, 1).flatten(1)
     return Result(out, lse)
 
 
-class _Gathered(NamedTuple):
-    """The packed call that equals a paged one."""
+class _GatheredTensors(NamedTuple):
+    """Tensors of the packed call that is equivalent to a paged call."""
 
     q: Tensor
     k: Tensor
@@ -289,52 +262,52 @@ class _Gathered(NamedTuple):
     cu_seqlens_k: Tensor
 
 
-def through_gather(forward: Forward, problem: Problem, x: Tensors) -> Result:
-    """What the forward of a kernel that reads no pages makes of a paged problem: the keys are
-    gathered into packed sequences first, those of 8 bits with fp32 queries: their values times
-    their scales fit no 16 bits. Waits for the device to know the lengths.
+def gather_and_forward(forward: Forward, problem: Problem, x: Tensors) -> Result:
+    """Compute a paged call with the forward of a kernel that does not read pages: gather the keys
+    into packed sequences first. Pages of 8 bits are computed in fp32, because values times scales
+    do not fit in 16 bits. Synchronises with the device to read the lengths.
     """
     if problem.page_dtype is not None:
         problem = problem._replace(dtype=accumulator_dtype(problem.dtype))
         x = x._replace(q=x.q.to(problem.dtype))
-    seen = _gather(problem, x)
+    gathered = _gather(problem, x)
     longest = max(_tables(x)[1].tolist(), default=0)
-    flat = problem._replace(page_size=0, seqlen_k=longest, packed=True, page_dtype=None)
-    y = x._replace(**seen._asdict(), page_table=None, cache_seqlens=None)
+    packed = problem._replace(page_size=0, seqlen_k=longest, packed=True, page_dtype=None)
+    y = x._replace(**gathered._asdict(), page_table=None, cache_seqlens=None)
     y = y._replace(k_scales=None, v_scales=None)
-    plain = x.tree_mask is None or not problem.batch
-    result = forward(flat, y) if plain else _by_sequence(forward, flat, y)
-    return result if problem.packed else _unpacked(result, x.q)
+    has_tree = x.tree_mask is not None and problem.batch
+    result = _forward_by_sequence(forward, packed, y) if has_tree else forward(packed, y)
+    return result if problem.packed else _unpack(result, x.q)
 
 
-def _gather(problem: Problem, x: Tensors) -> _Gathered:
-    """Keys before the window are zeros: their pages may be gone, and no query sees them."""
+def _gather(problem: Problem, x: Tensors) -> _GatheredTensors:
+    """Keys before the window become zeros: no query sees them, and their pages may be freed."""
     page_size, (table, seqlens) = problem.page_size, _tables(x)
     position = torch.arange(problem.seqlen_k, device=x.q.device)
     table = table.clamp(0, max(x.k.shape[0] - 1, 0)).long()
     slots = table[:, position // page_size] * page_size + position % page_size
     exists = position < seqlens[:, None]
-    gone = (position < _first_visible(problem, x)[:, None])[exists]
+    hidden = (position < _first_visible(problem, x)[:, None])[exists]
     pages = (x.k, x.k_scales), (x.v, x.v_scales)
-    k, v = (_rows_of(*part, slots[exists], gone, problem.dtype) for part in pages)
+    k, v = (_gather_rows(*part, slots[exists], hidden, problem.dtype) for part in pages)
     cu_k = torch.cat([seqlens.new_zeros(1), seqlens]).cumsum(0, dtype=torch.int32)
     if problem.packed:
-        return _Gathered(x.q, k, v, x.cu_seqlens_q, cu_k)
+        return _GatheredTensors(x.q, k, v, x.cu_seqlens_q, cu_k)
     steps = torch.arange(problem.batch + 1, dtype=torch.int32, device=x.q.device)
-    return _Gathered(x.q.flatten(0, 1), k, v, steps * problem.seqlen_q, cu_k)
+    return _GatheredTensors(x.q.flatten(0, 1), k, v, steps * problem.seqlen_q, cu_k)
 
 
-def _rows_of(
-    pages: Tensor, scales: Tensor | None, slots: Tensor, gone: Tensor, dtype: torch.dtype
+def _gather_rows(
+    pages: Tensor, scales: Tensor | None, slots: Tensor, hidden: Tensor, dtype: torch.dtype
 ) -> Tensor:
     rows = pages.flatten(0, 1)[slots]
     if scales is not None:
         rows = kv8.dequantise(rows, scales.flatten(0, 1)[slots], dtype)
-    return rows.masked_fill_(gone[:, None, None], 0.0)
+    return rows.masked_fill_(hidden[:, None, None], 0.0)
 
 
-def _by_sequence(forward: Forward, problem: Problem, x: Tensors) -> Result:
-    """A packed call with a tree mask: each sequence is a dense one with a mask of its own."""
+def _forward_by_sequence(forward: Forward, problem: Problem, x: Tensors) -> Result:
+    """Compute a packed call with a tree mask as one dense call with a mask per sequence."""
     results = []
     offsets_q, offsets_k = x.cu_seqlens_q.tolist(), x.cu_seqlens_k.tolist()
     for b in range(problem.batch):
@@ -352,14 +325,14 @@ def _one_sequence(
     problem: Problem, x: Tensors, b: int, rows: slice, keys: slice
 ) -> tuple[Problem, Tensors]:
     seqlen_q, seqlen_k = rows.stop - rows.start, keys.stop - keys.start
-    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=x.q.device)
+    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=x.q.device)
     new = min(seqlen_q, seqlen_k)
     tree = cast(Tensor, x.tree_mask)
-    seen[:, seqlen_k - new :] = tree[b, :seqlen_q, seqlen_q - new : seqlen_q]
+    visible[:, seqlen_k - new :] = tree[b, :seqlen_q, seqlen_q - new : seqlen_q]
     slopes = x.alibi_slopes
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[b : b + 1]
-    mask = masks.build(seen, 1, problem.num_heads, seqlen_q, seqlen_k, x.q.device)
+    mask = masks.build(visible, 1, problem.num_heads, seqlen_q, seqlen_k, x.q.device)
     dense = problem._replace(
         batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, packed=False, has_mask=True
     )
@@ -367,7 +340,7 @@ def _one_sequence(
     return dense, Tensors(*qkv, alibi_slopes=slopes, sinks=x.sinks, mask=mask)
 
 
-def _unpacked(result: Result, q: Tensor) -> Result:
+def _unpack(result: Result, q: Tensor) -> Result:
     """(heads, batch * seqlen) -> (batch, heads, seqlen) for lse and statistics."""
     rows = lambda t: t.unflatten(-1, q.shape[:2]).movedim(-3, -2).contiguous()
     stats = None if result.stats is None else Stats(*map(rows, result.stats))

@@ -1,11 +1,15 @@
-"""What is asked of attention, and every check at the door: after `describe` no code below defends
-itself again.
+"""One call of attention as records (Tensors, Options, Problem), its validation and its cache.
+
+    public function -> prepare_attention -> prepare -> describe -> Problem.of -> CachedCall
+                       autocast, mask       cache      validation  construction
+
+`describe` validates everything but the values of tensors. Code below it does not validate again.
 """
 
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -18,32 +22,32 @@ from torch.autograd import forward_ad
 
 from onchip.core.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Of what the two products of the forward are made: q, k and v as they come, or a recipe of
-# onchip/quant/recipes.py (NARROW); "auto": FP8 where a GPU gains by it.
+# The operands of the forward's two matrix products. None: q, k and v as given. A name of NARROW: a
+# recipe of onchip/quant/recipes.py. "auto": FP8 where a GPU is faster with it.
 NARROW = ("fp8", "int8", "int8_pv16")
 PRECISIONS = (None, *NARROW, "auto")
 Window = tuple[int | None, int | None]
 
 
 class UnsupportedError(ValueError):
-    """A sound question that no available kernel answers; the message says what would work."""
+    """A valid call that no available kernel serves. The message says what would work."""
 
 
 class Tensors(NamedTuple):
     """The tensors of one call. Packed calls have rank-3 q, k, v and both cu_seqlens. In paged calls
-    k and v are pages, q is packed or not, and there is no cu_seqlens_k.
+    k and v are pages, q is dense or packed, and cu_seqlens_k is None.
 
-    A dense call may be a part of a larger one, cut anyhow: then places_q, int32 (2, seqlen_q), says
-    where each query stands in its sequence and how many sequences it is after the first of the
-    batch entry, and places_k, int32 (seqlen_k,), where each key stands. ALiBi and dropout go by
-    them; causal and window go by the indices of the call, as ever.
+    positions_q and positions_k belong to a dense call that computes any part of a larger call.
+    positions_q, int32 (2, seqlen_q), holds the position of each query in its sequence, and the
+    number of its sequence within the batch entry. positions_k, int32 (seqlen_k,), holds the
+    position of each key. ALiBi and dropout use them; causal and window use the indices of the call.
 
     k_scales and v_scales, fp32 (num_pages, page_size, num_kv_heads), belong to pages of 8 bits: a
-    key is its values times its scale.
+    key is its stored values times its scale.
     """
 
     q: Tensor
@@ -58,27 +62,59 @@ class Tensors(NamedTuple):
     page_table: Tensor | None = None
     cache_seqlens: Tensor | None = None
     tree_mask: Tensor | None = None
-    places_q: Tensor | None = None
-    places_k: Tensor | None = None
+    positions_q: Tensor | None = None
+    positions_k: Tensor | None = None
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
-    mask: BlockMask | Later | None = None
+    mask: BlockMask | DeferredMask | None = None
 
 
 class SMPartition(NamedTuple):
-    """One of two calls that run at once, each on some processors of a device: how many programs it
-    has, and whether it is the second. The second follows the first in the stream, with nothing in
-    between; what it reads was there before the first began. It writes, and ends, after the first:
-    so what comes next need not know of two.
+    """One of two calls that run at once, each on some of a device's processors. The second follows
+    the first in the stream, with no launch in between, and reads only data written before the first
+    began. It writes and ends after the first, so later launches need to wait for the second alone.
     """
 
-    programs: int
-    second: bool
+    programs: int  # of this call
+    second: bool  # whether this is the second of the two
+
+
+class Options(NamedTuple):
+    """The scalar options of a call, as the caller gave them. With `Tensors`, this is the field
+    table of a call.
+
+    `Problem` repeats these fields in this order. The schema, flattening, unflattening and fakes of
+    the torch op (`library`) are generated from them, and `explain` takes them by name. To add a
+    scalar option: a field here, the same field in `Problem`, a check in `resolve_options`. To add a
+    tensor: a field in `Tensors`, a flag in `Problem` that `Problem.of` sets, a check in
+    `check_extras`. An option of single scores also goes into SCORE_OPTIONS. Then the public
+    functions, the kernels that serve it, a refusal in `supports` of each kernel that does not, the
+    oracle in `testing`, and docs/options.md.
+    """
+
+    out_dtype: torch.dtype | None = None  # None: q's
+    softmax_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    causal: bool = False
+    window_size: Window = (None, None)
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    return_stats: bool = False
+    deterministic: bool = False
+    return_lse: bool = False
+    precise_delta: bool = False
+    precision: str | None = None
+    sm_partition: SMPartition | None = None
+
+
+# Options that act on one score alone. A call over some of the keys (a level of a cascade, a
+# segment, the keys of one rank) takes them unchanged.
+SCORE_OPTIONS = ("softmax_scale", "softcap")
 
 
 class Problem(NamedTuple):
-    """One call without its tensors: hashable, so that plans are cached on it. Packed lengths are
-    the longest of the batch; the seqlen_k of a paged call is what its page table has room for.
+    """One call without its tensors: hashable, because plans are cached on it. The lengths of a
+    packed call are the longest of its batch. The seqlen_k of a paged call is the capacity of a row
+    of its page table, in tokens.
     """
 
     batch: int
@@ -89,50 +125,84 @@ class Problem(NamedTuple):
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
+    # The fields of Options, in the same order, with defaults resolved.
     out_dtype: torch.dtype
     softmax_scale: float
     causal: bool = False
     window_size: Window = (None, None)
     softcap: float = 0.0
     dropout_p: float = 0.0
+    return_stats: bool = False
+    deterministic: bool = False
+    return_lse: bool = False  # to the caller; an lse for autograd alone may be less exact
+    precise_delta: bool = False  # the backward gets the rounding error of out, too
+    precision: str | None = None  # of the forward's operands, one of PRECISIONS
+    sm_partition: SMPartition | None = None  # kernels without this ability ignore it
+    # Which tensors the call has.
     packed: bool = False
     has_mask: bool = False
     has_alibi: bool = False
     has_bias: bool = False
     has_sinks: bool = False
-    return_stats: bool = False
-    deterministic: bool = False
-    aligned: bool = True  # see is_aligned
-    page_size: int = 0  # slots of a page, 0 where keys do not lie in pages
     has_tree_mask: bool = False
-    even: bool = False  # see is_even
-    has_places: bool = False
-    first_head: int = 0  # of the call, in the larger one that it is a part of: dropout counts it
-    wide_grads: bool = False  # gradients of 16-bit tensors come unrounded, in fp32
-    precise_delta: bool = False  # what rounding takes from out is kept for the backward
-    return_lse: bool = False  # to the caller: autograd, which always has it, needs it less exact
-    page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: that of q
-    sm_partition: SMPartition | None = None  # for kernels that can; others take no notice
-    precision: str | None = None  # of the forward's operands: see PRECISIONS; None: that of q, k, v
+    has_positions: bool = False
+    page_size: int = 0  # tokens per page; 0: keys are not paged
+    page_dtype: torch.dtype | None = None  # of 8-bit pages, which have scales; None: q's dtype
+    # Set with _replace: by resolve_layout for dispatch, and by callers that compute a part of a
+    # larger call.
+    aligned: bool = True  # see is_aligned
+    uniform_lengths: bool = False  # see has_uniform_lengths
+    first_head: int = 0  # number of the first head within the larger call: dropout depends on it
+    wide_grads: bool = False  # return the gradients of 16-bit tensors unrounded, in fp32
+
+    @classmethod
+    def of(cls, x: Tensors, options: Options, max_seqlens: Sequence[int] = ()) -> "Problem":
+        """Build the Problem of validated tensors and resolved options. No other code builds a
+        Problem from tensors. max_seqlens: (max_seqlen_q, max_seqlen_k) of a packed call.
+        """
+        q, k, v = x.q, x.k, x.v
+        packed, has_pages = x.cu_seqlens_q is not None, x.page_table is not None
+        if has_pages:
+            seqlen_k = x.page_table.shape[1] * k.shape[1]
+        else:
+            seqlen_k = max_seqlens[1] if packed else k.shape[1]
+        return cls(
+            x.cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
+            max_seqlens[0] if packed else q.shape[1],
+            seqlen_k,
+            q.shape[-2],
+            k.shape[-2],
+            q.shape[-1],
+            v.shape[-1],
+            q.dtype,
+            *options,
+            packed=packed,
+            has_mask=x.mask is not None,
+            has_alibi=x.alibi_slopes is not None,
+            has_bias=x.bias is not None,
+            has_sinks=x.sinks is not None,
+            has_tree_mask=x.tree_mask is not None,
+            has_positions=x.positions_q is not None,
+            page_size=k.shape[1] if has_pages else 0,
+            page_dtype=None if x.k_scales is None else k.dtype,
+        )
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def reach(self) -> Window:
-        """How far a query sees to the left and to the right: causal is a window that ends at the
-        query itself.
-        """
+    def window(self) -> Window:
+        """window_size with causal applied: causal is a right side of 0."""
         left, right = self.window_size
         return left, 0 if self.causal else right
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one batch entry and head that causal and window leave (a block mask
-        is not counted).
+        """(query, key) pairs of one batch entry and head that causal and window leave visible. A
+        block mask is not counted.
         """
-        left, right = self.reach
+        left, right = self.window
         offset = self.seqlen_k - self.seqlen_q
         rows = torch.arange(self.seqlen_q)
         hi = torch.full_like(rows, self.seqlen_k) if right is None else rows + offset + right + 1
@@ -141,28 +211,26 @@ class Problem(NamedTuple):
 
     @property
     def seen_queries(self) -> int:
-        """Queries of a sequence to which causal and window leave any key."""
-        _, right = self.reach
+        """Queries of a sequence that see at least one key under causal and window."""
+        _, right = self.window
         most = self.seqlen_q if right is None else self.seqlen_k + right
         return min(self.seqlen_q, most) if self.seqlen_k else 0
 
     @property
     def seen_keys(self) -> int:
-        """Keys of a sequence that causal and window leave to any query."""
-        left, _ = self.reach
+        """Keys of a sequence that at least one query sees under causal and window."""
+        left, _ = self.window
         most = self.seqlen_k if left is None else self.seqlen_q + left
         return min(self.seqlen_k, most) if self.seqlen_q else 0
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of the two products, counted as two operations each, over the visible
-        pairs.
-        """
+        """Operations of the two products over the visible pairs; a multiply-add counts as two."""
         return self.batch * self.num_heads * self.visible_pairs * self._flops_per_pair
 
     @property
     def all_flops(self) -> int:
-        """The same if every query saw every key."""
+        """flops if every query saw every key."""
         pairs = self.seqlen_q * self.seqlen_k
         return self.batch * self.num_heads * pairs * self._flops_per_pair
 
@@ -172,7 +240,7 @@ class Problem(NamedTuple):
 
     @property
     def key_bytes(self) -> int:
-        """A key and its value, of one head, with the scales of 8-bit pages."""
+        """Bytes of one key and its value, of one head, with the scales of 8-bit pages."""
         dims = self.head_dim + self.head_dim_v
         if self.page_dtype is None:
             return dims * self.dtype.itemsize
@@ -180,8 +248,8 @@ class Problem(NamedTuple):
 
     @property
     def min_bytes(self) -> int:
-        """Each input that causal and window leave read once, each output written once: no exact
-        algorithm moves less. (A block mask, which may leave less, is not counted.)
+        """The least traffic of an exact algorithm: each visible input is read once, each output is
+        written once. A block mask, which may hide more, is not counted.
         """
         queries = self.batch * self.seqlen_q * self.num_heads
         seen = self.batch * self.seen_queries * self.num_heads
@@ -192,14 +260,14 @@ class Problem(NamedTuple):
 
     @property
     def residual_bytes(self) -> int:
-        """Of what precise_delta keeps beside out."""
+        """Bytes of the rounding error of out, which precise_delta saves for the backward."""
         elements = self.batch * self.seqlen_q * self.num_heads * self.head_dim_v
         return elements * self.out_dtype.itemsize if self.precise_delta else 0
 
 
 class DeviceInfo(NamedTuple):
-    """Where a problem would run. capability is CUDA's (major, minor), None elsewhere; name is the
-    architecture on AMD (gfx942).
+    """The device that a problem runs on. capability is CUDA's (major, minor), None elsewhere. name
+    is the architecture on AMD (gfx942).
     """
 
     type: str
@@ -221,7 +289,7 @@ def device_info(device: torch.device) -> DeviceInfo:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """The device of this name; ValueError if there is none here."""
+    """Return the device of this name, or raise ValueError if this machine has none."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -232,10 +300,10 @@ def find_device(name: str | torch.device) -> torch.device:
 
 
 def is_aligned(x: Tensors) -> bool:
-    """Whether bases and strides of q, k and v lie on 16 bytes, and pages whole slots apart, as the
-    Hopper copy engine wants.
+    """Whether the base addresses and strides of q, k and v are multiples of 16 bytes, and the page
+    stride is a multiple of the slot stride, as TMA requires.
     """
-    if x.page_table is not None and not all(_slots_apart(pages) for pages in x[1:3]):
+    if x.page_table is not None and not all(_is_page_multiple_of_slot(t) for t in x[1:3]):
         return False
     bits = 0
     for t in x[:3]:
@@ -245,85 +313,72 @@ def is_aligned(x: Tensors) -> bool:
     return bits % 16 == 0
 
 
-def is_even(problem: Problem, x: Tensors) -> bool:
-    """Whether packed queries over pages are at least three quarters of as many as there would be if
-    all sequences had the most: known without their offsets, and false where chunks join decodes.
+def has_uniform_lengths(problem: Problem, x: Tensors) -> bool:
+    """Whether packed queries over pages fill at least three quarters of batch x max_seqlen_q. This
+    needs no values of cu_seqlens. It is False for batches that mix prefill chunks and decodes.
     """
     packed = problem.packed and problem.page_size > 0
     return packed and 4 * x.q.shape[0] >= 3 * problem.batch * problem.seqlen_q
 
 
-def laid_out(problem: Problem, x: Tensors) -> Problem:
-    """The problem with what only tensors on a GPU tell dispatch. Nothing else looks at it, so that
-    compilers, to whom lengths may be symbols, compare none.
+def resolve_layout(problem: Problem, x: Tensors) -> Problem:
+    """Set `aligned` and `uniform_lengths` from tensors on a GPU, for dispatch. No other code calls
+    this, because under torch.compile lengths may be SymInts, and comparing them would add guards.
     """
     if not x.q.is_cuda:
         return problem
-    aligned, even = is_aligned(x), is_even(problem, x)
-    return problem if aligned and not even else problem._replace(aligned=aligned, even=even)
+    aligned, uniform_lengths = is_aligned(x), has_uniform_lengths(problem, x)
+    if aligned and not uniform_lengths:
+        return problem
+    return problem._replace(aligned=aligned, uniform_lengths=uniform_lengths)
 
 
-def _slots_apart(pages: Tensor) -> bool:
+def _is_page_multiple_of_slot(pages: Tensor) -> bool:
     page, slot = pages.stride()[:2]
     return slot > 0 and page % slot == 0
 
 
-class Options(NamedTuple):
-    """The scalar options of a call, as the user gave them."""
-
-    causal: bool = False
-    window_size: Window = (None, None)
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    return_stats: bool = False
-    deterministic: bool = False
-    out_dtype: torch.dtype | None = None
-    precise_delta: bool = False
-    return_lse: bool = False
-    sm_partition: SMPartition | None = None
-    precision: str | None = None
+FLAGS = tuple(name for name, kind in Options.__annotations__.items() if kind is bool)
 
 
-FLAGS = ("causal", "return_stats", "deterministic", "precise_delta", "return_lse")
-
-
-class Question(NamedTuple):
-    """A Problem as it was posed. Calls alike, with the same options and with tensors of the same
-    shapes, strides, dtypes and devices, share one Question and what is known about it: see
-    kernels/runtime/replay.py. `known` is None where nothing may be kept.
+class CachedCall(NamedTuple):
+    """A Problem and the cache of its launches (kernels/runtime/replay.py). Calls with the same
+    options, and tensors of the same shapes, strides, dtypes and devices, share one CachedCall.
+    `cache` is None for calls that are not cached.
     """
 
     problem: Problem
-    known: dict[tuple, Any] | None = None
+    cache: dict[tuple, Any] | None = None
 
 
 T = TypeVar("T")
-MAX_QUESTIONS = 1024  # a few kB each
+MAX_CACHED_CALLS = 1024  # a few kB each
 Describe = Callable[[Tensors, Any, Any], Problem]
-_questions: dict[tuple | None, Question] = {}
+_cached_calls: dict[tuple | None, CachedCall] = {}
 _lock = threading.Lock()
 
 
-def ask(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> Question:
-    """The Question of describe(x, options, lengths). A call like one before is not checked again:
-    all that is checked is in the key, for no values of tensors are. There is no key where a mask
-    is, and where somebody watches, to whom lengths may be symbols.
+def prepare(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> CachedCall:
+    """Look up the CachedCall of describe(x, options, lengths), or make one. A repeated call is not
+    validated again: the key holds everything that validation reads, which is no value of a tensor.
+    Not cached: calls with a mask, and calls under torch.compile or tracing, where lengths may be
+    SymInts.
     """
     if x.mask is not None or not is_eager(x.q):
-        return Question(describe(x, options, lengths))
+        return CachedCall(describe(x, options, lengths))
     try:
         key = _signature(describe, x, options, lengths)
-        question = _questions.get(key)
-    except (TypeError, RuntimeError):  # lists in place of a window, tensors of other kinds
-        return Question(describe(x, options, lengths))
-    if question is not None:
-        return question
-    return kept(_questions, key, Question(describe(x, options, lengths), {}), MAX_QUESTIONS)
+        call = _cached_calls.get(key)
+    except (TypeError, RuntimeError):  # a window that is a list, a subclass of Tensor
+        return CachedCall(describe(x, options, lengths))
+    if call is not None:
+        return call
+    call = CachedCall(describe(x, options, lengths), {})
+    return insert_bounded(_cached_calls, key, call, MAX_CACHED_CALLS)
 
 
 def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengths: Any) -> tuple:
-    """What tells questions apart. Of numbers the type counts, too: True is no length."""
+    """The key of a call. It has the types of numbers, too: True == 1, but True is not a length."""
     numbers = lengths if isinstance(lengths, tuple) else (lengths,)
     key = [describe, options, lengths, *map(type, (*options, *options.window_size, *numbers))]
     records = torch.is_grad_enabled()
@@ -337,29 +392,31 @@ def _signature(describe: Describe, x: Tensors, options: Options | Problem, lengt
     return tuple(key)
 
 
-def kept(table: dict, key: tuple, value: T, most: int) -> T:
-    """What the table has under this key, the value if nothing, for which the oldest entry makes
-    room. The oldest, not the one that was used least recently: to note each use would cost every
-    call, and an entry that is still in use comes back for one slow call in `most` new ones.
+def insert_bounded(table: dict, key: tuple, value: T, max_entries: int) -> T:
+    """Return table[key], inserting value if the key is missing. A full table evicts its oldest
+    entry, not the least recently used one: recording each use would cost every call, and an evicted
+    entry still in use costs one slow call per `max_entries` new ones.
     """
     with _lock:
-        if key not in table and len(table) >= most:
+        if key not in table and len(table) >= max_entries:
             del table[next(iter(table))]
         return table.setdefault(key, value)
 
 
-def forget_questions() -> None:
-    """Whoever changes what calls do, like a row of the tile tables, must say so."""
+def clear_call_cache() -> None:
+    """Forget all cached calls. Code that changes how calls run, such as a row of the tile tables,
+    must call this: cached launches would go on as before.
+    """
     with _lock:
-        _questions.clear()
+        _cached_calls.clear()
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def is_eager(q: Tensor) -> bool:
-    """Whether nobody is watching: compilers, tracers, modes, transforms, tangents; and whether
-    there are values to compute with.
+    """Whether the call runs eagerly: no torch.compile, tracer, dispatch mode, torch.func transform
+    or forward-mode tangent is active, and q holds values (no meta or fake tensor).
     """
     return (
         not torch.compiler.is_compiling()
@@ -373,8 +430,9 @@ def is_eager(q: Tensor) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a compiler, a tracer or a mode sees the call, which must not see how a mask is built.
-    A transform of torch.func alone computes with values.
+    """Whether a compiler, a tracer or a dispatch mode records the call. Then a mask is not built
+    now, because the graph would hold the operations that build it. Under a torch.func transform
+    alone, tensors have values and the mask can be built.
     """
     return (
         torch.compiler.is_compiling()
@@ -384,54 +442,26 @@ def is_traced() -> bool:
 
 
 def is_autocast(q: Tensor) -> bool:
-    """Whether torch.autocast is on for q's device. (To ask for the name of a device takes 1 us.)"""
+    """Whether torch.autocast is on for q's device. Reading the device's name takes 1 us, which q on
+    CUDA avoids.
+    """
     if q.is_cuda:
         return torch.is_autocast_enabled("cuda")
     return not q.is_meta and torch.is_autocast_enabled(q.device.type)
 
 
-def describe(x: Tensors, options: Options, max_seqlens: tuple[int, ...] = ()) -> Problem:
-    """The Problem that these tensors and options pose; ValueError in one sentence if they pose
-    none.
+def describe(x: Tensors, options: Options, max_seqlens: Sequence[int] = ()) -> Problem:
+    """Validate a dense or packed call and return its Problem. An invalid call raises ValueError
+    with one sentence.
     """
     q, k, v = x[:3]
     check_qkv(q, k, v, rank=3 if max_seqlens else 4)
-    check_options(options, q)
-    *rows_q, num_heads, head_dim = q.shape
-    *rows_k, num_kv_heads, _ = k.shape
+    options = resolve_options(options, q)
     if max_seqlens:
-        batch, seqlen_q, seqlen_k = check_packing(x, max_seqlens)
+        max_seqlens = check_packing(x, max_seqlens)
     else:
-        batch, seqlen_q, seqlen_k = *rows_q, rows_k[1]
         warn_of_layout(q, k)
-    scale, out_dtype = options.softmax_scale, options.out_dtype or q.dtype
-    problem = Problem(
-        batch,
-        seqlen_q,
-        seqlen_k,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        v.shape[-1],
-        q.dtype,
-        out_dtype,
-        head_dim**-0.5 if scale is None else float(scale),
-        bool(options.causal),
-        tuple(options.window_size),
-        float(options.softcap),
-        float(options.dropout_p),
-        bool(max_seqlens),
-        x.mask is not None,
-        x.alibi_slopes is not None,
-        x.bias is not None,
-        x.sinks is not None,
-        bool(options.return_stats),
-        bool(options.deterministic),
-        has_places=x.places_q is not None,
-        precise_delta=bool(options.precise_delta) and out_dtype.itemsize == 2,  # or is not rounded
-        return_lse=bool(options.return_lse),
-        precision=options.precision,
-    )
+    problem = Problem.of(x, options, max_seqlens)
     check_extras(problem, x)
     return problem
 
@@ -446,21 +476,23 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
 
 
 class LayoutWarning(UserWarning):
-    """q, k and v look as if heads came before the sequence, as torch's own attention has them."""
+    """q, k and v look as if laid out (batch, heads, seqlen, head_dim), as torch's attention
+    expects.
+    """
 
 
 HEADS_FIRST = (
-    "do q, k and v lie as (batch, heads, seqlen, head_dim), as scaled_dot_product_attention takes"
-    " them? attention() takes (batch, seqlen, heads, head_dim): pass q.transpose(1, 2),"
-    " k.transpose(1, 2), v.transpose(1, 2), and transpose the result; views, no copies"
+    "are q, k and v (batch, heads, seqlen, head_dim), as scaled_dot_product_attention takes them?"
+    " attention() takes (batch, seqlen, heads, head_dim): pass q.transpose(1, 2),"
+    " k.transpose(1, 2), v.transpose(1, 2), and transpose the result; these are views, not copies"
 )
-MOST_HEADS = 128  # of a model; longer sequences are common
+MOST_HEADS = 128  # the most heads of a model; sequences are often longer
 _layout_warned = False
 
 
 def looks_heads_first(q: Tensor, k: Tensor) -> bool:
-    """Whether a call has as many heads as a sequence has tokens, over sequences as short as models
-    have heads.
+    """Whether q has more heads than models have, over sequences no longer than that number: then
+    heads and sequence are probably swapped.
     """
     if not q.dim() == k.dim() == 4:
         return False
@@ -468,7 +500,7 @@ def looks_heads_first(q: Tensor, k: Tensor) -> bool:
 
 
 def warn_of_layout(q: Tensor, k: Tensor) -> None:
-    """LayoutWarning, once a process. Not under a compiler, where lengths may be symbols."""
+    """Give LayoutWarning, once per process. Not under a compiler, where lengths may be SymInts."""
     global _layout_warned
     if _layout_warned or not is_eager(q) or not looks_heads_first(q, k):
         return
@@ -498,7 +530,9 @@ def check_tensor(name: str, t: object) -> None:
 def check_layout(
     name: str, t: Tensor, rank: int, layout: str, *, may_overlap: bool = False
 ) -> None:
-    """may_overlap: pages that no table names, of a view of rows, may share memory with others."""
+    """Check type, rank and strides. may_overlap: elements may share memory. Pages of a strided view
+    may, where no page table refers to them.
+    """
     check_tensor(name, t)
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, {layout}, got shape {tuple(t.shape)}")
@@ -507,7 +541,7 @@ def check_layout(
             f"{name} must be contiguous in its last dimension, got strides {t.stride()}:"
             f" call {name}.contiguous()"
         )
-    if may_overlap or torch.compiler.is_compiling():  # strides may be symbols: the op checks
+    if may_overlap or torch.compiler.is_compiling():  # strides may be SymInts: the op checks them
         return
     if _overlaps(t):
         raise ValueError(
@@ -517,27 +551,27 @@ def check_layout(
 
 
 def _overlaps(t: Tensor) -> bool:
-    """Whether different indices may reach the same memory, other than along dimensions that are
-    expanded (stride 0): torch's conversions and kernels may read such a tensor wrongly.
+    """Whether different indices may address the same memory, other than along expanded dimensions
+    (stride 0). torch's conversions and kernels may read such a tensor wrongly.
     """
-    reach = 0
+    extent = 0
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride:
-            if stride <= reach:
+            if stride <= extent:
                 return True
-            reach += (size - 1) * stride
+            extent += (size - 1) * stride
     return False
 
 
 def check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Dtypes, devices, heads and head dims: what q, k and v share in every layout."""
+    """Check dtypes, devices, heads and head dims of q, k and v, in any layout."""
     if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
         _refuse_dtypes(q, k, v)
-    check_places_and_shapes(q, k, v)
+    check_devices_and_shapes(q, k, v)
 
 
-def check_places_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """The same without dtypes, which pages of 8 bits have of their own."""
+def check_devices_and_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """check_agreement without dtypes: pages of 8 bits have a dtype of their own."""
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must share a device, got {q.device}, {k.device}, {v.device}")
     if q.dtype == torch.float64 and q.device.type not in ("cpu", "meta"):
@@ -552,7 +586,7 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 
 def check_query_dtype(q: Tensor) -> None:
-    """For calls whose keys have a dtype of their own."""
+    """Check q's dtype alone: pages of 8 bits have a dtype of their own."""
     _check_dtype("q", q)
 
 
@@ -563,36 +597,35 @@ def _check_dtype(name: str, t: Tensor) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    *_, num_heads, head_dim = q.shape  # a slice of a Size costs more than all of it
+    *_, num_heads, head_dim = q.shape  # unpacking a torch.Size is faster than slicing it
     *rows_k, num_kv_heads, head_dim_k = k.shape
     *rows_v, num_heads_v, head_dim_v = v.shape
     if rows_k != rows_v or num_kv_heads != num_heads_v:
         raise ValueError(
-            f"k and v must agree but for head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
+            f"k and v must agree except in head_dim, got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if head_dim != head_dim_k:
         raise ValueError(f"q has head_dim {head_dim}, k has head_dim {head_dim_k}")
     if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
-        raise ValueError(f"{head_dim=} and {head_dim_v=} must lie between 1 and {MAX_HEAD_DIM}")
+        raise ValueError(f"{head_dim=} and {head_dim_v=} must be between 1 and {MAX_HEAD_DIM}")
     if num_heads == 0 or num_kv_heads == 0 or num_heads % num_kv_heads:
         hint = f" ({HEADS_FIRST})" if looks_heads_first(q, k) else ""
         raise ValueError(f"{num_heads=} must be a positive multiple of {num_kv_heads=}{hint}")
 
 
-def check_packing(x: Tensors, max_seqlens: tuple[int, ...]) -> tuple[int, int, int]:
-    """(batch, seqlen_q, seqlen_k) of a packed call; the values inside cu_seqlens are checked by
-    check_values.
+def check_packing(x: Tensors, max_seqlens: Sequence[int]) -> tuple[int, int]:
+    """Check cu_seqlens and return (max_seqlen_q, max_seqlen_k). check_values checks the values of
+    cu_seqlens.
     """
     check_offsets_tensor("cu_seqlens_q", x.cu_seqlens_q, x.q)
     check_offsets_tensor("cu_seqlens_k", x.cu_seqlens_k, x.q)
     if x.cu_seqlens_q.shape != x.cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must be equally long, got"
+            f"cu_seqlens_q and cu_seqlens_k must have the same length, got"
             f" {x.cu_seqlens_q.shape[0]} and {x.cu_seqlens_k.shape[0]}"
         )
     longest_q, longest_k = max_seqlens
-    lengths = as_int("max_seqlen_q", longest_q), as_int("max_seqlen_k", longest_k)
-    return x.cu_seqlens_q.shape[0] - 1, *lengths
+    return as_int("max_seqlen_q", longest_q), as_int("max_seqlen_k", longest_k)
 
 
 def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
@@ -604,7 +637,8 @@ def check_offsets_tensor(name: str, cu: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{name} is on {cu.device}, q is on {q.device}")
 
 
-def check_options(options: Options, q: Tensor) -> None:
+def resolve_options(options: Options, q: Tensor) -> Options:
+    """Validate options and replace None by the default of a call over q."""
     for name in FLAGS:
         check_flag(name, getattr(options, name))
     scale, softcap, dropout_p = options.softmax_scale, options.softcap, options.dropout_p
@@ -613,7 +647,7 @@ def check_options(options: Options, q: Tensor) -> None:
     if not _is_finite(softcap) or softcap < 0:
         raise ValueError(f"{softcap=} must be a finite number >= 0 (0 switches it off)")
     if not _is_finite(dropout_p) or not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"{dropout_p=} must lie in [0, 1)")
+        raise ValueError(f"{dropout_p=} must be in [0, 1)")
     if options.window_size != (None, None):
         check_window(options.window_size)
     if options.precision not in PRECISIONS:
@@ -623,6 +657,15 @@ def check_options(options: Options, q: Tensor) -> None:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         if options.out_dtype not in (q.dtype, wide):
             raise ValueError(f"out_dtype={options.out_dtype} must be {q.dtype} or {wide}")
+    out_dtype = options.out_dtype or q.dtype
+    return options._replace(
+        out_dtype=out_dtype,
+        softmax_scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        window_size=tuple(options.window_size),
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        precise_delta=options.precise_delta and out_dtype.itemsize == 2,  # else out is not rounded
+    )
 
 
 def check_window(window_size: Window) -> None:
@@ -634,7 +677,7 @@ def check_window(window_size: Window) -> None:
 
 
 def check_extras(problem: Problem, x: Tensors) -> None:
-    """alibi_slopes, bias, sinks, mask and dropout_seed against the problem they join."""
+    """Check alibi_slopes, sinks, bias and mask against the problem."""
     if x.alibi_slopes is not None:
         shapes = ((problem.num_heads,), (problem.batch, problem.num_heads))
         _check_tensor("alibi_slopes", x.alibi_slopes, x.q, shapes)
@@ -664,7 +707,7 @@ def _check_kind(name: str, t: Tensor, q: Tensor) -> None:
 
 def _check_bias(problem: Problem, x: Tensors) -> None:
     if problem.packed:
-        raise UnsupportedError("bias needs a dense call: packed sequences share no score matrix")
+        raise UnsupportedError("bias needs a dense call: packed sequences have no common scores")
     full = (problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
     shape = tuple(x.bias.shape) if isinstance(x.bias, Tensor) else ()
     fits = len(shape) == 4 and shape[3] == full[3]
@@ -689,7 +732,9 @@ def _check_mask(problem: Problem, x: Tensors) -> None:
 
 
 def _is_finite(x: Any) -> bool:
-    """By comparison: Dynamo does not trace math.isfinite of a symbol. Real: numpy's floats."""
+    """Compare with infinity: Dynamo does not trace math.isfinite of a SymFloat. Real includes
+    numpy's floats.
+    """
     if not isinstance(x, (int, float, Real)) or isinstance(x, bool):
         return False
     number: Any = x
@@ -697,12 +742,12 @@ def _is_finite(x: Any) -> bool:
 
 
 class checks:
-    """Whether *values* (cu_seqlens, page ids, lengths) on a GPU are checked, at the price of a
-    synchronisation. CPU values always are.
+    """Whether *values* (cu_seqlens, page ids, lengths) on a GPU are checked, which synchronises
+    with the device. Values on the CPU are always checked.
 
-    A switch (`onchip.checks(True)`) and a context manager (`with onchip.checks(True): ...`), for
-    all threads. The latest one counts that is still open: contexts of several threads may end in
-    any order.
+    Both a switch (`onchip.checks(True)`) and a context manager (`with onchip.checks(True): ...`),
+    for all threads. The latest one that is still open decides. Contexts of several threads may end
+    in any order.
     """
 
     enabled = False
@@ -710,9 +755,9 @@ class checks:
 
     def __init__(self, enabled: bool):
         check_flag("enabled", enabled)
-        self._wanted, self._entered = enabled, False
+        self._enables, self._entered = enabled, False
         with _lock:
-            checks._settle((*checks._open, self))
+            checks._update((*checks._open, self))
 
     def __enter__(self) -> "checks":
         self._entered = True
@@ -720,22 +765,26 @@ class checks:
 
     def __exit__(self, *exc: object) -> None:
         with _lock:
-            checks._settle(tuple(x for x in checks._open if x is not self))
+            checks._update(tuple(x for x in checks._open if x is not self))
 
     @classmethod
-    def _settle(cls, still_open: tuple["checks", ...]) -> None:
-        """Switches are never closed: of many, the oldest are dropped."""
+    def _update(cls, still_open: tuple["checks", ...]) -> None:
+        """Set the open switches and contexts. Switches are never closed, so the oldest of more than
+        MAX_SWITCHES are dropped.
+        """
         switches = [x for x in still_open if not x._entered]
         dropped = switches[:-MAX_SWITCHES]
         cls._open = tuple(x for x in still_open if x not in dropped)
-        cls.enabled = bool(cls._open) and cls._open[-1]._wanted
+        cls.enabled = bool(cls._open) and cls._open[-1]._enables
 
 
 MAX_SWITCHES = 64
 
 
 def check_values(problem: Problem, x: Tensors) -> None:
-    """cu_seqlens must start at 0, never fall, end at the total and stay within max_seqlen."""
+    """Check that cu_seqlens starts at 0, never decreases, ends at the total and that no sequence is
+    longer than max_seqlen.
+    """
     if not problem.packed or not values_are_checked(x.q):
         return
     _check_offsets("q", x.cu_seqlens_q, x.q.shape[0], problem.seqlen_q)
@@ -759,4 +808,6 @@ def _check_offsets(side: str, cu: Tensor, total: int, max_seqlen: int) -> None:
         i = next(i for i, n in enumerate(lengths) if n < 0)
         raise ValueError(f"{name} must not decrease, got {offsets[i]} then {offsets[i + 1]}")
     if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"max_seqlen_{side}={max_seqlen}, but one has {max(lengths)} tokens")
+        raise ValueError(
+            f"max_seqlen_{side}={max_seqlen}, but a sequence has {max(lengths)} tokens"
+        )

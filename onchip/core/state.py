@@ -3,8 +3,8 @@
 Over any set of keys, attention is summarised by `m` (the largest score), `l` (the sum of exp(score
 - m)) and `acc` (the sum of exp(score - m) * value). States over disjoint keys merge; the merge is
 associative, commutative and has an identity, so keys can be visited in any order, in any cut, by
-any number of workers. At rest a state is `(out, lse)` with out = acc / l and lse = m + log(l).
-Everything else in this package decides only where the next keys come from.
+any number of workers. At rest (normalised) a state is `(out, lse)` with out = acc / l and lse = m +
+log(l). All other code of this package only decides which keys are folded in next.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 class State(NamedTuple):
-    """m, l: (..., rows); acc: (..., rows, head_dim_v). A row that has seen no key holds m = -inf, l
-    = 0, acc = 0.
+    """m, l: (..., rows); acc: (..., rows, head_dim_v). A row without keys so far has m = -inf, l =
+    0, acc = 0.
     """
 
     m: Tensor
@@ -49,30 +49,30 @@ def merge(a: State, b: State) -> State:
 
 
 def finalize(state: State) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a state; a row that has seen no key gives out = 0, lse = -inf."""
+    """(out, lse) of a state. A row without keys gives out = 0, lse = -inf."""
     l = state.l.masked_fill(state.l == 0, 1.0)  # such a row has acc = 0 and m = -inf already
     return state.acc / l[..., None], state.m + torch.log(l)
 
 
 def resume(out: Tensor, lse: Tensor) -> State:
-    """The state whose finalize() is (out, lse): m = lse and l = 1, or EMPTY where lse = -inf."""
+    """The inverse of finalize(): m = lse and l = 1, or EMPTY where lse = -inf."""
     return State(lse, (lse > -inf).to(lse.dtype), out)
 
 
 def add_sink(state: State, sink: Tensor) -> State:
-    """Fold in one more logit that has no value: it takes probability and gives nothing."""
+    """Fold in a sink: one more logit with a value of zero. It lowers the other probabilities."""
     m = torch.maximum(state.m, sink)
     pivot = _pivot(m)
     alpha = torch.exp(state.m - pivot)
     return State(m, state.l * alpha + torch.exp(sink - pivot), state.acc * alpha[..., None])
 
 
-def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """n-way merge of (out, lse) pairs, lse aligned with out[..., 0]; differentiable in all of them,
-    in the dtype of lse.
+def merge_out_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge n pairs (out, lse), where lse has the shape of out[..., 0]. Differentiable in all of
+    them; computed in the dtype of lse.
     """
     stacked = torch.stack(tuple(lses))
-    pivot = _pivot(stacked.detach().amax(0))  # cancels in both results, so it needs no gradient
+    pivot = _pivot(stacked.detach().amax(0))  # cancels in out and in lse, so it needs no gradient
     weights = torch.exp(stacked - pivot)
     total = weights.sum(0)
     seen = total > 0
@@ -85,4 +85,4 @@ def merge_at_rest(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tenso
 
 
 def _pivot(m: Tensor) -> Tensor:
-    return m.masked_fill(m == -inf, 0.0)  # nothing seen yet: -inf - -inf would be NaN
+    return m.masked_fill(m == -inf, 0.0)  # rows without keys: -inf - -inf would be NaN

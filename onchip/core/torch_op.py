@@ -1,9 +1,16 @@
-"""The torch op behind the public functions: schema, fakes, autograd and vmap. Its names are
-private.
+"""The torch ops behind the public functions: schema, fakes, autograd and vmap. The ops are private.
 
-One flat tuple crosses the op, because torch ops take tensors and scalars, not objects: the tensors
-(`Tensors` without its mask), fourteen scalars (`_scalars`), then the tensors of the mask, or the
-one that it will be built from. The plan is made inside: a compiled graph never specialises on it.
+    eager        attend -> run -> replayed (kernels/runtime/replay.py) -> _compute -> kernel
+    with grad    attend -> _EagerAttention -> run, run_backward
+    traced       attend -> onchip::attention -> _attention_autograd -> onchip::forward -> run
+
+The custom ops exist for torch.compile, export, torch.func and autograd tracing. An eager call skips
+them.
+
+A torch op takes tensors and scalars, not objects, so a call is flattened to one tuple: the tensors
+(`Tensors` without its mask), lengths and options, then the tensors of the mask, or the tensor that
+it will be built from. The schema is generated from the fields of `Tensors` and `Options`. The op
+chooses its kernel when it runs, so a compiled graph does not specialise on the choice.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,89 +44,99 @@ from onchip.core.derivatives import (
     refuse_second_order,
 )
 from onchip.core.dispatch import plan
-from onchip.core.flops import backward_flops, forward_flops, tell_counters
+from onchip.core.flops import backward_flops, forward_flops, register_flop_formulas
 from onchip.core.problem import (
+    CachedCall,
+    Options,
     Problem,
-    Question,
     Tensors,
     UnsupportedError,
-    ask,
     check_extras,
     check_packing,
     check_qkv,
     check_values,
     device_info,
+    insert_bounded,
     is_autocast,
     is_eager,
-    kept,
-    laid_out,
+    prepare,
+    resolve_layout,
 )
 from onchip.kernels.runtime.replay import MAX_TAPES, replayed
 from onchip.masks import later
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule, is_number
+from onchip.masks.later import DeferredMask, DeferredRule, is_number
 
 _LIB = torch.library.Library("onchip", "DEF")
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU")
 _NUM_TENSORS = len(Tensors._fields) - 1
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "Tensor? alibi_slopes, Tensor? bias, Tensor? sinks, Tensor? dropout_seed, "
-    "Tensor? page_table, Tensor? cache_seqlens, Tensor? tree_mask, "
-    "Tensor? places_q, Tensor? places_k, Tensor? k_scales, Tensor? v_scales, "
-    "SymInt seqlen_q, SymInt seqlen_k, float softmax_scale, bool causal, "
-    "SymInt? window_left, SymInt? window_right, float softcap, float dropout_p, "
-    "ScalarType out_dtype, bool return_stats, bool deterministic, bool return_lse, str? precision, "
-    "str? kernel, Tensor[] mask"
+# The options that are arguments of every op. The window is two arguments, precise_delta is an
+# argument of `attention` alone, and sm_partition exists only in eager calls.
+_SCALARS = tuple(
+    name for name in Options._fields if name not in ("window_size", "precise_delta", "sm_partition")
 )
+_SCHEMA_TYPES = {bool: "bool", float: "float", torch.dtype: "ScalarType", str | None: "str?"}
 
 
-_END = _NUM_TENSORS + 14  # where the mask begins
-_OUT_DTYPE = _NUM_TENSORS + 8
-_SAVED_TENSORS = 4  # dout, dlse, out and lse, before the arguments of a backward
+def _schema() -> str:
+    """The arguments of an op, in the order of `_flatten`, typed as in Tensors and Problem."""
+    optional = Tensors._field_defaults
+    tensors = (f"Tensor{'?' if n in optional else ''} {n}" for n in Tensors._fields[:_NUM_TENSORS])
+    lengths = "SymInt seqlen_q, SymInt seqlen_k, SymInt? window_left, SymInt? window_right"
+    scalars = (f"{_SCHEMA_TYPES[Problem.__annotations__[n]]} {n}" for n in _SCALARS)
+    return ", ".join((*tensors, lengths, *scalars, "str? kernel", "Tensor[] mask"))
 
 
-def attend(question: Question, x: Tensors, kernel: str | None) -> Result:
-    """The Result of a problem, differentiable in out and lse. The op is there for those who watch,
-    and would only cost time otherwise: 15 us, and 30 where gradients are recorded.
+_ARGUMENTS = _schema()
+_OUT_DTYPE = _NUM_TENSORS + 4 + _SCALARS.index("out_dtype")
+_END = _NUM_TENSORS + 4 + len(_SCALARS) + 1  # index of the mask's tensors
+_SAVED_TENSORS = 4  # dout, dlse, out and lse precede the other arguments of a backward
+
+
+def attend(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
+    """Compute a call; out and lse are differentiable. The custom op exists for torch.compile,
+    export and autograd tracing. An eager call skips it, which saves 15 us, and 30 us with
+    gradients.
     """
     if is_eager(x.q):
-        wants_grad = torch.is_grad_enabled() and _wants_grad(x)
-        return _attend_eagerly(question, x, kernel) if wants_grad else run(question, x, kernel)
-    problem = question.problem
-    tell_counters(_FLOPS)
-    mask = [] if x.mask is None else _mask_tensors(x.mask)
-    scalars = _scalars(problem, kernel)
-    out, lse, stats = _ATTENTION(*x[:_NUM_TENSORS], *scalars, mask, problem.precise_delta)
+        if torch.is_grad_enabled() and _requires_grad(x):
+            return _attend_with_grad(call, x, kernel)
+        return run(call, x, kernel)
+    problem = call.problem
+    register_flop_formulas(_FLOPS)
+    out, lse, stats = _ATTENTION(*_flatten(problem, x, kernel), problem.precise_delta)
     return Result(out, lse, Stats(*stats.unbind(0)) if problem.return_stats else None)
 
 
-def _unrounded(question: Question) -> Question:
-    """The same with an out that is left to be split, kept beside the question's tapes."""
-    known, key = question.known, ("unrounded",)
-    found = None if known is None else known.get(key)
-    if found is not None:
-        return found
-    problem = question.problem
+def _with_wide_out(call: CachedCall) -> CachedCall:
+    """The same call with an unrounded out, for `split`. It is cached in the cache of the call."""
+    cache, key = call.cache, ("unrounded",)
+    wide_call = None if cache is None else cache.get(key)
+    if wide_call is not None:
+        return wide_call
+    problem = call.problem
     wide = problem._replace(out_dtype=accumulator_dtype(problem.dtype))
-    return Question(wide) if known is None else kept(known, key, Question(wide, {}), MAX_TAPES)
+    return (
+        CachedCall(wide)
+        if cache is None
+        else insert_bounded(cache, key, CachedCall(wide, {}), MAX_TAPES)
+    )
 
 
 def split(out: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """protocol.split, in one launch on a GPU. out is contiguous. What is compiled calls the op:
-    Inductor would see that something is rounded and widened again, take the rounding back, and find
-    no residual.
+    """protocol.split, in one launch on a GPU. out must be contiguous. Compiled code calls this as
+    an op. Inlined, Inductor would cancel the round-trip to 16 bits and the residual would be zero.
     """
     return _residuals(out).split(out, dtype)
 
 
 def with_residual(dlse: Tensor | None, residual: Tensor, dout: Tensor) -> Tensor:
-    """protocol.with_residual, likewise."""
+    """protocol.with_residual, in one launch on a GPU."""
     return _residuals(dout).with_residual(dlse, residual, dout)
 
 
 def _residuals(t: Tensor) -> ModuleType:
-    """What compilers see of with_residual are operations of torch, which they fuse themselves."""
+    """The module with split and with_residual. Compilers get torch operations, which they fuse."""
     if t.is_cuda and is_eager(t) and device_info(t.device).has_triton:
         from onchip.kernels.triton import entry
 
@@ -128,32 +145,34 @@ def _residuals(t: Tensor) -> ModuleType:
 
 
 def _forward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
-    """A CUDA graph must not record a mask that is built from values: it would replay it."""
-    return _FORWARD_LATER if len(mask) == 1 else _FORWARD
+    """A mask of one tensor is built from values when the op runs. CUDA graphs must not capture that
+    op: a replay would reuse the mask of the capture.
+    """
+    return _FORWARD_DEFERRED if len(mask) == 1 else _FORWARD
 
 
 def _backward_op(mask: Sequence[Tensor]) -> Callable[..., Any]:
-    return _BACKWARD_LATER if len(mask) == 1 else _BACKWARD
+    return _BACKWARD_DEFERRED if len(mask) == 1 else _BACKWARD
 
 
-def _attend_eagerly(question: Question, x: Tensors, kernel: str | None) -> Result:
-    if question.problem.precise_delta:
-        question = _unrounded(question)
-    out, lse, *stats = _EagerAttention.apply(question, x, kernel, *_differentiable(x))
+def _attend_with_grad(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
+    if call.problem.precise_delta:
+        call = _with_wide_out(call)
+    out, lse, *stats = _EagerAttention.apply(call, x, kernel, *_differentiable(x))
     return Result(out, lse, Stats(*stats) if stats else None)
 
 
 class _EagerAttention(torch.autograd.Function):
-    """Objects pass through as they are. The differentiable tensors of x come once more, for
-    autograd to see.
+    """The gradient of an eager call. Objects pass through `apply` unchanged. The differentiable
+    tensors of x are passed a second time, because autograd sees only tensor arguments.
     """
 
     @staticmethod
-    def forward(ctx, question, x, kernel, *_):
-        (out, lse, stats), residual = run(question, x, kernel), None
-        if question.problem.precise_delta:
-            out, residual = split(out, question.problem.dtype)
-        ctx.call = question, x.mask, kernel
+    def forward(ctx, call, x, kernel, *_):
+        (out, lse, stats), residual = run(call, x, kernel), None
+        if call.problem.precise_delta:
+            out, residual = split(out, call.problem.dtype)
+        ctx.call = call, x.mask, kernel
         ctx.save_for_backward(*x[:_NUM_TENSORS], out, lse, residual)
         ctx.set_materialize_grads(False)
         if stats is None:
@@ -164,21 +183,21 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dout, dlse, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
-        question, mask, kernel = ctx.call
+        call, mask, kernel = ctx.call
         *tensors, out, lse, residual = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * (3 + len(_DIFFERENTIABLE))
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
         x = Tensors(*tensors, mask=mask)
-        grads = _gradients(question, x, kernel, (out, lse, dout, dlse))
+        grads = _gradients(call, x, kernel, (out, lse, dout, dlse))
         return None, None, None, *grads
 
     jvp = staticmethod(refuse_forward_mode)
 
 
-class _Attention(SingleLevel):
-    """The gradient of the op `attention`. `below` computes it one level below autograd."""
+class _TracedAttention(SingleLevel):
+    """The gradient of the op `attention`. `below` computes the forward one level below autograd."""
 
     @staticmethod
     def forward(ctx, below, precise_delta, *args):
@@ -195,24 +214,24 @@ class _Attention(SingleLevel):
     @staticmethod
     def backward(ctx, dout, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
         check_unmapped(dout, dlse)
-        *given, out, lse, residual = ctx.saved_tensors
-        tensors, mask = given[:_NUM_TENSORS], given[_NUM_TENSORS:]
+        *inputs, out, lse, residual = ctx.saved_tensors
+        tensors, mask = inputs[:_NUM_TENSORS], inputs[_NUM_TENSORS:]
         grads: list[Tensor | None] = [None] * (_END + len(mask))
         if dout is None and dlse is None:
             return None, None, *grads
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = dlse if residual is None else with_residual(dlse, residual, dout)
-        found = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
-        for place, grad in zip(_DIFFERENTIABLE, found, strict=True):
-            if tensors[place] is not None:
-                grads[place] = grad
+        computed = _GRADIENTS(dout, dlse, out, lse, *tensors, *ctx.scalars, mask)
+        for index, grad in zip(_DIFFERENTIABLE, computed, strict=True):
+            if tensors[index] is not None:
+                grads[index] = grad
         return None, None, *grads
 
     jvp = staticmethod(refuse_forward_mode)
 
 
-class _Gradients(SingleLevel):
-    """The op `gradients`, which has no derivative."""
+class _TracedGradients(SingleLevel):
+    """The op `gradients`. Its derivative raises UnsupportedError."""
 
     @staticmethod
     def forward(ctx, below, *args):
@@ -223,15 +242,15 @@ class _Gradients(SingleLevel):
 
 
 def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention` at the level of autograd."""
+    """The Autograd kernel of `attention`."""
     *inputs, mask, precise_delta = args
     has_transform = _has_transform()
     if not is_recorded([inputs[i] for i in _DIFFERENTIABLE]):
-        precise_delta = False  # there is no backward to keep a residual for
+        precise_delta = False  # no backward would read the residual
         apply = lambda below, _, *args: below(*args)
     else:
         _check_differentiable(inputs, has_transform and precise_delta)
-        apply = _Attention.record
+        apply = _TracedAttention.record
     if precise_delta:
         inputs[_OUT_DTYPE] = accumulator_dtype(inputs[0].dtype)
 
@@ -245,25 +264,25 @@ def _attention_autograd(keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor
 
 
 def _gradients_autograd(keyset: Any, *args: Any) -> tuple[Tensor, ...]:
-    """`gradients` at the level of autograd."""
+    """The Autograd kernel of `gradients`."""
     below = _backward_op(args[-1])
     if _has_transform():
         below = partial(_redispatch, _GRADIENTS, keyset)
-    given = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
-    return _Gradients.record(below, *args) if is_recorded(given) else below(*args)
+    inputs = (*args[:2], *(args[_SAVED_TENSORS + i] for i in _DIFFERENTIABLE))
+    return _TracedGradients.record(below, *args) if is_recorded(inputs) else below(*args)
 
 
 def _has_transform() -> bool:
-    """Whether a level of torch.func is active. Then the level below sees the same op again, because
-    it may differentiate as well. Otherwise it is the op that graphs record, `forward` or
-    `backward`: when such a graph runs, no call passes through Python's part of autograd.
+    """Whether a level of torch.func is active. Then the level below gets the same op again, because
+    that level may differentiate as well. Otherwise the level below gets `forward` or `backward`,
+    the ops that graphs record: a running graph then never enters autograd's Python code.
     """
     return _functorch.peek_interpreter_stack() is not None
 
 
 def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
-    """The op one level below, which records what it is asked to record: the forward of an
-    autograd.Function has switched that off.
+    """Call the op one level below, with gradient recording on: the forward of an autograd.Function
+    runs with it off, and the level below would record nothing.
     """
     below = torch._C._AutoDispatchBelowAutograd()
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), below:
@@ -273,22 +292,21 @@ def _redispatch(op: Any, keyset: Any, *args: Any) -> Any:
 def _check_differentiable(args: Sequence[Any], keeps_residual: bool) -> None:
     if args[Tensors._fields.index("page_table")] is not None:
         raise UnsupportedError(
-            "paged_attention has no derivative, and one of its tensors asks for one: detach it"
+            "paged_attention has no derivative, and one of its tensors requires one: detach it"
         )
     if keeps_residual:
         raise UnsupportedError("precise_delta is not served under transforms of torch.func")
 
 
-def _gradients(question: Question, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
-    """What `_differentiable` gave receives; saved is (out, lse, dout, dlse)."""
+def _gradients(call: CachedCall, x: Tensors, kernel: str | None, saved: tuple) -> Sequence:
+    """The gradients of `_differentiable(x)`. saved: (out, lse, dout, dlse)."""
     if is_eager(x.q):
-        return run_backward(question, x, kernel, *saved)
-    tell_counters(_FLOPS)
-    out, lse, dout, dlse = saved  # a forward nobody watched, but its backward is being compiled
-    args = (*x[:_NUM_TENSORS], *_scalars(question.problem, kernel))
-    mask = [] if x.mask is None else _mask_tensors(x.mask)
-    found = _backward_op(mask)(dout, dlse, out, lse, *args, mask)
-    return [None if t is None else g for t, g in zip(_differentiable(x), found, strict=True)]
+        return run_backward(call, x, kernel, *saved)
+    register_flop_formulas(_FLOPS)
+    out, lse, dout, dlse = saved  # the forward was eager, its backward is being compiled
+    args = _flatten(call.problem, x, kernel)
+    grads = _backward_op(args[-1])(dout, dlse, out, lse, *args)
+    return [None if t is None else g for t, g in zip(_differentiable(x), grads, strict=True)]
 
 
 _DIFFERENTIABLE = [Tensors._fields.index(name) for name in ("q", "k", "v", "bias", "sinks")]
@@ -298,106 +316,64 @@ def _differentiable(x: Tensors) -> tuple[Tensor | None, ...]:
     return x.q, x.k, x.v, x.bias, x.sinks
 
 
-def _wants_grad(x: Tensors) -> bool:
+def _requires_grad(x: Tensors) -> bool:
     if x.q.requires_grad or x.k.requires_grad or x.v.requires_grad:
         return True
     return any(t is not None and t.requires_grad for t in (x.bias, x.sinks))
 
 
-def _scalars(problem: Problem, kernel: str | None) -> tuple:
-    return (
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.softmax_scale,
-        problem.causal,
-        *problem.window_size,
-        problem.softcap,
-        problem.dropout_p,
-        problem.out_dtype,
-        problem.return_stats,
-        problem.deterministic,
-        problem.return_lse,
-        problem.precision,
-        kernel,
-    )
+def _flatten(problem: Problem, x: Tensors, kernel: str | None) -> tuple:
+    """The arguments of an op for a call. `_unflatten` is the inverse."""
+    lengths = (problem.seqlen_q, problem.seqlen_k, *problem.window_size)
+    scalars = [getattr(problem, name) for name in _SCALARS]
+    mask = [] if x.mask is None else _mask_tensors(x.mask)
+    return *x[:_NUM_TENSORS], *lengths, *scalars, kernel, mask
 
 
 def _unflatten(args: tuple) -> tuple[Problem, Tensors, str | None]:
-    x = Tensors(*args[:_NUM_TENSORS])
-    seqlen_q, seqlen_k, softmax_scale, causal, left, right, softcap, dropout_p, *rest = args[
-        _NUM_TENSORS:_END
-    ]
-    out_dtype, return_stats, deterministic, return_lse, precision, kernel = rest
-    q, k, v, cu_seqlens_q = x[:4]
-    packed, mask = cu_seqlens_q is not None, args[_END]
-    if len(mask) > 1:  # built for the lengths that the graph was traced with
-        x = x._replace(mask=_mask_object(mask, seqlen_q, seqlen_k))
-    if not packed:  # a graph that was traced with other lengths may still hold those
-        seqlen_q = q.shape[1]
-    if x.page_table is not None:
-        seqlen_k = x.page_table.shape[1] * k.shape[1]
-    elif not packed:
-        seqlen_k = k.shape[1]
-    if len(mask) == 1 and is_number(mask[0]):
-        grid = q.shape[0], q.shape[2], seqlen_q, seqlen_k
-        x = x._replace(mask=LaterRule(mask[0], grid, q.device))
-    elif mask and x.mask is None:
-        x = x._replace(mask=Later(mask[0], seqlen_q, seqlen_k))
-    problem = Problem(
-        cu_seqlens_q.shape[0] - 1 if packed else q.shape[0],
-        seqlen_q,
-        seqlen_k,
-        q.shape[-2],
-        k.shape[-2],
-        q.shape[-1],
-        v.shape[-1],
-        q.dtype,
-        out_dtype,
-        softmax_scale,
-        causal,
-        (left, right),
-        softcap,
-        dropout_p,
-        packed,
-        x.mask is not None,
-        x.alibi_slopes is not None,
-        x.bias is not None,
-        x.sinks is not None,
-        return_stats,
-        deterministic,
-        page_size=0 if x.page_table is None else k.shape[1],
-        has_tree_mask=x.tree_mask is not None,
-        has_places=x.places_q is not None,
-        return_lse=return_lse,
-        page_dtype=None if x.k_scales is None else k.dtype,
-        precision=precision,
-    )
-    return problem, x, kernel
+    """The problem, tensors and kernel of an op's arguments. The lengths of a dense call are read
+    from its tensors: a graph traced with other lengths may still hold the lengths of its trace.
+    """
+    x, mask = Tensors(*args[:_NUM_TENSORS]), args[_END]
+    seqlen_q, seqlen_k, left, right, *scalars, kernel = args[_NUM_TENSORS:_END]
+    options = Options(window_size=(left, right), **dict(zip(_SCALARS, scalars, strict=True)))
+    problem = Problem.of(x, options, (seqlen_q, seqlen_k))
+    if not mask:
+        return problem, x, kernel
+    if len(mask) > 1:  # a BlockMask, for the lengths that the graph was traced with
+        built = _find_mask(mask, seqlen_q, seqlen_k)
+    elif is_number(mask[0]):
+        grid = problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k
+        built = DeferredRule(mask[0], grid, x.q.device)
+    else:
+        built = DeferredMask(mask[0], problem.seqlen_q, problem.seqlen_k)
+    return problem._replace(has_mask=True), x._replace(mask=built), kernel
 
 
-# The op hands back the tensors it was given, so the mask they came from, and whatever it has
-# cached for the host, is found again by their identity.
+# The op sees the caller's tensor objects, so the identity of a mask's tensors finds the BlockMask
+# again, with the host data that it has cached.
 _MASKS: WeakValueDictionary[int, BlockMask] = WeakValueDictionary()
 
 
-def _mask_tensors(mask: BlockMask | Later) -> list[Tensor]:
-    if isinstance(mask, Later):
+def _mask_tensors(mask: BlockMask | DeferredMask) -> list[Tensor]:
+    if isinstance(mask, DeferredMask):
         return mask.tensors()
     if not torch.compiler.is_compiling():
         _MASKS[id(mask.tiles)] = mask
     return mask.tensors()
 
 
-def _mask_object(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
-    known = _MASKS.get(id(tensors[-1]))
-    if known is not None and known.tiles is tensors[-1] and known.rows[0] is tensors[0]:
-        return known  # and not another part of its heads, which has the same tiles
+def _find_mask(tensors: Sequence[Tensor], seqlen_q: int, seqlen_k: int) -> BlockMask:
+    mask = _MASKS.get(id(tensors[-1]))
+    # A slice of the mask's heads has the same tiles, but other rows.
+    if mask is not None and mask.tiles is tensors[-1] and mask.rows[0] is tensors[0]:
+        return mask
     return BlockMask.from_tensors(list(tensors), seqlen_q, seqlen_k)
 
 
-def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
-    """Checked when the graph was traced, and now again: the graphs of torch.jit.trace and make_fx
-    may be called with tensors of other shapes.
+def _check_described(x: Tensors, problem: Problem, _: Any) -> Problem:
+    """Validate a call that was described when its graph was traced: the graphs of torch.jit.trace
+    and make_fx may be called with tensors of other shapes.
     """
     if problem.page_size:
         paged.check_shapes(problem, x)
@@ -408,88 +384,88 @@ def _described(x: Tensors, problem: Problem, _: Any) -> Problem:
     check_extras(problem, x)
     if problem.out_dtype not in (problem.dtype, accumulator_dtype(problem.dtype)):
         raise ValueError(
-            f"a graph that was traced for {problem.out_dtype} is given {problem.dtype}"
+            f"a graph that was traced for {problem.out_dtype} got tensors of {problem.dtype}"
         )
     return problem
 
 
-def built_once(mask: Tensor, seqlen_k: int) -> Tensor:
-    """A dense mask or the bounds of spans, over seqlen_k keys, for several calls of a graph that is
-    being compiled: built when the graph runs, once for all of them.
+def build_once(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Mark a dense mask or the bounds of spans, over seqlen_k keys, in a graph that is being
+    compiled. When the graph runs, it builds the mask once for all calls that use it.
     """
     return torch.ops.onchip.mask(mask, seqlen_k)
 
 
-def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
-    """A tensor of its own, whose meaning is kept for as long as the object lives."""
-    kept = _spaced(mask)
-    kept.copy_(mask)
-    later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
-    return kept
+def _copy_mask(mask: Tensor, seqlen_k: int) -> Tensor:
+    """Copy the mask's tensor, and cache the BlockMask built from it while the copy exists."""
+    copy = _empty_padded(mask)
+    copy.copy_(mask)
+    later.keep(copy, DeferredMask(copy, mask.shape[-2], seqlen_k).built())
+    return copy
 
 
-def _spaced(mask: Tensor, _: Any = None) -> Tensor:
-    """Room for a mask, of strides that no graph gives to what it computes. Inductor computes into
-    memory that it does not need any more, and if strides are the same, into the same object: what
-    is kept of a mask would be taken for the meaning of a tensor that was computed from it.
+def _empty_padded(mask: Tensor, _: Any = None) -> Tensor:
+    """An empty tensor of the mask's shape, with strides that no graph gives to its results.
+    Inductor reuses the memory of dead tensors, and with equal strides the same tensor object: then
+    the cached BlockMask of a mask would be found for a tensor computed from that mask.
     """
     return mask.new_empty((*mask.shape[:-1], mask.shape[-1] + 1))[..., :-1]
 
 
-def _settled(x: Tensors) -> Tensors:
-    return x._replace(mask=x.mask.built()) if isinstance(x.mask, Later) else x
+def _build_mask(x: Tensors) -> Tensors:
+    return x._replace(mask=x.mask.built()) if isinstance(x.mask, DeferredMask) else x
 
 
 def _attention(*args):
-    """Where there is no autograd: in inference mode."""
+    """`attention` without autograd, as in inference mode."""
     return _forward(*args[:-1])
 
 
 def _forward(*args):
     problem, x, kernel = _unflatten(args)
     _check_unrecorded(x)
-    x = _settled(x)
-    out, lse, stats = run(posed(x, problem), x, kernel)
-    return out, lse, _nothing(lse) if stats is None else torch.stack(stats)
+    x = _build_mask(x)
+    out, lse, stats = run(prepare_checked(x, problem), x, kernel)
+    return out, lse, _empty(lse) if stats is None else torch.stack(stats)
 
 
 def _check_unrecorded(x: Tensors) -> None:
-    """A graph of make_fx holds the forward alone: it must not be differentiated."""
+    """A graph of make_fx without gradients holds the forward alone, and must not be differentiated:
+    its gradient would be missing.
+    """
     tensors = [t for t in _differentiable(x) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise UnsupportedError(
-            "this graph was traced without its gradient, and a tensor that it is given requires"
-            " one: trace with tensors that do, or pass them detached"
+            "this graph was traced without its gradient, and one of its inputs requires one:"
+            " trace with inputs that require a gradient, or detach them"
         )
     if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
-        refuse_forward_mode(None)  # below autograd a tangent cannot be seen: there may be one
+        refuse_forward_mode(None)  # tangents are not visible below autograd: there may be one
 
 
-def posed(x: Tensors, problem: Problem) -> Question:
-    """The Question of a problem that was checked before."""
-    return ask(_described, x, problem, ())
+def prepare_checked(x: Tensors, problem: Problem) -> CachedCall:
+    """The CachedCall of a Problem that was described before. Shapes are validated again."""
+    return prepare(_check_described, x, problem, ())
 
 
-def run(question: Question, x: Tensors, kernel: str | None) -> Result:
-    """The Result of a problem, without gradient and without the op: for those who have a gradient
-    of their own.
-    """
-    check_values(question.problem, x)
-    paged.check_values(question.problem, x)
-    return replayed(_compute, question, x, kernel)
+def run(call: CachedCall, x: Tensors, kernel: str | None) -> Result:
+    """Compute a call without gradient and without the op. For callers with their own autograd."""
+    check_values(call.problem, x)
+    paged.check_values(call.problem, x)
+    return replayed(_compute, call, x, kernel)
 
 
-def get_merge_fn(question: Question, x: Tensors, kernel: str | None) -> MergeFn | None:
-    """Backend.get_merge_fn of the backend that runs this problem."""
-    return _choose_backend(question.problem, x, kernel).get_merge_fn(question.problem, x)
+def get_merge_fn(call: CachedCall, x: Tensors, kernel: str | None) -> MergeFn | None:
+    """Backend.get_merge_fn of the backend that runs this call."""
+    return _choose_backend(call.problem, x, kernel).get_merge_fn(call.problem, x)
 
 
 def _compute(problem: Problem, x: Tensors, kernel: str | None) -> Result:
-    parts = [] if kernel else paged.parts(problem, x)
+    parts = [] if kernel else paged.split_mixed_batch(problem, x)
     if not parts:
         return _serve(problem, x, kernel)
-    found = [(part, _serve(part.problem, part.x, kernel)) for part in parts]
-    return paged.joined(problem, x, found)
+    results = [(part, _serve(part.problem, part.x, kernel)) for part in parts]
+    return paged.join_parts(problem, x, results)
 
 
 def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
@@ -502,20 +478,20 @@ def _serve(problem: Problem, x: Tensors, kernel: str | None) -> Result:
 
 def _forward_of(backend: Backend, problem: Problem) -> paged.Forward:
     if problem.page_size and not backend.reads_pages:
-        return partial(paged.through_gather, backend.forward)
+        return partial(paged.gather_and_forward, backend.forward)
     return backend.forward
 
 
 def _backward(dout, dlse, out, lse, *args):
     problem, x, kernel = _unflatten(args)
-    x = _settled(x)
-    question = posed(x, problem)
-    grads = run_backward(question, x, kernel, out, lse, dout, dlse)
-    return tuple(_nothing(lse) if g is None else g for g in grads)
+    x = _build_mask(x)
+    call = prepare_checked(x, problem)
+    grads = run_backward(call, x, kernel, out, lse, dout, dlse)
+    return tuple(_empty(lse) if g is None else g for g in grads)
 
 
 def run_backward(
-    question: Question,
+    call: CachedCall,
     x: Tensors,
     kernel: str | None,
     out: Tensor,
@@ -523,8 +499,8 @@ def run_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    """Its gradients; out and lse as core/backend.py has them."""
-    return replayed(_compute_backward, question, x, kernel, out, lse, dout.contiguous(), dlse)
+    """The gradients of a call. out and lse: see core/backend.py."""
+    return replayed(_compute_backward, call, x, kernel, out, lse, dout.contiguous(), dlse)
 
 
 def _compute_backward(
@@ -536,7 +512,7 @@ def _compute_backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Grads:
-    if problem.precision is not None:  # straight through: the gradient of q, k and v as they come
+    if problem.precision is not None:  # straight-through: the gradient of unquantised q, k and v
         problem, kernel = problem._replace(precision=None), None
     backward = _choose_backend(problem, x, kernel, backward=True).backward
     if not is_autocast(x.q):
@@ -545,16 +521,16 @@ def _compute_backward(
         return backward(problem, x, out, lse, dout, dlse)
 
 
-def get_accumulate_fn(question: Question, x: Tensors, kernel: str | None) -> AccumulateFn | None:
-    """Backend.get_accumulate_fn of the backend that runs this problem's backward."""
-    backend = _choose_backend(question.problem, x, kernel, backward=True)
-    return backend.get_accumulate_fn(question.problem)
+def get_accumulate_fn(call: CachedCall, x: Tensors, kernel: str | None) -> AccumulateFn | None:
+    """Backend.get_accumulate_fn of the backend that runs this call's backward."""
+    backend = _choose_backend(call.problem, x, kernel, backward=True)
+    return backend.get_accumulate_fn(call.problem)
 
 
 def _choose_backend(
     problem: Problem, x: Tensors, kernel: str | None, backward: bool = False
 ) -> Backend:
-    return plan(laid_out(problem, x), device_info(x.q.device), kernel, backward).backend
+    return plan(resolve_layout(problem, x), device_info(x.q.device), kernel, backward).backend
 
 
 def _attention_fake(*args):
@@ -564,14 +540,14 @@ def _attention_fake(*args):
 def _forward_fake(*args):
     problem, x, _ = _unflatten(args)
     out, lse = empty_result(problem, x)
-    return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _nothing(lse)
+    return out, lse, lse.new_empty(2, *lse.shape) if problem.return_stats else _empty(lse)
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
     _, x, _ = _unflatten(args)
     dq, dk, dv = (t.new_empty(t.shape) for t in x[:3])
     extras = (
-        _nothing(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
+        _empty(lse) if t is None else t.new_empty(t.shape, dtype=lse.dtype)
         for t in (x.bias, x.sinks)
     )
     return dq, dk, dv, *extras
@@ -589,20 +565,20 @@ def _split_fake(out, dtype):
     return torch.empty_like(out, dtype=dtype), torch.empty_like(out, dtype=dtype)
 
 
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty(0)  # an op returns tensors, so an absent one is empty
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(0)  # an op returns tensors, not None
 
 
 def _no_autocast(q: Tensor) -> torch.autocast:
-    """Inside a kernel fp32 means fp32: autocast must not lower its products."""
+    """Switch autocast off inside a kernel: it would lower the products in fp32."""
     return torch.autocast(q.device.type, enabled=False)
 
 
 def _attention_vmap(info, in_dims, *args):
     """vmap of a dense forward: the mapped dimension joins the batch."""
     size = info.batch_size
-    *given, precise_delta = args
-    out, lse, stats = _ATTENTION(*_folded(size, in_dims, given), precise_delta)
+    *inputs, precise_delta = args
+    out, lse, stats = _ATTENTION(*_fold_arguments(size, in_dims, inputs), precise_delta)
     out, lse = (t.unflatten(0, (size, -1)) for t in (out, lse))
     if not stats.numel():
         return (out, lse, stats), (0, 0, None)
@@ -610,32 +586,32 @@ def _attention_vmap(info, in_dims, *args):
 
 
 def _forward_vmap(info, in_dims, *args):
-    """A graph that is mapped when it runs."""
+    """vmap of a traced graph when it runs."""
     return _attention_vmap(info, (*in_dims, None), *args, False)
 
 
 def _gradients_vmap(info, in_dims, *args):
-    """The same of its gradients: each entry of the mapped dimension gets its own."""
+    """vmap of the gradients: each entry of the mapped dimension gets its own."""
     size, n = info.batch_size, _SAVED_TENSORS
     x = Tensors(*args[n : n + _NUM_TENSORS])
     if x.bias is not None or x.sinks is not None:
         raise UnsupportedError("vmap does not serve the gradients of bias and sinks")
     saved = [_fold(t, dim, size) for t, dim in zip(args[:n], in_dims, strict=False)]
-    found = _GRADIENTS(*saved, *_folded(size, in_dims[n:], args[n:]))
-    grads = [t.unflatten(0, (size, -1)) for t in found[:3]]
-    return (*grads, *found[3:]), (0, 0, 0, None, None)
+    grads = _GRADIENTS(*saved, *_fold_arguments(size, in_dims[n:], args[n:]))
+    mapped = [t.unflatten(0, (size, -1)) for t in grads[:3]]
+    return (*mapped, *grads[3:]), (0, 0, 0, None, None)
 
 
-def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
-    """The arguments of a dense call, a mapped dimension of `size` entries being part of the batch.
-    What has no batch (sinks, a seed) must be the same for all entries, and dropout counts sequences
-    by their place in the batch, which would change.
+def _fold_arguments(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
+    """The arguments of a dense call, with a mapped dimension of `size` entries folded into the
+    batch. Tensors without a batch (sinks, a seed) must be the same for all entries. Dropout is
+    refused: it depends on the batch index, which folding changes.
     """
     dims = dict(zip(Tensors._fields, in_dims, strict=False))
     x = Tensors(*args[:_NUM_TENSORS])
     mapped = {name for name in Tensors._fields[:_NUM_TENSORS] if dims[name] is not None}
-    foreign = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.places_q)
-    if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in foreign):
+    unmappable = (x.cu_seqlens_q, x.dropout_seed, x.page_table, x.positions_q)
+    if mapped - {"q", "k", "v", "bias", "alibi_slopes"} or any(t is not None for t in unmappable):
         raise UnsupportedError(
             "vmap serves dense calls mapped over q, k, v, bias, alibi_slopes and tensors as masks,"
             " without dropout"
@@ -651,7 +627,7 @@ def _folded(size: int, in_dims: Sequence, args: Sequence) -> list[Any]:
 
 
 def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
-    """t with the mapped dimension as part of its first, the batch."""
+    """t with the mapped dimension folded into its first, the batch."""
     if t is None:
         return None
     t = t.expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
@@ -659,8 +635,8 @@ def _fold(t: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _fold_shared(t: Tensor | None, dim: int | None, size: int, batch: int, rank: int) -> Any:
-    """The same for a tensor of at most `rank` dimensions that entries of the batch may share, as
-    they go on to do if it is not mapped.
+    """_fold for a tensor of at most `rank` dimensions that batch entries may share. If it is not
+    mapped, they still share it.
     """
     if t is None or dim is None and (t.dim() < rank or t.shape[0] == 1 < batch):
         return t
@@ -676,18 +652,18 @@ def _fold_mask(mask: list[Tensor], dims: Any, size: int, batch: int) -> list[Ten
     if len(mask) == 1:
         return [_fold_shared(mask[0], dims[0], size, batch, 4)]
     if any(dim is not None for dim in dims or ()):
-        raise UnsupportedError("vmap does not map over a mask that is built: map over a tensor")
+        raise UnsupportedError("vmap does not map over a BlockMask: map over a bool tensor")
     return BlockMask.from_tensors(mask, 0, 0).repeat_batch(size).tensors() if mask else mask
 
 
 _SAVED = "Tensor dout, Tensor? dlse, Tensor out, Tensor lse"
 _RESULT, _GRADS = "(Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
-# `attention` and its `gradients` are differentiated and mapped; graphs record the others.
+# Autograd and vmap apply to `attention` and `gradients`; graphs record the other ops.
 _LIB.define(f"attention({_ARGUMENTS}, bool precise_delta) -> {_RESULT}")
 _LIB.define(f"gradients({_SAVED}, {_ARGUMENTS}) -> {_GRADS}")
 _LIB.impl("attention", _attention_autograd, "Autograd", with_keyset=True)
 _LIB.impl("gradients", _gradients_autograd, "Autograd", with_keyset=True)
-for _name, _tags in (("", ()), ("_later", torch.Tag.cudagraph_unsafe)):
+for _name, _tags in (("", ()), ("_deferred", torch.Tag.cudagraph_unsafe)):
     _LIB.define(f"forward{_name}({_ARGUMENTS}) -> {_RESULT}", tags=_tags)
     _LIB.define(f"backward{_name}({_SAVED}, {_ARGUMENTS}) -> {_GRADS}", tags=_tags)
 _LIB.define("mask(Tensor mask, SymInt seqlen_k) -> Tensor", tags=torch.Tag.cudagraph_unsafe)
@@ -696,17 +672,17 @@ _KERNELS = {
     "attention": (_attention, _attention_fake),
     "gradients": (_backward, _backward_fake),
     "forward": (_forward, _forward_fake),
-    "forward_later": (_forward, _forward_fake),
+    "forward_deferred": (_forward, _forward_fake),
     "backward": (_backward, _backward_fake),
-    "backward_later": (_backward, _backward_fake),
-    "mask": (_keep_mask, _spaced),
+    "backward_deferred": (_backward, _backward_fake),
+    "mask": (_copy_mask, _empty_padded),
     "split": (split, _split_fake),
 }
 for _name, (_kernel, _fake) in _KERNELS.items():
     for _key in _BACKENDS:
         _LIB.impl(_name, _kernel, _key)
     torch.library.register_fake(f"onchip::{_name}", _fake, lib=_LIB)
-for _name in ("", "_later"):
+for _name in ("", "_deferred"):
     torch.library.register_vmap(f"onchip::forward{_name}", _forward_vmap, lib=_LIB)
     torch.library.register_vmap(f"onchip::backward{_name}", _gradients_vmap, lib=_LIB)
 torch.library.register_vmap("onchip::attention", _attention_vmap, lib=_LIB)
@@ -715,12 +691,12 @@ _ATTENTION = torch.ops.onchip.attention.default
 _GRADIENTS = torch.ops.onchip.gradients.default
 _FORWARD = torch.ops.onchip.forward.default
 _BACKWARD = torch.ops.onchip.backward.default
-_FORWARD_LATER = torch.ops.onchip.forward_later.default
-_BACKWARD_LATER = torch.ops.onchip.backward_later.default
+_FORWARD_DEFERRED = torch.ops.onchip.forward_deferred.default
+_BACKWARD_DEFERRED = torch.ops.onchip.backward_deferred.default
 _FLOPS = {
     torch.ops.onchip.attention: _forward_flops,
     torch.ops.onchip.forward: _forward_flops,
-    torch.ops.onchip.forward_later: _forward_flops,
+    torch.ops.onchip.forward_deferred: _forward_flops,
     torch.ops.onchip.backward: _backward_flops,
-    torch.ops.onchip.backward_later: _backward_flops,
+    torch.ops.onchip.backward_deferred: _backward_flops,
 }

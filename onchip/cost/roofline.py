@@ -305,7 +305,7 @@ def gradient_step(
 
 def steps(problem: Problem, own: int, tile: int, keys: bool = False) -> Tensor:
     """Tiles of the other side that each tile of `own` queries (keys: of own keys) sees."""
-    left, right = problem.reach
+    left, right = problem.window
     length, other = problem.seqlen_q, problem.seqlen_k
     if keys:
         length, other, left, right = other, length, right, left

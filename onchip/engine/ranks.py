@@ -72,13 +72,13 @@ class Ranks:
             return load(checkpoint, device, chosen)
         from onchip.parallel import tensor  # not before: torch.distributed is slow to import
 
-        self._job = tensor.join(self._world_size, device)
+        self._job = tensor.join_group(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
     def agree(self, number: int) -> int:
         """The smallest of all ranks."""
-        return number if self.alone else self._job.smallest(number)
+        return number if self.alone else self._job.reduce_min(number)
 
     def leave(self) -> None:
         if self._job is not None:

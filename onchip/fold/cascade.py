@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import SMPartition, UnsupportedError
-from onchip.core.state import merge_at_rest
+from onchip.core.problem import SCORE_OPTIONS, SMPartition, UnsupportedError
+from onchip.core.state import merge_out_lse
 from onchip.cost.prefixes import Costs, Together
 
 Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
@@ -184,7 +184,7 @@ def run(
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
     A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
     counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
-    of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
+    of the levels: state.merge_out_lse unless a device has a kernel for it. at_once(own, level) is
     given both calls, each with an `sm_partition` among its options, makes them so that they run at
     the same time, and returns what attend would have; or None. Then, and without it, they come in
     turn.
@@ -223,7 +223,7 @@ def _side_by_side(
     return at_once(own.on_partition(own_programs, False), level.on_partition(level_programs, True))
 
 
-FOR_ALL = {"softmax_scale", "softcap", "kernel", "deterministic", "k_scales", "v_scales"}
+FOR_ALL = {*SCORE_OPTIONS, "kernel", "deterministic", "k_scales", "v_scales"}
 FOR_OWN = {"causal", "sinks", "tree_mask"}
 REFUSED = {
     "window_size": "a window hides a different part of the prefix from every query",
@@ -296,7 +296,7 @@ def _packed_lse(lse: Tensor) -> Tensor:
 def _merge(own: Pair, parts: list[Part], out_dtype: torch.dtype) -> Pair:
     states = [own, *(state for part in parts for state in _states(part))]
     outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
-    out, lse = merge_at_rest(outs, lses)
+    out, lse = merge_out_lse(outs, lses)
     return out.transpose(0, 1).to(out_dtype), lse
 
 

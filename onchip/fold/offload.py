@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import UnsupportedError, Window, check_layout, check_window
+from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window, check_layout, check_window
 from onchip.core.state import add_sink, finalize, resume
 from onchip.fold.fold import fold
 
@@ -88,7 +88,7 @@ def run(
     attend is called like onchip.attention, once per segment of at most segment_bytes of keys and
     values (twice that is on a device at a time). causal and window are aligned bottom-right over
     the whole source, segments that no query sees are never read, a sink counts once. Other options
-    (softmax_scale, softcap, kernel) go to every call. No gradient.
+    (OPTIONS, such as softmax_scale) go to every call. No gradient.
     """
     _check(q, source, window_size, sinks, options)
     room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
@@ -107,7 +107,7 @@ def run(
     return out.to(out_dtype or q.dtype), lse
 
 
-OPTIONS = {"softmax_scale", "softcap", "kernel", "deterministic"}
+OPTIONS = {*SCORE_OPTIONS, "kernel", "deterministic"}
 REFUSED = {
     "alibi_slopes": "a segment does not know how far its keys are from the queries",
     "bias": "a bias over all keys would be larger than the keys",

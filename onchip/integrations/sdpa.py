@@ -100,10 +100,10 @@ def why(
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale)
     try:
         if chosen == "math":
-            math_ask(*call, enable_gqa).posed()
+            math_ask(*call, enable_gqa).prepare()
         elif chosen in ("flash", "efficient"):
             bias = as_bias(attn_mask, query.dtype)
-            Ask(query, key, value, bias, *call[4:], chosen == "efficient" or query.is_cpu).posed()
+            Ask(query, key, value, bias, *call[4:], chosen == "efficient" or query.is_cpu).prepare()
         else:
             return f"torch chose its {chosen} path (by its backends that are on)"
     except ValueError as error:

@@ -16,8 +16,8 @@ from torch.autograd import forward_ad as fwAD
 from torch.nn import functional as F
 
 from onchip.core import torch_op
-from onchip.core.functional import Extras, pose
-from onchip.core.problem import Options, Question, Tensors, UnsupportedError, is_eager
+from onchip.core.functional import prepare_attention
+from onchip.core.problem import CachedCall, Options, Tensors, UnsupportedError, is_eager
 from onchip.integrations.flash_attn.options import contiguous
 from onchip.integrations.sdpa_masks import block_mask
 
@@ -47,9 +47,9 @@ class Ask(NamedTuple):
         rows, keys = self.query.shape[2], self.key.shape[2]
         return min(rows, keys) if self.is_causal and self.top_left else keys
 
-    def posed(self, seed: Tensor | None = None) -> tuple[Question, Tensors]:
+    def prepare(self, seed: Tensor | None = None) -> tuple[CachedCall, Tensors]:
         """The question in our words, over the keys that are seen."""
-        extras = Extras(**self._mask(), dropout_seed=seed)  # first: it refuses the most calls
+        scores = self._mask()  # first: it refuses the most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
         rows, keys = q.shape[1], self.seen
         options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
@@ -57,7 +57,8 @@ class Ask(NamedTuple):
             options = options._replace(window_size=(None, rows - keys))  # query i stands at key i
         elif self.is_causal:
             options = options._replace(causal=True)
-        return pose(q, k[:, :keys], v[:, :keys], options, extras)
+        x = Tensors(q, k[:, :keys], v[:, :keys], bias=scores.get("bias"))
+        return prepare_attention(x, options, mask=scores.get("mask"), dropout_seed=seed)
 
     def _mask(self) -> dict[str, Any]:
         """On the CPU the values may decide: a bias that only hides keys is a mask, whose empty
@@ -235,8 +236,8 @@ def math_forward(
     if dropout_mask is not None:
         raise _left_to_math("dropout_mask is given")
     ask = math_ask(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    question, x = ask.posed(_draw_seed(ask))
-    out = torch_op.attend(question, x, None).out.transpose(1, 2)
+    call, x = ask.prepare(_draw_seed(ask))
+    out = torch_op.attend(call, x, None).out.transpose(1, 2)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
     return out, out.new_full((), torch.nan).expand(*query.shape[:-1], key.shape[-2])
 
@@ -305,18 +306,18 @@ def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Te
     """out and lse (batch, heads, seqlen_q). like_query: out has the strides of the query, where
     they are dense; otherwise those of (batch, seqlen, heads, head_dim).
     """
-    question, x = ask.posed(seed)
-    out, lse, _ = torch_op.run(question, x, None)
+    call, x = ask.prepare(seed)
+    out, lse, _ = torch_op.run(call, x, None)
     out = out.transpose(1, 2)
     return _laid_out_like(ask.query, out) if like_query else out, lse
 
 
 def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
     """dq, dk, dv with the strides of (batch, seqlen, heads, head_dim), and dbias."""
-    question, x = ask.posed(seed)
+    call, x = ask.prepare(seed)
     out, lse, dout = saved
     out, dout = out.transpose(1, 2).contiguous(), dout.transpose(1, 2)
-    found = torch_op.run_backward(question, x, None, out, lse.contiguous(), dout, None)
+    found = torch_op.run_backward(call, x, None, out, lse.contiguous(), dout, None)
     dq, dk, dv, dbias = found[:4]
     behind = ask.key.shape[2] - ask.seen
     dk, dv = (F.pad(g, (0, 0, 0, 0, 0, behind)) if behind else g for g in (dk, dv))

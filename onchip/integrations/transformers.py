@@ -21,7 +21,7 @@ from onchip.core.functional import attention, varlen_attention
 from onchip.core.problem import UnsupportedError
 from onchip.masks import later, mods
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 from onchip.models import interface
 from onchip.models.interface import options_of
 from onchip.models.rules import Reading, read
@@ -203,7 +203,7 @@ def _traced(asked: dict[str, Any]) -> Tensor | None:
         return None
     cells = _cells(asked)
     odd = asked.get("use_vmap") or rule.__name__ == "or_mask"  # unions are not always intervals
-    return torch_op.built_once(cells if odd else _bounds_of(cells), asked["kv_length"])
+    return torch_op.build_once(cells if odd else _bounds_of(cells), asked["kv_length"])
 
 
 def _additive(cells: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -274,7 +274,7 @@ def _blocks(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
     """Built once for all layers. A dense mask may be somebody's who writes to it, which tensors of
     inference mode would not tell.
     """
-    built = Later(mask, seqlen_q, seqlen_k).built()
+    built = DeferredMask(mask, seqlen_q, seqlen_k).built()
     if mods.is_spans(mask) or not mask.is_inference():
         later.keep(mask, built)
     return built
@@ -305,7 +305,7 @@ class _Packing(NamedTuple):
         if mask is None:
             return self._packed(call.saying(causal=is_causal))
         if torch.compiler.is_compiling():
-            return call.masked(torch_op.built_once(self.within(mask), call.k.shape[1])).run()
+            return call.masked(torch_op.build_once(self.within(mask), call.k.shape[1])).run()
         meaning = _meanings.get(mask)
         if meaning is not None and meaning.within is not None:
             return self._packed(call.saying(**meaning.within))

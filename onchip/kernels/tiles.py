@@ -6,7 +6,7 @@ from functools import cache
 from math import inf, isqrt
 from typing import Any, NamedTuple
 
-from onchip.core.problem import Problem, forget_questions
+from onchip.core.problem import Problem, clear_call_cache
 
 
 class TileConfig(NamedTuple):
@@ -372,7 +372,7 @@ def hopper_width(head_dim: int) -> int:
 
 def hopper_forward_of(problem: Problem) -> HopperConfig:
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
-    cut = problem.reach[1] is not None
+    cut = problem.window[1] is not None
     config = hopper_forward_config(
         max(width, width_v), cut, problem.has_mask, _keys_met(problem), problem.page_size
     )
@@ -385,7 +385,7 @@ def hopper_forward_of(problem: Problem) -> HopperConfig:
 
 def _keys_met(problem: Problem) -> int:
     """The most keys that a tile of three consumers meets."""
-    left, right = problem.reach
+    left, right = problem.window
     if left is None or right is None:
         return problem.seqlen_k
     return min(problem.seqlen_k, left + right + 64 * _D64.consumers)
@@ -512,4 +512,4 @@ def trial(table: str, key: Any, row: Any) -> Iterator[None]:
 
 def _forget() -> None:
     triton_config.cache_clear()
-    forget_questions()
+    clear_call_cache()

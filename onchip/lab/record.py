@@ -18,7 +18,7 @@ from onchip.lab import papers, playground
 from onchip.lab.numbers import shown
 from onchip.models import Decoder, about, builtin, load
 from onchip.parallel.machines import H200, LINKS, Fabric
-from onchip.parallel.simulate import LAYOUTS, Shape, Step, merge_seconds, rounds, seconds
+from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, merge_seconds, rounds, seconds
 
 SENTENCE = "I swam across the river to get to the other bank."
 FIGURES = ("bytes", "algebra", "tiles", "length", "pages", "ring", "rows")
@@ -63,10 +63,10 @@ def ring() -> dict[str, Any]:
     an H200 as it was measured, messages over stated links. costs and messages are listed by layout
     or fabric, then pass, number of devices, length.
     """
-    step = lambda layout, backward, n, tokens: Step(tokens, n, layout, backward=backward)
+    step = lambda layout, backward, n, tokens: RingStep(tokens, n, layout, backward=backward)
     return {
         "machine": H200.name,
-        "shape": Shape()._asdict(),
+        "shape": LayerShape()._asdict(),
         "layouts": LAYOUTS,
         "fabrics": [{"name": f.name, "node": f.node if f.between else 0} for f in FABRICS],
         "devices": DEVICES,
@@ -86,12 +86,12 @@ def _grid(first, cell) -> list[Any]:
     ]
 
 
-def _costs(step: Step) -> list[list[float]]:
+def _costs(step: RingStep) -> list[list[float]]:
     """[kernel, merge] seconds of a round with one's own keys, with a lower rank's, a higher's."""
     return [[shown(cost(step, r)) for cost in (seconds, merge_seconds)] for r in rounds(step)]
 
 
-def _messages(fabric: Fabric, step: Step) -> list[list[float]]:
+def _messages(fabric: Fabric, step: RingStep) -> list[list[float]]:
     """[inside a node, between nodes] seconds of K and V, of dK and dV."""
     links = (fabric.inside, fabric.between or fabric.inside)
     over = lambda size: [shown(link.latency_s + size / link.bytes_s) for link in links]

@@ -17,7 +17,7 @@ _traced: dict[int, Mask] = {}  # graphs of torch.jit.trace and make_fx hold no P
 Grid = tuple[int, int, int, int]  # batch, heads, seqlen_q, seqlen_k
 
 
-class Later:
+class DeferredMask:
     """A dense mask or the bounds of spans, with the shape of the BlockMask that it will be."""
 
     def __init__(self, source: Tensor, seqlen_q: int, seqlen_k: int):
@@ -50,7 +50,7 @@ class Later:
         return build(self.source, batch, heads, *self.lengths, self.device)
 
 
-class LaterRule(Later):
+class DeferredRule(DeferredMask):
     """A rule that a graph holds by its number, an int64 tensor (1,) on the host: built, or found
     again, for the planes and lengths that the graph runs with.
     """
@@ -60,7 +60,7 @@ class LaterRule(Later):
         self._grid, self._device = grid, device
 
     @classmethod
-    def of(cls, mask: Mask, grid: Grid, device: torch.device) -> "LaterRule":
+    def of(cls, mask: Mask, grid: Grid, device: torch.device) -> "DeferredRule":
         if not torch.compiler.is_compiling():
             _traced[mask.number] = mask
         return cls(torch.full((1,), mask.number, dtype=torch.int64), grid, device)
@@ -80,7 +80,7 @@ class LaterRule(Later):
 
 
 def is_number(source: Tensor) -> bool:
-    """Whether this is the source of a LaterRule."""
+    """Whether this is the source of a DeferredRule."""
     return source.dim() == 1
 
 

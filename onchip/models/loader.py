@@ -70,7 +70,7 @@ def load(
 ) -> Decoder:
     """The decoder of a checkpoint, in its own dtype unless given. Files are mapped, and parameters
     filled one by one where they are to lie. With world_size > 1 the part of one rank, to be
-    connected by `onchip.parallel.tensor.Job.connect`.
+    connected by `onchip.parallel.tensor.TensorParallelGroup.connect`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
     part = Part(rank, world_size)

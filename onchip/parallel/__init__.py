@@ -1,4 +1,4 @@
-"""One computation on several ranks. torch.distributed is imported in this room alone."""
+"""One computation on several ranks. No other package of onchip imports torch.distributed."""
 
 from importlib import import_module
 
@@ -6,7 +6,7 @@ _HOMES = {
     "attention": ("context_parallel_attention",),
     "explanation": ("explain",),
     "comm": ("Comm", "CountingComm", "GroupComm", "ParallelError", "run_ranks"),
-    "nest": ("Nest",),
+    "mesh2d": ("Mesh2D",),
     "sharding": ("Layout", "balanced", "contiguous", "striped", "zigzag"),
     "tree": ("tree_attention", "tree_paged_attention"),
 }

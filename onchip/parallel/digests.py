@@ -1,5 +1,5 @@
-"""Digests of what must be the same on all ranks and is too long for a message: masks, documents and
-the values of small tensors. An error prints them in hexadecimal.
+"""Digests of arguments that must be equal on all ranks and are too long for a message: masks,
+documents and the values of small tensors. An error prints them in hexadecimal.
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from torch import Tensor
 from onchip.masks import BLOCK, BlockMask, Mask
 from onchip.masks.nodes import Cells, Dense, Grid, Interval, Join, Node, Not
 from onchip.masks.parts import node_of
-from onchip.parallel.rounds import PLANS
+from onchip.parallel.rounds import MAX_PLANS
 
-# Of a mask that is a function, all cells are compared up to so many blocks of 128 x 128 cells;
-# beyond, so many rectangles of 128 queries and 128 keys drawn from the whole.
-SAMPLED = 16
+# A mask that is a function is compared cell by cell if it has at most MAX_BLOCKS blocks of 128 x
+# 128 cells. A larger one is compared in that many random rectangles of 128 queries and 128 keys.
+MAX_BLOCKS = 16
 
 
 def of_tensor(x: Tensor | None) -> str | None:
-    """Values in host memory; on a GPU the shape alone, because reading them would wait for it."""
+    """The digest of values in host memory. On a GPU the shape alone, to avoid a synchronisation."""
     if x is None:
         return None
     shape = f"{x.dtype} {tuple(x.shape)}"
@@ -38,13 +38,13 @@ def of_documents(offsets: tuple[int, ...] | None) -> str | None:
 def of_mask(
     mask: Mask | BlockMask | None, planes: tuple[int, int], seqlen: int, device: torch.device
 ) -> str | None:
-    """A mask by its text and by what it shows: functions in some places (`SAMPLED`), all else as a
-    whole.
+    """The digest of a mask's text and of its visible cells: of a function in a sample
+    (`MAX_BLOCKS`), of any other mask all of them.
     """
     return None if mask is None else _of_mask(mask, planes, seqlen, device)
 
 
-@lru_cache(maxsize=PLANS)
+@lru_cache(maxsize=MAX_PLANS)
 def _of_mask(
     mask: Mask | BlockMask, planes: tuple[int, int], seqlen: int, device: torch.device
 ) -> str:
@@ -54,7 +54,7 @@ def _of_mask(
 
 
 def _parts(node: Node) -> list[Tensor | str]:
-    """Tensors and words that tell a mask from another."""
+    """Tensors and names that identify a mask."""
     if isinstance(node, Interval):
         return [*node.bounds]
     if isinstance(node, Dense):
@@ -69,26 +69,26 @@ def _parts(node: Node) -> list[Tensor | str]:
 
 
 def _cells(node: Cells) -> Tensor:
-    """Bool (n, 128, 128): cells of a mask that is known cell by cell."""
+    """Bool (n, 128, 128): cells of a mask that is a function of its cell."""
     grid, steps = node.grid, torch.arange(BLOCK)
     if not grid.num_blocks:
         return torch.empty(0, dtype=torch.bool)
-    if grid.num_blocks <= SAMPLED:
+    if grid.num_blocks <= MAX_BLOCKS:
         b, h, i, j = grid.split(torch.arange(grid.num_blocks))
         q, k = i[:, None] * BLOCK + steps, j[:, None] * BLOCK + steps
     else:
-        b, h, q, k = _drawn(grid)
+        b, h, q, k = _draw_cells(grid)
     q, k = q.clamp(max=grid.seqlen_q - 1), k.clamp(max=grid.seqlen_k - 1)
     return node.visible(b, h, q, k).cpu()
 
 
-def _drawn(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same on all ranks: half of the rectangles are blocks on the diagonal, where most masks
-    end, half are queries and keys from anywhere.
+def _draw_cells(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(batch, head, queries, keys) of random rectangles, the same on all ranks. Half of them are
+    blocks on the diagonal, where most masks end; half have queries and keys from anywhere.
     """
-    draw, half = torch.Generator().manual_seed(0), SAMPLED // 2
+    draw, half = torch.Generator().manual_seed(0), MAX_BLOCKS // 2
     some = lambda end, *shape: torch.randint(end, shape, generator=draw)
-    b, h = some(grid.batch, SAMPLED), some(grid.heads, SAMPLED)
+    b, h = some(grid.batch, MAX_BLOCKS), some(grid.heads, MAX_BLOCKS)
     start, steps = some(max(1, grid.seqlen_q - BLOCK), half, 1), torch.arange(BLOCK)
     near = (start + grid.offset).clamp(min=0) + steps
     q = torch.cat([start + steps, some(grid.seqlen_q, half, BLOCK)])
@@ -96,13 +96,13 @@ def _drawn(grid: Grid) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _digest(*parts: Tensor | str) -> str:
-    found = blake2b(digest_size=8)
+    digest = blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, str):
-            found.update(part.encode())
+            digest.update(part.encode())
             continue
-        found.update(f"{part.dtype} {tuple(part.shape)}".encode())
-        solid = part.detach().cpu().contiguous()
-        if solid.numel():
-            found.update((ctypes.c_char * solid.nbytes).from_address(solid.data_ptr()))
-    return found.hexdigest()
+        digest.update(f"{part.dtype} {tuple(part.shape)}".encode())
+        values = part.detach().cpu().contiguous()
+        if values.numel():
+            digest.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+    return digest.hexdigest()

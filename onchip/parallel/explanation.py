@@ -1,5 +1,5 @@
-"""What a call over ranks would do: which strategy and why, what travels in a round, whether that
-hides under the kernels, and what part of the devices' time is left for them on named links.
+"""Explains a call over ranks without running it: the strategy and the reason for it, the bytes that
+travel in a round, whether they overlap with kernels, and the efficiency on named links.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,75 +11,77 @@ from torch import Tensor
 from onchip.core.backend import accumulator_dtype
 from onchip.core.explain import human_bytes
 from onchip.core.problem import Options, Tensors, Window
-from onchip.parallel.attention import Whole, check, rule_of
+from onchip.parallel.all_to_all import assign_heads, kv_heads_of
+from onchip.parallel.attention import GlobalSequence, check_inputs, make_global_mask
 from onchip.parallel.comm import Comm
-from onchip.parallel.exchange import deal, kv_heads
 from onchip.parallel.machines import H200, LINKS, Link
-from onchip.parallel.nest import Groups, Nest, sent_bytes
-from onchip.parallel.rounds import Round, Rule, hops, pairs_of_rounds
+from onchip.parallel.mesh2d import GroupedLayout, Mesh2D, sent_bytes
+from onchip.parallel.rounds import GlobalMask, Round, count_hops, count_round_pairs
 from onchip.parallel.sharding import Layout
-from onchip.parallel.strategy import Chosen, Group, choose, ranks_of
+from onchip.parallel.strategy import GroupLike, StrategyChoice, as_ranks, choose_strategy
 
-BACKWARD = 2.5  # times the products of a forward: five instead of two
+BACKWARD = 2.5  # times the matmuls of a forward: five instead of two
 
 
-class Pass(NamedTuple):
-    """Forward or backward. Each of `hops` rounds of a ring sends round_bytes beside a kernel;
-    bare_bytes are sent beside none: heads that are dealt, keys that are gathered, gradients on
-    their last way. flops are those of each round of the busiest rank, mean_flops what a rank
-    computes on the average.
+class PassCost(NamedTuple):
+    """The cost of a forward or backward pass. Each of `hops` rounds of a ring sends round_bytes
+    while a kernel runs. exposed_bytes travel while no kernel runs: exchanged heads, gathered keys,
+    the last hop of gradients. flops: of each round of the busiest rank; mean_flops: of the mean
+    rank.
     """
 
     name: str
     hops: int
     round_bytes: int
-    bare_bytes: int
+    exposed_bytes: int
     flops: tuple[float, ...]
     mean_flops: float
     flops_s: float
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends, if it holds as much as any."""
-        return self.hops * self.round_bytes + self.bare_bytes
+        """Bytes that leave the rank with the most positions."""
+        return self.hops * self.round_bytes + self.exposed_bytes
 
-    def hidden(self, link: Link) -> float | None:
-        """The share of the rounds whose message takes no longer than the kernel beside it, latency
-        aside; None where none is sent.
+    def hidden_share(self, link: Link) -> float | None:
+        """The share of the rounds in which the message takes no longer than the kernel, latency
+        aside; None if no round sends.
         """
         message = self.round_bytes / link.bytes_s
         short = sum(message <= flops / self.flops_s for flops in self.flops[: self.hops])
         return short / self.hops if self.hops else None
 
     def seconds(self, link: Link) -> float:
-        """Of the busiest rank: in each round the longer of kernel and message."""
+        """Time of the busiest rank: in each round the longer of kernel and message."""
         message = self.round_bytes / link.bytes_s + link.latency_s
         kernels = [flops / self.flops_s for flops in self.flops]
-        beside = sum(max(kernel, message) for kernel in kernels[: self.hops])
-        return beside + sum(kernels[self.hops :]) + self.bare_bytes / link.bytes_s
+        overlapped = sum(max(kernel, message) for kernel in kernels[: self.hops])
+        return overlapped + sum(kernels[self.hops :]) + self.exposed_bytes / link.bytes_s
 
     def efficiency(self, link: Link) -> float:
-        """What ranks compute on the average, of the time that the busiest one takes."""
+        """Kernel time of the mean rank over the time of the busiest rank."""
         seconds = self.seconds(link)
         return self.mean_flops / self.flops_s / seconds if seconds else 1.0
 
 
-class Explanation(NamedTuple):
-    """chunk: positions of this rank. least_chunks: from how many on messages hide, by link."""
+class ParallelExplanation(NamedTuple):
+    """chunk: positions of this rank. min_chunks: positions a rank from which on messages are hidden
+    under kernels, by link.
+    """
 
-    chosen: Chosen
-    why: str
+    choice: StrategyChoice
+    reason: str
     layout: Layout
     size: int
     seqlen: int
     chunk: int
     balance: float  # pairs of the busiest rank over the mean; a mask is not counted
     rounds: int  # of this rank
-    masked: int  # those that need a block mask
-    idle: int  # those in which it sees nothing
+    masked_rounds: int  # need a block mask
+    idle_rounds: int  # see no key
     rate: str
-    passes: tuple[Pass, Pass]
-    least_chunks: Mapping[str, float]
+    passes: tuple[PassCost, PassCost]
+    min_chunks: Mapping[str, float]
     links: Mapping[str, Link]
 
     def __str__(self) -> str:
@@ -89,10 +91,10 @@ class Explanation(NamedTuple):
         return f"attention of {self.seqlen} positions over {self.size} ranks, {self.chunk} here"
 
     def _lines(self) -> Iterator[tuple[str, str]]:
-        yield "strategy", f"{self.chosen.strategy}: {self.why}"
+        yield "strategy", f"{self.choice.strategy}: {self.reason}"
         yield "layout", f"{self.layout}; the busiest rank has {self.balance:.2f} of the mean work"
-        count = f"{self.rounds - self.idle} here, {self.idle} more see nothing"
-        yield "rounds", f"{count}; {self.masked} need a block mask"
+        count = f"{self.rounds - self.idle_rounds} here, {self.idle_rounds} more see nothing"
+        yield "rounds", f"{count}; {self.masked_rounds} need a block mask"
         for each in self.passes:
             yield each.name, _sends(each)
         yield "rate", self.rate
@@ -100,29 +102,29 @@ class Explanation(NamedTuple):
             yield "", self._on(name, link)
 
     def _on(self, name: str, link: Link) -> str:
-        least = self.least_chunks.get(name)
-        text = f"{name}: {', '.join(_judged(each, link) for each in self.passes)}"
-        return text if least is None else f"{text}; hides from {least:,.0f} positions a rank on"
+        least = self.min_chunks.get(name)
+        text = f"{name}: {', '.join(_describe_pass(each, link) for each in self.passes)}"
+        return text if least is None else f"{text}; hidden from {least:,.0f} positions a rank on"
 
 
-def _sends(each: Pass) -> str:
-    parts = [f"{each.hops} x {human_bytes(each.round_bytes)} beside kernels"] if each.hops else []
-    parts += [f"{human_bytes(each.bare_bytes)} beside none"] if each.bare_bytes else []
+def _sends(each: PassCost) -> str:
+    parts = [f"{each.hops} x {human_bytes(each.round_bytes)} overlapped"] if each.hops else []
+    parts += [f"{human_bytes(each.exposed_bytes)} exposed"] if each.exposed_bytes else []
     return f"sends {' and '.join(parts) or 'nothing'}; {sum(each.flops):.3g} flops"
 
 
-def _judged(each: Pass, link: Link) -> str:
-    share = each.hidden(link)
-    words = {None: "", 1.0: ", hides", 0.0: ", shows"}
-    hidden = words.get(share, f", {share:.0%} of the rounds hide" if share else "")
-    return f"{each.efficiency(link):.0%} {each.name}{hidden}"
+def _describe_pass(each: PassCost, link: Link) -> str:
+    share = each.hidden_share(link)
+    suffixes = {None: "", 1.0: ", hidden", 0.0: ", exposed"}
+    suffix = suffixes.get(share, f", {share:.0%} of the rounds hidden" if share else "")
+    return f"{each.efficiency(link):.0%} {each.name}{suffix}"
 
 
 def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    group: Group = None,
+    group: GroupLike = None,
     *,
     strategy: str = "auto",
     layout: str | Layout = "zigzag",
@@ -133,44 +135,46 @@ def explain(
     mask: object = None,
     flops_s: float | None = None,
     links: Mapping[str, Link] = LINKS,
-) -> Explanation:
-    """What context_parallel_attention() would do with these arguments: nothing is sent or computed,
-    and q, k and v may be on the meta device.
+) -> ParallelExplanation:
+    """Explain context_parallel_attention() with these arguments. Nothing is sent or computed, and
+    q, k and v may be on the meta device.
 
-    flops_s: of the kernels; unless given, what an H200's were measured at. The efficiency is a
-    model: in each round the longer of kernel and message, no time for merging or launching.
+    flops_s: rate of the kernels; by default as measured on an H200. The efficiency is a model: a
+    round takes the longer of kernel and message, and merges and launches take no time.
     """
-    ranks = ranks_of(group)
-    options = Options(causal, window_size)
+    ranks = as_ranks(group)
+    options = Options(causal=causal, window_size=window_size)
     x = Tensors(q, k, v)
-    whole = Whole.of(ranks, layout, check(x, options, cu_seqlens), seqlen, cu_seqlens)
-    rule = rule_of(whole, x, options, mask)
-    turns = hops(whole.layout, rule)
-    chosen = choose(strategy, ranks, q.shape[-2], k.shape[-2], turns)
-    found = _Turns.of(ranks, chosen, whole.layout, rule)
-    rates, text = _rates(flops_s, causal, q.shape[-1], whole.seqlen // ranks.size)
-    forward, backward = (_pass(x, rule, chosen, found, rates[b], b) for b in (False, True))
-    return Explanation(
-        chosen,
-        _why(strategy, chosen, ranks, x, turns),
-        whole.layout,
+    sequence = GlobalSequence.of(
+        ranks, layout, check_inputs(x, options, cu_seqlens), seqlen, cu_seqlens
+    )
+    global_mask = make_global_mask(sequence, x, options, mask)
+    hops = count_hops(sequence.layout, global_mask)
+    choice = choose_strategy(strategy, ranks, q.shape[-2], k.shape[-2], hops)
+    ring = _RingWork.of(ranks, choice, sequence.layout, global_mask)
+    rates, text = _rates(flops_s, causal, q.shape[-1], sequence.seqlen // ranks.size)
+    forward, backward = (_pass(x, global_mask, choice, ring, rates[b], b) for b in (False, True))
+    return ParallelExplanation(
+        choice,
+        _explain_choice(strategy, choice, ranks, x, hops),
+        sequence.layout,
         ranks.size,
-        whole.seqlen,
-        whole.layout.length(ranks.rank, whole.seqlen),
-        found.balance,
-        len(found.rounds),
-        sum(r is not None and r.mask is not None for r in found.rounds),
-        sum(r is None for r in found.rounds),
+        sequence.seqlen,
+        sequence.layout.length(ranks.rank, sequence.seqlen),
+        ring.balance,
+        len(ring.rounds),
+        sum(r is not None and r.mask is not None for r in ring.rounds),
+        sum(r is None for r in ring.rounds),
         text,
         (forward, backward),
-        _least_chunks(x, rule, forward, links),
+        _min_chunks(x, global_mask, forward, links),
         links,
     )
 
 
-class _Turns(NamedTuple):
-    """The ring of a call: of groups that deal heads among them, or of ranks. pairs are those of the
-    busiest, round by round and for one head; rounds are this rank's.
+class _RingWork(NamedTuple):
+    """The ring of a call, of ranks or of groups that exchange heads. pairs: of each round of the
+    busiest rank, for one head. rounds: of this rank.
     """
 
     size: int
@@ -184,67 +188,79 @@ class _Turns(NamedTuple):
         return sum(self.pairs) / self.mean if self.mean else 1.0
 
     @classmethod
-    def of(cls, ranks: Comm | Nest, chosen: Chosen, layout: Layout, rule: Rule) -> "_Turns":
-        inner = chosen.inner_size
-        held = layout if inner == 1 else Groups(layout, inner)
-        work = [_work(held, rule, r) for r in range(held.size)]
-        busiest = max(range(held.size), key=work.__getitem__)
-        pairs, mean = pairs_of_rounds(held, rule, busiest), sum(work) / len(work)
-        rounds = chosen.schedule(held, rule, ranks.rank // inner, torch.device("cpu")).rounds
-        return cls(held.size, max(held.lengths(rule.seqlen)), pairs, mean, rounds)
+    def of(
+        cls, ranks: Comm | Mesh2D, choice: StrategyChoice, layout: Layout, global_mask: GlobalMask
+    ) -> "_RingWork":
+        inner = choice.inner_size
+        grouped = layout if inner == 1 else GroupedLayout(layout, inner)
+        work = [_work(grouped, global_mask, r) for r in range(grouped.size)]
+        busiest = max(range(grouped.size), key=work.__getitem__)
+        pairs, mean = count_round_pairs(grouped, global_mask, busiest), sum(work) / len(work)
+        rounds = choice.plan_rounds(
+            grouped, global_mask, ranks.rank // inner, torch.device("cpu")
+        ).rounds
+        return cls(grouped.size, max(grouped.lengths(global_mask.seqlen)), pairs, mean, rounds)
 
 
-def _work(layout: Layout, rule: Rule, rank: int) -> int:
-    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
+def _work(layout: Layout, global_mask: GlobalMask, rank: int) -> int:
+    lo, hi = global_mask.key_ranges(layout.positions(rank, global_mask.seqlen))
     return int((hi - lo).clamp(min=0).sum())
 
 
 def _pass(
-    x: Tensors, rule: Rule, chosen: Chosen, turns: _Turns, flops_s: float, backward: bool
-) -> Pass:
-    heads = rule.planes[0] * rule.planes[1] / chosen.inner_size
+    x: Tensors,
+    global_mask: GlobalMask,
+    choice: StrategyChoice,
+    ring: _RingWork,
+    flops_s: float,
+    backward: bool,
+) -> PassCost:
+    heads = global_mask.planes[0] * global_mask.planes[1] / choice.inner_size
     per_pair = 2 * (x.q.shape[-1] + x.v.shape[-1]) * heads * (BACKWARD if backward else 1)
-    flops = tuple(per_pair * pairs for pairs in turns.pairs)
-    messages, message, bare = _sent(x, rule, chosen, turns, backward)
+    flops = tuple(per_pair * pairs for pairs in ring.pairs)
+    hops, message_bytes, exposed_bytes = _sent(x, global_mask, choice, ring, backward)
     name = "backward" if backward else "forward"
-    rounds = flops if messages else (sum(flops),)
-    return Pass(name, messages, message, bare, rounds, per_pair * turns.mean, flops_s)
+    rounds = flops if hops else (sum(flops),)
+    mean_flops = per_pair * ring.mean
+    return PassCost(name, hops, message_bytes, exposed_bytes, rounds, mean_flops, flops_s)
 
 
 def _sent(
-    x: Tensors, rule: Rule, chosen: Chosen, turns: _Turns, backward: bool
+    x: Tensors, global_mask: GlobalMask, choice: StrategyChoice, ring: _RingWork, backward: bool
 ) -> tuple[int, int, int]:
-    """Rounds that send, what each of them sends, and what is sent beside no kernel."""
-    keys, sums = _key_bytes(x, rule, turns.longest // chosen.inner_size)
-    message, messages = keys + sums if backward else keys, len(turns.pairs) - 1
-    if chosen.strategy == "allgather":
-        return 0, 0, (turns.size - 1) * message
-    dealt = _dealt_bytes(x, rule, turns.longest, chosen.inner_size, backward)
+    """(rounds that send, bytes of each, bytes sent while no kernel runs)"""
+    keys, sums = _key_bytes(x, global_mask, ring.longest // choice.inner_size)
+    message, messages = keys + sums if backward else keys, len(ring.pairs) - 1
+    if choice.strategy == "allgather":
+        return 0, 0, (ring.size - 1) * message
+    exchanged = _all_to_all_bytes(x, global_mask, ring.longest, choice.inner_size, backward)
     if messages == 0:
-        return 0, 0, dealt
-    return messages, message, dealt + (sums if backward else 0)  # which come home at last
+        return 0, 0, exchanged
+    return messages, message, exchanged + (sums if backward else 0)  # on their last hop
 
 
-def _key_bytes(x: Tensors, rule: Rule, tokens: int) -> tuple[int, int]:
-    """Of keys and values of so many positions, and of the sums of their gradients."""
-    numbers = tokens * rule.planes[0] * x.k.shape[-2] * (x.k.shape[-1] + x.v.shape[-1])
+def _key_bytes(x: Tensors, global_mask: GlobalMask, tokens: int) -> tuple[int, int]:
+    """Bytes of K and V of so many positions, and of dK and dV."""
+    numbers = tokens * global_mask.planes[0] * x.k.shape[-2] * (x.k.shape[-1] + x.v.shape[-1])
     return numbers * x.k.element_size(), numbers * accumulator_dtype(x.k.dtype).itemsize
 
 
-def _dealt_bytes(x: Tensors, rule: Rule, tokens: int, inner_size: int, backward: bool) -> int:
-    """What a rank of a group that deals heads exchanges: q, k, v, out and lse, or their gradients,
-    but for its own share. Key heads go to every rank that has a part of their group, and then their
-    gradients are not rounded. `tokens` are those of the group.
+def _all_to_all_bytes(
+    x: Tensors, global_mask: GlobalMask, tokens: int, inner_size: int, backward: bool
+) -> int:
+    """Bytes that a rank sends in the two all-to-alls: q, k, v, out and lse, or their gradients,
+    without its own share. A key head is sent to every rank with some of its query heads; then its
+    gradients are not rounded. tokens: of the group.
     """
     num_heads, num_kv_heads = _heads(x)
-    spans = deal(num_heads, num_kv_heads, inner_size)
-    shares = (kv_heads(span, num_heads // num_kv_heads) for span in spans)
+    spans = assign_heads(num_heads, num_kv_heads, inner_size)
+    shares = (kv_heads_of(span, num_heads // num_kv_heads) for span in spans)
     copies = sum(hi - lo for lo, hi in shares)
     narrow, wide = x.q.element_size(), accumulator_dtype(x.q.dtype).itemsize
     of_keys = wide if backward and copies > num_kv_heads else narrow
     numbers = x.q.shape[-1] + x.v.shape[-1]
     token = num_heads * (numbers * narrow + wide) + copies * numbers * of_keys
-    return rule.planes[0] * tokens // inner_size * token * (inner_size - 1) // inner_size
+    return global_mask.planes[0] * tokens // inner_size * token * (inner_size - 1) // inner_size
 
 
 def _heads(x: Tensors) -> tuple[int, int]:
@@ -254,7 +270,7 @@ def _heads(x: Tensors) -> tuple[int, int]:
 def _rates(
     flops_s: float | None, causal: bool, head_dim: int, keys: int
 ) -> tuple[tuple[float, float], str]:
-    """flop/s forward and backward, and where they come from."""
+    """flop/s forward and backward, and their source."""
     if flops_s is not None:
         return (flops_s, flops_s), f"{flops_s / 1e12:.4g} TFLOP/s, as given"
     known = sorted({dim for _, _, dim in H200.kernels})
@@ -264,25 +280,31 @@ def _rates(
     return (forward, backward), f"{both}, measured on an {H200.name} at head_dim {dim}"
 
 
-def _least_chunks(
-    x: Tensors, rule: Rule, forward: Pass, links: Mapping[str, Link]
+def _min_chunks(
+    x: Tensors, global_mask: GlobalMask, forward: PassCost, links: Mapping[str, Link]
 ) -> dict[str, float]:
-    """c >= (b / 2) (H_kv / H_q) F / B positions a rank, twice as many for balanced causal ones: the
-    condition under which a forward round hides its message. There is none where windows, documents
-    or masks leave rounds that differ.
+    """The hide condition of a forward round: c >= (b / 2) (H_kv / H_q) F / B positions a rank,
+    twice as many under a balanced causal mask. With windows, documents or masks rounds differ, and
+    no single number holds.
     """
-    plain = rule.window_size == (None, None) and rule.documents is None and rule.mask is None
+    plain = (
+        global_mask.window_size == (None, None)
+        and global_mask.documents is None
+        and global_mask.mask is None
+    )
     if not plain or not forward.hops:
         return {}
     num_heads, num_kv_heads = _heads(x)
-    factor = x.k.element_size() / 2 * num_kv_heads / num_heads * (2 if rule.causal else 1)
+    factor = x.k.element_size() / 2 * num_kv_heads / num_heads * (2 if global_mask.causal else 1)
     return {name: factor * forward.flops_s / link.bytes_s for name, link in links.items()}
 
 
-def _why(strategy: str, chosen: Chosen, ranks: Comm | Nest, x: Tensors, turns: int) -> str:
+def _explain_choice(
+    strategy: str, choice: StrategyChoice, ranks: Comm | Mesh2D, x: Tensors, hops: int
+) -> str:
     if strategy != "auto":
-        return "asked for"
-    if chosen.inner_size == 1:
-        return f"sends least, {turns} times the keys and values of a rank"
-    inner = sent_bytes(ranks.size, chosen.inner_size, *_heads(x))
-    return f"sends least, {inner:.3g} times the keys and values of a rank (a ring: {turns})"
+        return "requested"
+    if choice.inner_size == 1:
+        return f"sends least, {hops} times the keys and values of a rank"
+    inner = sent_bytes(ranks.size, choice.inner_size, *_heads(x))
+    return f"sends least, {inner:.3g} times the keys and values of a rank (a ring: {hops})"

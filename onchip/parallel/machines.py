@@ -1,4 +1,4 @@
-"""Machines that a ring may run on: kernels as measured, links and memories as stated."""
+"""Machines for the simulated ring: kernel rates as measured, links and memories as specified."""
 
 import math
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class Link(NamedTuple):
     latency_s: float
 
 
-# Latency: what NCCL's cost model gives a message of the ring algorithm, protocol Simple: 8.4 us of
-# its own and 3.4 of NVLink, 5.7 of PCIe, 14 of a network (src/graph/tuning.cc). TCP is assumed to
-# add 30. Speeds are the nominal ones of a direction: 18 links of 25 GB/s, of 50, 16 lanes of 4.
+# Latency: NCCL's cost model for a message of the ring algorithm, protocol Simple: 8.4 us, plus 3.4
+# for NVLink, 5.7 for PCIe, 14 for a network (src/graph/tuning.cc). TCP is assumed to add 30. Speeds
+# are nominal, of one direction: 18 links of 25 GB/s (NVLink 4) or 50 (NVLink 5), 16 lanes of 4.
 LINKS = {
     link.name: link
     for link in (
@@ -34,7 +34,7 @@ LINKS = {
 
 
 class Fabric(NamedTuple):
-    """Nodes of `node` neighbouring devices, linked inside by one link, to the next by another."""
+    """Nodes of `node` neighbouring devices: one link inside a node, another between nodes."""
 
     inside: Link
     between: Link | None = None
@@ -45,7 +45,7 @@ class Fabric(NamedTuple):
         return f"{self.inside.name}, {self.between.name}" if self.between else self.inside.name
 
     def slowest(self, num_devices: int) -> Link:
-        """The link that sets the pace of a ring of so many devices."""
+        """The slowest link in a ring of so many devices."""
         links = [self.inside]
         if self.between is not None and bool(self.crosses(num_devices).any()):
             links.append(self.between)
@@ -57,7 +57,7 @@ class Fabric(NamedTuple):
         return nodes != nodes.roll(-1)
 
     def seconds(self, num_devices: int, message_bytes: float) -> Tensor:
-        """Of a message over the hop from rank r to r + 1, for every r."""
+        """Time of a message from rank r to r + 1, for every r."""
         cost = lambda link: link.latency_s + message_bytes / link.bytes_s
         inside = torch.full((num_devices,), cost(self.inside), dtype=torch.float64)
         if self.between is None:
@@ -65,8 +65,8 @@ class Fabric(NamedTuple):
         return torch.where(self.crosses(num_devices), cost(self.between), inside)
 
 
-class Tier(NamedTuple):
-    """Where a context goes that does not fit; unit_bytes is what one module of it holds."""
+class StorageTier(NamedTuple):
+    """Storage for a context that does not fit into device memory. unit_bytes: of one module."""
 
     name: str
     unit_bytes: float
@@ -77,14 +77,14 @@ class Tier(NamedTuple):
         return max(1, math.ceil(num_bytes / self.unit_bytes))
 
 
-class Kernel(NamedTuple):
+class KernelRates(NamedTuple):
     """TFLOP/s of one device at each of LENGTHS keys."""
 
     tflops: tuple[float, ...]
 
     def rate(self, keys: float) -> float:
-        """flop/s: linear in log(keys) between what was measured, constant above, in proportion to
-        the keys below (a tile of queries costs no less over fewer keys).
+        """flop/s: linear in log(keys) between measured lengths, constant above, proportional to the
+        keys below (a tile of queries costs no less over fewer keys).
         """
         at = math.log2(max(keys, 1) / LENGTHS[0])
         if at <= 0:
@@ -98,44 +98,44 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # (backward, causal, head_dim): benchmarks/results/h200-forward.json and h200-backward.json; a test
 # compares. 16k tokens and 2,048 of hidden size in each call, bf16.
 H200_KERNELS = {
-    (False, False, 64): Kernel((406, 439, 496, 507, 536, 559)),
-    (False, True, 64): Kernel((273, 350, 411, 458, 514, 538)),
-    (False, False, 128): Kernel((564, 626, 667, 698, 724, 752)),
-    (False, True, 128): Kernel((372, 484, 581, 650, 697, 723)),
-    (False, False, 256): Kernel((533, 636, 699, 734, 756, 783)),
-    (False, True, 256): Kernel((361, 499, 615, 686, 740, 753)),
-    (True, False, 64): Kernel((314, 382, 430, 453, 486, 492)),
-    (True, True, 64): Kernel((197, 289, 371, 422, 456, 487)),
-    (True, False, 128): Kernel((353, 436, 490, 524, 553, 569)),
-    (True, True, 128): Kernel((224, 329, 420, 483, 529, 560)),
-    (True, False, 256): Kernel((320, 387, 427, 455, 479, 485)),
-    (True, True, 256): Kernel((210, 300, 373, 417, 451, 481)),
+    (False, False, 64): KernelRates((406, 439, 496, 507, 536, 559)),
+    (False, True, 64): KernelRates((273, 350, 411, 458, 514, 538)),
+    (False, False, 128): KernelRates((564, 626, 667, 698, 724, 752)),
+    (False, True, 128): KernelRates((372, 484, 581, 650, 697, 723)),
+    (False, False, 256): KernelRates((533, 636, 699, 734, 756, 783)),
+    (False, True, 256): KernelRates((361, 499, 615, 686, 740, 753)),
+    (True, False, 64): KernelRates((314, 382, 430, 453, 486, 492)),
+    (True, True, 64): KernelRates((197, 289, 371, 422, 456, 487)),
+    (True, False, 128): KernelRates((353, 436, 490, 524, 553, 569)),
+    (True, True, 128): KernelRates((224, 329, 420, 483, 529, 560)),
+    (True, False, 256): KernelRates((320, 387, 427, 455, 479, 485)),
+    (True, True, 256): KernelRates((210, 300, 373, 417, 451, 481)),
 }
 
 
-FOLDED = 4  # results that one launch folds into the total (rounds.py)
+ROUNDS_PER_MERGE = 4  # results that one launch merges into the state (rounds.BatchedState)
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A device with its kernels, its memory, and what lies behind that.
+    """A device with its kernels, its memory, and the storage tiers behind it.
 
-    A call takes no less than call_s on the host; one with fewer tiles of tile_m queries than there
-    are processors leaves some of them idle. To merge a result, its elements or those of the total
-    are read or written merge_moves times.
+    A call takes at least call_s on the host. A call with fewer tiles of tile_m queries than
+    processors leaves some of them idle. merge_moves: reads and writes per element of a result that
+    is merged into the state.
     """
 
     name: str
-    kernels: dict[tuple[bool, bool, int], Kernel]
+    kernels: dict[tuple[bool, bool, int], KernelRates]
     memory_bytes: float
     memory_bytes_s: float
     processors: int
     tile_m: int
     call_s: float
-    tiers: tuple[Tier, ...]
-    merge_moves: float = 1 + 2 / FOLDED
+    tiers: tuple[StorageTier, ...]
+    merge_moves: float = 1 + 2 / ROUNDS_PER_MERGE
 
-    def kernel(self, backward: bool, causal: bool, head_dim: int) -> Kernel:
+    def kernel(self, backward: bool, causal: bool, head_dim: int) -> KernelRates:
         key = (backward, causal, head_dim)
         if key not in self.kernels:
             known = sorted({d for _, _, d in self.kernels})
@@ -143,7 +143,7 @@ class Machine:
         return self.kernels[key]
 
     def best(self, backward: bool, head_dim: int) -> float:
-        """flop/s of long calls, causal or not, whichever are faster."""
+        """flop/s of long calls, the faster of causal and not causal."""
         kernels = (self.kernel(backward, causal, head_dim) for causal in (False, True))
         return max(kernel.rate(LENGTHS[-1]) for kernel in kernels)
 
@@ -152,9 +152,9 @@ class Machine:
         return min(1.0, math.ceil(queries / self.tile_m) * num_heads / self.processors)
 
 
-# Half of the memory: the other half is for weights and whatever else. The host's 54.8 GB/s:
-# measured over pages (benchmarks/results/h200-paged.json); 256 GB: 2 TB for 8 devices of a DGX.
-# 35 us: benchmarks/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
+# Half of the memory; the other half is for weights and everything else. Host: 54.8 GB/s as measured
+# over pages (benchmarks/results/h200-paged.json), 256 GB is a DGX's 2 TB for 8 devices. 35 us:
+# benchmarks/results/h200-host.json. Disk: one PM1743 of 15.36 TB for each device.
 H200 = Machine(
     hardware.H200.name,
     H200_KERNELS,
@@ -163,5 +163,5 @@ H200 = Machine(
     processors=hardware.H200.processors,
     tile_m=128,
     call_s=35e-6,
-    tiers=(Tier("host", 256e9, 54.8e9, 52.5e9), Tier("disk", 15.36e12, 13e9, 6.6e9)),
+    tiers=(StorageTier("host", 256e9, 54.8e9, 52.5e9), StorageTier("disk", 15.36e12, 13e9, 6.6e9)),
 )

@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine, for programs that are not started by torchrun."""
+"""Ranks as processes of this machine, for programs that torchrun did not start."""
 
 import multiprocessing
 import traceback
@@ -14,31 +14,31 @@ from onchip.parallel.comm import GroupComm, ParallelError
 
 
 def run_processes(size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list:
-    """[fn(comm, *args) of rank 0, of rank 1, ...], each in a process of its own, of one thread,
-    over gloo. fn, args and results must survive pickling. If a rank raises, or dies, all are ended,
-    and ParallelError has what the rank said.
+    """[fn(comm, *args) of rank 0, of rank 1, ...], each in a process with one thread, over gloo.
+    fn, args and results must be picklable. If a rank raises or dies, all processes are killed, and
+    the ParallelError has the traceback of that rank.
     """
     if size < 1:
         raise ValueError(f"{size=} must be at least 1")
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    pipes, members = [], []
+    pipes, processes = [], []
     try:
         for rank in range(size):
-            here, there = context.Pipe(duplex=False)
-            job = (there, store.port, rank, size, timeout_s, fn, args)
-            members.append(context.Process(target=_live, args=job, daemon=True))
-            members[-1].start()
-            there.close()
-            pipes.append(here)
+            receiver, sender = context.Pipe(duplex=False)
+            job = (sender, store.port, rank, size, timeout_s, fn, args)
+            processes.append(context.Process(target=_run_rank, args=job, daemon=True))
+            processes[-1].start()
+            sender.close()
+            pipes.append(receiver)
         return _collect(pipes)
     finally:
-        for member in members:
-            member.kill()
-            member.join()
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-def _live(
+def _run_rank(
     pipe: Connection, port: int, rank: int, size: int, timeout_s: float, fn: Callable, args: tuple
 ) -> None:
     torch.set_num_threads(1)
@@ -51,18 +51,18 @@ def _live(
 
 
 def _collect(pipes: list[Connection]) -> list:
-    """The answers in rank order; the first that is none ends it."""
-    answers: dict[int, Any] = {}
-    while len(answers) < len(pipes):
-        for pipe in wait([p for rank, p in enumerate(pipes) if rank not in answers]):
+    """The results in rank order; the first failure raises."""
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([p for rank, p in enumerate(pipes) if rank not in results]):
             rank = pipes.index(pipe)
-            good, answers[rank] = _answer(pipe)
-            if not good:
-                raise ParallelError(f"rank {rank} of {len(pipes)} failed: {answers[rank]}", rank)
-    return [answers[rank] for rank in range(len(pipes))]
+            succeeded, results[rank] = _receive(pipe)
+            if not succeeded:
+                raise ParallelError(f"rank {rank} of {len(pipes)} failed: {results[rank]}", rank)
+    return [results[rank] for rank in range(len(pipes))]
 
 
-def _answer(pipe: Connection) -> tuple[bool, Any]:
+def _receive(pipe: Connection) -> tuple[bool, Any]:
     try:
         return pipe.recv()
     except EOFError:

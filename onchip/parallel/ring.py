@@ -1,11 +1,19 @@
-"""Ring attention: queries stay, keys and values go round, states merge (Liu et al. 2023,
-arXiv:2310.01889).
+"""Ring attention: queries stay, K and V go round, states merge (Liu et al. 2023, arXiv:2310.01889).
 
-Forward, in round i a rank folds the keys of rank - i while it passes them on: hops messages of one
-packed buffer each, posted before the kernel is asked. Backward, the keys go round again and their
-gradients follow one round behind: each rank adds its share to a buffer that it has received while
-it computed that share, and passes it on; one more message takes it home. Shares and sums are fp32
-(fp64 for fp64), whatever the inputs.
+rounds.py draws the rounds. Forward, in round i a rank attends to the keys of rank - i while it
+sends them to rank + 1: `hops` messages of one packed K/V buffer each, posted before the kernel is
+launched.
+
+Backward, K and V go round again, and dK and dV follow one round behind:
+
+    round i on rank r
+      post     K V of rank r - i      -> r + 1        received while the kernel runs
+      compute  dq_i, dk_i, dv_i of these keys
+      wait     dK dV of these keys    <- r - 1        sent by r - 1 after its round i - 1
+      add      dk_i, dv_i
+      post     dK dV                  -> r + 1        after the last round: to their own rank
+
+Terms and sums are fp32 (fp64 for fp64), whatever the type of the inputs.
 """
 
 from collections.abc import Iterator
@@ -14,118 +22,137 @@ import torch
 from torch import Tensor
 
 from onchip.core.backend import accumulator_dtype
-from onchip.parallel.comm import Comm, Work
-from onchip.parallel.rounds import Backward, Call, Pair, Schedule, total_of
+from onchip.parallel.comm import Comm, CommWork
+from onchip.parallel.rounds import (
+    KV,
+    OutLse,
+    RingSchedule,
+    RoundOptions,
+    RunningGradients,
+    make_running_state,
+)
 
 
-def forward(comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+def forward(
+    comm: Comm, schedule: RingSchedule, options: RoundOptions, q: Tensor, k: Tensor, v: Tensor
+) -> OutLse:
     """(out, lse) of local queries over the keys of all ranks, unrounded."""
-    total = total_of(q, v.shape[-1])
+    state = make_running_state(q, v.shape[-1])
     for round, (k_here, v_here) in zip(
-        schedule.rounds, _segments(comm, schedule, k, v), strict=True
+        schedule.rounds, _iterate_kv(comm, schedule, k, v), strict=True
     ):
         if round is not None:
-            total.fold(call, round, q, k_here, v_here)
-    return total.result()
+            state.fold(options, round, q, k_here, v_here)
+    return state.result()
 
 
 def backward(
-    comm: Comm, schedule: Schedule, call: Call, q: Tensor, k: Tensor, v: Tensor, saved: tuple
+    comm: Comm,
+    schedule: RingSchedule,
+    options: RoundOptions,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: tuple,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of the local queries and keys, unrounded. saved is (out, lse, dout, dlse or None)
-    of the local queries over all keys.
+    """dq, dk, dv of the local queries and keys, unrounded. saved: (out, lse, dout, dlse or None) of
+    the local queries over all keys.
     """
     wide = accumulator_dtype(q.dtype)
-    queries = Backward(call, q, saved, q.new_zeros(q.shape, dtype=wide))
-    sums = Sums(comm, schedule, (k, v), wide)
-    for i, (k_here, v_here) in enumerate(_segments(comm, schedule, k, v)):
+    queries = RunningGradients(options, q, saved, q.new_zeros(q.shape, dtype=wide))
+    sums = KVGradBuffers(comm, schedule, (k, v), wide)
+    for i, (k_here, v_here) in enumerate(_iterate_kv(comm, schedule, k, v)):
         round = schedule.rounds[i]
-        own = None if i else sums.of_round(0)  # those of other keys are still on their way
+        own = None if i else sums.wait_for_round(0)  # sums of other keys are still in flight
         share = None if round is None else queries.add(round, k_here, v_here, own)
-        pair = own or sums.of_round(i)
+        pair = own or sums.wait_for_round(i)
         if round is not None and share is not None:
             for total, part in zip(pair, share, strict=True):
                 total[:, round.keys] += part
-        sums.pass_on(i)
-    return queries.settled(), *sums.come_home()
+        sums.send_on(i)
+    return queries.finish(), *sums.wait_for_own()
 
 
-def _segments(comm: Comm, schedule: Schedule, k: Tensor, v: Tensor) -> Iterator[Pair]:
-    """Keys and values of rank, rank - 1, ..., rank - hops. The next ones are under way while a pair
-    is in use, which is valid until then.
+def _iterate_kv(comm: Comm, schedule: RingSchedule, k: Tensor, v: Tensor) -> Iterator[KV]:
+    """K and V of rank, rank - 1, ..., rank - hops. While the caller uses one pair, the next is in
+    flight; a pair is valid until the next is taken.
     """
     lengths = _lengths_of_rounds(comm, schedule)
-    here, there = (Parcel(k, v, max(lengths) if schedule.hops else 0, k.dtype) for _ in range(2))
+    here, there = (KVBuffer(k, v, max(lengths) if schedule.hops else 0, k.dtype) for _ in range(2))
     if schedule.hops:
         here.fill(k, v)
     held = k, v
     for i, length in enumerate(lengths):
         work = None
         if i < schedule.hops:
-            work = comm.shift(here.flat(length), there.flat(lengths[i + 1]))
+            work = comm.shift(here.message(length), there.message(lengths[i + 1]))
         yield held
         if work is not None:
             work.wait()
             here, there = there, here
-            held = here.pair(lengths[i + 1])
+            held = here.kv(lengths[i + 1])
 
 
-class Sums:
-    """The gradients of the keys that are here, of which other ranks have computed shares."""
+class KVGradBuffers:
+    """dK and dV of the keys that are here: sums of the terms of the ranks that had them before."""
 
-    def __init__(self, comm: Comm, schedule: Schedule, like: Pair, dtype: torch.dtype):
+    def __init__(self, comm: Comm, schedule: RingSchedule, like: KV, dtype: torch.dtype):
         self._comm, self._hops = comm, schedule.hops
         self._lengths = _lengths_of_rounds(comm, schedule)
-        self._here = Parcel(*like, max(self._lengths), dtype)
-        self._there = Parcel(*like, max(self._lengths) if self._hops else 0, dtype)
-        self._work: Work | None = None
+        self._here = KVBuffer(*like, max(self._lengths), dtype)
+        self._there = KVBuffer(*like, max(self._lengths) if self._hops else 0, dtype)
+        self._work: CommWork | None = None
 
-    def of_round(self, i: int) -> Pair:
-        """The sums so far for the keys of round i, to be added to."""
+    def wait_for_round(self, i: int) -> KV:
+        """The sums so far for the keys of round i. The caller adds its terms to them."""
         if i:
-            self._arrive()
-        pair = self._here.pair(self._lengths[i])
+            self._wait_and_swap()
+        pair = self._here.kv(self._lengths[i])
         if not i:
             for t in pair:
                 t.zero_()
         return pair
 
-    def pass_on(self, i: int) -> None:
-        """To the rank that meets these keys next, or from the last one home."""
-        send, home = self._here.flat(self._lengths[i]), self._comm.size - self._hops
+    def send_on(self, i: int) -> None:
+        """Send the sums to the rank that has these keys next. After the last round, send them to
+        the rank that owns the keys.
+        """
+        send, hops_to_owner = self._here.message(self._lengths[i]), self._comm.size - self._hops
         if i < self._hops:
-            self._work = self._comm.shift(send, self._there.flat(self._lengths[i + 1]))
+            self._work = self._comm.shift(send, self._there.message(self._lengths[i + 1]))
         elif self._hops:
-            self._work = self._comm.shift(send, self._there.flat(self._lengths[0]), hops=home)
+            self._work = self._comm.shift(
+                send, self._there.message(self._lengths[0]), hops=hops_to_owner
+            )
 
-    def come_home(self) -> Pair:
-        """dk and dv of this rank's own keys."""
+    def wait_for_own(self) -> KV:
+        """dk and dv of this rank's own keys, from all ranks."""
         if self._hops:
-            self._arrive()
-        return self._here.pair(self._lengths[0])
+            self._wait_and_swap()
+        return self._here.kv(self._lengths[0])
 
-    def _arrive(self) -> None:
+    def _wait_and_swap(self) -> None:
         if self._work is not None:
             self._work.wait()
         self._here, self._there = self._there, self._here
 
 
-class Parcel:
-    """Room for keys and values, or their gradients, of any rank in one piece of memory: one message
-    carries both.
+class KVBuffer:
+    """K and V, or dK and dV, of one rank in one piece of memory, so that one message carries both.
+    longest: the most tokens that any rank holds.
     """
 
     def __init__(self, k: Tensor, v: Tensor, longest: int, dtype: torch.dtype):
         self._shapes = [(t.shape[0], t.shape[2], t.shape[3]) for t in (k, v)]
-        self._room = k.new_empty(longest * sum(self._per_token()), dtype=dtype)
+        self._storage = k.new_empty(longest * sum(self._per_token()), dtype=dtype)
 
-    def flat(self, length: int) -> Tensor:
-        """All that is sent of `length` tokens."""
-        return self._room[: length * sum(self._per_token())]
+    def message(self, length: int) -> Tensor:
+        """The memory of `length` tokens, as one flat message."""
+        return self._storage[: length * sum(self._per_token())]
 
-    def pair(self, length: int) -> Pair:
-        """(batch, length, heads, dim) of keys, and of values."""
-        parts = self.flat(length).split([length * n for n in self._per_token()])
+    def kv(self, length: int) -> KV:
+        """(batch, length, heads, dim) views of K and of V."""
+        parts = self.message(length).split([length * n for n in self._per_token()])
         k, v = (
             part.view(batch, length, heads, dim)
             for part, (batch, heads, dim) in zip(parts, self._shapes, strict=True)
@@ -133,12 +160,12 @@ class Parcel:
         return k, v
 
     def fill(self, k: Tensor, v: Tensor) -> None:
-        for room, t in zip(self.pair(k.shape[1]), (k, v), strict=True):
-            room.copy_(t)
+        for part, t in zip(self.kv(k.shape[1]), (k, v), strict=True):
+            part.copy_(t)
 
     def _per_token(self) -> list[int]:
         return [batch * heads * dim for batch, heads, dim in self._shapes]
 
 
-def _lengths_of_rounds(comm: Comm, schedule: Schedule) -> list[int]:
+def _lengths_of_rounds(comm: Comm, schedule: RingSchedule) -> list[int]:
     return [schedule.lengths[(comm.rank - i) % comm.size] for i in range(schedule.hops + 1)]

@@ -1,11 +1,36 @@
-"""One round: some queries of a long sequence against some of its keys, as one call of a kernel.
+"""The rounds of a ring: each is one kernel call, some queries of a long sequence over some keys.
 
-Positions ascend on both sides, so under causal, window and documents each query sees an interval of
-the keys at hand. Where the intervals are what a kernel knows (all keys, causal, a window aligned
-bottom-right) after rows and keys that take no part are cut off, the kernel is asked for that: every
-round of contiguous, zigzag and striped layouts under a causal mask, and of contiguous ones with a
-window. Any other round is a block mask. ALiBi and dropout go by positions in the whole sequence,
-which the call then carries (`Tensors.places_q`); nothing else in a kernel asks where it is.
+Queries stay. K and V travel one rank further in every round. With 4 ranks:
+
+             round 0      round 1      round 2      round 3
+    rank 0   K0 V0        K3 V3        K2 V2        K1 V1
+    rank 1   K1 V1        K0 V0        K3 V3        K2 V2
+    rank 2   K2 V2        K1 V1        K0 V0        K3 V3
+    rank 3   K3 V3        K2 V2        K1 V1        K0 V0
+    in flight: the K and V of the round go to rank + 1 while its kernel runs; none in the last round
+
+In round i rank r attends to the K and V of rank r - i. `RunningState` merges the (out, lse) of the
+rounds. In the backward pass dK and dV follow their keys one round behind (see ring.py).
+
+Worked shape: 1,024 tokens, causal, `zigzag(4)`. Rank 1 holds the positions 128-255 and 768-895, so
+that its local rows 0-127 are early and its rows 128-255 are late. `plan_rounds` gives it
+
+    round 0   keys of rank 1, 128-255 and 768-895    rows 0-255    keys 0-255    causal
+    round 1   keys of rank 0, 0-127 and 896-1023     rows 0-255    keys 0-127    all visible
+    round 2   keys of rank 3, 384-639                rows 128-255  keys 0-255    all visible
+    round 3   keys of rank 2, 256-383 and 640-767    rows 128-255  keys 0-255    all visible
+
+Every round after the first has half of the (query, key) pairs, and no round needs a mask.
+
+Positions ascend on both sides of a round. Therefore, under causal, window and documents, each query
+sees an interval of the round's keys. A round first drops the rows and keys at its ends that take no
+part. If the rest is all visible, causal or a window aligned bottom-right, the kernel's own options
+express it: this holds for every round of contiguous, zigzag and striped layouts under a causal
+mask, and of contiguous layouts with a window. Any other round gets a block mask. ALiBi and dropout
+depend on positions in the global sequence, which the call then carries (`Tensors.positions_q`);
+nothing else in a kernel depends on them.
+
+docs/fold.md derives the merge of two states, docs/ring.md the cost of a ring.
 """
 
 from collections.abc import Callable
@@ -17,21 +42,23 @@ from torch import Tensor
 
 from onchip.core import torch_op
 from onchip.core.backend import Grads, accumulator_dtype
-from onchip.core.problem import Options, Question, Tensors, Window, ask, describe, device_info
+from onchip.core.problem import CachedCall, Options, Tensors, Window, describe, device_info, prepare
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
 from onchip.masks.parts import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 
-Pair = tuple[Tensor, Tensor]
+KV = tuple[Tensor, Tensor]  # keys and values, or dk and dv
+OutLse = tuple[Tensor, Tensor]  # (batch, seqlen, heads, dim) and (batch, heads, seqlen)
 CPU = torch.device("cpu")
-PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
+MAX_PLANS = 64  # a training step has a few kinds of layers; documents change with every batch
 
 
-class Rule(NamedTuple):
-    """What the queries of a whole sequence see. `documents` are the offsets of packed ones. planes
-    are (batch, heads) of the call, for masks that differ between them. `placed`: ALiBi or dropout
-    ask where queries and keys stand.
+class GlobalMask(NamedTuple):
+    """The keys that each query of the global sequence sees.
+
+    documents: offsets of packed documents. planes: (batch, heads) of the call, for masks that
+    differ between them. uses_positions: ALiBi or dropout need the global positions.
     """
 
     seqlen: int
@@ -40,10 +67,10 @@ class Rule(NamedTuple):
     documents: tuple[int, ...] | None = None
     mask: Mask | BlockMask | None = None
     planes: tuple[int, int] = (1, 1)
-    placed: bool = False
+    uses_positions: bool = False
 
-    def spans(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """[lo, hi): the keys that causal, window and documents leave to queries at `rows`."""
+    def key_ranges(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """[lo, hi) of the keys that the queries at positions `rows` see, before the mask."""
         left, right = self.window_size
         right = 0 if self.causal else right
         lo = torch.zeros_like(rows) if left is None else (rows - left).clamp(min=0)
@@ -56,18 +83,18 @@ class Rule(NamedTuple):
             lo, hi = torch.maximum(lo, starts[document]), torch.minimum(hi, starts[document + 1])
         return lo, hi
 
-    def places(self, at: Tensor) -> Tensor:
-        """int32 (2, n): where positions stand in their own sequence, and which one that is."""
+    def document_positions(self, positions: Tensor) -> Tensor:
+        """int32 (2, n): each position inside its own document, and the document's number."""
         if self.documents is None:
-            return torch.stack([at, torch.zeros_like(at)]).int()
+            return torch.stack([positions, torch.zeros_like(positions)]).int()
         starts = torch.tensor(self.documents)
-        document = documents_of(at, starts)
-        return torch.stack([at - starts[document], document]).int()
+        document = documents_of(positions, starts)
+        return torch.stack([positions - starts[document], document]).int()
 
 
 class Round(NamedTuple):
-    """Local queries `rows` see of the local keys `keys` what causal and window say, aligned
-    bottom-right, or what the mask says.
+    """One kernel call: local queries `rows` over local keys `keys`, under causal and window aligned
+    bottom-right, or under `mask`. positions: of rows and keys, if ALiBi or dropout need them.
     """
 
     rows: slice
@@ -75,22 +102,25 @@ class Round(NamedTuple):
     causal: bool = False
     window_size: Window = (None, None)
     mask: BlockMask | None = None
-    places: tuple[Tensor, Tensor] | None = None
+    positions: tuple[Tensor, Tensor] | None = None
 
-    def pairs(self, planes: tuple[int, int]) -> int:
-        """How many (query, key) pairs are visible over (batch, heads)."""
+    def count_pairs(self, planes: tuple[int, int]) -> int:
+        """Visible (query, key) pairs over all of (batch, heads)."""
         batch, heads = planes
         if self.mask is not None:
             planes_b, planes_h = self.mask.shape[:2]
             return int(visible_cells(self.mask).sum()) * (batch // planes_b) * (heads // planes_h)
         rows, keys = (s.stop - s.start for s in (self.rows, self.keys))
-        lo, hi = Rule(keys, self.causal, self.window_size).spans(torch.arange(rows) + keys - rows)
+        lo, hi = GlobalMask(keys, self.causal, self.window_size).key_ranges(
+            torch.arange(rows) + keys - rows
+        )
         return batch * heads * int((hi - lo).clamp(min=0).sum())
 
 
-class Schedule(NamedTuple):
-    """What one rank does: rounds[i] is over the keys of rank - i, None where it sees none of them.
-    Keys travel as many hops as any rank needs. `lengths` are what each rank holds.
+class RingSchedule(NamedTuple):
+    """The rounds of one rank: rounds[i] is over the keys of rank - i, or None if no key of these is
+    visible. All ranks have equally many rounds, as many as any rank needs. lengths: tokens of each
+    rank.
     """
 
     rounds: tuple[Round | None, ...]
@@ -101,107 +131,125 @@ class Schedule(NamedTuple):
         return len(self.rounds) - 1
 
 
-@lru_cache(maxsize=PLANS)
-def schedule(layout: Layout, rule: Rule, rank: int, device: torch.device) -> Schedule:
-    """The rounds of a ring."""
-    rows = layout.positions(rank, rule.seqlen)
-    sources = [(rank - hop) % layout.size for hop in range(hops(layout, rule) + 1)]
-    columns = (layout.positions(source, rule.seqlen) for source in sources)
-    whole = _whole(rule, device)
-    rounds = tuple(plan(rule, rows, cols, device, whole) for cols in columns)
-    return Schedule(rounds, tuple(layout.lengths(rule.seqlen)))
+@lru_cache(maxsize=MAX_PLANS)
+def plan_rounds(
+    layout: Layout, global_mask: GlobalMask, rank: int, device: torch.device
+) -> RingSchedule:
+    """The ring's rounds of one rank."""
+    rows = layout.positions(rank, global_mask.seqlen)
+    sources = [(rank - hop) % layout.size for hop in range(count_hops(layout, global_mask) + 1)]
+    columns = (layout.positions(source, global_mask.seqlen) for source in sources)
+    resolved = _resolve_mask(global_mask, device)
+    rounds = tuple(plan_round(global_mask, rows, cols, device, resolved) for cols in columns)
+    return RingSchedule(rounds, tuple(layout.lengths(global_mask.seqlen)))
 
 
-def pairs_of_rounds(layout: Layout, rule: Rule, rank: int) -> list[int]:
-    """(query, key) pairs of one head that causal, window and documents leave to each round of a
-    rank; a mask is not counted.
+def count_round_pairs(layout: Layout, global_mask: GlobalMask, rank: int) -> list[int]:
+    """Visible (query, key) pairs of one head in each round of a rank, under causal, window and
+    documents; a mask is not counted.
     """
-    lo, hi = rule.spans(layout.positions(rank, rule.seqlen))
-    found = []
-    for hop in range(hops(layout, rule) + 1):
-        cols = layout.positions((rank - hop) % layout.size, rule.seqlen)
+    lo, hi = global_mask.key_ranges(layout.positions(rank, global_mask.seqlen))
+    pairs = []
+    for hop in range(count_hops(layout, global_mask) + 1):
+        cols = layout.positions((rank - hop) % layout.size, global_mask.seqlen)
         seen = torch.searchsorted(cols, hi) - torch.searchsorted(cols, lo)
-        found.append(int(seen.clamp(min=0).sum()))
-    return found
+        pairs.append(int(seen.clamp(min=0).sum()))
+    return pairs
 
 
-@lru_cache(maxsize=PLANS)
-def hops(layout: Layout, rule: Rule) -> int:
-    """How far keys must travel, which every rank finds alike: less than a full turn only where
-    windows or documents end.
+@lru_cache(maxsize=MAX_PLANS)
+def count_hops(layout: Layout, global_mask: GlobalMask) -> int:
+    """Hops that K and V travel, the same on every rank: size - 1, or fewer where windows or
+    documents keep all ranks from seeing distant keys.
     """
-    if rule.window_size == (None, None) and rule.documents is None:
+    if global_mask.window_size == (None, None) and global_mask.documents is None:
         return layout.size - 1
-    reaches = [_reach(layout.pieces(rank, rule.seqlen), rule) for rank in range(layout.size)]
-    held = [torch.tensor(layout.pieces(r, rule.seqlen)).view(-1, 3) for r in range(layout.size)]
+    ranges = [
+        _visible_ranges(layout.pieces(rank, global_mask.seqlen), global_mask)
+        for rank in range(layout.size)
+    ]
+    held = [
+        torch.tensor(layout.pieces(r, global_mask.seqlen)).view(-1, 3) for r in range(layout.size)
+    ]
     for hop in range(layout.size - 1, 0, -1):
-        if any(_meet(reaches[r], held[(r - hop) % layout.size]) for r in range(layout.size)):
+        if any(_any_overlap(ranges[r], held[(r - hop) % layout.size]) for r in range(layout.size)):
             return hop
     return 0
 
 
-def _reach(pieces: list, rule: Rule) -> Tensor:
-    """(pieces, 2): the keys that queries of each piece see lie in [lo, hi), which both ascend."""
+def _visible_ranges(pieces: list, global_mask: GlobalMask) -> Tensor:
+    """(pieces, 2): [lo, hi) of the keys that the queries of each piece see; both ascend."""
     ends = torch.tensor([(a, a + (b - a - 1) // s * s) for a, b, s in pieces]).view(-1, 2)
-    return torch.stack([rule.spans(ends[:, 0])[0], rule.spans(ends[:, 1])[1]], 1)
+    return torch.stack(
+        [global_mask.key_ranges(ends[:, 0])[0], global_mask.key_ranges(ends[:, 1])[1]], 1
+    )
 
 
-def _meet(reach: Tensor, pieces: Tensor) -> bool:
-    """Whether some interval meets some piece, both ascending: the first piece that ends after the
-    interval begins must begin before it ends.
+def _any_overlap(ranges: Tensor, pieces: Tensor) -> bool:
+    """Whether some range overlaps some piece; both ascend. For each range it is enough to test the
+    first piece that ends after the range begins: it must begin before the range ends.
     """
-    if not (len(reach) and len(pieces)):
+    if not (len(ranges) and len(pieces)):
         return False
-    first = torch.searchsorted(pieces[:, 1].contiguous(), reach[:, 0].contiguous(), right=True)
+    first = torch.searchsorted(pieces[:, 1].contiguous(), ranges[:, 0].contiguous(), right=True)
     starts = torch.cat([pieces[:, 0], pieces.new_tensor([torch.iinfo(torch.int64).max])])
-    return bool(((starts[first] < reach[:, 1]) & (reach[:, 0] < reach[:, 1])).any())
+    return bool(((starts[first] < ranges[:, 1]) & (ranges[:, 0] < ranges[:, 1])).any())
 
 
-def _whole(rule: Rule, device: torch.device) -> Node | None:
-    if rule.mask is None:
+def _resolve_mask(global_mask: GlobalMask, device: torch.device) -> Node | None:
+    if global_mask.mask is None:
         return None
-    return node_of(rule.mask, rule.planes, (rule.seqlen, rule.seqlen), device)
+    return node_of(
+        global_mask.mask, global_mask.planes, (global_mask.seqlen, global_mask.seqlen), device
+    )
 
 
-def plan(
-    rule: Rule, rows: Tensor, cols: Tensor, device: torch.device, whole: Node | None = None
+def plan_round(
+    global_mask: GlobalMask,
+    rows: Tensor,
+    cols: Tensor,
+    device: torch.device,
+    resolved: Node | None = None,
 ) -> Round | None:
-    """The round of queries and keys at these positions, both ascending; None if no key is seen.
-    whole: the rule's mask, if it was resolved before.
+    """The round of the queries at positions `rows` over the keys at `cols`, both ascending; None if
+    no key is visible. resolved: `global_mask.mask`, if the caller has resolved it.
     """
     if not (len(rows) and len(cols)):
         return None
-    lo, hi = (torch.searchsorted(cols, ends) for ends in rule.spans(rows))
-    if rule.mask is not None:
-        seen = part(whole or _whole(rule, device), rows, cols)
+    lo, hi = (torch.searchsorted(cols, ends) for ends in global_mask.key_ranges(rows))
+    if global_mask.mask is not None:
+        seen = part(resolved or _resolve_mask(global_mask, device), rows, cols)
         node = both(Interval(seen.grid, lo, hi), seen)
         if not isinstance(node, Interval) or len(node.bounds[0]) > 1:
-            return _masked(rule, node, rows, cols, device)
+            return _plan_masked(global_mask, node, rows, cols, device)
         lo, hi = (ends[0].long() for ends in node.bounds)
-    found = _of_intervals(lo, hi, device)
-    return found and _placed(rule, found, rows, cols, device)
+    round = _plan_intervals(lo, hi, device)
+    return round and _with_positions(global_mask, round, rows, cols, device)
 
 
-def _masked(
-    rule: Rule, node: Node, rows: Tensor, cols: Tensor, device: torch.device
+def _plan_masked(
+    global_mask: GlobalMask, node: Node, rows: Tensor, cols: Tensor, device: torch.device
 ) -> Round | None:
     mask = build(node).to(device)
     if not (mask.num_full or mask.num_partial):
         return None
-    found = Round(slice(0, len(rows)), slice(0, len(cols)), mask=mask)
-    return _placed(rule, found, rows, cols, device)
+    round = Round(slice(0, len(rows)), slice(0, len(cols)), mask=mask)
+    return _with_positions(global_mask, round, rows, cols, device)
 
 
-def _placed(rule: Rule, found: Round, rows: Tensor, cols: Tensor, device: torch.device) -> Round:
-    if not rule.placed:
-        return found
-    places = rule.places(rows[found.rows]), rule.places(cols[found.keys])[0]
-    return found._replace(places=(places[0].to(device), places[1].contiguous().to(device)))
+def _with_positions(
+    global_mask: GlobalMask, round: Round, rows: Tensor, cols: Tensor, device: torch.device
+) -> Round:
+    if not global_mask.uses_positions:
+        return round
+    of_rows = global_mask.document_positions(rows[round.rows])
+    of_keys = global_mask.document_positions(cols[round.keys])[0]
+    return round._replace(positions=(of_rows.to(device), of_keys.contiguous().to(device)))
 
 
-def _of_intervals(lo: Tensor, hi: Tensor, device: torch.device) -> Round | None:
-    """The round in which query i sees the keys [lo[i], hi[i]), which both ascend where it sees any:
-    without the rows and keys at its ends that take no part.
+def _plan_intervals(lo: Tensor, hi: Tensor, device: torch.device) -> Round | None:
+    """The round in which query i sees the keys [lo[i], hi[i]). Rows and keys at the ends that take
+    no part are dropped. lo and hi ascend over the queries that see any key.
     """
     seeing = (lo < hi).nonzero().flatten()
     if not len(seeing):
@@ -209,9 +257,9 @@ def _of_intervals(lo: Tensor, hi: Tensor, device: torch.device) -> Round | None:
     rows = slice(int(seeing[0]), int(seeing[-1]) + 1)
     keys = slice(int(lo[seeing].min()), int(hi[seeing].max()))
     lo, hi = lo[rows] - keys.start, hi[rows] - keys.start
-    band = _band(lo, hi, keys.stop - keys.start)
-    if band is not None:
-        left, right = band
+    window = _find_window(lo, hi, keys.stop - keys.start)
+    if window is not None:
+        left, right = window
         if right == 0:
             return Round(rows, keys, True, (left, None))
         return Round(rows, keys, False, (left, right))
@@ -219,13 +267,13 @@ def _of_intervals(lo: Tensor, hi: Tensor, device: torch.device) -> Round | None:
     return Round(rows, keys, mask=build(Interval(grid, lo, hi)).to(device))
 
 
-def _band(lo: Tensor, hi: Tensor, num_keys: int) -> Window | None:
-    """The window, aligned bottom-right, in which query i sees the keys [lo[i], hi[i]); None if
-    there is none.
+def _find_window(lo: Tensor, hi: Tensor, num_keys: int) -> Window | None:
+    """The window, aligned bottom-right, in which query i sees the keys [lo[i], hi[i]); None if no
+    window does that.
     """
     if bool((lo >= hi).any()):
         return None
-    p = torch.arange(len(lo)) + num_keys - len(lo)  # where query i stands
+    p = torch.arange(len(lo)) + num_keys - len(lo)  # the position of query i
     left = right = None
     if bool((cut := hi < num_keys).any()):
         right = int((hi - 1 - p)[cut][0])
@@ -238,108 +286,104 @@ def _band(lo: Tensor, hi: Tensor, num_keys: int) -> Window | None:
     return left, right
 
 
-class Call(NamedTuple):
-    """What all rounds of a call share."""
+class RoundOptions(NamedTuple):
+    """The options that all rounds of a call share."""
 
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    dropout_p: float = 0.0
-    deterministic: bool = False
+    call_options: Options = Options()  # each round has its own causal and window_size
     kernel: str | None = None
     alibi_slopes: Tensor | None = None
     dropout_seed: Tensor | None = None
     first_head: int = 0
-    wide_grads: bool = True  # needed where gradients of rounds are summed
-    precise_delta: bool = False  # what rounding takes from out is kept for the backward
+    wide_grads: bool = True  # unrounded: the gradients of rounds are summed
+    precise_delta: bool = False  # keep what rounding takes from out for the backward
 
 
-def attend(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the round's rows, unrounded; q, k, v (batch, seqlen, heads, head_dim) are all
-    that is at hand.
+def attend(
+    options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the round's rows, unrounded. q, k, v: (batch, seqlen, heads, head_dim) of all
+    local queries, and of all keys of the round's source rank.
     """
-    question, x = pose(call, round, q, k, v)
-    return torch_op.run(question, x, call.kernel)[:2]
+    cached_call, x = prepare_round(options, round, q, k, v)
+    return torch_op.run(cached_call, x, options.kernel)[:2]
 
 
-def gradients(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple) -> Grads:
-    """What the round contributes to dq of its rows and to dk and dv of its keys, unrounded if the
-    call has wide_grads. saved is (out, lse, dout, dlse or None) of all rows over all keys.
+def differentiate_round(
+    options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor, saved: tuple
+) -> Grads:
+    """The round's terms of dq of its rows and of dk and dv of its keys, unrounded if
+    options.wide_grads. saved: (out, lse, dout, dlse or None) of all rows over all keys.
     """
-    question, x = pose(call, round, q, k, v, call.wide_grads)
-    return torch_op.run_backward(question, x, call.kernel, *_of_rows(round, saved))
+    cached_call, x = prepare_round(options, round, q, k, v, options.wide_grads)
+    return torch_op.run_backward(cached_call, x, options.kernel, *_slice_saved(round, saved))
 
 
-def _of_rows(round: Round, saved: tuple) -> tuple:
+def _slice_saved(round: Round, saved: tuple) -> tuple:
     out, lse, dout, dlse = saved
     of_lse = lambda t: None if t is None else t[:, :, round.rows].contiguous()
     out, dout = (t[:, round.rows].contiguous() for t in (out, dout))
     return out, of_lse(lse), dout, of_lse(dlse)
 
 
-def pose(
-    call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
-) -> tuple[Question, Tensors]:
-    """The checked question of a round, and its tensors."""
-    places = (None, None) if round.places is None else round.places
+def prepare_round(
+    options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor, wide_grads: bool = False
+) -> tuple[CachedCall, Tensors]:
+    """The checked call of a round, and its tensors."""
+    positions = round.positions or (None, None)
     x = Tensors(
         q[:, round.rows],
         k[:, round.keys],
         v[:, round.keys],
-        alibi_slopes=call.alibi_slopes,
-        dropout_seed=call.dropout_seed,
-        places_q=places[0],
-        places_k=places[1],
+        alibi_slopes=options.alibi_slopes,
+        dropout_seed=options.dropout_seed,
+        positions_q=positions[0],
+        positions_k=positions[1],
         mask=round.mask,
     )
-    options = Options(
-        round.causal,
-        round.window_size,
-        call.softmax_scale,
-        call.softcap,
-        call.dropout_p,
-        deterministic=call.deterministic,
+    problem_options = options.call_options._replace(
+        causal=round.causal,
+        window_size=round.window_size,
         out_dtype=accumulator_dtype(q.dtype),
     )
-    problem = ask(describe, x, options, ()).problem
-    problem = problem._replace(first_head=call.first_head, wide_grads=wide_grads)
-    return torch_op.posed(x, problem), x
+    problem = prepare(describe, x, problem_options, ()).problem
+    problem = problem._replace(first_head=options.first_head, wide_grads=wide_grads)
+    return torch_op.prepare_checked(x, problem), x
 
 
-State = tuple[Tensor, Tensor]  # (out, lse)
-
-
-class Total:
-    """(out, lse) of local queries over the rounds so far, at rest and unrounded. lse is kept in
-    fp64: of a hundred rounds each would round the sum of all before it.
+class RunningState:
+    """(out, lse) of local queries over the rounds so far, normalised and unrounded. lse is fp64:
+    in fp32 each of a hundred rounds would round the sum of all earlier rounds again.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int):
         self._shape = (*q.shape[:3], head_dim_v)
         self._like = q.new_empty(0, dtype=accumulator_dtype(q.dtype))
-        self._state: State | None = None
+        self._state: OutLse | None = None
 
-    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """One more round."""
-        self.add(round.rows, *attend(call, round, q, k, v))
+    def fold(self, options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Compute one more round and merge it."""
+        self.add(round.rows, *attend(options, round, q, k, v))
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge in what `rows` saw in one more round: out may be the total from now on."""
+        """Merge the (out, lse) of `rows` over one more round. Takes over the memory of out."""
         if self._state is None and (rows.start, rows.stop) == (0, self._shape[1]):
             self._state = out, lse.double()
             return
-        total_out, total_lse = self._begun()
-        total_out, total_lse = total_out[:, rows], total_lse[:, :, rows]
-        merged = torch.logaddexp(total_lse, lse.double())
+        state_out, state_lse = self._get_state()
+        state_out, state_lse = state_out[:, rows], state_lse[:, :, rows]
+        merged = torch.logaddexp(state_lse, lse.double())
         pivot = merged.masked_fill(merged == -torch.inf, 0.0)
-        share = torch.exp(lse - pivot).to(out.dtype)  # and 1 - share is that of the total
-        total_out.lerp_(out, share.transpose(1, 2)[..., None])
-        total_lse.copy_(merged)
+        share = torch.exp(lse - pivot).to(
+            out.dtype
+        )  # the weight of the round; the state has 1 - share
+        state_out.lerp_(out, share.transpose(1, 2)[..., None])
+        state_lse.copy_(merged)
 
-    def result(self) -> State:
-        out, lse = self._begun()
+    def result(self) -> OutLse:
+        out, lse = self._get_state()
         return out, lse.to(out.dtype)
 
-    def _begun(self) -> State:
+    def _get_state(self) -> OutLse:
         if self._state is None:
             batch, seqlen, heads, _ = self._shape
             lse = self._like.new_full((batch, heads, seqlen), -torch.inf, dtype=torch.float64)
@@ -347,108 +391,113 @@ class Total:
         return self._state
 
 
-class Patient(Total):
-    """A total on a GPU. A kernel that merges its result into the total reads and writes it while
-    others of its programs compute. Rounds of other kernels wait for one another: to merge them
-    costs to read the total and to write it, which one launch does for several of them.
+class BatchedState(RunningState):
+    """A running state on a GPU.
+
+    A kernel with a fused merge reads and writes the state while its other programs compute. The
+    results of other kernels are collected, and one launch merges up to MAX_PENDING of them: a
+    launch per round would read and write the whole state each time.
     """
 
-    WAITING = 4
+    MAX_PENDING = 4
 
     def __init__(self, q: Tensor, head_dim_v: int):
         super().__init__(q, head_dim_v)
-        self._waiting: list[tuple[int, Tensor, Tensor]] = []
+        self._pending: list[tuple[int, Tensor, Tensor]] = []
 
-    def fold(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
-        question, x = pose(call, round, q, k, v)
-        merge = torch_op.get_merge_fn(question, x, call.kernel)
-        begins = self._state is None and round.rows == slice(0, self._shape[1])
+    def fold(self, options: RoundOptions, round: Round, q: Tensor, k: Tensor, v: Tensor) -> None:
+        cached_call, x = prepare_round(options, round, q, k, v)
+        merge = torch_op.get_merge_fn(cached_call, x, options.kernel)
+        is_first = self._state is None and round.rows == slice(0, self._shape[1])
         if merge is None:
-            self.add(round.rows, *torch_op.run(question, x, call.kernel)[:2])
-        elif begins:
-            super().add(round.rows, *torch_op.run(question, x, call.kernel)[:2])
+            self.add(round.rows, *torch_op.run(cached_call, x, options.kernel)[:2])
+        elif is_first:
+            super().add(round.rows, *torch_op.run(cached_call, x, options.kernel)[:2])
         else:
-            out, lse = self._begun()
+            out, lse = self._get_state()
             merge(out[:, round.rows], lse[:, :, round.rows])
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        self._waiting.append((rows.start, out, lse))
-        if len(self._waiting) == self.WAITING:
+        self._pending.append((rows.start, out, lse))
+        if len(self._pending) == self.MAX_PENDING:
             self._merge()
 
-    def result(self) -> State:
-        if self._waiting:
+    def result(self) -> OutLse:
+        if self._pending:
             self._merge()
         return super().result()
 
     def _merge(self) -> None:
-        fresh = self._state is None
+        is_empty = self._state is None
         if self._state is None:
             batch, seqlen, heads, _ = self._shape
             lse = self._like.new_empty(batch, heads, seqlen, dtype=torch.float64)
             self._state = self._like.new_empty(self._shape), lse
         from onchip.kernels.triton.entry import fold
 
-        fold(self._state, self._waiting, fresh)
-        self._waiting = []
+        fold(self._state, self._pending, is_empty)
+        self._pending = []
 
 
-def total_of(q: Tensor, head_dim_v: int) -> Total:
-    """Nothing so far."""
+def make_running_state(q: Tensor, head_dim_v: int) -> RunningState:
+    """The state of no round."""
     fused = q.is_cuda and device_info(q.device).has_triton
-    return (Patient if fused else Total)(q, head_dim_v)
+    return (BatchedState if fused else RunningState)(q, head_dim_v)
 
 
-class Backward:
-    """The rounds of local queries, backward. saved is (out, lse, dout, dlse or None) of them over
-    all keys; dq is a sum, fp32 (fp64 for fp64), to which theirs is added when it is `settled`.
+class RunningGradients:
+    """The backward rounds of local queries. saved: (out, lse, dout, dlse or None) of the queries
+    over all keys. dq: fp32 (fp64 for fp64); `finish` adds the terms of all rounds to it.
 
-    A kernel that adds gradients to sums itself saves their way to memory and back. What it needs of
-    queries is prepared once for all rounds of the same rows, and their dq is finished once.
+    A kernel with a fused accumulate adds its gradients to dq, dk and dv itself, which saves a write
+    and a read of each. It prepares the queries once for all rounds with the same rows, and writes
+    their dq once.
     """
 
-    HELD = 2  # kinds of rows that are not finished: all and half of them, in a zigzag
+    MAX_OPEN = 2  # row ranges in preparation: a zigzag has two, all rows and the late half
 
-    def __init__(self, call: Call, q: Tensor, saved: tuple, dq: Tensor):
-        self._call, self._q, self._saved, self._dq = call, q, saved, dq
-        self._held: dict[tuple[int, int], Any] = {}
+    def __init__(self, options: RoundOptions, q: Tensor, saved: tuple, dq: Tensor):
+        self._options, self._q, self._saved, self._dq = options, q, saved, dq
+        self._open: dict[tuple[int, int], Any] = {}
 
-    def add(self, round: Round, k: Tensor, v: Tensor, keys: Pair | None = None) -> Pair | None:
-        """One more round. Its share of dk and dv is added to `keys`, sums of all keys at hand; or
-        it is returned, for sums that are still on their way.
+    def add(self, round: Round, k: Tensor, v: Tensor, keys: KV | None = None) -> KV | None:
+        """Differentiate one more round. Adds its dk and dv to `keys`, the sums of all keys of the
+        source rank. Without `keys`, which may still be in flight, returns (dk, dv).
         """
-        question, x = pose(self._call, round, self._q, k, v, self._call.wide_grads)
+        cached_call, x = prepare_round(
+            self._options, round, self._q, k, v, self._options.wide_grads
+        )
         sums = None if keys is None else (keys[0][:, round.keys], keys[1][:, round.keys])
-        begin = torch_op.get_accumulate_fn(question, x, self._call.kernel)
+        begin = torch_op.get_accumulate_fn(cached_call, x, self._options.kernel)
         if begin is None:
-            return self._add_found(question, x, round, sums)
-        return self._queries(begin, question, x, round).add(question.problem, x, sums)
+            return self._add_separately(cached_call, x, round, sums)
+        return self._open_rows(begin, cached_call, x, round).add(cached_call.problem, x, sums)
 
-    def settled(self) -> Tensor:
-        """dq, with all rounds so far."""
-        for rows in list(self._held):
+    def finish(self) -> Tensor:
+        """dq with the terms of all rounds so far."""
+        for rows in list(self._open):
             self._finish(rows)
         return self._dq
 
-    def _add_found(
-        self, question: Question, x: Tensors, round: Round, sums: Pair | None
-    ) -> Pair | None:
-        saved = _of_rows(round, self._saved)
-        found = torch_op.run_backward(question, x, self._call.kernel, *saved)
-        self._dq[:, round.rows] += found.dq
+    def _add_separately(
+        self, cached_call: CachedCall, x: Tensors, round: Round, sums: KV | None
+    ) -> KV | None:
+        saved = _slice_saved(round, self._saved)
+        grads = torch_op.run_backward(cached_call, x, self._options.kernel, *saved)
+        self._dq[:, round.rows] += grads.dq
         if sums is None:
-            return found.dk, found.dv
-        for total, share in zip(sums, (found.dk, found.dv), strict=True):
+            return grads.dk, grads.dv
+        for total, share in zip(sums, (grads.dk, grads.dv), strict=True):
             total += share
         return None
 
-    def _queries(self, begin: Callable, question: Question, x: Tensors, round: Round) -> Any:
+    def _open_rows(self, begin: Callable, cached_call: CachedCall, x: Tensors, round: Round) -> Any:
         rows = round.rows.start, round.rows.stop
-        if rows not in self._held:
-            if len(self._held) == self.HELD:
-                self._finish(next(iter(self._held)))
-            self._held[rows] = begin(question.problem, x, *_of_rows(round, self._saved))
-        return self._held[rows]
+        if rows not in self._open:
+            if len(self._open) == self.MAX_OPEN:
+                self._finish(next(iter(self._open)))
+            self._open[rows] = begin(cached_call.problem, x, *_slice_saved(round, self._saved))
+        return self._open[rows]
 
     def _finish(self, rows: tuple[int, int]) -> None:
-        self._held.pop(rows).finish(self._dq[:, slice(*rows)])
+        self._open.pop(rows).finish(self._dq[:, slice(*rows)])

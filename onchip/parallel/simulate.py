@@ -1,10 +1,10 @@
-"""The time of a ring attention step on machines that are not here, from kernel times that were
-measured and link speeds that are stated.
+"""Simulates a ring attention step on machines that are not here, from measured kernel times and
+specified link speeds.
 
 A step is a graph of events, computed for all devices at once: an event happens a duration after the
-last of those it waits for. The order is that of ring.py: send and receive are posted, the kernel
-runs over what is held, the result is merged, the transfer is awaited. In the backward pass the
-gradients of K and V follow one hop behind, over the same link and before the next K and V.
+last of its causes. The order is that of ring.py: post send and receive, run the kernel over the
+held K and V, merge the result, wait for the transfer. In the backward pass dK and dV follow one hop
+behind, over the same link and before the next K and V.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from onchip.parallel.machines import H200, Fabric, Link, Machine
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 FP32 = 4
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # of a visible pair, per head and head_dim
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # per visible pair, head and head_dim
 
 
-class Shape(NamedTuple):
-    """What a token weighs in one attention layer. The default is Llama 3 8B in 16 bits."""
+class LayerShape(NamedTuple):
+    """The sizes of a token in one attention layer. The default is Llama 3 8B in 16 bits."""
 
     num_heads: int = 32
     num_kv_heads: int = 8
@@ -39,19 +39,19 @@ class Shape(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-class Step(NamedTuple):
-    """One attention layer, forward or backward, over `tokens` cut over `num_devices`."""
+class RingStep(NamedTuple):
+    """One attention layer, forward or backward, over `tokens` on `num_devices`."""
 
     tokens: float
     num_devices: int = 8
     layout: str = "zigzag"
     causal: bool = True
     backward: bool = False
-    shape: Shape = Shape()
+    shape: LayerShape = LayerShape()
 
     @property
     def chunk(self) -> float:
-        """Tokens that a device holds."""
+        """Tokens of a device."""
         return self.tokens / self.num_devices
 
     @property
@@ -65,16 +65,16 @@ class Step(NamedTuple):
 
     @property
     def kv_bytes(self) -> float:
-        """Of the message of a round: K and V of a chunk."""
+        """Bytes of a round's message: K and V of a chunk."""
         return self.chunk * self.shape.kv_elements * self.shape.itemsize
 
     @property
     def dkv_bytes(self) -> float:
-        """Of the one that follows it in the backward pass, in fp32."""
+        """Bytes of the message that follows in the backward pass: dK and dV in fp32."""
         return self.chunk * self.shape.kv_elements * FP32 if self.backward else 0.0
 
     def check(self) -> None:
-        """ValueError for what cannot be laid out."""
+        """Raise ValueError if the tokens cannot be laid out."""
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout={self.layout!r} must be one of: {', '.join(LAYOUTS)}")
         if self.num_devices < 1 or self.tokens < self.num_devices:
@@ -82,9 +82,9 @@ class Step(NamedTuple):
             raise ValueError(f"every device needs at least one token, got {sizes}")
 
 
-class Round(NamedTuple):
-    """A kernel call: so many queries over so many keys, of which `pairs` are visible. The result of
-    the first is kept, that of others merged into it.
+class SimulatedRound(NamedTuple):
+    """A kernel call: `queries` over `keys`, of which `pairs` are visible. The first result becomes
+    the running state; the others are merged into it.
     """
 
     queries: float
@@ -94,52 +94,56 @@ class Round(NamedTuple):
     first: bool = False
 
 
-class Rounds(NamedTuple):
-    """What a device does with its own keys, with those of a lower rank, with those of a higher."""
+class RoundKinds(NamedTuple):
+    """The rounds over a device's own keys, over keys of a lower rank, and of a higher rank."""
 
-    own: Round
-    lower: Round
-    upper: Round
+    own: SimulatedRound
+    lower: SimulatedRound
+    upper: SimulatedRound
 
 
-def rounds(step: Step) -> Rounds:
-    """The three kinds of rounds of a layout; their pairs are exact, and sum to the mask's."""
+def rounds(step: RingStep) -> RoundKinds:
+    """The three kinds of rounds of a layout. Their pairs are exact and add up to the mask's."""
     c = step.chunk
-    full, idle = Round(c, c, c * c, False), Round(0, 0, 0, False)
+    full, idle = SimulatedRound(c, c, c * c, False), SimulatedRound(0, 0, 0, False)
     if not step.causal:
-        return Rounds(full._replace(first=True), full, full)
-    own = Round(c, c, c * (c + 1) / 2, True, first=True)
+        return RoundKinds(full._replace(first=True), full, full)
+    own = SimulatedRound(c, c, c * (c + 1) / 2, True, first=True)
     if step.layout == "contiguous":
-        return Rounds(own, full, idle)
+        return RoundKinds(own, full, idle)
     if step.layout == "striped":
-        return Rounds(own, own._replace(first=False), Round(c, c, c * (c - 1) / 2, True))
-    return Rounds(own, Round(c, c / 2, c * c / 2, False), Round(c / 2, c, c * c / 2, False))
+        return RoundKinds(
+            own, own._replace(first=False), SimulatedRound(c, c, c * (c - 1) / 2, True)
+        )
+    return RoundKinds(
+        own, SimulatedRound(c, c / 2, c * c / 2, False), SimulatedRound(c / 2, c, c * c / 2, False)
+    )
 
 
-def balance(step: Step) -> float:
+def balance(step: RingStep) -> float:
     """Pairs of the busiest device over the mean."""
     own, lower, upper = (r.pairs for r in rounds(step))
     last = step.num_devices - 1
     return (own + last * max(lower, upper)) / (own + last * (lower + upper) / 2)
 
 
-def rate(step: Step, kind: Round, machine: Machine = H200) -> float:
-    """flop/s of the kernel in such a round."""
+def rate(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
+    """flop/s of the kernel in a round of this kind."""
     kernel = machine.kernel(step.backward, kind.causal, step.shape.head_dim)
-    length = min(kind.keys, kind.queries)  # those of self-attention were measured
+    length = min(kind.keys, kind.queries)  # self-attention was measured
     return kernel.rate(length) * machine.filled(kind.queries, step.shape.num_heads)
 
 
-def seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
-    """Of the kernel in such a round; nothing is launched where nothing is visible."""
+def seconds(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
+    """Time of the kernel in a round of this kind; 0 if no pair is visible."""
     if not kind.pairs:
         return 0.0
     return max(kind.pairs * step.pair_flops / rate(step, kind, machine), machine.call_s)
 
 
-def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
-    """Of folding a round's result, in fp32, into what is there. Backward, dq, and dk and dv that
-    have come, are added to: two reads and a write.
+def merge_seconds(step: RingStep, kind: SimulatedRound, machine: Machine = H200) -> float:
+    """Time to merge a round's fp32 result into the running state. Backward, the round's dq, dk and
+    dv are added to the sums: two reads and a write.
     """
     if step.num_devices == 1 or not kind.pairs:
         return 0.0
@@ -151,28 +155,28 @@ def merge_seconds(step: Step, kind: Round, machine: Machine = H200) -> float:
     return FP32 * moved / machine.memory_bytes_s
 
 
-def hide_factor(step: Step) -> float:
+def hide_factor(step: RingStep) -> float:
     """k in the hide condition c >= k (H_kv / H_q) F / B: bytes over flops of the lightest round, in
     units of a full forward round in 16 bits.
 
-    itemsize / 2 forward; causal doubles it, for half of the pairs are visible; backward it is
-    (itemsize + 4) / 5, for dK and dV travel in fp32 and a pair takes 10 instead of 4 flops.
+    Forward it is itemsize / 2. Causal doubles it, because half of the pairs are visible. Backward
+    it is (itemsize + 4) / 5, because dK and dV are fp32 and a pair takes 10 instead of 4 flops.
     """
     message = step.shape.itemsize + (FP32 if step.backward else 0)
     flops = BACKWARD_FLOPS if step.backward else FORWARD_FLOPS
     return message / 2 * FORWARD_FLOPS / flops * (2 if step.causal else 1)
 
 
-def hides(step: Step, link: Link, machine: Machine = H200) -> bool:
-    """The hide condition: no message takes longer than a round's kernel, latency aside."""
+def hides(step: RingStep, link: Link, machine: Machine = H200) -> bool:
+    """The hide condition: no message takes longer than its round's kernel, latency aside."""
     message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
     flops = (kind.pairs * step.pair_flops / rate(step, kind, machine) for kind in _busy(step))
     return step.num_devices == 1 or message <= min(flops)
 
 
-def unhidden(step: Step, link: Link) -> float:
-    """Seconds that may show where the condition holds: the latency of every message, and the hop
-    that brings dK and dV home, beside which nothing is left to compute.
+def unhidden(step: RingStep, link: Link) -> float:
+    """The most seconds exposed if the condition holds: the latency of every message, and the last
+    hop of dK and dV, with which no kernel overlaps.
     """
     if step.num_devices == 1:
         return 0.0
@@ -180,24 +184,24 @@ def unhidden(step: Step, link: Link) -> float:
     return messages * link.latency_s + step.dkv_bytes / link.bytes_s
 
 
-def hide_length(step: Step, link: Link, machine: Machine = H200) -> float:
-    """The chunk from which on messages hide: hide_factor (H_kv / H_q) F / B, with F the rate of
-    long calls. Shorter calls are slower, so that less may do.
+def hide_length(step: RingStep, link: Link, machine: Machine = H200) -> float:
+    """The chunk from which on messages are hidden: hide_factor (H_kv / H_q) F / B, with F the rate
+    of long calls. Shorter calls are slower, so that a smaller chunk may be enough.
     """
     heads = step.shape.num_kv_heads / step.shape.num_heads
     best = machine.best(step.backward, step.shape.head_dim)
     return hide_factor(step) * heads * best / link.bytes_s
 
 
-def _busy(step: Step) -> list[Round]:
+def _busy(step: RingStep) -> list[SimulatedRound]:
     return [kind for kind in rounds(step) if kind.pairs]
 
 
 Key = tuple[str, int]  # kind of event, round
 
 
-class Span(NamedTuple):
-    """Something that lasted, on one device."""
+class TimeSpan(NamedTuple):
+    """An event with a duration, on one device."""
 
     device: int
     what: str
@@ -207,7 +211,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Events:
+class EventGraph:
     """Times of events on all devices: at[kind, round] is a tensor over ranks."""
 
     num_devices: int
@@ -216,8 +220,8 @@ class Events:
     lasted: dict[Key, Tensor] = field(default_factory=dict)
 
     def add(self, key: Key, lasts: Tensor | None, *causes: tuple[Key, int]) -> None:
-        """An event that comes `lasts` after the last of its causes: (key, shift) is that event on
-        the rank `shift` further on. Causes that never happened are left out.
+        """Add an event, `lasts` seconds after the last of its causes. Cause (key, shift): event
+        `key` on rank + shift. Causes that never happened are ignored.
         """
         known = [(cause, shift) for cause, shift in causes if cause in self.at]
         happened = [self.at[c].roll(-shift) if shift else self.at[c] for c, shift in known]
@@ -231,12 +235,12 @@ class Events:
             self.lasted[key] = lasts
         self.at[key] = times
 
-    def path(self, key: Key, rank: int) -> Iterator[Span]:
-        """Backwards from an event, what it had to wait for: the critical path."""
+    def path(self, key: Key, rank: int) -> Iterator[TimeSpan]:
+        """The critical path of an event, from its end to its beginning."""
         while True:
             time, lasts = float(self.at[key][rank]), self._lasts(key, rank)
             if lasts:
-                yield Span(rank, key[0], key[1], time - lasts, time)
+                yield TimeSpan(rank, key[0], key[1], time - lasts, time)
             if not self.causes[key]:
                 return
             shifted = [(cause, (rank + s) % self.num_devices) for cause, s in self.causes[key]]
@@ -245,26 +249,26 @@ class Events:
     def _lasts(self, key: Key, rank: int) -> float:
         return float(self.lasted[key][rank]) if key in self.lasted else 0.0
 
-    def spans(self, device: int) -> Iterator[Span]:
-        """Everything that lasted on a device; a message belongs to its sender."""
+    def spans(self, device: int) -> Iterator[TimeSpan]:
+        """All events with a duration on a device; a message belongs to its sender."""
         for key in self.lasted:
             end, lasts = float(self.at[key][device]), self._lasts(key, device)
             if lasts:
-                yield Span(device, key[0], key[1], end - lasts, end)
+                yield TimeSpan(device, key[0], key[1], end - lasts, end)
 
 
-Cost = Callable[[Step, Round, Machine], float]
+Cost = Callable[[RingStep, SimulatedRound, Machine], float]
 COSTS: tuple[Cost, ...] = (seconds, merge_seconds)
 COMPUTE, MERGE, SEND_KV, SEND_DKV = "kernel", "merge", "K, V", "dK, dV"
 END: Key = ("end", 0)
-ROUNDING = 1e-9  # of sums of many rounds
+ROUNDING = 1e-9  # relative, of sums over many rounds
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of a step whose tensors all fit."""
+    """The events of a step that fits into memory."""
 
-    step: Step
+    step: RingStep
     fabric: Fabric
     machine: Machine = H200
 
@@ -274,34 +278,34 @@ class Timeline:
 
     @property
     def busy(self) -> float:
-        """Seconds for which the device with the most work computes."""
+        """Compute time of the device with the most work."""
         own, lower, upper = (sum(times) for times in zip(*self._costs.values(), strict=True))
         return own + (self.step.num_devices - 1) * max(lower, upper)
 
     @property
     def exposed(self) -> float:
-        """Seconds that communication adds to those of the busiest device."""
+        """Seconds that communication adds to the busiest device."""
         added = self.seconds - self.busy
         return added if added > ROUNDING * self.seconds else 0.0
 
     @cached_property
-    def events(self) -> Events:
-        """Of one pass round the ring."""
+    def events(self) -> EventGraph:
+        """The events of one pass round the ring."""
         self.step.check()
-        events = Events(self.step.num_devices)
+        events = EventGraph(self.step.num_devices)
         for i in range(self.step.num_devices):
             self._begin(events, i)
             events.add((COMPUTE, i), self._over_ranks(i, seconds), (("begun", i), 0))
             self._finish(events, i)
         last = self.step.num_devices - 1
         if self.step.backward and last:
-            self._send(events, (SEND_DKV, last), (MERGE, last), (SEND_KV, last))  # home
+            self._send(events, (SEND_DKV, last), (MERGE, last), (SEND_KV, last))  # to the owners
         events.add(END, None, ((MERGE, last), 0), *self._awaited((SEND_DKV, last)))
         return events
 
-    def _begin(self, events: Events, i: int) -> None:
-        """A round begins when the last one is merged and its transfer is complete, both ways; the
-        next K and V set out when the gradients of the last round have.
+    def _begin(self, events: EventGraph, i: int) -> None:
+        """A round begins when the last one is merged and its transfer is complete, both ways. Its K
+        and V are sent after the gradients of the last round.
         """
         events.add(("begun", i), None, ((MERGE, i - 1), 0), *self._awaited((SEND_KV, i - 1)))
         if self.step.backward and i:
@@ -309,14 +313,14 @@ class Timeline:
         if i < self.step.num_devices - 1:
             self._send(events, (SEND_KV, i), ("begun", i), (SEND_DKV, i - 1))
 
-    def _finish(self, events: Events, i: int) -> None:
-        """The result is merged, in the backward pass into gradients that have come."""
-        come = self._awaited((SEND_DKV, i - 1))
-        events.add((MERGE, i), self._over_ranks(i, merge_seconds), ((COMPUTE, i), 0), *come)
+    def _finish(self, events: EventGraph, i: int) -> None:
+        """Merge the result; in the backward pass, into the received gradients."""
+        received = self._awaited((SEND_DKV, i - 1))
+        events.add((MERGE, i), self._over_ranks(i, merge_seconds), ((COMPUTE, i), 0), *received)
 
-    def _send(self, events: Events, message: Key, posted: Key, before: Key) -> None:
-        """Over the hop from each rank to the next: when both have posted, and after the message
-        that set out before.
+    def _send(self, events: EventGraph, message: Key, posted: Key, before: Key) -> None:
+        """A message from each rank to the next: after both have posted it, and after the previous
+        message on the link.
         """
         causes = (posted, 0), (posted, 1), (before, 0)
         events.add(message, self._message[message[0]], *causes)
@@ -328,7 +332,7 @@ class Timeline:
 
     @staticmethod
     def _awaited(key: Key) -> list[tuple[Key, int]]:
-        """What was sent has left, and what was to come has come from the rank before."""
+        """The message to the next rank has left, and that of the previous rank has arrived."""
         return [(key, 0), (key, -1)]
 
     def _over_ranks(self, i: int, cost: Cost) -> Tensor:
@@ -345,7 +349,7 @@ class Timeline:
         return {cost: [cost(self.step, k, self.machine) for k in kinds] for cost in COSTS}
 
     def critical_path(self) -> dict[str, float]:
-        """Seconds of each kind of event on the longest chain, which ends the step."""
+        """Seconds of each kind of event on the critical path of the step."""
         total: dict[str, float] = {}
         for span in self.events.path(END, int(self.events.at[END].argmax())):
             total[span.what] = total.get(span.what, 0.0) + span.end - span.start

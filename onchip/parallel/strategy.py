@@ -1,4 +1,4 @@
-"""Which strategy serves a call on which ranks."""
+"""Choose the strategy of a call, and run it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,84 +11,90 @@ from torch.distributed.device_mesh import DeviceMesh
 from onchip.core.problem import Tensors
 from onchip.parallel import allgather, ring, rounds
 from onchip.parallel.comm import Comm, GroupComm, as_comm
-from onchip.parallel.job import Attention, Job
-from onchip.parallel.nest import Nest, best_inner_size, inner_sizes, nested
-from onchip.parallel.rounds import Call, Rule
+from onchip.parallel.mesh2d import Mesh2D, best_inner_size, inner_sizes, make_mesh2d
+from onchip.parallel.rank_attention import RankAttention, RankAttentionFunction
+from onchip.parallel.rounds import GlobalMask, RoundOptions
 from onchip.parallel.sharding import Layout
-from onchip.parallel.ulysses import Plan, Ulysses
+from onchip.parallel.ulysses import UlyssesFunction, UlyssesPlan
 
-Group = ProcessGroup | DeviceMesh | Comm | Nest | None
-OF_ONE_DIMENSION = {
-    "ring": (ring, rounds.schedule),
-    "allgather": (allgather, allgather.schedule),
+GroupLike = ProcessGroup | DeviceMesh | Comm | Mesh2D | None
+ONE_DIMENSIONAL = {
+    "ring": (ring, rounds.plan_rounds),
+    "allgather": (allgather, allgather.plan_rounds),
 }
 STRATEGIES = ("auto", "ring", "ulysses", "hybrid", "allgather")
 
 
-def ranks_of(group: Group) -> Comm | Nest:
-    """Who takes part: in a mesh of two dimensions the first is a ring of what the second are."""
+def as_ranks(group: GroupLike) -> Comm | Mesh2D:
+    """The ranks of a call. Of a two-dimensional mesh the first dimension is the ring, the second
+    exchanges heads.
+    """
     if isinstance(group, DeviceMesh) and group.ndim == 2:
-        return Nest(*(GroupComm(group.get_group(dim)) for dim in range(2)))
-    return group if isinstance(group, Nest) else as_comm(group)
+        return Mesh2D(*(GroupComm(group.get_group(dim)) for dim in range(2)))
+    return group if isinstance(group, Mesh2D) else as_comm(group)
 
 
-class Chosen(NamedTuple):
-    """A strategy, and how many neighbours deal heads among them: 1 in a ring, all in Ulysses."""
+class StrategyChoice(NamedTuple):
+    """A strategy, and how many neighbours exchange heads: 1 in a ring, all ranks in Ulysses."""
 
     strategy: str
     inner_size: int = 1
 
     @property
-    def schedule(self) -> Callable[..., rounds.Schedule]:
-        """How rounds are planned: groups that deal heads among them are a ring, too."""
-        return OF_ONE_DIMENSION.get(self.strategy, OF_ONE_DIMENSION["ring"])[1]
+    def plan_rounds(self) -> Callable[..., rounds.RingSchedule]:
+        """Plans the rounds. Groups that exchange heads form a ring, too."""
+        return ONE_DIMENSIONAL.get(self.strategy, ONE_DIMENSIONAL["ring"])[1]
 
 
-def choose(
+def choose_strategy(
     strategy: str,
-    ranks: Comm | Nest,
+    ranks: Comm | Mesh2D,
     num_heads: int,
     num_kv_heads: int,
     hops: int | None = None,
-) -> Chosen:
-    """The strategy that is meant. auto: that of ring, Ulysses and hybrid that sends the fewest
-    bytes among those whose key heads divide (see nest.sent_bytes). hybrid, on ranks that have one
-    dimension: the largest groups whose key heads divide. hops: of a ring, if it ends early.
+) -> StrategyChoice:
+    """The strategy to run.
+
+    auto: the one of ring, Ulysses and hybrid that sends the fewest bytes (see mesh2d.sent_bytes),
+    with groups among which key heads divide evenly. hybrid, on ranks of one dimension: the largest
+    such groups. hops: of the ring, if windows or documents end it early.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"{strategy=} is not one of {', '.join(STRATEGIES)}")
-    if isinstance(ranks, Nest):
+    if isinstance(ranks, Mesh2D):
         if strategy not in ("auto", "hybrid"):
             raise ValueError(f"{strategy=} takes ranks of one dimension, only 'hybrid' takes two")
-        return Chosen("hybrid", ranks.inner.size)
+        return StrategyChoice("hybrid", ranks.inner.size)
     if strategy == "ulysses":
-        return Chosen(strategy, ranks.size)
+        return StrategyChoice(strategy, ranks.size)
     if strategy == "hybrid":
-        return Chosen(strategy, inner_sizes(ranks.size, num_kv_heads)[-1])
+        return StrategyChoice(strategy, inner_sizes(ranks.size, num_kv_heads)[-1])
     if strategy != "auto":
-        return Chosen(strategy)
+        return StrategyChoice(strategy)
     inner_size = best_inner_size(ranks.size, num_heads, num_kv_heads, hops)
     names = {1: "ring", ranks.size: "ulysses"}
-    return Chosen("ring" if ranks.size == 1 else names.get(inner_size, "hybrid"), inner_size)
+    return StrategyChoice(
+        "ring" if ranks.size == 1 else names.get(inner_size, "hybrid"), inner_size
+    )
 
 
-def attend(
-    chosen: Chosen,
-    ranks: Comm | Nest,
+def run_strategy(
+    choice: StrategyChoice,
+    ranks: Comm | Mesh2D,
     layout: Layout,
-    rule: Rule,
-    call: Call,
+    global_mask: GlobalMask,
+    options: RoundOptions,
     x: Tensors,
     out_dtype: torch.dtype,
     before_backward: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank, with gradients for q, k, v and sinks of x."""
     inputs = x.q, x.k, x.v, x.sinks
-    if chosen.strategy in OF_ONE_DIMENSION:
-        module, _ = OF_ONE_DIMENSION[chosen.strategy]
-        plan = chosen.schedule(layout, rule, ranks.rank, x.q.device)
-        job = Job(ranks, module, plan, call, out_dtype, before_backward)
-        return Attention.apply(job, *inputs)
-    nest = ranks if isinstance(ranks, Nest) else nested(ranks, chosen.inner_size)
-    plan = Plan.of(nest, layout, rule, call, x, out_dtype, before_backward)
-    return Ulysses.of(plan, *inputs)
+    if choice.strategy in ONE_DIMENSIONAL:
+        module, _ = ONE_DIMENSIONAL[choice.strategy]
+        plan = choice.plan_rounds(layout, global_mask, ranks.rank, x.q.device)
+        rank_attention = RankAttention(ranks, module, plan, options, out_dtype, before_backward)
+        return RankAttentionFunction.apply(rank_attention, *inputs)
+    mesh = ranks if isinstance(ranks, Mesh2D) else make_mesh2d(ranks, choice.inner_size)
+    plan = UlyssesPlan.of(mesh, layout, global_mask, options, x, out_dtype, before_backward)
+    return UlyssesFunction.of(plan, *inputs)

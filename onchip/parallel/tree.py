@@ -1,11 +1,12 @@
-"""Decoding over a cache that is spread over ranks: each attends its own keys, and the states of all
-become one. Keys do not travel.
+"""Tree attention: decoding over a KV cache that is spread over ranks. Each rank attends to its own
+keys, and the states of all ranks are merged (Shyam et al. 2024, arXiv:2408.04093). K and V do not
+travel.
 
-A state is head_dim_v + 1 fp32 numbers per row, a row being one query of one head: n bytes in all.
-Small ones are gathered: one message to every rank, (P - 1) n bytes come in. Larger ones are reduced
-as sums are, but with the merge of states: every rank merges its share of the rows and gathers the
-others', two messages to every rank, 2 (P - 1) / P n bytes. Both ways take the ranks in their order,
-so the bits are the same, on every rank.
+A state is head_dim_v + 1 fp32 numbers per row; a row is one query of one head. All rows together
+have n bytes. Small states are all-gathered: one message to every rank, (P - 1) n bytes in. Larger
+ones are reduced: every rank merges its share of the rows and all-gathers the result, two messages
+to every rank, 2 (P - 1) / P n bytes. Both merge in rank order, so that all ranks get the same bits
+either way.
 """
 
 from collections.abc import Sequence
@@ -18,18 +19,18 @@ from torch import Tensor
 from onchip.core.backend import accumulator_dtype
 from onchip.core.derivatives import refuse_transforms
 from onchip.core.functional import UNBOUNDED, attention, paged_attention
-from onchip.core.problem import UnsupportedError, Window, check_layout, check_window
-from onchip.core.state import add_sink, finalize, merge_at_rest, resume
+from onchip.core.problem import SCORE_OPTIONS, UnsupportedError, Window, check_layout, check_window
+from onchip.core.state import add_sink, finalize, merge_out_lse, resume
 from onchip.parallel import digests
 from onchip.parallel.comm import Comm, as_comm
 
-Pair = tuple[Tensor, Tensor]  # (out, lse)
+OutLse = tuple[Tensor, Tensor]  # (out, lse)
 Span = tuple[int, int]
-Place = tuple[int, int]  # the position of a rank's first key, and how many positions there are
+KeyRange = tuple[int, int]  # (position of a rank's first key, positions in all)
 
-# A message takes some 15 us whatever it carries, and 512 kB pass a link of 50 GB/s in 10: to save
-# less is not worth a second one.
-WORTH_A_MESSAGE_BYTES = 512 << 10
+# A message takes some 15 us whatever its size, and 512 kB take 10 us on a link of 50 GB/s. So a
+# second message pays off only if it saves more than that.
+SECOND_MESSAGE_BYTES = 512 << 10
 
 
 def tree_attention(
@@ -38,7 +39,7 @@ def tree_attention(
     v: Tensor,
     group: object = None,
     *,
-    place: Place | None = None,
+    place: KeyRange | None = None,
     causal: bool = True,
     window_size: Window = UNBOUNDED,
     alibi_slopes: Tensor | None = None,
@@ -46,36 +47,37 @@ def tree_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     **options: object,
-) -> Tensor | Pair:
-    """attention() of new queries over keys of which every rank has some.
+) -> Tensor | OutLse:
+    """attention() of new queries over keys that are spread over ranks.
 
     q: (batch, seqlen_q, heads, head_dim), the same on all ranks: the last seqlen_q positions. k, v:
-    (batch, keys, kv_heads, dim), this rank's, maybe none. place: (start, seqlen_k), if they are the
-    positions from start on, of seqlen_k; where every query sees every key (one query, or
-    causal=False; no window, no ALiBi) they may be any, and it may be left out. All ranks get the
-    same out (and lse). options: softmax_scale, softcap, deterministic, kernel. No gradient.
+    (batch, keys, kv_heads, dim) of this rank, maybe no key. place: (start, seqlen_k), if this rank
+    has the positions from start on, of seqlen_k. Where every query sees every key (one query, or
+    causal=False; no window, no ALiBi) the positions do not matter and place may be left out. All
+    ranks get the same out (and lse). options: the names in OPTIONS, such as softmax_scale. No
+    gradient.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         check_layout(name, t, 4, "(batch, seqlen, heads, head_dim)")
     _check(options, (q, k, v, sinks))
-    rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v, rule, alibi_slopes, sinks, options)
-    views = rule.views(None if place is None else [place], [k.shape[1]])
-    part = _Part.empty(q, v.shape[-1])
-    for view in views:
-        rows, keys = slice(*view.rows), slice(view.keys[0])
-        found = attention(
+    mask = DecodeMask.of(q, causal, window_size, alibi_slopes)
+    comm = _check_call(group, q, v, mask, alibi_slopes, sinks, options)
+    calls = mask.calls(None if place is None else [place], [k.shape[1]])
+    local = _LocalState.empty(q, v.shape[-1])
+    for call in calls:
+        rows, keys = slice(*call.rows), slice(call.keys[0])
+        state = attention(
             q[:, rows],
             k[:, keys],
             v[:, keys],
             alibi_slopes=alibi_slopes,
             return_lse=True,
-            out_dtype=part.out.dtype,
-            **view.options,
+            out_dtype=local.out.dtype,
+            **call.options,
             **options,
         )
-        part.put(found, slice(None), view, alibi_slopes)
-    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+        local.put(state, slice(None), call, alibi_slopes)
+    return _finish(q, local, comm, sinks, return_lse, out_dtype)
 
 
 def tree_paged_attention(
@@ -86,7 +88,7 @@ def tree_paged_attention(
     cache_seqlens: Tensor,
     group: object = None,
     *,
-    places: Sequence[Place] | None = None,
+    places: Sequence[KeyRange] | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     causal: bool = True,
@@ -96,28 +98,28 @@ def tree_paged_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
     **options: object,
-) -> Tensor | Pair:
-    """paged_attention() over pages of which every rank has some; see tree_attention.
+) -> Tensor | OutLse:
+    """paged_attention() over pages that are spread over ranks; see tree_attention.
 
-    q: (batch, seqlen_q, heads, head_dim). page_table and cache_seqlens are those of this rank: of
-    sequence b it has cache_seqlens[b] keys, from places[b][0] on of places[b][1] positions. Where
-    places are given, the host reads cache_seqlens. Pages of 8 bits come with k_scales and v_scales;
-    a rank may have such pages beside others that have not.
+    q: (batch, seqlen_q, heads, head_dim). page_table and cache_seqlens are of this rank: it has
+    cache_seqlens[b] keys of sequence b, from places[b][0] on of places[b][1] positions. With places
+    the host reads cache_seqlens. 8-bit pages need k_scales and v_scales; ranks may mix 8-bit and
+    other pages.
     """
     check_layout("q", q, 4, "(batch, seqlen_q, heads, head_dim)")
     _check(options, (q, k_pages, v_pages, sinks))
-    rule = Rule.of(q, causal, window_size, alibi_slopes)
-    comm = _meet(group, q, v_pages, rule, alibi_slopes, sinks, options)
-    views = rule.views(places, cache_seqlens.tolist() if places is not None else [0])
-    part = _Part.empty(q, v_pages.shape[-1])
-    for view in views:
+    mask = DecodeMask.of(q, causal, window_size, alibi_slopes)
+    comm = _check_call(group, q, v_pages, mask, alibi_slopes, sinks, options)
+    calls = mask.calls(places, cache_seqlens.tolist() if places is not None else [0])
+    local = _LocalState.empty(q, v_pages.shape[-1])
+    for call in calls:
         at, seqlens = slice(None), cache_seqlens
         if places is not None:
-            at = torch.tensor(view.batch, device=q.device)
-            seqlens = cache_seqlens.new_tensor(view.keys)
-        slopes = _of_batch(alibi_slopes, at)
-        found = paged_attention(
-            q[at, slice(*view.rows)],
+            at = torch.tensor(call.batch, device=q.device)
+            seqlens = cache_seqlens.new_tensor(call.keys)
+        slopes = _slopes_of(alibi_slopes, at)
+        state = paged_attention(
+            q[at, slice(*call.rows)],
             k_pages,
             v_pages,
             page_table[at],
@@ -126,17 +128,18 @@ def tree_paged_attention(
             v_scales=v_scales,
             alibi_slopes=slopes,
             return_lse=True,
-            out_dtype=part.out.dtype,
-            **view.options,
+            out_dtype=local.out.dtype,
+            **call.options,
             **options,
         )
-        part.put(found, at, view, slopes)
-    return _answer(q, part, comm, sinks, return_lse, out_dtype)
+        local.put(state, at, call, slopes)
+    return _finish(q, local, comm, sinks, return_lse, out_dtype)
 
 
-class View(NamedTuple):
-    """What rows of some sequences see of a rank's keys: the first keys[i] of sequence batch[i],
-    through a window aligned bottom-right. They stand ahead[i] positions after where that puts them.
+class DecodeCall(NamedTuple):
+    """One kernel call: `rows` of some sequences over the first keys[i] of this rank's keys of
+    sequence batch[i], in a window aligned bottom-right. ahead[i]: how many positions the rows are
+    after the position that the alignment gives them.
     """
 
     rows: Span
@@ -153,18 +156,20 @@ class View(NamedTuple):
         return {"causal": False, "window_size": (left, right)}
 
 
-class Rule(NamedTuple):
-    """Which positions a query sees, and whether rows must go one by one: a call counts the distance
-    of ALiBi from where it puts a query, which is off by a constant for a single row, but not for
-    several.
+class DecodeMask(NamedTuple):
+    """The positions that a query sees. splits_rows: ALiBi needs one call per row. A call measures
+    ALiBi's distances from the aligned position of a query. For a single row that is wrong by a
+    constant, which can be corrected; for several rows it is not a constant.
     """
 
     seqlen_q: int
     window_size: Window  # causal is right = 0
-    one_by_one: bool
+    splits_rows: bool
 
     @classmethod
-    def of(cls, q: Tensor, causal: bool, window_size: Window, slopes: Tensor | None) -> "Rule":
+    def of(
+        cls, q: Tensor, causal: bool, window_size: Window, slopes: Tensor | None
+    ) -> "DecodeMask":
         check_window(window_size)
         left, right = window_size
         right = 0 if causal else right
@@ -174,23 +179,23 @@ class Rule(NamedTuple):
             )
         return cls(q.shape[1], (left, right), slopes is not None)
 
-    def views(self, places: Sequence[Place] | None, counts: list[int]) -> list[View]:
-        """For every sequence its place, and how many keys the rank has of it."""
+    def calls(self, places: Sequence[KeyRange] | None, counts: list[int]) -> list[DecodeCall]:
+        """The calls of this rank. For every sequence: its place, and this rank's number of keys."""
         rows = (0, self.seqlen_q)
         if places is None:
-            self._check_blind()
-            return [View(rows, (None, None), [0], counts, [0])]
-        _check_places(places, counts)
-        found: dict[tuple[Span, Window], View] = {}
-        chunks = pairwise(range(self.seqlen_q + 1)) if self.one_by_one else [rows]
+            self._check_without_places()
+            return [DecodeCall(rows, (None, None), [0], counts, [0])]
+        _check_key_ranges(places, counts)
+        by_window: dict[tuple[Span, Window], DecodeCall] = {}
+        chunks = pairwise(range(self.seqlen_q + 1)) if self.splits_rows else [rows]
         for rows in chunks:
             for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
-                self._look(found, b, rows, seqlen_k - self.seqlen_q - start, count)
-        return list(found.values())
+                self._add_rows(by_window, b, rows, seqlen_k - self.seqlen_q - start, count)
+        return list(by_window.values())
 
-    def _look(self, found: dict, b: int, rows: Span, first: int, count: int) -> None:
-        """Adds to `found` what rows see of `count` keys, the first row standing at `first` counted
-        from the first key.
+    def _add_rows(self, by_window: dict, b: int, rows: Span, first: int, count: int) -> None:
+        """Add the call of `rows` over `count` keys of sequence b to `by_window`. first: position of
+        the first row, counted from the first key.
         """
         (lo, hi), (left, right) = rows, self.window_size
         last = first + hi - 1
@@ -198,99 +203,105 @@ class Rule(NamedTuple):
         if lo >= hi or keys <= 0:
             return
         ahead = last - (keys - 1)
-        if left is not None and left < ahead:  # the last rows see nothing here
-            return self._look(found, b, (lo, hi - (ahead - left)), first, count)
+        if left is not None and left < ahead:  # the last rows see no key of this rank
+            return self._add_rows(by_window, b, (lo, hi - (ahead - left)), first, count)
         left = None if left is None or left - ahead >= keys - 1 else left - ahead
         right = None if right is None or right + ahead >= hi - lo - 1 else right + ahead
         key = (lo, hi), (left, right)
-        view = found.setdefault(key, View(*key, [], [], []))
-        for numbers, number in zip(view[2:], (b, keys, ahead), strict=True):
+        call = by_window.setdefault(key, DecodeCall(*key, [], [], []))
+        for numbers, number in zip(call[2:], (b, keys, ahead), strict=True):
             numbers.append(number)
 
-    def _check_blind(self) -> None:
+    def _check_without_places(self) -> None:
         left, right = self.window_size
-        if left is not None or self.one_by_one or (right is not None and self.seqlen_q > 1):
+        if left is not None or self.splits_rows or (right is not None and self.seqlen_q > 1):
             raise ValueError(
-                "a window, ALiBi and causal queries need to know where a rank's keys stand: give"
-                " their place, (start, seqlen_k)"
+                "a window, ALiBi and causal queries need the positions of a rank's keys: give their"
+                " place, (start, seqlen_k)"
             )
 
 
-def _check_places(places: Sequence[Place], counts: list[int]) -> None:
+def _check_key_ranges(places: Sequence[KeyRange], counts: list[int]) -> None:
     if len(places) != len(counts):
         raise ValueError(f"there are {len(places)} places for {len(counts)} sequences")
     for b, ((start, seqlen_k), count) in enumerate(zip(places, counts, strict=True)):
         if not 0 <= start <= start + count <= seqlen_k:
             raise ValueError(
-                f"sequence {b}: {count} keys from {start=} on do not lie within {seqlen_k=}"
+                f"sequence {b}: {count} keys from {start=} on are not within {seqlen_k=}"
             )
 
 
-class _Part(NamedTuple):
-    """The state of this rank: out (batch, seqlen_q, heads, head_dim_v), lse (batch, heads,
-    seqlen_q), wide.
+class _LocalState(NamedTuple):
+    """The state of this rank, unrounded: out (batch, seqlen_q, heads, head_dim_v), lse (batch,
+    heads, seqlen_q).
     """
 
     out: Tensor
     lse: Tensor
 
     @classmethod
-    def empty(cls, q: Tensor, head_dim_v: int) -> "_Part":
+    def empty(cls, q: Tensor, head_dim_v: int) -> "_LocalState":
         batch, seqlen_q, heads, _ = q.shape
         wide = accumulator_dtype(q.dtype)
         out = q.new_zeros(batch, seqlen_q, heads, head_dim_v, dtype=wide)
         return cls(out, q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=wide))
 
-    def put(self, found: Pair, at: slice | Tensor, view: View, slopes: Tensor | None) -> None:
-        rows, (out, lse) = slice(*view.rows), found
+    def put(
+        self, state: OutLse, at: slice | Tensor, call: DecodeCall, slopes: Tensor | None
+    ) -> None:
+        rows, (out, lse) = slice(*call.rows), state
         if slopes is not None:
-            ahead = torch.tensor(view.ahead, device=lse.device)[:, None, None]
+            ahead = torch.tensor(call.ahead, device=lse.device)[:, None, None]
             lse = lse - slopes.to(lse.dtype)[..., None] * ahead
         self.out[at, rows], self.lse[at, :, rows] = out, lse
 
 
-def combine(out: Tensor, lse: Tensor, comm: Comm) -> Pair:
-    """The states of all ranks, out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads,
-    seqlen_q), as one.
+def merge_over_ranks(out: Tensor, lse: Tensor, comm: Comm) -> OutLse:
+    """Merge the states of all ranks: out (batch, seqlen_q, heads, head_dim_v) and lse (batch,
+    heads, seqlen_q).
     """
     states = torch.cat([out, lse.transpose(1, 2)[..., None]], -1)
     rows = states.flatten(0, 2)
-    spared = rows.nbytes * (comm.size - 1) * (comm.size - 2) // comm.size
-    merged = _reduced(rows, comm) if spared > WORTH_A_MESSAGE_BYTES else _merged(rows, comm)
+    saved_bytes = rows.nbytes * (comm.size - 1) * (comm.size - 2) // comm.size
+    merged = (
+        _merge_by_exchange(rows, comm)
+        if saved_bytes > SECOND_MESSAGE_BYTES
+        else _merge_by_gather(rows, comm)
+    )
     merged = merged.view_as(states)
     return merged[..., :-1], merged[..., -1].transpose(1, 2)
 
 
-def _merged(rows: Tensor, comm: Comm) -> Tensor:
+def _merge_by_gather(rows: Tensor, comm: Comm) -> Tensor:
     parts = [torch.empty_like(rows) for _ in range(comm.size)]
-    comm.gather(rows, parts).wait()
+    comm.all_gather(rows, parts).wait()
     return _merge(parts)
 
 
-def _reduced(rows: Tensor, comm: Comm) -> Tensor:
+def _merge_by_exchange(rows: Tensor, comm: Comm) -> Tensor:
     shares = rows.tensor_split(comm.size)
     mine = [torch.empty_like(shares[comm.rank]) for _ in shares]
-    comm.swap(shares, mine).wait()
+    comm.all_to_all(shares, mine).wait()
     merged = torch.empty_like(rows)
-    comm.gather(_merge(mine), merged.tensor_split(comm.size)).wait()
+    comm.all_gather(_merge(mine), merged.tensor_split(comm.size)).wait()
     return merged
 
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:
-    """States (rows, head_dim_v + 1) over disjoint keys as one."""
-    out, lse = merge_at_rest([p[:, :-1] for p in parts], [p[:, -1] for p in parts])
+    """Merge states (rows, head_dim_v + 1) over disjoint keys."""
+    out, lse = merge_out_lse([p[:, :-1] for p in parts], [p[:, -1] for p in parts])
     return torch.cat([out, lse[:, None]], -1)
 
 
-def _answer(
+def _finish(
     q: Tensor,
-    part: _Part,
+    local: _LocalState,
     comm: Comm,
     sinks: Tensor | None,
     return_lse: bool,
     out_dtype: torch.dtype | None,
-) -> Tensor | Pair:
-    out, lse = combine(*part, comm)
+) -> Tensor | OutLse:
+    out, lse = merge_over_ranks(*local, comm)
     if sinks is not None:
         state = add_sink(resume(out.transpose(1, 2), lse), sinks.to(lse.dtype)[:, None])
         out, lse = finalize(state)
@@ -299,29 +310,29 @@ def _answer(
     return (out, lse) if return_lse else out
 
 
-def _of_batch(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
+def _slopes_of(slopes: Tensor | None, at: slice | Tensor) -> Tensor | None:
     return slopes if slopes is None or slopes.dim() == 1 else slopes[at]
 
 
-def _meet(
+def _check_call(
     group: object,
     q: Tensor,
     v: Tensor,
-    rule: Rule,
+    mask: DecodeMask,
     slopes: Tensor | None,
     sinks: Tensor | None,
     options: dict[str, object],
 ) -> Comm:
-    """The communicator, after the ranks have compared what they are asked."""
+    """The communicator, after the ranks have compared their calls."""
     comm = as_comm(group)
     shape = {"q": tuple(q.shape), "dtype": q.dtype, "head_dim_v": v.shape[-1]}
     values = {"alibi_slopes": digests.of_tensor(slopes), "sinks": digests.of_tensor(sinks)}
-    facts = {"call": "tree_attention", **shape, **rule._asdict(), **values, **options}
-    comm.agree(facts, q.device)
+    fields = {"call": "tree_attention", **shape, **mask._asdict(), **values, **options}
+    comm.check_consistent(fields, q.device)
     return comm
 
 
-OPTIONS = {"softmax_scale", "softcap", "deterministic", "kernel"}
+OPTIONS = {*SCORE_OPTIONS, "deterministic", "kernel"}
 
 
 def _check(options: dict[str, object], tensors: Sequence[Tensor | None]) -> None:

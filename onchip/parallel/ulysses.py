@@ -1,12 +1,18 @@
-"""Ulysses: each rank attends some heads over all tokens, so that any kernel and any mask serves as
-on one device; two all-to-alls turn tokens into heads and heads into tokens (Jacobs et al. 2023,
-arXiv:2309.14509). Hybrid: groups of ranks do so, and between groups a ring turns, over which each
-rank sends the keys of its heads (Fang and Zhao 2024, arXiv:2405.07719).
+"""Ulysses: each rank computes some heads over all tokens, so that any kernel and any mask works as
+on one device. One all-to-all turns tokens into heads, a second turns heads back into tokens (Jacobs
+et al. 2023, arXiv:2309.14509). Hybrid: groups of ranks exchange heads, and the groups form a ring,
+over which each rank sends the keys of its heads (Fang and Zhao 2024, arXiv:2405.07719).
 
-Every rank of a group sends one message to each other, forward q, k and v, then out and lse;
-backward dout and dlse, then dq, dk and dv. Heads are dealt as evenly as they can be, in whole
-groups of GQA where these are as even. A key head whose group is cut goes to every rank that has
-part of it, and its gradients come back unrounded and are summed.
+    4 ranks, 8 heads, 1,024 tokens, zigzag
+      before            rank r has 256 tokens of 8 heads
+      all-to-all        q, k, v: one message to each other rank
+      attention         rank r has 1,024 tokens of 2 heads
+      all-to-all        out, lse
+      after             rank r has 256 tokens of 8 heads
+
+Backward, the first exchange carries dout and dlse, the second dq, dk and dv. Heads are split as
+evenly as possible, in whole GQA groups where this is as even. A key head with query heads on
+several ranks is sent to all of them; its gradients travel unrounded and are summed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,152 +26,162 @@ from onchip.core.backend import Grads, accumulator_dtype
 from onchip.core.derivatives import first_order, refuse_forward_mode
 from onchip.core.problem import Tensors
 from onchip.parallel import ring
-from onchip.parallel.exchange import Exchange, Span, deal, groups, kv_heads
-from onchip.parallel.job import Job, Kept
-from onchip.parallel.nest import Groups, Nest
-from onchip.parallel.rounds import Call, Rule, schedule
+from onchip.parallel.all_to_all import (
+    HeadAllToAll,
+    HeadSpan,
+    assign_heads,
+    kv_heads_of,
+    split_by_kv_head,
+)
+from onchip.parallel.mesh2d import GroupedLayout, Mesh2D
+from onchip.parallel.rank_attention import OutLseResidual, RankAttention
+from onchip.parallel.rounds import GlobalMask, RoundOptions, plan_rounds
 from onchip.parallel.sharding import Layout
 
 
-class Plan(NamedTuple):
-    """Who of a group gets which heads, and what he does with them: job is that of all heads."""
+class UlyssesPlan(NamedTuple):
+    """The heads of each rank of a group, and the call over all heads."""
 
-    exchange: Exchange
-    job: Job
-    heads: tuple[Span, ...]
-    kv_heads: tuple[Span, ...]
+    exchange: HeadAllToAll
+    rank_attention: RankAttention
+    heads: tuple[HeadSpan, ...]
+    kv_heads: tuple[HeadSpan, ...]
     group_size: int
 
     @classmethod
     def of(
         cls,
-        nest: Nest,
+        mesh: Mesh2D,
         layout: Layout,
-        rule: Rule,
-        call: Call,
+        global_mask: GlobalMask,
+        options: RoundOptions,
         x: Tensors,
         out_dtype: torch.dtype,
         before_backward: Callable[[], None],
-    ) -> "Plan":
-        """x has q, k and v of this rank's positions in the layout, of as many ranks as the nest."""
-        outer, inner, device = nest.outer, nest.inner, x.q.device
+    ) -> "UlyssesPlan":
+        """x: q, k and v at this rank's positions. The layout has as many ranks as the mesh."""
+        outer, inner, device = mesh.outer, mesh.inner, x.q.device
         num_heads, num_kv_heads = x.q.shape[2], x.k.shape[2]
-        heads, group_size = deal(num_heads, num_kv_heads, inner.size), num_heads // num_kv_heads
-        keys = tuple(kv_heads(span, group_size) for span in heads)
-        held = Groups(layout, inner.size)
-        exchange = Exchange(inner, held.rows(outer.rank, rule.seqlen, device))
-        call = call._replace(wide_grads=outer.size > 1 or _overlap(keys))
-        rounds = schedule(held, rule, outer.rank, device)
-        job = Job(outer, ring, rounds, call, out_dtype, before_backward)
-        return cls(exchange, job, tuple(heads), keys, group_size)
+        heads = assign_heads(num_heads, num_kv_heads, inner.size)
+        group_size = num_heads // num_kv_heads
+        keys = tuple(kv_heads_of(span, group_size) for span in heads)
+        grouped = GroupedLayout(layout, inner.size)
+        exchange = HeadAllToAll(inner, grouped.rows(outer.rank, global_mask.seqlen, device))
+        options = options._replace(wide_grads=outer.size > 1 or _overlap(keys))
+        rounds = plan_rounds(grouped, global_mask, outer.rank, device)
+        rank_attention = RankAttention(outer, ring, rounds, options, out_dtype, before_backward)
+        return cls(exchange, rank_attention, tuple(heads), keys, group_size)
 
     @property
-    def mine(self) -> Span:
+    def own_heads(self) -> HeadSpan:
         return self.heads[self.exchange.comm.rank]
 
     @property
-    def of_keys_and_queries(self) -> tuple[tuple[Span, ...], ...]:
-        """Who gets which heads of (k, v, q)."""
+    def heads_of_kvq(self) -> tuple[tuple[HeadSpan, ...], ...]:
+        """The heads of each rank, of (k, v, q)."""
         return self.kv_heads, self.kv_heads, self.heads
 
     @property
-    def cuts_groups(self) -> bool:
-        """Whether some key head goes to several ranks."""
+    def shares_kv_heads(self) -> bool:
+        """Whether some key head is needed by several ranks."""
         return _overlap(self.kv_heads)
 
-    def parts(self) -> Iterator[tuple[Job, slice, slice, slice]]:
-        """The calls that serve my heads: their job; their heads among mine, their key heads among
-        mine, and their heads among all.
+    def calls(self) -> Iterator[tuple[RankAttention, slice, slice, slice]]:
+        """The calls over this rank's heads: (call, heads and key heads counted from this rank's
+        first, heads counted from the first of all).
         """
-        first = self.mine[0]
-        for heads, keys in groups(self.mine, self.group_size):
+        first = self.own_heads[0]
+        for heads, keys in split_by_kv_head(self.own_heads, self.group_size):
             lo, hi = first + heads.start, first + heads.stop
-            yield self.job.of_heads(lo, hi), heads, keys, slice(lo, hi)
+            yield self.rank_attention.of_heads(lo, hi), heads, keys, slice(lo, hi)
 
 
-class Ulysses(torch.autograd.Function):
-    """(out, lse) of a rank's tokens. origin is no element of q, k and v: the heads that are saved
-    are not those tensors, and a second derivative must find the way back to them, to be refused.
+class UlyssesFunction(torch.autograd.Function):
+    """(out, lse) of a rank's tokens. origin: an empty tensor made of q, k and v. The saved heads
+    are other tensors, so that without origin a second derivative would find no path back to
+    them, and could not be refused.
     """
 
     @classmethod
-    def of(cls, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+    def of(cls, plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
         origin = torch.cat([t[:0].flatten() for t in (q, k, v)])
         return cls.apply(plan, origin, q, k, v, sinks)
 
     @staticmethod
-    def forward(ctx, plan: Plan, origin, q, k, v, sinks):
-        k, v, q = plan.exchange.to_heads((k, v, q), plan.of_keys_and_queries)
+    def forward(ctx, plan: UlyssesPlan, origin, q, k, v, sinks):
+        k, v, q = plan.exchange.to_heads((k, v, q), plan.heads_of_kvq)
         out, lse, residual = _attend(plan, q, k, v, sinks)
         ctx.plan = plan
         ctx.save_for_backward(q, k, v, sinks, out, lse, residual, origin)
-        lse, out = plan.exchange.to_tokens((_columns(lse), out), (plan.heads, plan.heads))
-        return out, _rows(lse)
+        lse, out = plan.exchange.to_tokens((_lse_to_columns(lse), out), (plan.heads, plan.heads))
+        return out, _columns_to_lse(lse)
 
     @staticmethod
     @first_order
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, (q, k, v, sinks, out, lse, residual, _) = ctx.plan, ctx.saved_tensors
-        plan.job.before_backward()
+        plan.rank_attention.before_backward()
         both = plan.heads, plan.heads
-        dlse, dout = plan.exchange.to_heads((_columns(dlse), dout), both)
-        saved = out, lse, dout, _rows(dlse), residual
+        dlse, dout = plan.exchange.to_heads((_lse_to_columns(dlse), dout), both)
+        saved = out, lse, dout, _columns_to_lse(dlse), residual
         grads = _differentiate(plan, (q, k, v, sinks), saved)
-        found = plan.exchange.to_tokens((grads.dk, grads.dv, grads.dq), plan.of_keys_and_queries)
-        dk, dv, dq = (t.to(q.dtype) for t in found)
+        exchanged = plan.exchange.to_tokens((grads.dk, grads.dv, grads.dq), plan.heads_of_kvq)
+        dk, dv, dq = (t.to(q.dtype) for t in exchanged)
         dsinks = None if sinks is None else grads.dsinks.to(sinks.dtype)
         return None, None, dq, dk, dv, dsinks
 
     jvp = staticmethod(refuse_forward_mode)
 
 
-def _attend(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Kept:
-    """Of my heads, maybe none, over the tokens of the group."""
+def _attend(
+    plan: UlyssesPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> OutLseResidual:
+    """Attention of this rank's heads, maybe none, over the tokens of the group."""
     batch, seqlen, heads, _ = q.shape
-    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.job.out_dtype)
+    out = q.new_empty(batch, seqlen, heads, v.shape[3], dtype=plan.rank_attention.out_dtype)
     lse = q.new_empty(batch, heads, seqlen, dtype=accumulator_dtype(q.dtype))
-    residual = torch.empty_like(out) if plan.job.call.precise_delta else None
-    for job, own, keys, all_ in plan.parts():
+    residual = torch.empty_like(out) if plan.rank_attention.options.precise_delta else None
+    for rank_attention, own, keys, all_ in plan.calls():
         own_sinks = None if sinks is None else sinks[all_]
-        found = job.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
-        out[:, :, own], lse[:, own] = found[:2]
+        result = rank_attention.attend(q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks)
+        out[:, :, own], lse[:, own] = result[:2]
         if residual is not None:
-            residual[:, :, own] = found[2]
+            residual[:, :, own] = result[2]
     return out, lse, residual
 
 
-def _differentiate(plan: Plan, tensors: tuple, saved: tuple) -> Grads:
-    """Of my heads over the tokens of the group; dsinks (heads) is zero for the heads of others."""
+def _differentiate(plan: UlyssesPlan, tensors: tuple, saved: tuple) -> Grads:
+    """Gradients of this rank's heads; dsinks (heads,) is zero for the heads of other ranks."""
     (q, k, v, sinks), (out, lse, dout, dlse, residual) = tensors, saved
     wide = accumulator_dtype(q.dtype)
-    of_keys = wide if plan.cuts_groups else k.dtype
+    of_keys = wide if plan.shares_kv_heads else k.dtype
     dq, dk, dv = (
         torch.empty_like(q),
         torch.empty_like(k, dtype=of_keys),
         torch.empty_like(v, dtype=of_keys),
     )
     dsinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=wide)
-    for job, own, keys, all_ in plan.parts():
+    for rank_attention, own, keys, all_ in plan.calls():
         own_sinks = None if sinks is None else sinks[all_]
         inputs = q[:, :, own], k[:, :, keys], v[:, :, keys], own_sinks
         own_residual = None if residual is None else residual[:, :, own]
         of_rows = out[:, :, own], lse[:, own], dout[:, :, own], dlse[:, own], own_residual
-        grads = job.differentiate(*inputs, of_rows)
+        grads = rank_attention.differentiate(*inputs, of_rows)
         dq[:, :, own], dk[:, :, keys], dv[:, :, keys] = grads[:3]
         if dsinks is not None:
             dsinks[all_] = grads.dsinks
     return Grads(dq, dk, dv, dsinks=dsinks)
 
 
-def _overlap(spans: Sequence[Span]) -> bool:
+def _overlap(spans: Sequence[HeadSpan]) -> bool:
     some = [span for span in spans if span[0] < span[1]]
     return any(a[1] > b[0] for a, b in pairwise(some))
 
 
-def _columns(lse: Tensor) -> Tensor:
-    """(batch, heads, seqlen) as (batch, seqlen, heads, 1), which travels like out."""
+def _lse_to_columns(lse: Tensor) -> Tensor:
+    """(batch, heads, seqlen) as (batch, seqlen, heads, 1), the layout of out."""
     return lse.transpose(1, 2)[..., None]
 
 
-def _rows(columns: Tensor) -> Tensor:
+def _columns_to_lse(columns: Tensor) -> Tensor:
     return columns[..., 0].transpose(1, 2).contiguous()

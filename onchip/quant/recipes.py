@@ -166,7 +166,8 @@ def attend(
     fp32 (fp64 for fp64). A row that sees no key gives out = 0, lse = -inf. No gradients.
     """
     x = Tensors(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    problem = _describe(x, Options(causal, window_size, softmax_scale))
+    options = Options(softmax_scale=softmax_scale, causal=causal, window_size=window_size)
+    problem = _describe(x, options)
     operands = prepare(recipe, q, k, v, cu_seqlens_q, cu_seqlens_k)
     out = wide(q).new_zeros(*q.shape[:-1], v.shape[-1])
     lse = out.new_full(out.shape[:-1], -inf).transpose(-1, -2).contiguous()

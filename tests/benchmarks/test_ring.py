@@ -9,7 +9,7 @@ from benchmarks import ring, ring_ranks, ring_report, ring_simulation, tables
 from onchip.cli import main
 from onchip.cli.bench.harness import Session, judge
 from onchip.parallel.machines import LINKS, Fabric
-from onchip.parallel.simulate import Step
+from onchip.parallel.simulate import RingStep
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,7 +26,7 @@ def quick():
 
 
 def test_rows_have_the_columns_of_the_schema(quick):
-    plain = ring_simulation._case("x", Step(1, 1)).row("y", 1.0, "s")
+    plain = ring_simulation._case("x", RingStep(1, 1)).row("y", 1.0, "s")
     assert all(plain.keys() <= row.keys() for row in quick)
     assert {row["bench"] for row in quick} == {
         *("ring", "scaling", "hybrid", "link", "hide", "published", "simulation")
@@ -179,7 +179,7 @@ def test_only_ring_simulates(capsys):
 
 def test_nodes_that_deal_heads_scale_further_than_a_ring_of_all():
     """Chunks are 8 times as long, messages as long as before; one node has no ring at all."""
-    step = Step(10**6, 1024)
+    step = RingStep(10**6, 1024)
     ring = ring_simulation.step_row("scaling", step, ring_simulation.NODES)
     hybrid = ring_simulation.hybrid_row(step)
     assert ring["ideal_s"] == pytest.approx(hybrid["ideal_s"])
@@ -189,7 +189,7 @@ def test_nodes_that_deal_heads_scale_further_than_a_ring_of_all():
 
 
 def test_a_link_that_is_slow_is_seen():
-    step = Step(8 * 2048, 8)
+    step = RingStep(8 * 2048, 8)
     fast, slow = (
         ring_simulation.step_row("link", step, Fabric(LINKS[name]))
         for name in ("NVLink 4", "100 GbE")

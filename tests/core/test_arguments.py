@@ -1,4 +1,4 @@
-"""Arguments that look right and are not are refused with a sentence, by every public function."""
+"""Every public function refuses nearly right arguments with a sentence that says what to write."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import torch
 import onchip
 import onchip.testing as ot
 from onchip.core import problem
-from onchip.core.arguments import ELSEWHERE
+from onchip.core.arguments import FOREIGN_NAMES
 
 PACKED = ot.make_packed([3, 5], head_dim=8)
 PAGES = ot.make_pages(PACKED.k, PACKED.v, PACKED.cu_seqlens_k, 4)
@@ -35,16 +35,16 @@ def call(name, **options):
 
 class TestNames:
     @pytest.mark.parametrize("function", CALLS)
-    def test_names_of_other_packages_are_answered_with_ours(self, function):
+    def test_names_of_other_packages_suggest_ours(self, function):
         call(function)
-        for name, meant in ELSEWHERE.items():
+        for name, meant in FOREIGN_NAMES.items():
             with pytest.raises(TypeError) as error:
                 call(function, **{name: None})
             assert f"{function}()" in str(error.value) and repr(name) in str(error.value)
             assert f"did you mean {meant}" in str(error.value)
 
     @pytest.mark.parametrize("function", ATTEND)
-    def test_misspelt_names_are_answered_with_the_nearest(self, function):
+    def test_misspelt_names_suggest_the_nearest(self, function):
         with pytest.raises(TypeError, match="did you mean softmax_scale"):
             call(function, sofmax_scale=1.0)
         with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'$"):
@@ -61,19 +61,19 @@ class TestFlags:
 
     @pytest.mark.parametrize("name", ["return_lse", "return_stats", "deterministic"])
     @pytest.mark.parametrize("function", ["attention", "varlen_attention", "paged_attention"])
-    def test_so_are_the_others(self, function, name):
+    def test_other_flags_are_true_or_false(self, function, name):
         with pytest.raises(ValueError, match=name):
             call(function, **{name: "no"})
 
     @pytest.mark.parametrize("function", ["cascade_attention", "offload_attention"])
-    def test_return_lse_of_the_rest(self, function):
+    def test_return_lse_is_true_or_false(self, function):
         with pytest.raises(ValueError, match="return_lse"):
             call(function, return_lse=1)
 
 
 class TestNumbers:
     @pytest.mark.parametrize("value", [3.0, "3", True, None, torch.tensor(5), [5], -1])
-    def test_longest_sequences_are_ints(self, value):
+    def test_max_seqlens_are_ints(self, value):
         arguments = list(CALLS["varlen_attention"])
         for place in (-1, -2):
             changed = list(arguments)
@@ -86,11 +86,11 @@ class TestNumbers:
                 onchip.paged_attention(PACKED.q, *PAGES, **options)
 
     @pytest.mark.parametrize("value", [64.0, "64", True, torch.tensor(64), 0], ids=repr)
-    def test_bytes_of_a_segment_are_an_int(self, value):
+    def test_segment_bytes_is_an_int(self, value):
         with pytest.raises(ValueError, match="segment_bytes"):
             call("offload_attention", segment_bytes=value)
 
-    def test_integers_of_numpy_are_ints(self):
+    def test_numpy_integers_are_ints(self):
         arguments = CALLS["varlen_attention"]
         got = onchip.varlen_attention(*arguments[:-2], np.int64(5), np.int32(5))
         assert torch.equal(got, onchip.varlen_attention(*arguments))
@@ -117,12 +117,12 @@ class TestNumbers:
             call(function, window_size=(value, 0))
 
     @pytest.mark.parametrize("value", ["1", True, torch.tensor(1.0), None, float("nan")], ids=repr)
-    def test_numbers_are_numbers(self, value):
+    def test_scalars_are_numbers(self, value):
         for name in ("softcap", "dropout_p") + (() if value is None else ("softmax_scale",)):
             with pytest.raises(ValueError, match=name):
                 onchip.attention(Q, K, V, **{name: value})
 
-    def test_floats_of_numpy_are_numbers(self):
+    def test_numpy_floats_are_numbers(self):
         got = onchip.attention(Q, K, V, softmax_scale=np.float32(0.5))
         assert torch.equal(got, onchip.attention(Q, K, V, softmax_scale=0.5))
 
@@ -131,7 +131,7 @@ class TestLayout:
     @pytest.fixture(autouse=True)
     def unwarned(self, monkeypatch):
         monkeypatch.setattr(problem, "_layout_warned", False)
-        problem.forget_questions()
+        problem.clear_call_cache()
 
     def test_heads_first_warns_once_with_the_transpose(self):
         q, k, v = (t.transpose(1, 2).contiguous() for t in ot.make_qkv(1, 200, num_heads=4))
@@ -146,13 +146,13 @@ class TestLayout:
         ("seqlen_q", "seqlen_k", "heads"),
         [(200, 200, 4), (1, 1, 256), (4, 900, 256), (64, 64, 128), (300, 300, 129)],
     )
-    def test_sequences_first_does_not(self, seqlen_q, seqlen_k, heads):
+    def test_sequences_first_does_not_warn(self, seqlen_q, seqlen_k, heads):
         q, k, v = ot.make_qkv(1, seqlen_q, seqlen_k, num_heads=heads, head_dim=1)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             onchip.attention(q, k, v)
 
-    def test_lengths_that_differ_are_refused_with_the_transpose(self):
+    def test_heads_first_with_other_lengths_is_refused_with_the_transpose(self):
         q, k, v = (t.transpose(1, 2) for t in ot.make_qkv(1, 200, 300, num_heads=4))
         with pytest.raises(ValueError, match=r"multiple of.*q\.transpose\(1, 2\)"):
             onchip.attention(q, k, v)

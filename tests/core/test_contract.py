@@ -1,7 +1,7 @@
-"""The contract over the option grid: every kernel, judged by fp64 under the one accuracy rule.
+"""The contract over the option grid: every kernel, compared with fp64 by the accuracy rule.
 
 The grids are pairwise: every value of every factor meets every value of every other one in some
-case, which is where options that do not know of each other go wrong.
+case. Bugs of two options that interact show in such a case.
 """
 
 import itertools
@@ -86,7 +86,7 @@ def _layout(x: Tensor, layout: str) -> Tensor:
 
 
 def _mask(name: str | None, shape: tuple[int, int, int, int]) -> tuple[object, Tensor | None]:
-    """A mask as a user gives it, and the same as a dense bool tensor."""
+    """A mask as a user passes it, and the same mask as a dense bool tensor."""
     batch, heads, seqlen_q, seqlen_k = shape
     b, h, i, j = torch.meshgrid(*map(torch.arange, shape), indexing="ij")
     if name == "document":
@@ -94,7 +94,7 @@ def _mask(name: str | None, shape: tuple[int, int, int, int]) -> tuple[object, T
         of = lambda x, n: (x[..., None] >= cut(n)[1:]).sum(-1)
         visible = of(i, seqlen_q) == of(j, seqlen_k)
         return masks.document(cut(seqlen_q), cut(seqlen_k)), visible
-    if name == "holes":  # whole blocks, and rows that see nothing
+    if name == "holes":  # whole blocks, and rows without keys
         kept = (j >= 128) & ((i // 7) % 3 != 0)
         return masks.mod(lambda b, h, q, k: (k >= 128) & ((q // 7) % 3 != 0)), kept
     if name == "mod":
@@ -108,7 +108,7 @@ def _mask(name: str | None, shape: tuple[int, int, int, int]) -> tuple[object, T
 
 
 def _options(case: dict, batch: int) -> dict:
-    """The options of a case that dense and packed calls share, with their tensors."""
+    """The options of a case for dense and packed calls, with their tensors."""
     num_heads = case["heads"][0]
     generator = torch.Generator().manual_seed(3)
     options = {name: case[name] for name in ("causal", "window_size")}
@@ -235,7 +235,7 @@ def test_packed_papers(kernel, case):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_a_kernel_asked_for_by_name_serves_or_refuses(options):
+def test_a_named_kernel_serves_or_refuses(options):
     q, k, v = ot.make_qkv(1, 7)
     with pytest.raises(onchip.UnsupportedError, match="aten_cpu"):
         onchip.attention(q, k, v, kernel="aten_cpu", **options)
@@ -319,7 +319,7 @@ def test_kernels_agree():
 
 
 def _kept(out: Tensor) -> Tensor:
-    """Which keys dropout kept, read from the output: with v = identity it is the probabilities."""
+    """The keys that dropout kept, read from out: with v = identity, out is the probabilities."""
     return out.transpose(1, 2) != 0
 
 
@@ -363,7 +363,7 @@ def test_a_drawn_dropout_seed_follows_the_generator_and_serves_the_backward():
 
 
 @pytest.mark.parametrize("tile", [TileConfig(32, 48), TileConfig(7, 33)])
-def test_tiles_do_not_change_the_answer(monkeypatch, tile):
+def test_tiles_do_not_change_the_result(monkeypatch, tile):
     case = {"dtype": torch.float64, "heads": (4, 2), "dims": (8, 5), "lengths": (150, 290)}
     case |= {"causal": True, "window_size": (190, None), "sinks": True, "layout": "contiguous"}
     case |= {"distribution": "normal", "out_dtype": False, "batch": 2, "mask": "holes"}
@@ -450,13 +450,14 @@ def test_one_gradient_through_one_output(kernel, wanted, through):
     results = []
     for f in (ot.oracle, lambda **x: onchip.attention(**x, return_lse=True, kernel=kernel)):
         out, lse = f(**tensors)[:2]
-        y = (out if through == "out" else lse).sin().sum() + 0 * leaf.sum()  # lse knows no v
+        # 0 * leaf: lse does not depend on v
+        y = (out if through == "out" else lse).sin().sum() + 0 * leaf.sum()
         results += torch.autograd.grad(y, leaf)
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_inputs_are_left_alone(kernel):
+def test_inputs_are_not_written(kernel):
     q, k, v = (x.requires_grad_() for x in ot.make_qkv(1, 9, 12, head_dim_v=24))
     sinks = torch.ones(2, requires_grad=True)
     tensors = (q, k, v, sinks)
@@ -507,7 +508,7 @@ MASK_SPARES = {
 }
 
 
-@pytest.mark.parametrize("kernel", ["tiled", "aten_cpu", "paper_v1", "paper_v2"])  # others read all
+@pytest.mark.parametrize("kernel", ["tiled", "aten_cpu", "paper_v1", "paper_v2"])  # skip blocks
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASK_SPARES)
 def test_nan_in_empty_blocks(kernel, dtype, name):

@@ -12,7 +12,7 @@ import onchip
 from onchip.core import dispatch
 from onchip.core.backend import Backend, Result, make_backend
 from onchip.core.dispatch import plan
-from onchip.core.problem import DeviceInfo, Problem, Tensors, is_even
+from onchip.core.problem import DeviceInfo, Problem, Tensors, has_uniform_lengths
 from onchip.testing import make_qkv
 
 H200 = DeviceInfo("cuda", "H200", (9, 0))
@@ -129,7 +129,7 @@ def test_chunks_over_pages_go_to_hopper(packed):
 
 
 @pytest.mark.parametrize(
-    ("batch", "seqlen_q", "even", "kernel"),
+    ("batch", "seqlen_q", "uniform", "kernel"),
     [
         (16, 32, True, "hopper"),  # segments of a cascade: each fills a tile
         (16, 32, False, "triton"),  # a chunk among decodes
@@ -137,16 +137,17 @@ def test_chunks_over_pages_go_to_hopper(packed):
         (2, 32, True, "triton"),
     ],
 )
-def test_packed_queries_count_together_where_all_are_as_many(batch, seqlen_q, even, kernel):
-    packed = problem(seqlen_q, 4096, page_size=16, packed=True, even=even)
+def test_packed_queries_of_uniform_lengths_fill_tiles_together(batch, seqlen_q, uniform, kernel):
+    packed = problem(seqlen_q, 4096, page_size=16, packed=True, uniform_lengths=uniform)
     assert plan(packed._replace(batch=batch), H200).kernel == kernel
 
 
-def test_packed_queries_are_even_if_few_are_missing():
+def test_lengths_are_uniform_if_few_queries_are_missing():
     packed = problem(32, 4096, page_size=16, packed=True)._replace(batch=4)
-    even = lambda total, asked=packed: is_even(asked, Tensors(*[torch.empty(total, 32, 128)] * 3))
-    assert even(128) and even(96) and not even(95)
-    assert not even(128, packed._replace(packed=False))
+    tensors = lambda total: Tensors(*[torch.empty(total, 32, 128)] * 3)
+    is_uniform = lambda total, p=packed: has_uniform_lengths(p, tensors(total))
+    assert is_uniform(128) and is_uniform(96) and not is_uniform(95)
+    assert not is_uniform(128, packed._replace(packed=False))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The contract where numbers end: scales of 0 and below, scores that overflow, sinks and biases of
+"""The contract at numeric limits: scales of 0 and below, scores that overflow, sinks and biases of
 -inf. Every CPU kernel; the GPU kernels are in tests/kernels/test_gpu_edges.py.
 """
 
@@ -59,7 +59,7 @@ class TestScales:
             options = {"softmax_scale": scale, "causal": True}
             ot.assert_accurate(onchip.attention, q, k, v, grad=True, **options)
 
-    def test_zero_is_the_mean_of_what_a_query_sees(self):
+    def test_scale_zero_gives_the_mean_of_the_visible_values(self):
         q, k, v = ot.make_qkv(1, 7, head_dim=4)
         out, lse = onchip.attention(q, k, v, softmax_scale=0.0, causal=True, return_lse=True)
         seen = torch.arange(1, 8)
@@ -83,7 +83,7 @@ class TestScales:
 
 
 def overflowing(seqlen_q=150, seqlen_k=150, sign=-1.0):
-    """q, k, v of finite numbers, whose products overflow in three rows: to -inf for all keys, or
+    """Finite q, k, v with products that overflow in three rows: to -inf for all keys, or
     to +inf for one key, the 71st.
     """
     q, k, v = ot.make_qkv(1, seqlen_q, seqlen_k, head_dim=8)
@@ -102,7 +102,7 @@ class TestOverflow:
     """A score below the range of fp32 is -inf and counts as masked; one above it is NaN."""
 
     @each_call
-    def test_rows_of_minus_infinity_see_nothing(self, kernel, options):
+    def test_rows_of_minus_infinity_are_empty(self, kernel, options):
         if options.keys() & {"bias", "softcap"}:
             pytest.skip("softcap makes such scores finite, and this bias is for fewer keys")
         (q, k, v), rows = overflowing()
@@ -132,8 +132,8 @@ class TestOverflow:
         assert out[0, 1].eq(0).all() and out[1].eq(0).all()
         assert lse[0, :, 1].eq(-INF).all() and lse[1].eq(-INF).all()
 
-    def test_merging_such_rows_is_right(self):
-        """lse = 0 would have given them the weight of a key with score 0."""
+    def test_merging_such_rows(self):
+        """An lse of 0 would give them the weight of a key with score 0."""
         (q, k, v), rows = overflowing()
         near = torch.zeros_like(k)
         parts = [onchip.attention(q, x, v, return_lse=True) for x in (k, near)]

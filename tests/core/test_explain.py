@@ -1,4 +1,6 @@
-"""Explanations of paged calls: the pages they read, the splits they make, what sharing saves."""
+"""Explanations of paged calls: the pages they read, the splits they make, and the time that sharing
+saves.
+"""
 
 from importlib.util import find_spec
 
@@ -7,7 +9,7 @@ import torch
 
 import onchip
 from onchip.core.dispatch import get_backend
-from onchip.core.explain import Explanation, Served
+from onchip.core.explain import Explanation, ServedPart
 from onchip.cost import question, roofline
 from onchip.cost.hardware import H200, HOST
 from onchip.cost.prefixes import Occupancy, costs, moved
@@ -22,8 +24,8 @@ TOKEN_BYTES = 2 * KV_HEADS * DIM * 2  # keys and values of one token, bf16
 
 
 def call(lengths, shared=0, seqlen_q=1, extra=2):
-    """Tensors of a paged call, whose sequences begin with the same `shared` pages. Keys are one row
-    seen through strides of zero.
+    """Tensors of a paged call. All sequences begin with the same `shared` pages. The keys are one
+    row, expanded with strides of zero.
     """
     width = -(-max(lengths) // PAGE) + extra
     table = torch.arange(len(lengths) * width, dtype=torch.int32).view(-1, width)
@@ -34,16 +36,16 @@ def call(lengths, shared=0, seqlen_q=1, extra=2):
     return q, pages, pages, table, torch.tensor(lengths, dtype=torch.int32)
 
 
-def test_pages_bytes_and_flops_are_those_of_the_lengths():
+def test_pages_bytes_and_flops_follow_the_lengths():
     x = onchip.explain(*call([100, 1, 33]), kernel="aten_cpu")
     assert x.pages[:4] == (PAGE, 7 + 1 + 3, 11, 0)
     assert x.pages.gathered_bytes == 134 * TOKEN_BYTES
     assert x.min_bytes == 134 * TOKEN_BYTES + 3 * HEADS * (2 * DIM * 2 + 4)
     assert x.flops == 4 * HEADS * DIM * 134 and x.splits is x.sharing is x.roofline is None
-    assert "first: aten_cpu reads no pages" in str(x) and "backward" not in str(x)
+    assert "first: aten_cpu does not read pages" in str(x) and "backward" not in str(x)
 
 
-def test_the_residual_that_precise_delta_keeps():
+def test_the_residual_of_precise_delta():
     q = torch.zeros(2, 50, HEADS, DIM, dtype=torch.bfloat16)
     plain, precise = (onchip.explain(q, q, q, precise_delta=p) for p in (False, True))
     assert precise.residual_bytes == q.numel() * 2 and not plain.residual_bytes
@@ -57,7 +59,7 @@ def test_the_residual_that_precise_delta_keeps():
         onchip.explain(*call([100]), precise_delta=True)
 
 
-def test_packed_queries_are_those_of_their_offsets():
+def test_packed_queries_follow_cu_seqlens():
     q, *rest = call([100, 20], seqlen_q=10)
     cu = torch.tensor([0, 1, 20], dtype=torch.int32)
     x = onchip.explain(q.flatten(0, 1), *rest, cu_seqlens_q=cu, max_seqlen_q=19)
@@ -65,19 +67,19 @@ def test_packed_queries_are_those_of_their_offsets():
 
 
 def mixed(lengths, counts):
-    """A packed call with so many queries of each sequence."""
+    """A packed call with seqlens_q[b] queries of sequence b."""
     _, *rest = call(lengths)
     q = torch.zeros(sum(counts), HEADS, DIM, dtype=torch.bfloat16)
     cu = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return [q, *rest], {"cu_seqlens_q": cu, "max_seqlen_q": max(counts)}
 
 
-def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
-    """Which kernels are called, with how many sequences: as explained. Only the second gathers."""
+def test_a_mixed_batch_on_the_cpu_is_explained_as_two_parts(monkeypatch):
+    """The kernels that run, and their sequences, are as explained. Only the second part gathers."""
     lengths, counts = [100, 7, 33, 250, 64, 111], [1, 7, 1, 1, 31, 1]
     tensors, packing = mixed(lengths, counts)
     x = onchip.explain(*tensors, **packing)
-    assert x.parts == (Served("pages_cpu", 4, 4, 494), Served("aten_cpu", 2, 38, 71))
+    assert x.parts == (ServedPart("pages_cpu", 4, 4, 494), ServedPart("aten_cpu", 2, 38, 71))
     assert x.pages.gathered_bytes == (7 + 64) * TOKEN_BYTES
     text = str(x)
     assert "served by   pages_cpu: 4 sequences, 4 queries, 494 keys" in text
@@ -92,7 +94,7 @@ def test_a_mixed_call_on_the_cpu_is_shown_as_the_two_that_it_is(monkeypatch):
     assert called == [(part.kernel, part.sequences) for part in x.parts]
 
 
-def test_what_is_not_cut_is_shown_as_one():
+def test_a_batch_that_is_not_split_is_explained_as_one():
     lengths = [100, 7, 33, 250, 64]
     for counts, options in (
         ([1, 1, 1, 9, 9], {}),  # too few with one query
@@ -104,11 +106,11 @@ def test_what_is_not_cut_is_shown_as_one():
         assert x.parts == () and f"served by   {x.plan.kernel}\n" in str(x)
 
 
-def test_a_window_leaves_pages_behind():
+def test_pages_before_the_window():
     x = onchip.explain(*call([200, 40]), window_size=(50, None))
     assert x.pages.read == (13 - 9) + 3 and x.pages.left_behind == 9
     assert x.min_bytes == (51 + 40) * TOKEN_BYTES + 2 * HEADS * (2 * DIM * 2 + 4)
-    assert "9 left behind by the window" in str(x)
+    assert "9 before the window" in str(x)
 
 
 def test_sharing_is_planned_where_pages_repeat():
@@ -142,7 +144,7 @@ def test_a_plan_of_the_caller_is_explained():
     assert onchip.explain(*arguments, window_size=(20, None)).sharing is None
 
 
-def test_segments_of_a_level_are_told_and_counted():
+def test_segments_of_a_level():
     arguments = call([600] * 4, shared=32)
     model = costs(*arguments[:3])
     cut = Occupancy(num_programs=8, num_kv_heads=KV_HEADS, tile_queries=4)
@@ -156,18 +158,18 @@ def test_segments_of_a_level_are_told_and_counted():
     assert x.sharing.cascade_bytes == pages * PAGE * TOKEN_BYTES + queries
 
 
-def test_a_level_beside_the_rest_is_told():
-    """A plan of an H200, whose prices are what counts."""
+def test_a_level_that_runs_at_once_with_the_rest():
+    """A plan by the costs of an H200."""
     empty = {"dtype": torch.bfloat16, "device": "meta"}
     model = costs(torch.empty(64, 1, 32, 128, **empty), *torch.empty(2, 1, 16, 8, 128, **empty))
     arguments = call([8448] * 64, shared=512)
     plan = lambda **options: cascade.plan(*arguments[3:], PAGE, model, **options)
     ask = lambda **options: str(onchip.explain(*arguments, plan=plan(**options)))
-    told = "at once     64 programs read what is not shared, 64 the level"
+    told = "at once     64 programs read the pages that are not shared, 64 the level"
     assert told in ask() and "at once" not in ask(cu_seqlens_q=list(range(65)))
 
 
-def test_time_is_told_with_what_binds():
+def test_time_names_the_bottleneck():
     x: Explanation = onchip.explain(*call([4096] * 99))
     on_gpu = x._replace(hardware=H200)
     bytes_s = H200.memory_bytes_s
@@ -179,7 +181,7 @@ def test_time_is_told_with_what_binds():
     assert busy.roofline.binds == "exp unit"  # head_dim 32
 
 
-def test_time_of_a_kernel_whose_pipeline_is_known():
+def test_time_of_a_modelled_kernel():
     q = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16)
     x = onchip.explain(q, q, q, causal=True)
     x = x._replace(hardware=H200, plan=x.plan._replace(kernel="hopper"))
@@ -189,7 +191,7 @@ def test_time_of_a_kernel_whose_pipeline_is_known():
     assert "time        135 us: tensor cores need" in str(x) and "  backward " in str(x)
 
 
-def test_a_device_that_is_not_here():
+def test_another_device():
     q = torch.empty(1, 4096, 16, 128, dtype=torch.bfloat16)
     v = torch.empty(1, 4096, 16, 64, dtype=torch.bfloat16)
     x = onchip.explain(q, q, q, causal=True, on="H200")
@@ -198,12 +200,12 @@ def test_a_device_that_is_not_here():
     older = onchip.explain(q, q, v, on="A100")
     assert older.plan.kernel == "triton" and not older.roofline.modelled
     assert f"{older.flops * 512 / 192:.3e} backward" in str(older)  # 6 d + 4 dv over 2 d + 2 dv
-    with pytest.raises(ValueError, match="on='H20' is not known, but NVIDIA A100, "):
+    with pytest.raises(ValueError, match="on='H20' is unknown; known are NVIDIA A100, "):
         onchip.explain(q, q, q, on="H20")
 
 
-def test_pages_on_a_device_that_is_not_here():
-    """The choices are that device's, wherever the tensors are: kernel, cuts, levels."""
+def test_pages_on_another_device():
+    """Kernel, splits and levels are chosen for that device, wherever the tensors are."""
     empty = {"dtype": torch.bfloat16}
     q, pages = torch.empty(4, 1, 32, 128, **empty), torch.empty(1024, 16, 8, 128, **empty)
     table = torch.arange(1024, dtype=torch.int32).view(4, 256)
@@ -241,12 +243,12 @@ def test_splits_of_known_lengths(cut, tiles, counts):
     assert count_splits(cut, [1] * len(tiles), tiles) == counts
 
 
-def test_many_queries_are_not_cut_at_fixed_places():
+def test_many_queries_are_not_split_at_fixed_positions():
     assert count_splits((1, 1, 16), [2, 1], [40, 40]) == [1, 3]
 
 
-def test_the_times_that_a_cut_was_chosen_by():
-    """The ranges of the Hopper kernel, as an H200 would have them: 16 for each of 8 kv heads."""
+def test_predicted_times_with_and_without_splits():
+    """The ranges of the Hopper kernel on an H200: 16 for each of 8 kv heads."""
     problem = question(1, 4096, batch=2, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     found = plan_ranges(problem, [(1, 4096), (1, 1024)], H200)
     assert (found.counts, found.programs, found.tile_n) == ((13, 4), 128, 64)
@@ -254,12 +256,12 @@ def test_the_times_that_a_cut_was_chosen_by():
     assert found.seconds == pytest.approx(H200.call_s + 5 * step)
     assert found.uncut_s == pytest.approx(H200.call_s + 64 * step)
     x = onchip.explain(*call([4096, 1024]))._replace(splits=found)
-    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without a cut"
+    times = f"{human_time(found.seconds)}, {human_time(found.uncut_s)} without splits"
     assert f"predicted   {times}" in str(x._replace(hardware=H200)) and times not in str(x)
 
 
 def test_pages_of_8_bits_have_twice_the_ranges():
-    """Two programs to a processor share its part of the memory's rate."""
+    """Two programs on a processor share its memory bandwidth."""
     problem = question(1, 1 << 17, num_heads=32, num_kv_heads=8, dtype=torch.bfloat16)
     problem = problem._replace(page_size=16, page_dtype=torch.int8)
     found = plan_ranges(problem, [(1, 1 << 17)], H200)
@@ -268,11 +270,11 @@ def test_pages_of_8_bits_have_twice_the_ranges():
     assert found.seconds == pytest.approx(H200.call_s + 2 * 63 * step)
 
 
-def test_bad_questions_are_refused_like_the_call():
+def test_invalid_calls_are_refused_as_by_the_call():
     arguments = call([100])
     with pytest.raises(ValueError, match="cache_seqlens"):
         onchip.explain(*arguments[:4], None)
-    with pytest.raises(ValueError, match="leaves"):
+    with pytest.raises(ValueError, match="is not in"):
         onchip.explain(*arguments[:3], arguments[3] + 10**6, arguments[4])
     with pytest.raises(TypeError, match="not cu_seqlens_k"):
         onchip.explain(*arguments, max_seqlen_k=100)
@@ -282,21 +284,23 @@ def test_bad_questions_are_refused_like_the_call():
 
 
 @outside
-def test_in_a_process_that_interprets():
+def test_in_the_triton_interpreter():
     pytest.importorskip("triton")
     run_inside(__file__, "-k", "TestKernel")
 
 
 @inside
 class TestKernel:
-    """The splits of an explanation are those that the kernel makes on the device."""
+    """The explained splits equal the splits that the kernel makes on the device."""
 
     @pytest.mark.parametrize("deterministic", (False, True))
     @pytest.mark.parametrize(
         ("lengths", "seqlen_q", "window"),
         [([500, 3, 260], 1, None), ([700, 40], 2, 200), ([64] * 5, 1, None), ([333], 40, None)],
     )
-    def test_records_of_the_kernel(self, monkeypatch, lengths, seqlen_q, window, deterministic):
+    def test_splits_equal_the_records_of_the_kernel(
+        self, monkeypatch, lengths, seqlen_q, window, deterministic
+    ):
         from onchip.kernels.tiles import TritonConfig
         from onchip.kernels.triton import decode, launch
 
@@ -318,7 +322,7 @@ class TestKernel:
         assert ("merged" in str(x)) == bool(counts)
 
     @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"window_size": (100, None)}])
-    def test_records_of_a_call_without_pages(self, monkeypatch, options):
+    def test_splits_of_a_call_without_pages(self, monkeypatch, options):
         from onchip.kernels.tiles import TritonConfig
         from onchip.kernels.triton import decode, launch
 

@@ -1,4 +1,4 @@
-"""Only regular files are opened, nothing waits for a writer, and no file is larger than is said."""
+"""Only regular files up to a limit are opened, and no open waits for a writer."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from onchip.core.files import check_folder, create_private, open_regular, read_r
 
 @pytest.fixture(autouse=True)
 def soon():
-    """What waits is interrupted."""
+    """Interrupt an open that waits."""
 
     def late(*_):
         raise TimeoutError("it waits")
@@ -51,7 +51,7 @@ def test_only_regular_files_are_opened(other, tmp_path):
     if other.is_dir():
         check_folder(tmp_path)
     else:
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             check_folder(tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_a_folder_is_checked_one_level_down(tmp_path):
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     check_folder(tmp_path)
     os.mkfifo(tmp_path / "inside" / "fifo")
-    with pytest.raises(ValueError, match="inside.fifo is no regular file"):
+    with pytest.raises(ValueError, match="inside.fifo is not a regular file"):
         check_folder(tmp_path)
 
 
@@ -75,7 +75,7 @@ def test_regular_files_are_read_up_to_a_limit(tmp_path):
         read_regular(tmp_path / "none", 4)
 
 
-def test_a_private_file_is_for_its_owner(tmp_path):
+def test_a_private_file_is_readable_by_its_owner_only(tmp_path):
     before = os.umask(0)
     try:
         with create_private(tmp_path / "new") as file:

@@ -34,21 +34,21 @@ class TestWeights:
         again = torch.einsum("bhrk,bkhd->brhd", p, v.repeat_interleave(2, 2))
         torch.testing.assert_close(again, out[:, rows])
 
-    def test_a_sink_keeps_its_share(self):
+    def test_weights_with_a_sink_sum_to_less_than_one(self):
         q, k, v = make_qkv(1, 5, 7, num_heads=2)
         sinks = torch.tensor([0.0, 2.0])
         _, lse = onchip.attention(q, k, v, sinks=sinks, return_lse=True)
         missing = 1 - onchip.attention_weights(q, k, lse, torch.arange(5)).sum(-1)
         torch.testing.assert_close(missing, torch.exp(sinks[:, None] - lse), rtol=1e-4, atol=1e-6)
 
-    def test_a_blind_row_is_zero(self):
+    def test_a_row_without_keys_is_zero(self):
         q, k, v = make_qkv(1, 4, 2, num_heads=1)
         _, lse = onchip.attention(q, k, v, causal=True, return_lse=True)
         assert onchip.attention_weights(q, k, lse, [0], causal=True).eq(0).all()
 
 
-def test_the_thesis():
-    """Cut the keys anywhere, attend to each part, merge: the same result."""
+def test_merged_parts_equal_the_whole():
+    """Split the keys anywhere, attend to each part, merge: the same result."""
     q, k, v = make_qkv(2, 33, 100, num_heads=4)
     parts = [
         onchip.attention(q, k[:, a:b], v[:, a:b], return_lse=True) for a, b in ((0, 37), (37, 100))
@@ -65,10 +65,12 @@ def test_a_mask_is_rebuilt_only_when_the_shape_changes():
 
 
 class TestFolds:
-    """The public doors of `onchip.fold`; its laws are in tests/fold."""
+    """The public functions of `onchip.fold`; more tests are in tests/fold."""
 
-    def test_cascade(self):
-        """Sequences that share long pages take the cascade by themselves, short ones do not."""
+    def test_cascade_is_planned_from_tables(self):
+        """Without a plan, sequences that share many pages become a cascade; with few pages they do
+        not.
+        """
         k_pages, v_pages = torch.randn(2, 12, 4096, 1, 32, dtype=torch.float64)
         table = torch.tensor([[3, 7, 1], [3, 7, 2], [3, 7, 4]], dtype=torch.int32)
         seqlens = torch.tensor([8193, 9001, 12288], dtype=torch.int32)
@@ -135,8 +137,8 @@ class TestMemory:
         assert peak_megabytes(65536, grad) < limit
 
 
-def test_one_call_is_cheap():
-    """A guard in CPU time, which a busy machine inflates; the figure is `onchip bench cpu`'s."""
+def test_host_cost_of_a_call():
+    """A limit in CPU time, with a margin for a busy machine. `onchip bench cpu` measures it."""
     q, k, v = make_qkv(1, 16, num_heads=8)
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -153,7 +155,7 @@ def _cpu_seconds(fn, repeats):
 
 class TestInputs:
     def test_strided_views_are_not_copied(self, monkeypatch):
-        """(batch, heads, seqlen, dim) comes in as a transposed view; a packed qkv as slices."""
+        """(batch, heads, seqlen, dim) as a transposed view, and a fused qkv as slices."""
         qkv = torch.randn(2, 65, 3, 4, 16)
         q, k, v = qkv.unbind(2)
         expected = oracle(q, k, v, causal=True).out
@@ -161,7 +163,7 @@ class TestInputs:
         out = onchip.attention(q, k, v, causal=True)
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
 
-    def test_heads_first(self):
+    def test_heads_first_views(self):
         q, k, v = (torch.randn(2, 4, 65, 16).transpose(1, 2) for _ in range(3))
         out = onchip.attention(q, k, v)
         torch.testing.assert_close(out.double(), oracle(q, k, v).out, rtol=0, atol=1e-5)
@@ -172,7 +174,7 @@ class TestInputs:
         onchip.attention(*x, causal=True, sinks=torch.zeros(2))
         assert all(torch.equal(a, b) for a, b in zip(x, before, strict=True))
 
-    def test_a_dropout_seed_may_live_in_a_tensor(self):
+    def test_a_dropout_seed_may_be_a_tensor(self):
         x = make_qkv(1, 40, num_heads=2)
         a = onchip.attention(*x, dropout_p=0.5, dropout_seed=11)
         b = onchip.attention(*x, dropout_p=0.5, dropout_seed=torch.tensor(11))

@@ -1,4 +1,4 @@
-"""What the CPU cannot multiply at speed is computed in fp32, by calls and by models, and said."""
+"""Dtypes that the CPU multiplies slowly are computed in fp32, by calls and models, with a note."""
 
 import logging
 import platform
@@ -22,7 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @pytest.fixture
 def cpu(monkeypatch):
-    """A function that makes the CPU one with bf16 and fp16, or without."""
+    """A function that pretends a CPU with or without bf16 and fp16 instructions."""
 
     def become(bf16, fp16, name="x86_64", mkldnn=True):
         answers = {BF16: bf16, FP16: fp16 and name == "x86_64"}
@@ -40,17 +40,17 @@ def cpu(monkeypatch):
     machine.has_fast_matmul.cache_clear()
 
 
-def test_the_machine_is_asked(cpu):
+def test_has_fast_matmul_follows_the_cpu(cpu):
     cpu(True, True)
     cpu(True, False)
     cpu(False, False)
-    cpu(False, True, name="aarch64")  # whose products of fp16 are slow all the same
+    cpu(False, True, name="aarch64")  # its fp16 products are slow although it reports fp16
     cpu(True, True, name="aarch64")
     cpu(True, True, mkldnn=False)
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_calls_compute_in_what_is_fast(cpu, fast):
+def test_calls_compute_in_a_fast_dtype(cpu, fast):
     cpu(fast, fast)
     for dtype in (BF16, FP16):
         q, k, v = ot.make_qkv(1, 9, dtype=dtype)
@@ -61,8 +61,8 @@ def test_calls_compute_in_what_is_fast(cpu, fast):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_16_bits_take_about_the_time_of_fp32(backward):
-    """In CPU time, least of several, with room for a busy machine: the loops of torch, which this
-    guards against, take 50 to 400 times as long.
+    """In CPU time, the least of several, with a margin for a busy machine. torch's scalar loops
+    would take 50 to 400 times as long.
     """
 
     def least(dtype):
@@ -81,7 +81,7 @@ def test_16_bits_take_about_the_time_of_fp32(backward):
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_models_are_computed_in_what_is_fast(cpu, fast, tmp_path, caplog):
+def test_models_compute_in_a_fast_dtype(cpu, fast, tmp_path, caplog):
     cpu(fast, fast)
     tiny = builtin.tiny()
     stored = Decoder(tiny.config, dtype=BF16)
@@ -101,7 +101,7 @@ def test_models_are_computed_in_what_is_fast(cpu, fast, tmp_path, caplog):
         assert alone.load(tmp_path, "cpu", "float32").dtype == FP32 and not caplog.messages
 
 
-def test_doctor_says_so(cpu):
+def test_doctor_reports_slow_dtypes(cpu):
     cpu(False, False)
     assert doctor._cpu().advice == "No instructions for bf16 and fp16: calls compute in fp32."
     cpu(True, False)

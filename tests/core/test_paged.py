@@ -82,8 +82,8 @@ def test_mixed_batch_in_one_call():
 
 @pytest.mark.parametrize("seqlens_q", [[12, 1, 1, 0, 1, 7, 1, 1], [1] * 5, [3, 1, 1, 1, 2]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_mixed_batch_is_served_in_parts_or_whole(seqlens_q, dtype):
-    """Those that decode apart from those that do not, as if each sequence came alone."""
+def test_a_split_batch_equals_the_whole_batch(seqlens_q, dtype):
+    """Decodes and other sequences are computed apart; each equals a call of its own."""
     lengths = [40 * b + n for b, n in enumerate(seqlens_q)]
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "dtype": dtype}
     packed = make_packed(seqlens_q, lengths, **sizes)
@@ -95,25 +95,25 @@ def test_a_mixed_batch_is_served_in_parts_or_whole(seqlens_q, dtype):
     assert_accurate(got, *packed[:3], **packed.options, **options)
 
 
-def test_parts_are_cut_where_enough_sequences_decode():
+def test_a_mixed_batch_is_split_if_enough_sequences_decode():
     k_pages, v_pages, table, seqlens, _ = cache([9, 9, 9, 9, 9, 9], 4)
     cu = torch.tensor([0, 1, 4, 5, 6, 6, 7], dtype=torch.int32)
     x = Tensors(torch.randn(7, HEADS, DIM), k_pages, v_pages, cu)
     x = x._replace(page_table=table, cache_seqlens=seqlens)
     problem = paged.describe(x, Options(causal=True), 3)
-    decodes, others = paged.parts(problem, x)
+    decodes, others = paged.split_mixed_batch(problem, x)
     assert decodes.rows.tolist() == [0, 4, 5, 6] and others.rows.tolist() == [1, 2, 3]
     assert decodes.x.q.shape == (4, 1, HEADS, DIM) and not decodes.problem.packed
     assert others.x.cu_seqlens_q.tolist() == [0, 3, 3] and others.problem.batch == 2
-    assert not paged.parts(problem._replace(deterministic=True), x)
+    assert not paged.split_mixed_batch(problem._replace(deterministic=True), x)
     few = x._replace(cu_seqlens_q=torch.tensor([0, 1, 3, 4, 5, 7, 7], dtype=torch.int32))
-    assert not paged.parts(problem, few)
+    assert not paged.split_mixed_batch(problem, few)
 
 
 @pytest.mark.parametrize("kernel", ["aten_cpu", "tiled", "reference"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_tree_of_drafts(kernel, causal):
-    """New query i sees new token j iff the tree says so (and causal); all before it is visible."""
+    """New query i sees new token j iff tree_mask (AND causal); all earlier tokens are visible."""
     lengths, seqlen_q = [5, 40, 17], 5
     k_pages, v_pages, table, seqlens, dense = cache(lengths, 8)
     q = torch.randn(3, seqlen_q, HEADS, DIM)
@@ -154,8 +154,8 @@ def test_a_tree_over_packed_queries_uses_its_corner():
 @pytest.mark.parametrize("kernel", [None, "aten_cpu", "tiled", "reference", "paper_v2"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_pages_of_8_bits_keep_the_rule_of_the_queries(kernel, form, dtype):
-    """Mixed batches, by every way that the CPU has."""
+def test_pages_of_8_bits_meet_the_accuracy_rule(kernel, form, dtype):
+    """Mixed batches, by every kernel of the CPU."""
     seqlens_q, lengths = [12, 1, 1, 0, 1, 7, 1], [40, 17, 9, 3, 130, 60, 1]
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "dtype": dtype}
     packed = make_packed(seqlens_q, lengths, **sizes)
@@ -175,8 +175,8 @@ def test_pages_of_8_bits_keep_the_rule_of_the_queries(kernel, form, dtype):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seqlen_q", [1, 3, 9])
-def test_pages_of_8_bits_mean_values_times_scales(form, seqlen_q):
-    """Any scales, of any strides, with NaN where nobody reads."""
+def test_pages_of_8_bits_are_values_times_scales(form, seqlen_q):
+    """Any scales, of any strides, with NaN in unused slots."""
     k_pages, v_pages, table, seqlens, _ = cache([5, 33, 16, 300], 16)
     (k, v), scales = eight(k_pages, v_pages, form)
     scales = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in scales.items()}
@@ -199,7 +199,7 @@ def test_a_tree_of_drafts_over_pages_of_8_bits():
     torch.testing.assert_close(got, want)
 
 
-def test_a_cascade_over_pages_of_8_bits_is_the_plain_call():
+def test_a_cascade_over_pages_of_8_bits_equals_the_plain_call():
     k_pages, v_pages, table, seqlens, _ = cache([48, 61, 50], 4)
     table[1:, :8] = table[0, :8]
     (k, v), scales = eight(k_pages, v_pages, torch.float8_e4m3fn)
@@ -215,7 +215,7 @@ def test_a_cascade_over_pages_of_8_bits_is_the_plain_call():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast_over_pages_of_8_bits_is_its_own_dtype(dtype):
+def test_autocast_over_pages_of_8_bits_uses_its_dtype(dtype):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
     (k, v), scales = eight(k_pages, v_pages, torch.int8)
     q = torch.randn(2, 1, HEADS, DIM)
@@ -254,7 +254,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("change, message", REFUSALS.values(), ids=REFUSALS)
-def test_pages_of_8_bits_are_refused_in_a_sentence(change, message):
+def test_invalid_pages_of_8_bits_are_refused(change, message):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
     (k, v), scales = eight(k_pages, v_pages, torch.int8)
     call = {"q": torch.randn(2, 1, HEADS, DIM), "k": k, "v": v} | scales
@@ -266,7 +266,7 @@ def test_pages_of_8_bits_are_refused_in_a_sentence(change, message):
 
 
 def test_bytes_of_pages_of_8_bits():
-    """132 for a key of 128 where 16 bits take 256."""
+    """A key of 128 elements has 132 bytes; in 16 bits it has 256."""
     x = Tensors(torch.empty(1, 1, 8, 128, dtype=torch.bfloat16), *torch.empty(2, 1, 16, 2, 128))
     x = x._replace(page_table=torch.zeros(1, 1, dtype=torch.int32))
     x = x._replace(cache_seqlens=torch.zeros(1, dtype=torch.int32))
@@ -278,8 +278,8 @@ def test_bytes_of_pages_of_8_bits():
     assert describe(wide).min_bytes - describe(narrow).min_bytes == 16 * 2 * 2 * (256 - 132)
 
 
-def test_a_window_does_not_read_the_pages_it_has_left_behind():
-    """Their entries may be anything, and the pages they name hold NaN."""
+def test_pages_before_the_window_are_not_read():
+    """Their entries in the table may have any value; here the pages that they name hold NaN."""
     k_pages, v_pages, table, seqlens, ((k, v),) = cache([61], 4)
     q = torch.randn(1, 2, HEADS, DIM)
     options = {"window_size": (20, None)}
@@ -306,13 +306,13 @@ def test_opcheck():
     x = Tensors(q, k_pages.nan_to_num(), v_pages.nan_to_num(), page_table=table)
     x = x._replace(cache_seqlens=seqlens, tree_mask=tree)
     problem = paged.describe(x, Options(causal=True))
-    arguments = (*x[:-1], *torch_op._scalars(problem, None), [])
+    arguments = torch_op._flatten(problem, x, None)
     torch.library.opcheck(torch.ops.onchip.forward.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("call", [onchip.paged_attention, onchip.cascade_attention])
-def test_autocast_lowers_the_queries_and_copies_no_page(call, dtype):
+def test_autocast_casts_the_queries_and_copies_no_page(call, dtype):
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
     args = (k_pages.to(dtype), v_pages.to(dtype), table, seqlens)
     q = torch.randn(2, 1, HEADS, DIM)
@@ -337,7 +337,7 @@ class Casts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_autocast_leaves_fp64_alone():
+def test_autocast_keeps_fp64():
     k_pages, v_pages, table, seqlens, _ = cache([5, 33], 8)
     q, pages = torch.randn(2, 1, HEADS, DIM).double(), (k_pages.double(), v_pages.double())
     with torch.autocast("cpu", torch.bfloat16):
@@ -358,7 +358,7 @@ def test_no_gradient_through_pages(name):
         assert onchip.paged_attention(**args).isfinite().all()
 
 
-def test_an_empty_cache_is_no_key():
+def test_an_empty_cache_gives_zeros():
     k_pages, v_pages, table, seqlens, _ = cache([0, 3], 4)
     out = onchip.paged_attention(torch.randn(2, 1, HEADS, DIM), k_pages, v_pages, table, seqlens)
     assert out[0].eq(0).all() and not out.isnan().any()
@@ -367,8 +367,8 @@ def test_an_empty_cache_is_no_key():
 @pytest.mark.parametrize(
     "match, change",
     [
-        ("leaves", {"page_table": torch.full((2, 3), 99, dtype=torch.int32)}),
-        ("leaves", {"page_table": torch.full((2, 3), -1, dtype=torch.int32)}),
+        ("is not in \\[0, num_pages", {"page_table": torch.full((2, 3), 99, dtype=torch.int32)}),
+        ("is not in \\[0, num_pages", {"page_table": torch.full((2, 3), -1, dtype=torch.int32)}),
         ("cache_seqlens", {"cache_seqlens": torch.tensor([5, 1000], dtype=torch.int32)}),
         ("cache_seqlens", {"cache_seqlens": torch.tensor([-1, 3], dtype=torch.int32)}),
         ("int32", {"cache_seqlens": torch.tensor([5, 3])}),
@@ -387,7 +387,7 @@ def test_an_empty_cache_is_no_key():
         ("share a dtype", {"q": torch.zeros(2, 1, HEADS, DIM).half()}),
     ],
 )
-def test_refusals(match, change):
+def test_invalid_tensors_are_refused(match, change):
     k_pages, v_pages, table, seqlens, _ = cache([5, 9], 4)
     args = {"q": torch.randn(2, 1, HEADS, DIM), "k_pages": k_pages, "v_pages": v_pages}
     args |= {"page_table": table, "cache_seqlens": seqlens} | change
@@ -409,7 +409,7 @@ def test_refusals(match, change):
         ("kernel 'hopper' cannot serve", {"kernel": "hopper"}),
     ],
 )
-def test_refused_options(match, options):
+def test_unsupported_options_are_refused(match, options):
     k_pages, v_pages, table, seqlens, _ = cache([5, 9], 4)
     with pytest.raises(ValueError, match=match):
         onchip.paged_attention(
@@ -420,8 +420,8 @@ def test_refused_options(match, options):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seqlen_q", [1, 3])
 @pytest.mark.parametrize("batch", [44, 150])
-def test_deterministic_calls_give_a_sequence_the_same_bits_in_any_company(batch, seqlen_q, device):
-    """Also across the sizes at which a kernel counts its batch or fills its device otherwise."""
+def test_deterministic_bits_do_not_depend_on_the_batch(batch, seqlen_q, device):
+    """Also across batch sizes at which a kernel changes its splits or its grid."""
     lengths = [3 + (97 * b) % (900 if device == "cpu" else 9000) for b in range(batch)]
     packed = make_packed(
         [seqlen_q] * batch, lengths, dtype=torch.bfloat16, device=device,
@@ -439,15 +439,15 @@ def test_deterministic_calls_give_a_sequence_the_same_bits_in_any_company(batch,
 
 @pytest.mark.gpu
 class TestGraphs:
-    """One graph of calls of several shapes, one after another: the scratch memory of a call is that
-    of the next, and each kernel may be launched while its predecessor still runs.
+    """One CUDA graph of calls of several shapes: successive calls use the same scratch memory, and
+    a kernel may be launched while its predecessor still runs.
     """
 
     HEADS = ((32, 8), (8, 8), (12, 2))
     LENGTHS = ([16_000], [4096, 1, 700, 2049], [100] * 40)
 
     def calls(self):
-        """Functions () -> (out, lse), and with them all that they read: a graph owns nothing."""
+        """Functions () -> (out, lse) that hold their inputs: a graph keeps no tensor alive."""
         for i, (lengths, (heads, kv_heads)) in enumerate(product(self.LENGTHS, self.HEADS)):
             page_size, sizes = (1, 16, 256)[i % 3], {"num_heads": heads, "num_kv_heads": kv_heads}
             seqlen_q = 1 + i % 2
@@ -471,9 +471,9 @@ class TestGraphs:
         for replay in range(200):
             if replay % 20 == 0:
                 [x.fill_(float("nan")) for pair in captured for x in pair]
-                torch.cuda.empty_cache()  # what somebody let go of too early is unmapped here
+                torch.cuda.empty_cache()  # memory that was freed too early is unmapped here
             graph.replay()
-            again = calls[replay % len(calls)]()  # eager calls in between take no part in it
+            again = calls[replay % len(calls)]()  # eager calls in between must not matter
             assert all(map(torch.equal, again, expected[replay % len(calls)]))
             if replay % 20 in (0, 19):
                 for i, pair in enumerate(captured):

@@ -1,6 +1,4 @@
-"""precision=...: what is asked, who serves it, and what gradients are; kernels have tests of their
-own.
-"""
+"""precision=...: results, dispatch and gradients. Each kernel has tests of its own."""
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ def inputs(**shape):
 
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (40, 3)}], ids=str)
-def test_on_the_cpu_it_is_the_reference_of_the_recipe(precision, options):
+def test_the_cpu_runs_the_reference_of_the_recipe(precision, options):
     q, k, v = inputs()
     out, lse = onchip.attention(q, k, v, precision=precision, return_lse=True, **options)
     want = quant.attend(quant.recipes.RECIPES[precision], q, k, v, **options)
@@ -38,8 +36,8 @@ def test_packed():
     assert torch.equal(out, dense.flatten(0, 1))
 
 
-def test_gradients_pass_straight_through():
-    """They are those of a call in 16 bits whose out and lse are the narrow one's."""
+def test_gradients_are_straight_through():
+    """The gradients equal those of the 16-bit kernel from the out and lse of the 8-bit one."""
     q, k, v = (t.requires_grad_() for t in inputs(dtype=torch.float32))
     dout = torch.randn(2, 70, 4, 64)
     grads = lambda **o: torch.autograd.grad(onchip.attention(q, k, v, **o), (q, k, v), dout)
@@ -47,7 +45,7 @@ def test_gradients_pass_straight_through():
         assert 0 < (got - want).norm() < 0.1 * want.norm()
 
 
-def test_a_compiled_call_says_what_an_eager_one_says():
+def test_a_compiled_call_equals_an_eager_one():
     q, k, v = inputs()
     compiled = torch.compile(
         lambda *x: onchip.attention(*x, precision="fp8"), backend="aot_eager", fullgraph=True
@@ -55,7 +53,7 @@ def test_a_compiled_call_says_what_an_eager_one_says():
     assert torch.equal(compiled(q, k, v), onchip.attention(q, k, v, precision="fp8"))
 
 
-def test_auto_is_fp8_where_a_gpu_has_a_kernel_for_it_and_gains():
+def test_auto_is_fp8_where_a_gpu_kernel_is_faster():
     q, k, v = inputs()
     assert torch.equal(onchip.attention(q, k, v, precision="auto"), onchip.attention(q, k, v))
     short = describe(Tensors(q, k, v), Options(precision="auto"))
@@ -73,11 +71,11 @@ def test_auto_is_fp8_where_a_gpu_has_a_kernel_for_it_and_gains():
     assert dispatch.resolve_precision(window, HOPPER) is None
 
 
-def test_who_serves():
+def test_which_kernels_serve():
     problem = describe(Tensors(*inputs()), Options(precision="fp8"))
     assert dispatch.plan(problem, HOPPER).kernel == "hopper"
     few = problem._replace(seqlen_q=1)
-    assert dispatch.plan(few, HOPPER).kernel == "hopper"  # no other can
+    assert dispatch.plan(few, HOPPER).kernel == "hopper"  # no other kernel serves it
     with pytest.raises(UnsupportedError, match=r"hopper: needs a Hopper GPU .*'fp8' on the CPU"):
         dispatch.plan(problem, AMPERE)
     with pytest.raises(UnsupportedError, match="hopper: in precision='fp8' has no softcap"):
@@ -88,12 +86,12 @@ def test_who_serves():
         onchip.attention(*inputs(), precision="int8", sinks=torch.zeros(4))
 
 
-def test_what_is_no_precision():
+def test_unknown_precisions_are_refused():
     with pytest.raises(ValueError, match="precision='fp4' is not one of None, 'fp8', 'int8'"):
         onchip.attention(*inputs(), precision="fp4")
 
 
-def test_explained():
+def test_explanation_names_the_precision():
     text = str(onchip.explain(*inputs(), precision="fp8"))
     assert "multiplied in fp8" in text and "served by   reference" in text
     there = onchip.explain(*inputs(), precision="fp8", on="H200")

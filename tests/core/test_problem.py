@@ -1,6 +1,4 @@
-"""The door: every bad question is refused in one sentence that names what is wrong, and nothing is
-left half-done.
-"""
+"""Validation: an invalid call raises one sentence that names the mistake, without side effects."""
 
 import ast
 import gc
@@ -14,7 +12,7 @@ import torch
 
 import onchip
 from onchip import masks
-from onchip.core import problem
+from onchip.core import problem, torch_op
 
 PACKAGE = Path(onchip.__file__).parent
 
@@ -56,7 +54,7 @@ q, k, v = qkv()
         ("head_dim=0 and head_dim_v=16", (q[..., :0], k[..., :0], v)),
     ],
 )
-def test_tensors(match, bad):
+def test_invalid_tensors_are_refused(match, bad):
     refused(match, *bad)
 
 
@@ -68,7 +66,7 @@ def test_tensors(match, bad):
         ("softmax_scale=", {"softmax_scale": "1"}),
         ("softcap=-1", {"softcap": -1.0}),
         ("softcap=nan", {"softcap": float("nan")}),
-        (r"dropout_p=1.0 must lie in \[0, 1\)", {"dropout_p": 1.0}),
+        (r"dropout_p=1.0 must be in \[0, 1\)", {"dropout_p": 1.0}),
         ("dropout_p=-0.1", {"dropout_p": -0.1}),
         ("dropout_p=nan", {"dropout_p": float("nan")}),
         ("window_size left=-1", {"window_size": (-1, 0)}),
@@ -94,7 +92,7 @@ def test_tensors(match, bad):
         ("kernel='fast' is not one of", {"kernel": "fast"}),
     ],
 )
-def test_options(match, options):
+def test_invalid_options_are_refused(match, options):
     refused(match, q, k, v, **options)
 
 
@@ -117,16 +115,60 @@ def test_a_named_kernel_never_falls_back():
     )
 
 
-class TestQuestions:
-    """Calls alike are checked once; what is told apart is checked, whatever came before."""
+class TestFieldTable:
+    """Options and Tensors are the field table of a call. Problem and the torch op follow it."""
 
-    def ask(self, x, **options):
+    def test_problem_has_the_options_in_their_order(self):
+        first = problem.Problem._fields.index("dtype") + 1
+        end = first + len(problem.Options._fields)
+        assert problem.Problem._fields[first:end] == problem.Options._fields
+
+    def test_the_op_takes_every_tensor_and_every_option(self):
+        taken = {a.name for a in torch.ops.onchip.attention.default._schema.arguments}
+        named = {*problem.Tensors._fields, *problem.Options._fields}
+        assert named - taken == {"window_size", "sm_partition"}
+        apart = {"seqlen_q", "seqlen_k", "window_left", "window_right", "kernel"}
+        assert taken - named == apart
+
+    def test_unflatten_inverts_flatten(self):
+        x = problem.Tensors(*qkv(torch.bfloat16), sinks=torch.ones(4))
+        options = problem.Options(
+            out_dtype=torch.float32,
+            softmax_scale=0.5,
+            causal=True,
+            window_size=(3, None),
+            softcap=2.0,
+            dropout_p=0.25,
+            return_stats=True,
+            deterministic=True,
+            return_lse=True,
+            precision="int8",
+        )
+        assert not {a for a, b in zip(options, problem.Options(), strict=True) if a == b} - {
+            False,  # precise_delta: an argument of `attention` alone
+            None,  # sm_partition: of eager calls alone
+        }
+        described = problem.describe(x, options)
+        args = torch_op._flatten(described, x, "tiled")
+        assert torch_op._unflatten(args) == (described, x, "tiled")
+
+    def test_options_are_resolved(self):
+        x = problem.Tensors(*qkv())
+        found = problem.describe(x, problem.Options(softcap=30, window_size=[3, 0]))
+        assert isinstance(found.softcap, float) and found.window_size == (3, 0)
+        assert found.softmax_scale == 0.25 and found.out_dtype == torch.float32
+
+
+class TestCachedCalls:
+    """Equal calls are validated once. Any difference visible to validation makes another call."""
+
+    def prepare(self, x, **options):
         x = problem.Tensors(*x)
-        return problem.ask(problem.describe, x, problem.Options(**options), ())
+        return problem.prepare(problem.describe, x, problem.Options(**options), ())
 
-    def test_calls_alike_share_one(self):
-        assert self.ask(qkv()) is self.ask(qkv())
-        assert self.ask(qkv()).problem == problem.describe(
+    def test_equal_calls_share_one(self):
+        assert self.prepare(qkv()) is self.prepare(qkv())
+        assert self.prepare(qkv()).problem == problem.describe(
             problem.Tensors(*qkv()), problem.Options()
         )
 
@@ -141,8 +183,8 @@ class TestQuestions:
         ],
         ids=["dtype", "length", "strides", "gradient", "device"],
     )
-    def test_tensors_are_told_apart(self, other):
-        assert self.ask((q, k, v)) is not self.ask(other)
+    def test_other_tensors_are_another_call(self, other):
+        assert self.prepare((q, k, v)) is not self.prepare(other)
 
     @pytest.mark.parametrize(
         "match, good, bad",
@@ -158,22 +200,22 @@ class TestQuestions:
             onchip.attention(q, k, v, **good)
         refused(match, q, k, v, **bad)
 
-    def test_so_are_lengths(self):
+    def test_equal_lengths_of_another_type_are_still_refused(self):
         cu = torch.tensor([0, 1], dtype=torch.int32)
         x = (*(t[0, :1] for t in (q, k, v)), cu, cu)
         onchip.varlen_attention(*x, 1, 1)
         refused("max_seqlen_q", *x, True, 1, fn=onchip.varlen_attention)
         refused("max_seqlen_k", *x, 1, 1.0, fn=onchip.varlen_attention)
 
-    def test_options_that_cannot_be_keys(self):
-        window = self.ask((q, k, v), window_size=[3, 0])
-        assert window.known is None and window.problem.window_size == (3, 0)
+    def test_unhashable_options_are_not_cached(self):
+        window = self.prepare((q, k, v), window_size=[3, 0])
+        assert window.cache is None and window.problem.window_size == (3, 0)
         refused("softcap", q, k, v, softcap=[1.0])
 
     def test_a_mask_is_checked_every_time(self):
         mask = masks.build(masks.causal(), 2, 4, 8, 8)
         x = problem.Tensors(q, k, v, mask=mask)
-        assert problem.ask(problem.describe, x, problem.Options(), ()).known is None
+        assert problem.prepare(problem.describe, x, problem.Options(), ()).cache is None
 
     def test_values_are_checked_every_time(self):
         x = [t[0] for t in (q, k, v)]
@@ -182,28 +224,30 @@ class TestQuestions:
             onchip.varlen_attention(*x, cu, cu, 8, 8)
         refused("run from 0 to total_q=8", *x, bad, cu, 8, 8, fn=onchip.varlen_attention)
 
-    def test_no_tensor_is_kept(self):
+    def test_the_cache_holds_no_tensor(self):
         x = qkv(seqlen=13)
         gone = [weakref.ref(t) for t in x]
-        assert self.ask(x).known == {}
+        assert self.prepare(x).cache == {}
         del x
         gc.collect()
         assert not any(each() for each in gone)
 
-    def test_the_oldest_is_forgotten_first(self, monkeypatch):
-        problem.forget_questions()
-        monkeypatch.setattr(problem, "MAX_QUESTIONS", 3)
-        first = self.ask(qkv(seqlen=1))
-        kept = [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)]
-        assert [self.ask(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
-        assert all(self.ask(qkv(seqlen=n)) is each for n, each in zip((2, 3, 4), kept, strict=True))
-        assert self.ask(qkv(seqlen=1)) is not first
+    def test_the_oldest_is_evicted_first(self, monkeypatch):
+        problem.clear_call_cache()
+        monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 3)
+        first = self.prepare(qkv(seqlen=1))
+        kept = [self.prepare(qkv(seqlen=n)) for n in (2, 3, 4)]
+        assert [self.prepare(qkv(seqlen=n)) for n in (2, 3, 4)] == kept
+        assert all(
+            self.prepare(qkv(seqlen=n)) is each for n, each in zip((2, 3, 4), kept, strict=True)
+        )
+        assert self.prepare(qkv(seqlen=1)) is not first
 
-    def test_threads_share_them(self, monkeypatch):
-        monkeypatch.setattr(problem, "MAX_QUESTIONS", 5)  # some are forgotten all the time
-        ask = lambda n: self.ask(qkv(seqlen=1 + n % 9)).problem.seqlen_q
+    def test_threads_share_the_cache(self, monkeypatch):
+        monkeypatch.setattr(problem, "MAX_CACHED_CALLS", 5)  # some are evicted all the time
+        length = lambda n: self.prepare(qkv(seqlen=1 + n % 9)).problem.seqlen_q
         with ThreadPoolExecutor(8) as pool:
-            assert list(pool.map(ask, range(900))) == [1 + n % 9 for n in range(900)]
+            assert list(pool.map(length, range(900))) == [1 + n % 9 for n in range(900)]
 
 
 def test_gradient_of_slopes_is_refused_not_dropped():
@@ -224,15 +268,15 @@ CU = torch.tensor([0, 5, 16], dtype=torch.int32)
         ("run from 0 to total_q=16, got 1", torch.tensor([1, 5, 16], dtype=torch.int32)),
         ("got 0 to 15", torch.tensor([0, 5, 15], dtype=torch.int32)),
         ("must not decrease, got 20 then 16", torch.tensor([0, 20, 16], dtype=torch.int32)),
-        ("max_seqlen_q=11, but one has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
-        ("equally long", torch.tensor([0, 16], dtype=torch.int32)),
+        ("but a sequence has 12 tokens", torch.tensor([0, 4, 16], dtype=torch.int32)),
+        ("same length", torch.tensor([0, 16], dtype=torch.int32)),
     ],
 )
-def test_packing(match, cu):
+def test_invalid_cu_seqlens_are_refused(match, cu):
     refused(match, *PACKED, cu, CU, 11, 11, fn=onchip.varlen_attention)
 
 
-def test_packed_calls_refuse_what_they_cannot_mean():
+def test_packed_calls_refuse_bias_and_invalid_lengths():
     with pytest.raises(TypeError):
         onchip.varlen_attention(*PACKED, CU, CU, 11, 11, bias=torch.zeros(1, 1, 16, 16))
     refused("max_seqlen_q", *PACKED, CU, CU, 11.0, 11, fn=onchip.varlen_attention)
@@ -245,7 +289,7 @@ def test_weights_check_rows_and_lse():
     refused("lse must have shape", q, k, lse[0], [0], fn=onchip.attention_weights)
 
 
-def test_an_error_leaves_nothing_behind():
+def test_an_error_has_no_side_effect():
     """A refused call changes neither its inputs nor the random state."""
     before = [t.clone() for t in (q, k, v)]
     state = torch.get_rng_state()
@@ -267,8 +311,8 @@ def test_checks_is_a_switch_and_a_context():
     assert not checks.enabled
 
 
-def test_no_assert_is_left_to_the_user():
-    """assert vanishes under -O and says nothing: only testing.py, whose job it is, may use it."""
+def test_the_package_uses_no_assert():
+    """assert is removed under -O and has no message. Only testing.py may use it."""
     for path in PACKAGE.rglob("*.py"):
         if path.name == "testing.py":
             continue
@@ -313,7 +357,7 @@ def test_explain_names_every_kernel():
 
 
 class TestChecks:
-    """The switch of value checks, which several threads may open and close in any order."""
+    """The switch of value checks. Several threads may open and close contexts in any order."""
 
     @pytest.fixture(autouse=True)
     def restored(self, monkeypatch):
@@ -321,7 +365,7 @@ class TestChecks:
         monkeypatch.setattr(problem.checks, "enabled", False)
 
     @pytest.mark.parametrize("first", [0, 1])
-    def test_contexts_that_overlap_end_with_what_was_before(self, first):
+    def test_overlapping_contexts_restore_the_setting(self, first):
         one, two = problem.checks(True), problem.checks(True)
         contexts = [one.__enter__(), two.__enter__()]
         contexts[first].__exit__()
@@ -329,7 +373,7 @@ class TestChecks:
         contexts[1 - first].__exit__()
         assert not problem.checks.enabled
 
-    def test_threads(self):
+    def test_contexts_of_threads(self):
         barrier = threading.Barrier(8)
 
         def work():
@@ -343,7 +387,7 @@ class TestChecks:
                 done.result()
         assert not problem.checks.enabled
 
-    def test_a_switch_holds_and_contexts_inside_it_return_to_it(self):
+    def test_a_context_restores_the_switch_around_it(self):
         problem.checks(True)
         with problem.checks(False):
             assert not problem.checks.enabled
@@ -355,6 +399,6 @@ class TestChecks:
             problem.checks(False)
         assert not problem.checks.enabled and len(problem.checks._open) <= problem.MAX_SWITCHES
 
-    def test_refuses_what_is_no_flag(self):
+    def test_the_switch_takes_a_bool(self):
         with pytest.raises(ValueError, match="enabled='False'"):
             problem.checks("False")

@@ -1,4 +1,4 @@
-"""The laws of the algebra: any cut, any order, empty segments, huge and tiny logits."""
+"""The invariants of the algebra: any split, any order, empty segments, huge and tiny logits."""
 
 from functools import reduce
 from itertools import pairwise
@@ -17,7 +17,7 @@ ROWS, KEYS, DIM = 3, 12, 4
 
 
 def softmax_attention(s, v):
-    """The textbook, in fp64, with out = 0 and lse = -inf for rows that see nothing."""
+    """The textbook formula in fp64, with out = 0 and lse = -inf for rows without keys."""
     lse = torch.logsumexp(s, -1)
     p = torch.exp(s - lse.masked_fill(lse == -inf, 0.0)[..., None])
     return p @ v, lse
@@ -30,8 +30,8 @@ def assert_same(a, b):
 
 @st.composite
 def scores(draw):
-    """Scores from -1e4 to 1e4, some masked, sometimes whole rows; values; and a cut of the keys in
-    a random order.
+    """Scores from -1e4 to 1e4, some masked, sometimes whole rows; values; and a split of the keys
+    in a random order.
     """
     seed = draw(st.integers(0, 2**31))
     scale = draw(st.sampled_from([1e-6, 1.0, 30.0, 1e4]))
@@ -47,7 +47,7 @@ def scores(draw):
 
 @settings(max_examples=200, deadline=None)
 @given(scores())
-def test_any_cut_in_any_order(case):
+def test_any_split_in_any_order(case):
     s, v, segments = case
     states = [lift(s[:, a:b], v[a:b]) for a, b in segments]
     assert_same(finalize(reduce(merge, states)), softmax_attention(s, v))
@@ -74,7 +74,7 @@ def test_empty_is_the_identity(case):
 
 @settings(max_examples=100, deadline=None)
 @given(scores())
-def test_a_state_survives_its_rest(case):
+def test_resume_inverts_finalize(case):
     s, v, segments = case
     states = [resume(*finalize(lift(s[:, a:b], v[a:b]))) for a, b in segments]
     assert_same(finalize(reduce(merge, states)), softmax_attention(s, v))
@@ -82,7 +82,7 @@ def test_a_state_survives_its_rest(case):
 
 @settings(max_examples=100, deadline=None)
 @given(scores())
-def test_n_way_merge_is_the_fold(case):
+def test_n_way_merge_equals_the_fold(case):
     s, v, segments = case
     parts = [finalize(lift(s[:, a:b], v[a:b])) for a, b in segments]
     outs = [out[:, None] for out, _ in parts]  # (seqlen, heads=1, dim)
@@ -91,7 +91,7 @@ def test_n_way_merge_is_the_fold(case):
     assert_same((out[:, 0], lse[0]), softmax_attention(s, v))
 
 
-def test_a_sink_takes_probability_and_gives_nothing():
+def test_a_sink_is_a_logit_without_a_value():
     s = torch.tensor([[0.0, 1.0], [-inf, -inf]], dtype=torch.float64)
     v = torch.randn(2, DIM, dtype=torch.float64)
     sink = torch.tensor(0.5, dtype=torch.float64)
@@ -154,7 +154,7 @@ class TestMergeStates:
             ([torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)], [torch.zeros(3, 2)] * 2),
         ],
     )
-    def test_refuses_what_does_not_fit(self, outs, lses):
+    def test_shapes_that_do_not_fit_are_refused(self, outs, lses):
         with pytest.raises(ValueError):
             merge_states(outs, lses)
 

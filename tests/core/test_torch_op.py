@@ -1,4 +1,4 @@
-"""The torch op: opcheck, compile, export, vmap, autocast, and what autograd may and may not do."""
+"""The torch op: opcheck, compile, export, vmap, autocast, and autograd."""
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ import onchip.lab  # registers the kernels of the papers
 from benchmarks import delta_accuracy
 from onchip import masks
 from onchip.core import torch_op
-from onchip.core.functional import Extras, pose
-from onchip.core.problem import Options
-from onchip.masks.later import LaterRule
+from onchip.core.functional import prepare_attention
+from onchip.core.problem import Options, Tensors
+from onchip.masks.later import DeferredRule
 
 FP32 = torch.float32
 OPTIONS = {
@@ -40,10 +40,10 @@ def qkv(grad=False, dtype=torch.float32):
 
 def op_arguments(options, grad=False):
     scalars = Options(**{n: x for n, x in options.items() if n in Options._fields})
-    extras = Extras(**{n: x for n, x in options.items() if n in Extras._fields})
-    (problem, _), x = pose(*qkv(grad), scalars, extras)
-    mask = [] if x.mask is None else x.mask.tensors()
-    return (*x[:-1], *torch_op._scalars(problem, None), mask)
+    apart = {n: x for n, x in options.items() if n in ("mask", "dropout_seed")}
+    tensors = {n: x for n, x in options.items() if n in Tensors._fields and n not in apart}
+    (problem, _), x = prepare_attention(Tensors(*qkv(grad), **tensors), scalars, **apart)
+    return torch_op._flatten(problem, x, None)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -60,7 +60,7 @@ def test_opcheck_backward(name):
 
 
 @pytest.mark.parametrize("name", ["causal", "mask", "bias"])
-def test_opcheck_what_is_differentiated(name):
+def test_opcheck_attention(name):
     args = op_arguments(OPTIONS[name], grad=True)
     torch.library.opcheck(torch.ops.onchip.attention.default, (*args, False))
 
@@ -77,7 +77,7 @@ def first(result):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_compiles_without_a_graph_break(name):
-    torch._dynamo.reset()  # every option is another graph of the same function
+    torch._dynamo.reset()  # each option compiles the same function anew
     options = dict(OPTIONS[name])
     if "mask" in options:  # built outside the compiled region
         options["mask"] = options["mask"].build(2, 4, 20, 20)
@@ -100,7 +100,7 @@ def test_compiles_packed_calls():
     torch.testing.assert_close(compiled(*x), fn(*x), rtol=0, atol=0)
 
 
-def test_compiles_what_takes_a_tensor_twice():
+def test_compiles_calls_that_take_a_tensor_twice():
     """One cu_seqlens for queries and keys, keys that are the values, with a gradient."""
     cu = torch.tensor([0, 7, 20], dtype=torch.int32)
     fn = lambda q, k, cu: onchip.varlen_attention(q, k, k, cu, cu, 13, 13, causal=True)
@@ -185,8 +185,8 @@ class TestVmap:
             torch.testing.assert_close(stats.entropy[:, i], expected_stats.entropy)
 
     @pytest.mark.parametrize("name", VMAPPED)
-    def test_what_differs_by_batch_entry(self, name):
-        """Every tensor that may have a batch, with and without one of its own for each entry."""
+    def test_tensors_with_and_without_a_batch(self, name):
+        """Every tensor that may have a batch dimension, mapped and shared."""
         make, in_dims = VMAPPED[name]
         q, k, v = torch.randn(3, 5, 2, 150, 4, 8)
         given = make()
@@ -209,7 +209,7 @@ class TestVmap:
             torch.testing.assert_close((dq[i], dk[i]), torch.autograd.grad(loss(*x), x))
 
     @pytest.mark.parametrize("name", ["dropout", "sinks", "packed", "paged"])
-    def test_refuses_the_rest_in_a_sentence(self, name):
+    def test_other_mapped_arguments_are_refused(self, name):
         q, k, v = torch.randn(3, 5, 2, 20, 4, 16)
         cu = torch.tensor([0, 20], dtype=torch.int32)
         table, seqlens = torch.zeros(2, 1, dtype=torch.int32), torch.full((2,), 9).int()
@@ -230,7 +230,7 @@ class TestVmap:
 
 
 class TestTracedGraphs:
-    """torch.jit.trace and make_fx do not check what their graphs are called with."""
+    """The graphs of torch.jit.trace and make_fx do not check their inputs."""
 
     TRACERS = {
         "jit.trace": lambda fn, *x: torch.jit.trace(fn, x, check_trace=False),
@@ -252,7 +252,7 @@ class TestTracedGraphs:
 
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("mask", ["rule", "function", "tensor"])
-    def test_masks_follow(self, trace, mask):
+    def test_masks_follow_the_lengths(self, trace, mask):
         rules = {"rule": masks.causal(), "function": lambda b, h, q, k: q >= k}
         short, long = self.calls(20, 33)
         if mask == "tensor":
@@ -263,7 +263,7 @@ class TestTracedGraphs:
         torch.testing.assert_close(trace(fn, *short)(*long), fn(*long), rtol=0, atol=0)
 
     @pytest.mark.filterwarnings("ignore")
-    def test_what_does_not_fit_is_refused(self, trace):
+    def test_tensors_that_do_not_fit_are_refused(self, trace):
         short, long = self.calls(20, 33)
         built = masks.causal().build(2, 4, 20, 20)
         graph = trace(lambda q, k, v: onchip.attention(q, k, v, mask=built), *short)
@@ -281,16 +281,16 @@ class TestTracedGraphs:
         with pytest.raises(onchip.UnsupportedError, match="traced without its gradient"):
             graph(x[0].requires_grad_(), *x[1:])
 
-    def test_a_mask_that_is_gone_is_named(self):
+    def test_a_freed_mask_raises_its_name(self):
         mask = masks.causal()
-        later = LaterRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
+        later = DeferredRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
         assert later.built() is mask.build(2, 4, 20, 20)
         with pytest.raises(ValueError, match="the mask of this graph is gone"):
             masks.mods.numbered(10**9)
 
 
 class TestAutocast:
-    def test_lowers_the_inputs_and_not_the_kernel(self):
+    def test_casts_the_inputs_and_not_the_kernel(self):
         q, k, v = qkv()
         with torch.autocast("cpu", torch.bfloat16):
             out = onchip.attention(q, k, v, kernel="tiled")
@@ -310,11 +310,11 @@ class TestAutocast:
 
 
 class TestEager:
-    """Where nobody watches, no op is called, and nobody can tell."""
+    """Eager calls do not call the op, and give the same results."""
 
     @pytest.fixture
     def calls(self, monkeypatch):
-        """Names of the ops that run."""
+        """The names of the ops that run."""
         found = []
         for name in ("_FORWARD", "_BACKWARD"):
             op = getattr(torch_op, name)
@@ -323,7 +323,7 @@ class TestEager:
         return found
 
     @pytest.mark.parametrize("name", OPTIONS)
-    def test_gradients_are_those_of_the_op(self, name, calls, monkeypatch):
+    def test_eager_gradients_equal_the_gradients_of_the_op(self, name, calls, monkeypatch):
         results = {}
         for way in ("eager", "op"):
             monkeypatch.setattr(torch_op, "is_eager", lambda q, way=way: way == "eager")
@@ -333,15 +333,15 @@ class TestEager:
             assert calls == ([] if way == "eager" else ["_FORWARD", "_BACKWARD"])
         torch.testing.assert_close(results["eager"], results["op"], rtol=0, atol=0)
 
-    def test_modes_see_the_op(self, calls):
+    def test_dispatch_modes_see_the_op(self, calls):
         x = qkv(grad=True)
         with FlopCounterMode(display=False) as counter:
             onchip.attention(*x)
         assert calls == ["_FORWARD"]
         assert counter.get_total_flops() == 4 * 2 * 4 * 20 * 20 * 16
 
-    def test_operations_are_counted(self):
-        """Two products forward, five backward; of packed calls those within sequences."""
+    def test_flop_counter(self):
+        """Two products forward, five backward. Packed calls: pairs within sequences."""
         x, forward = qkv(grad=True), 4 * 2 * 4 * 20 * 20 * 16
         cu = torch.tensor([0, 7, 20], dtype=torch.int32)
         outside = onchip.attention(*x)
@@ -354,7 +354,7 @@ class TestEager:
         assert counter.get_total_flops() == 4 * 4 * (7 * 7 + 13 * 13) * 16
 
     @pytest.mark.parametrize("name", ["plain", "mask", "sinks"])
-    def test_its_backward_can_be_compiled_alone(self, name, calls):
+    def test_the_backward_alone_compiles(self, name, calls):
         x = qkv(grad=True)
         out = onchip.attention(*x, **OPTIONS[name])
         expected = torch.autograd.grad(out.square().sum(), x, retain_graph=True)
@@ -364,7 +364,7 @@ class TestEager:
         torch.testing.assert_close([t.grad for t in x], list(expected), rtol=0, atol=0)
         assert "_BACKWARD" in calls
 
-    def test_what_is_saved_can_be_packed_away(self):
+    def test_saved_tensor_hooks(self):
         x = qkv(grad=True)
         packed = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
@@ -372,7 +372,7 @@ class TestEager:
         assert len(packed) == 6 and any(t is x[0] for t in packed)  # q, k, v, sinks, out, lse
         out.sum().backward()
 
-    def test_a_change_in_place_is_noticed(self):
+    def test_an_in_place_change_of_an_input_raises(self):
         q, k, v = qkv(grad=True)
         scaled = k * 2
         out = onchip.attention(q, scaled, v)
@@ -388,13 +388,13 @@ class TestAutograd:
         lse.sum().backward()
         assert x[0].grad.abs().sum() > 0 and x[2].grad.abs().sum() == 0
 
-    def test_no_second_derivative_in_silence(self):
+    def test_second_derivatives_raise(self):
         q, k, v = qkv(grad=True)
         (dq,) = torch.autograd.grad(onchip.attention(q, k, v).square().sum(), q, create_graph=True)
         with pytest.raises(onchip.UnsupportedError, match="second derivatives"):
             dq.sum().backward()
 
-    def test_an_expanded_gradient(self):
+    def test_an_expanded_dout(self):
         q, k, v = qkv(grad=True)
         onchip.attention(q, k, v).sum().backward()  # dout has stride 0
         expected = q.grad.clone()
@@ -403,11 +403,11 @@ class TestAutograd:
         out.backward(torch.ones_like(out))
         torch.testing.assert_close(q.grad, expected, rtol=0, atol=0)
 
-    def test_stats_carry_no_gradient(self):
+    def test_stats_have_no_gradient(self):
         _, stats = onchip.attention(*qkv(grad=True), return_stats=True)
         assert not stats.entropy.requires_grad
 
-    def test_drawn_seed_is_the_one_used_in_backward(self):
+    def test_the_backward_uses_the_drawn_seed(self):
         q, k, v = qkv(grad=True, dtype=torch.float64)
         torch.manual_seed(3)
         out = onchip.attention(q, k, v, dropout_p=0.5)
@@ -429,7 +429,7 @@ class TestOtherTensors:
 
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
-    def test_nested_tensors_are_sent_on(self, layout):
+    def test_nested_tensors_are_refused(self, layout):
         nested = torch.nested.nested_tensor([torch.randn(n, 4, 16) for n in (5, 9)], layout=layout)
         with pytest.raises(onchip.UnsupportedError, match="q is a nested tensor.*varlen_attention"):
             onchip.attention(nested, nested, nested)
@@ -451,7 +451,7 @@ EXPANDED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["aten_cpu", "tiled", "reference", "paper_v2"])
 @pytest.mark.parametrize("name", EXPANDED)
-def test_expanded_tensors_are_what_their_copies_are(name, kernel, dtype):
+def test_expanded_tensors_equal_their_copies(name, kernel, dtype):
     make, dout = EXPANDED[name], torch.randn(2, 33, 4, 16).to(dtype)
     x = [make(33, heads).to(dtype) for heads in (4, 2, 2)]
     results = []
@@ -473,7 +473,7 @@ def test_overlapping_tensors_are_refused(name):
     assert out.isfinite().all()
 
 
-def test_a_tensor_that_is_two_arguments_compiles():
+def test_one_tensor_as_several_arguments_compiles():
     """q, k and v alike, and one cu_seqlens for queries and keys, without a graph break."""
     x = torch.randn(33, 2, 16, requires_grad=True)
     cu = torch.tensor([0, 12, 33], dtype=torch.int32)
@@ -511,8 +511,8 @@ def ties(dtype=torch.bfloat16):
 @pytest.mark.parametrize("kernel", [None, "tiled", "reference"])
 @pytest.mark.parametrize("name", PRECISE)
 def test_precise_delta_is_the_gradient_of_the_unrounded_out(name, kernel):
-    """Also through lse, and whatever enters delta beside out: of what is lost without it, a tenth
-    at most is left, for gradients are rounded, too.
+    """Also with a gradient of lse, and with options that enter delta. At most a tenth of the error
+    without precise_delta remains: the rounding of the gradients.
     """
     attend, options = PRECISE[name]
     x, dout = ties()
@@ -546,8 +546,8 @@ def test_precise_delta_compiles(name):
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
-def test_inductor_does_not_take_the_rounding_back():
-    """It would, where it sees a number rounded and widened again, and find no residual."""
+def test_inductor_does_not_cancel_the_rounding():
+    """Inlined, Inductor would cancel the round-trip to 16 bits, and the residual would be zero."""
     torch._dynamo.reset()
     x, dout = ties()
     fn = lambda *x: onchip.attention(*x, precise_delta=True)
@@ -567,7 +567,7 @@ def test_precise_delta_of_fake_tensors():
 
 
 def saved_bytes(attend):
-    """(out, bytes of the distinct tensors that autograd keeps)."""
+    """(out, bytes of the distinct tensors that autograd saves)."""
     kept = {}
 
     def pack(t):
@@ -579,7 +579,7 @@ def saved_bytes(attend):
     return out, sum(kept.values())
 
 
-def test_precise_delta_keeps_one_more_out():
+def test_precise_delta_saves_one_more_out():
     x, _ = ties()
     out, plain = saved_bytes(lambda: onchip.attention(*x))
     _, precise = saved_bytes(lambda: onchip.attention(*x, precise_delta=True))
@@ -596,7 +596,7 @@ def test_precise_delta_without_a_gradient_is_the_plain_call():
 @pytest.mark.parametrize(
     "dtype, how", [(torch.float32, {}), (torch.bfloat16, {"out_dtype": torch.float32})]
 )
-def test_precise_delta_keeps_nothing_of_what_is_not_rounded(dtype, how):
+def test_precise_delta_saves_nothing_if_out_is_not_rounded(dtype, how):
     x, dout = ties(dtype)
     calls = [lambda p=p: onchip.attention(*x, precise_delta=p, **how) for p in (False, True)]
     (plain, kept), (precise, also_kept) = map(saved_bytes, calls)

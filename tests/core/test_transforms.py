@@ -1,6 +1,6 @@
-"""Every transform of torch over every public function, eager and compiled: the value of the formula
-in plain torch, or a sentence that says what is not served. Nothing in between: a zero tangent looks
-like an answer.
+"""Every transform of torch over every public function, eager and compiled: equal to
+the formula in plain torch, or refused with a sentence. A silent zero tangent is a failure: it looks
+like a result.
 """
 
 import re
@@ -230,7 +230,7 @@ TRANSFORMS = {
     ),
 }
 SENTENCES = re.compile(
-    r"not served|has no (gradient|derivative)|is not mapped|vmap serves dense calls"
+    r"not served|has no (gradient|derivative)|cannot be mapped|vmap serves dense calls"
 )
 # what torch itself says: of values that the host reads, and of transforms around compiled functions
 OF_TORCH = re.compile(
@@ -260,7 +260,7 @@ SERVED = {
 
 
 def judge(function, transform, compiled=False):
-    """ "right", or the sentence that refuses; a failure says why it is neither."""
+    """ "right", or the sentence of the refusal. A failure says why it is neither."""
     attend, plain, _ = FUNCTIONS[function]
     _, apply, is_whole = TRANSFORMS[transform]
     where = f"{transform} of {function}{', compiled' * compiled}"
@@ -288,8 +288,8 @@ def chain(error):
         error = error.__cause__ or error.__context__
 
 
-def test_the_table_is_whole():
-    """Every public function: 360 cells as they are, and 41 compiled."""
+def test_the_table_covers_every_function():
+    """Every public function: 360 eager cells, and 41 compiled."""
     public = {name for name in onchip.__all__ if name.endswith(("attention", "states", "weights"))}
     assert public <= set(FUNCTIONS)
     assert len(TRANSFORMS) * len(FUNCTIONS) == 360
@@ -315,7 +315,7 @@ COMPILED |= {("attention", name) for name in ("dual tensors", "double backward",
 def test_torch_drops_second_derivatives_of_views():
     """torch.compile refuses a double backward only if a saved tensor requires a gradient. A graph
     that saves results of its own alone, here softmax of views, loses the terms for any function.
-    If this fails, torch has mended it, and varlen_attention gets its compiled cell.
+    If this fails, torch has fixed it, and varlen_attention gets its compiled cell.
     """
     f = lambda q, k, v: torch.softmax(q[0] @ k[0].T, -1) @ v[0]
     q, k, v = (torch.randn(1, 4, 8, requires_grad=True) for _ in range(3))

@@ -17,7 +17,7 @@ MISSED = 0.17  # by four cells: docs/benchmarks.md
 HALF = torch.bfloat16
 
 
-def pose(batch, seqlen, heads, head_dim, seqlen_k=None, **options):
+def make_problem(batch, seqlen, heads, head_dim, seqlen_k=None, **options):
     sizes = batch, seqlen, seqlen_k or seqlen, heads, heads, head_dim, head_dim
     return Problem(*sizes, HALF, HALF, 0.1, **options)
 
@@ -30,7 +30,7 @@ def cells():
             if r["kernel"] == "hopper":
                 shape = r["batch"], r["seqlen"], r["num_heads"], r["head_dim"]
                 exact = {"deterministic": r["bench"] == "deterministic"}
-                yield r, pose(*shape, causal=r["mask"] == "causal", **exact)
+                yield r, make_problem(*shape, causal=r["mask"] == "causal", **exact)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_held_out_short_calls_are_predicted_within_a_fifth():
     shares = []
     for r in rows:
         shape = r["batch"], r["seqlen"], r["num_heads"], r["head_dim"]
-        found = predict(pose(*shape, causal=r["mask"] == "causal"), H200, "hopper")
+        found = predict(make_problem(*shape, causal=r["mask"] == "causal"), H200, "hopper")
         if r["kernel"] == "hopper" and found.modelled:
             shares.append(1e6 * found.seconds / r["value"])
     assert len(shares) == 16 and min(shares) > 0.8 and max(shares) < 1.2
@@ -85,7 +85,7 @@ def test_two_consumers_on_two_equal_units_reach_two_thirds():
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(799, 799), (111, 799), (63, 1)])
 @pytest.mark.parametrize("keys", [False, True])
 def test_steps_are_the_tiles_with_a_visible_pair(causal, window, seqlen_q, seqlen_k, keys):
-    problem = pose(1, seqlen_q, 1, 64, seqlen_k, causal=causal, window_size=window)
+    problem = make_problem(1, seqlen_q, 1, 64, seqlen_k, causal=causal, window_size=window)
     own, tile = 192, 64
     i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)
     left, right = window[0], 0 if causal else window[1]
@@ -109,11 +109,11 @@ def test_which_resource_binds():
     """head_dim 64 waits for exponentials, 128 and 256 for products; short causal rows and few
     queries for memory; a tiny call for its launch.
     """
-    binds = lambda *shape, **options: predict(pose(*shape, **options), H200, "hopper").binds
+    binds = lambda *shape, **options: predict(make_problem(*shape, **options), H200, "hopper").binds
     assert binds(1, 16384, 32, 64) == "exp unit"
     assert binds(1, 16384, 16, 128) == binds(1, 16384, 8, 256) == "tensor cores"
-    assert predict(pose(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
-    tiny = predict(pose(1, 16, 1, 64), H200, "triton")
+    assert predict(make_problem(64, 1, 32, 128, 8192), H200, "triton").binds == "HBM"
+    tiny = predict(make_problem(1, 16, 1, 64), H200, "triton")
     assert tiny.binds == "launch" and "launch needs 2.5 us" in str(tiny)
     exact = predict(question(4096, num_heads=16, dtype=torch.float32), H200, "triton")
     assert exact.binds == "fp32 lanes" and "fp32 lanes need" in str(exact)
@@ -128,7 +128,7 @@ def test_a_bound_is_below_every_measurement():
 
 
 def test_a_mask_takes_its_share():
-    dense, masked = pose(1, 8192, 16, 128), pose(1, 8192, 16, 128, has_mask=True)
+    dense, masked = make_problem(1, 8192, 16, 128), make_problem(1, 8192, 16, 128, has_mask=True)
     for backward in (False, True):
         whole = predict(dense, H200, "hopper", backward).seconds
         tenth = predict(masked, H200, "hopper", backward, density=0.1).seconds
@@ -138,14 +138,17 @@ def test_a_mask_takes_its_share():
 
 
 def test_pipelines_are_those_of_hopper_alone():
-    problem = pose(1, 8192, 16, 128)
+    problem = make_problem(1, 8192, 16, 128)
     assert not predict(problem, hardware.A100, "hopper").modelled
     assert predict(problem, hardware.H100, "hopper").modelled
     assert not predict(problem._replace(packed=True), H200, "hopper").modelled
 
 
 def test_sentences():
-    text = str(predict(pose(1, 16384, 16, 128), H200, "hopper"))
+    text = str(predict(make_problem(1, 16384, 16, 128), H200, "hopper"))
     assert text.startswith("3.2 ms: tensor cores need 2.22 ms of it; exp unit 1.6 ms, ")
     unknown = hardware.Hardware("x", 1, 0.0, H200.levels[:1], {}, 0, 0, 0, "")
-    assert str(predict(pose(1, 64, 1, 64), unknown)) == "at least 6.88 ns: HBM needs 6.88 ns of it"
+    assert (
+        str(predict(make_problem(1, 64, 1, 64), unknown))
+        == "at least 6.88 ns: HBM needs 6.88 ns of it"
+    )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import onchip
 from onchip.core import dispatch, functional
-from onchip.core.problem import DeviceInfo, Problem, SMPartition, Tensors, is_even
+from onchip.core.problem import DeviceInfo, Problem, SMPartition, Tensors, has_uniform_lengths
 from onchip.cost.prefixes import Costs, Occupancy, costs
 from onchip.fold import cascade
 from onchip.testing import assert_accurate
@@ -290,7 +290,9 @@ class TestModel:
         types = {"dtype": torch.bfloat16, "out_dtype": torch.float32, "softmax_scale": 0.1}
         asked = Problem(*rows, 32, 8, 128, 128, **types, packed=groups > 1, page_size=16)
         queries = q[:, 0].repeat(level.segments, 1, 1)
-        asked = asked._replace(even=is_even(asked, Tensors(queries, pages, pages)))
+        asked = asked._replace(
+            uniform_lengths=has_uniform_lengths(asked, Tensors(queries, pages, pages))
+        )
         kernel = dispatch.plan(asked, DeviceInfo("cuda", "H200", (9, 0))).kernel
         assert level.segments == 1 or kernel == "hopper"
         assert level.segments > 1 or members < 24 or groups * -(-members // 32) > 8
@@ -410,8 +412,8 @@ class TestServing:
     @staticmethod
     def serves(*calls):
         """What would be, were nothing computed."""
-        return functional._run_at_once(
-            *[functional._pose_pages(*call.args, **call.options) for call in calls]
+        return functional._can_run_at_once(
+            *[functional._prepare_pages(*call.args, **call.options) for call in calls]
         )
 
     @pytest.fixture(autouse=True)

@@ -205,7 +205,7 @@ def test_a_new_file_is_for_its_owner_alone(tmp_path):
 
 def test_no_file_but_a_regular_one_is_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(ValueError, match="is no regular file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         Spill(tmp_path / "fifo")
 
 

@@ -260,7 +260,7 @@ class TestLeft:
             served, left = sdpa.counts()
             reason = sdpa.why(*x)
         assert torch.equal(ours, theirs)
-        assert not served and left == {reason: 1} and "must lie between 1 and 256" in reason
+        assert not served and left == {reason: 1} and "must be between 1 and 256" in reason
 
     @pytest.mark.parametrize("kind", ["added", "hidden too", "least in a row"])
     def test_what_torch_does_faster(self, kind):

@@ -55,8 +55,8 @@ def tensors(dtype):
     return q, k, v, draw(*rows, HEADS, DIM_V), draw(BATCH, HEADS, SEQLEN)
 
 
-def pose(x, rows, cols, options, heads=slice(None)):
-    """The part of rows, columns and heads, as a question, and its tensors."""
+def prepare_part(x, rows, cols, options, heads=slice(None)):
+    """The part of rows, columns and heads, as a call, and its tensors."""
     options = dict(options)
     slopes = options.pop("alibi_slopes", None)
     first = heads.start or 0
@@ -70,14 +70,14 @@ def pose(x, rows, cols, options, heads=slice(None)):
         v.contiguous(),
         alibi_slopes=None if slopes is None else slopes[heads],
         dropout_seed=torch.tensor(SEED) if "dropout_p" in options else None,
-        places_q=places,
-        places_k=cols.int(),
+        positions_q=places,
+        positions_k=cols.int(),
         mask=mask,
     )
     wide = accumulator_dtype(q.dtype)
     problem = describe(part, Options(out_dtype=wide, **options))
     problem = problem._replace(first_head=first, wide_grads=True)
-    return torch_op.posed(part, problem), part
+    return torch_op.prepare_checked(part, problem), part
 
 
 def reference(x, options, dlse):
@@ -98,9 +98,9 @@ def check(kernel, name, dtype, tolerance):
         states = []
         saved = out[:, rows], lse[:, :, rows].contiguous(), x[3][:, rows], dlse[:, :, rows]
         for cols in cut(SEQLEN, 2, 6):
-            question, part = pose(x, rows, cols, options)
-            states.append(torch_op.run(question, part, kernel)[:2])
-            shares = torch_op.run_backward(question, part, kernel, *saved)
+            call, part = prepare_part(x, rows, cols, options)
+            states.append(torch_op.run(call, part, kernel)[:2])
+            shares = torch_op.run_backward(call, part, kernel, *saved)
             found[0][:, rows] += shares.dq
             found[1][:, cols] += shares.dk
             found[2][:, cols] += shares.dv
@@ -125,8 +125,8 @@ def check_heads(kernel):
     x, options = tensors(torch.float32), OPTIONS["dropout"]
     out, _, _ = reference(x, options, x[4])
     everything = torch.arange(SEQLEN)
-    question, part = pose(x, everything, everything, options, slice(HEADS // 2, None))
-    near(torch_op.run(question, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
+    call, part = prepare_part(x, everything, everything, options, slice(HEADS // 2, None))
+    near(torch_op.run(call, part, kernel)[0], out[:, :, HEADS // 2 :], 1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", *PAPERS])
@@ -142,10 +142,10 @@ def test_wide_gradients_are_not_rounded(kernel):
 def check_wide(kernel):
     x = tensors(torch.bfloat16)
     everything = torch.arange(SEQLEN)
-    question, part = pose(x, everything, everything, {})
-    out, lse, _ = torch_op.run(question, part, kernel)
-    wide = torch_op.run_backward(question, part, kernel, out, lse, x[3], None)
-    narrow = torch_op.posed(part, question.problem._replace(wide_grads=False))
+    call, part = prepare_part(x, everything, everything, {})
+    out, lse, _ = torch_op.run(call, part, kernel)
+    wide = torch_op.run_backward(call, part, kernel, out, lse, x[3], None)
+    narrow = torch_op.prepare_checked(part, call.problem._replace(wide_grads=False))
     rounded = torch_op.run_backward(narrow, part, kernel, out, lse, x[3], None)
     for a, b in zip(wide[:3], rounded[:3], strict=True):
         assert a.dtype == torch.float32

@@ -11,7 +11,7 @@ import onchip
 from onchip import masks
 from onchip.core import torch_op
 from onchip.masks import later
-from onchip.masks.later import Later
+from onchip.masks.later import DeferredMask
 
 
 def bounds(seqlen=40, window=7, batch=2):
@@ -25,7 +25,7 @@ def qkv(seqlen=40):
 
 
 def two_layers(q, k, v, mask):
-    mask = torch_op.built_once(mask, k.shape[1])
+    mask = torch_op.build_once(mask, k.shape[1])
     return onchip.attention(onchip.attention(q, k, v, mask=mask), k, v, mask=mask)
 
 
@@ -71,7 +71,7 @@ def test_tensors_are_masks_of_calls_that_are_compiled():
 
 def test_a_mask_computed_from_another_in_its_memory_is_another():
     def attend(q, k, v, mask, first):
-        kept = torch_op.built_once(mask, k.shape[1])
+        kept = torch_op.build_once(mask, k.shape[1])
         out = onchip.attention(q, k, v, mask=kept)
         return out + onchip.attention(q, k, v, mask=torch.maximum(kept, first))
 
@@ -99,7 +99,7 @@ def test_graphs_on_the_gpu_never_record_a_mask_that_is_built_from_values():
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_recorded_graph_follows_its_mask(kept):
     def attend(q, k, v, mask):
-        return onchip.attention(q, k, v, mask=torch_op.built_once(mask, 40) if kept else mask)
+        return onchip.attention(q, k, v, mask=torch_op.build_once(mask, 40) if kept else mask)
 
     x = [t.detach().cuda().half() for t in qkv()]
     recorded = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
@@ -127,7 +127,7 @@ def test_what_is_kept_dies_with_its_tensor():
     before = len(later._built)
     kept = torch.ops.onchip.mask(bounds(), 40)
     assert len(later._built) == before + 1
-    assert Later(kept, 40, 40).built() is Later(kept, 40, 40).built()
+    assert DeferredMask(kept, 40, 40).built() is DeferredMask(kept, 40, 40).built()
     del kept
     gc.collect()
     assert len(later._built) == before
@@ -135,13 +135,13 @@ def test_what_is_kept_dies_with_its_tensor():
 
 def test_what_was_written_to_is_built_again():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
+    later.keep(given, DeferredMask(given, 40, 40).built())
     given[..., 0] = 0
     causal = masks.causal().build(1, 1, 40, 40).to_dense()
-    assert torch.equal(Later(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
+    assert torch.equal(DeferredMask(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
 
 
 def test_other_lengths_are_another_mask():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
-    assert Later(given, 40, 50).built().shape == (2, 1, 40, 50)
+    later.keep(given, DeferredMask(given, 40, 40).built())
+    assert DeferredMask(given, 40, 50).built().shape == (2, 1, 40, 50)

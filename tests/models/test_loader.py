@@ -312,13 +312,13 @@ def test_a_fifo_in_the_folder_is_refused(folder, name):
         (folder / INDEX).write_text(json.dumps({"weight_map": {"norm": name}}))
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
-    refused(folder, name, "is no regular file")
+    refused(folder, name, "is not a regular file")
 
 
 def test_a_folder_that_transformers_reads_holds_regular_files(folder):
     pytest.importorskip("transformers")
     os.mkfifo(folder / "generation_config.json")
-    with pytest.raises(ValueError, match="generation_config.json is no regular file"):
+    with pytest.raises(ValueError, match="generation_config.json is not a regular file"):
         models.inspect_foreign(folder)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from onchip import models
 from onchip.kvcache import KVCache
 from onchip.models import positions_of
-from onchip.parallel.tensor import Job
+from onchip.parallel.tensor import TensorParallelGroup
 
 
 @torch.no_grad()
@@ -34,11 +34,11 @@ def main(folder, rank, world_size):
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
     for family in sorted(path for path in folder.iterdir() if path.is_dir()):
         part = models.load(family, rank=rank, world_size=world_size)
-        job = Job(init_device_mesh("cpu", (world_size,)))
-        decoder = job.connect(part)
+        group = TensorParallelGroup(init_device_mesh("cpu", (world_size,)))
+        decoder = group.connect(part)
         chunks = torch.arange(41).mul(29).remainder(130).split((17, 1, 1, 22))
         torch.save(logits(decoder, chunks), family / f"{rank}.pt")
-        job.leave()
+        group.leave()
     dist.destroy_process_group()
 
 

@@ -6,16 +6,16 @@ import torch
 from onchip import masks
 from onchip.parallel import allgather, sharding
 from onchip.parallel.comm import CountingComm, run_ranks
-from onchip.parallel.rounds import Rule
-from tests.parallel.judge import (
+from onchip.parallel.rounds import GlobalMask
+from tests.parallel.cases import (
     CU,
     DROPOUT,
     OPTIONS,
     PACKED,
     Case,
-    in_process,
-    judge,
-    lose_no_more,
+    check_case,
+    check_in_process,
+    check_rmse,
     on_rank,
 )
 
@@ -29,18 +29,18 @@ def gathering(layout="zigzag", seqlen=111, **rest):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "balanced"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_any_mask_and_option(options, layout):
-    in_process(gathering(layout, batch=2, options=options), 3)
+    check_in_process(gathering(layout, batch=2, options=options), 3)
 
 
 @pytest.mark.parametrize("options", PACKED, ids=str)
 def test_documents(options):
-    in_process(gathering(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
+    check_in_process(gathering(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, DROPOUT], ids=str)
 @pytest.mark.parametrize("size, seqlen", [(1, 37), (8, 5), (4, 300), (3, 0)])
 def test_any_lengths(size, seqlen, options):
-    in_process(gathering(seqlen=seqlen, options=options), size)
+    check_in_process(gathering(seqlen=seqlen, options=options), size)
 
 
 def test_a_layout_of_many_pieces(monkeypatch):
@@ -48,24 +48,29 @@ def test_a_layout_of_many_pieces(monkeypatch):
     layout, seqlen = sharding.balanced(2, masks.block_local(64)), 700
     monkeypatch.setattr(allgather, "MAX_PIECES", 1)
     assert len(layout.pieces(0, seqlen)) > 1
-    assert len(allgather.schedule(layout, Rule(seqlen, True), 0, CPU).rounds) == 1
-    in_process(gathering("balanced", seqlen, options={"causal": True}), 2)
+    assert len(allgather.plan_rounds(layout, GlobalMask(seqlen, True), 0, CPU).rounds) == 1
+    check_in_process(gathering("balanced", seqlen, options={"causal": True}), 2)
 
 
 @pytest.mark.parametrize("layout", [sharding.contiguous(4), sharding.zigzag(4)])
 @pytest.mark.parametrize(
-    "rule", [Rule(999, causal=True), Rule(999, window_size=(50, 7)), Rule(999, True, (50, None))]
+    "global_mask",
+    [
+        GlobalMask(999, causal=True),
+        GlobalMask(999, window_size=(50, 7)),
+        GlobalMask(999, True, (50, None)),
+    ],
 )
-def test_pieces_need_no_mask(layout, rule):
+def test_pieces_need_no_mask(layout, global_mask):
     """Causal and windows are what kernels know, aligned bottom-right, and no key is read that none
     sees.
     """
     for rank in range(4):
-        rounds = allgather.schedule(layout, rule, rank, CPU).rounds
+        rounds = allgather.plan_rounds(layout, global_mask, rank, CPU).rounds
         assert len(rounds) == len(layout.pieces(rank, 999))
         assert all(round.mask is None for round in rounds)
         for round, piece in zip(rounds, layout.pieces(rank, 999), strict=True):
-            lo, hi = rule.spans(torch.arange(*piece))
+            lo, hi = global_mask.key_ranges(torch.arange(*piece))
             assert (round.keys.start, round.keys.stop) == (int(lo.min()), int(hi.max()))
 
 
@@ -84,16 +89,16 @@ def test_messages_and_bytes():
     per_token = 2 * heads[1] * sum(dims)  # of a batch of 2
     for rank, messages, sent in run_ranks(size, live):
         mine = case.layout_of(size).length(rank, seqlen)
-        assert messages == {"gather": 2 * (size - 1), "scatter_sum": size - 1}
-        assert sent["gather"] == 2 * (size - 1) * mine * per_token * 2
-        assert sent["scatter_sum"] == (seqlen - mine) * per_token * 4
+        assert messages == {"all_gather": 2 * (size - 1), "reduce_scatter": size - 1}
+        assert sent["all_gather"] == 2 * (size - 1) * mine * per_token * 2
+        assert sent["reduce_scatter"] == (seqlen - mine) * per_token * 4
 
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_sixteen_bits_lose_no_more(size):
     options = {"causal": True, "kernel": "tiled"}
     shape = {"heads": (4, 1), "dims": (64, 64), "dtype": torch.bfloat16}
-    lose_no_more(gathering(seqlen=511, options=options, **shape), size)
+    check_rmse(gathering(seqlen=511, options=options, **shape), size)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -104,4 +109,4 @@ def test_gloo(pool, size, dtype):
         gathering("striped", heads=(6, 2), dtype=dtype, options={"window_size": (17, 0)}),
     ]
     for case, *parts in zip(cases, *pool.run(size, on_rank, *cases), strict=True):
-        judge(case, parts)
+        check_case(case, parts)

@@ -31,13 +31,13 @@ def patterns(comm, total=11, dtype=torch.float32, device="cpu"):
     for hops in (1, -1, 3, P):
         got[f"shift {hops}"] = blank(5)
         comm.shift(take(me, 5), got[f"shift {hops}"], hops).wait()
-    got["gather"] = [blank(m, 3) for m in n]
-    comm.gather(take(me, n[me], 3), got["gather"]).wait()
-    got["scatter_sum"] = blank(n[me], 3)
+    got["all_gather"] = [blank(m, 3) for m in n]
+    comm.all_gather(take(me, n[me], 3), got["all_gather"]).wait()
+    got["reduce_scatter"] = blank(n[me], 3)
     parts = [take(me * P + r, n[r], 3) for r in range(P)]
-    comm.scatter_sum(parts, got["scatter_sum"]).wait()
-    got["swap"] = [blank(n[r] + n[me], 2) for r in range(P)]
-    comm.swap([take(me * P + r, n[me] + n[r], 2) for r in range(P)], got["swap"]).wait()
+    comm.reduce_scatter(parts, got["reduce_scatter"]).wait()
+    got["all_to_all"] = [blank(n[r] + n[me], 2) for r in range(P)]
+    comm.all_to_all([take(me * P + r, n[me] + n[r], 2) for r in range(P)], got["all_to_all"]).wait()
     got["max"] = take(me, 7)
     comm.max(got["max"]).wait()
     return got
@@ -47,12 +47,12 @@ def expected(size, me, total=11, dtype=torch.float32):
     """The same, from what all ranks would draw."""
     n = lengths(size, total)
     got = {f"shift {hops}": draw((me - hops) % size, 5, dtype=dtype) for hops in (1, -1, 3, size)}
-    got["gather"] = [draw(r, n[r], 3, dtype=dtype) for r in range(size)]
+    got["all_gather"] = [draw(r, n[r], 3, dtype=dtype) for r in range(size)]
     total = torch.zeros(n[me], 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for r in range(size):
         total += draw(r * size + me, n[me], 3, dtype=dtype)
-    got["scatter_sum"] = total.to(dtype)
-    got["swap"] = [draw(r * size + me, n[r] + n[me], 2, dtype=dtype) for r in range(size)]
+    got["reduce_scatter"] = total.to(dtype)
+    got["all_to_all"] = [draw(r * size + me, n[r] + n[me], 2, dtype=dtype) for r in range(size)]
     got["max"] = torch.stack([draw(r, 7, dtype=dtype) for r in range(size)]).amax(0)
     return got
 
@@ -83,15 +83,15 @@ def program(comm, kinds, seed):
         if kind == "shift":
             out = [blank(n[(comm.rank - hops) % comm.size])]
             work = comm.shift(mine(here, 3 * gaps)[:, ::gaps], out[0], hops)
-        elif kind == "gather":
+        elif kind == "all_gather":
             out = [blank(m) for m in n]
-            work = comm.gather(mine(here, 3 * gaps)[:, ::gaps], out)
-        elif kind == "swap":
+            work = comm.all_gather(mine(here, 3 * gaps)[:, ::gaps], out)
+        elif kind == "all_to_all":
             out = [blank(m) for m in n]
-            work = comm.swap([mine(here, 3) for _ in n], out)
-        elif kind == "scatter_sum":
+            work = comm.all_to_all([mine(here, 3) for _ in n], out)
+        elif kind == "reduce_scatter":
             out = [blank(here)]
-            work = comm.scatter_sum([mine(m, 3 * gaps)[:, ::gaps] for m in n], out[0])
+            work = comm.reduce_scatter([mine(m, 3 * gaps)[:, ::gaps] for m in n], out[0])
         else:
             out = [mine(5, 3 * gaps)[:, ::gaps]]
             work = comm.max(out[0])
@@ -108,7 +108,9 @@ def program(comm, kinds, seed):
 @given(
     size=st.sampled_from([1, 2, 3, 4, 8]),
     kinds=st.lists(
-        st.sampled_from(["shift", "gather", "swap", "scatter_sum", "max"]), min_size=1, max_size=6
+        st.sampled_from(["shift", "all_gather", "all_to_all", "reduce_scatter", "max"]),
+        min_size=1,
+        max_size=6,
     ),
     seed=st.integers(0, 2**32),
 )
@@ -136,10 +138,10 @@ def parts(comm):
     again = comm.split(comm.rank // 2)
     got = [torch.empty(1) for _ in range(row.size)], [torch.empty(1) for _ in range(column.size)]
     me = torch.tensor([float(comm.rank)])
-    row.gather(me, got[0]).wait()
-    column.gather(me, got[1]).wait()
+    row.all_gather(me, got[0]).wait()
+    column.all_gather(me, got[1]).wait()
     again.sum(me).wait()
-    again.agree({"row": comm.rank // 2})
+    again.check_consistent({"row": comm.rank // 2})
     return [torch.cat(each).tolist() for each in got], me.item()
 
 
@@ -156,11 +158,11 @@ def test_split_gives_the_ranks_of_one_color_in_order(pool):
 
 def brings(comm, dtypes):
     """What a rank hears when the ranks bring these dtypes, and then again."""
-    facts = {"shape": (2, 7, 3), "dtype": dtypes[comm.rank], "causal": True}
+    fields = {"shape": (2, 7, 3), "dtype": dtypes[comm.rank], "causal": True}
     heard = []
     for _ in range(2):
         try:
-            comm.agree(facts)
+            comm.check_consistent(fields)
             heard.append(None)
         except ParallelError as error:
             heard.append((str(error), error.rank))
@@ -190,11 +192,11 @@ def test_messages_and_bytes_are_counted():
     for rank, (messages, sizes, log) in enumerate(run_ranks(4, counted)):
         others = [r for r in range(4) if r != rank]
         assert messages["shift"] == 3 and sizes["shift"] == 3 * 5 * 4
-        assert messages["gather"] == (3 if n[rank] else 0)
-        assert sizes["gather"] == 3 * n[rank] * 3 * 4
-        assert sizes["scatter_sum"] == sum(n[r] for r in others) * 3 * 4
-        assert sizes["swap"] == sum(n[r] + n[rank] for r in others) * 2 * 4
-        assert all(e.start <= e.posted <= e.asked <= e.waited for e in log)
+        assert messages["all_gather"] == (3 if n[rank] else 0)
+        assert sizes["all_gather"] == 3 * n[rank] * 3 * 4
+        assert sizes["reduce_scatter"] == sum(n[r] for r in others) * 3 * 4
+        assert sizes["all_to_all"] == sum(n[r] + n[rank] for r in others) * 2 * 4
+        assert all(e.start <= e.posted <= e.wait_began <= e.wait_ended for e in log)
 
 
 def fails_on_two(comm):

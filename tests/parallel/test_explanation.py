@@ -8,7 +8,7 @@ from onchip.parallel import context_parallel_attention, explain
 from onchip.parallel.comm import CountingComm, run_ranks
 from onchip.parallel.machines import H200, LINKS, Link
 from onchip.parallel.sharding import LAYOUTS
-from onchip.parallel.simulate import Shape, Step, hide_length, hides
+from onchip.parallel.simulate import LayerShape, RingStep, hide_length, hides
 
 
 def meta(seqlen, heads, head_dim=128):
@@ -62,7 +62,7 @@ def test_flops_and_balance_are_those_of_all_ranks(layout, window):
     assert said[0].balance == pytest.approx(sum(forward.flops) / forward.mean_flops)
     if layout == "contiguous" and window[0] is None:
         assert said[0].balance == pytest.approx(2 - 1 / size, rel=1e-2)
-        assert [each.idle for each in said] == [3, 2, 1, 0]
+        assert [each.idle_rounds for each in said] == [3, 2, 1, 0]
     if layout == "contiguous" and window[0] is not None:
         assert forward.hops == 2
     assert seqlen == said[0].seqlen
@@ -76,15 +76,15 @@ def test_the_condition_is_the_simulator_s(link, causal):
     said = explain(*meta(8192, heads), Rank(0, size), strategy="ring", causal=causal)
     rate = H200.kernel(False, causal, 128).rate(8192)
     wanted = 1.0 * (8 / 32) * rate / link.bytes_s * (2 if causal else 1)
-    assert said.least_chunks[link.name] == pytest.approx(wanted)
-    step = Step(65536, size, causal=causal, shape=Shape(*heads, 128, 2))
+    assert said.min_chunks[link.name] == pytest.approx(wanted)
+    step = RingStep(65536, size, causal=causal, shape=LayerShape(*heads, 128, 2))
     assert hide_length(step, link) == pytest.approx(wanted, rel=0.1)  # at the rate of long calls
-    assert (said.passes[0].hidden(link) == 1.0) == hides(step, link)
-    least = int(said.least_chunks[link.name]) + 1
+    assert (said.passes[0].hidden_share(link) == 1.0) == hides(step, link)
+    least = int(said.min_chunks[link.name]) + 1
     for chunk, share in ((least + 64, 1.0), (least - 64, 0.0)):
         asked = {"strategy": "ring", "causal": causal, "flops_s": rate}
         there = explain(*meta(chunk, heads), Rank(0, size), **asked)
-        assert there.passes[0].hidden(link) == share
+        assert there.passes[0].hidden_share(link) == share
 
 
 def test_efficiency_is_lost_to_messages_and_to_the_busiest_rank():
@@ -102,7 +102,7 @@ def test_efficiency_is_lost_to_messages_and_to_the_busiest_rank():
 
 
 def test_auto_knows_that_windows_end_a_ring():
-    ask = lambda **options: explain(*meta(256, (8, 8)), Rank(0, 8), causal=True, **options).chosen
+    ask = lambda **options: explain(*meta(256, (8, 8)), Rank(0, 8), causal=True, **options).choice
     assert ask(layout="contiguous").strategy == "ulysses"
     assert ask(layout="contiguous", window_size=(200, 0)).strategy == "ring"
     assert ask(layout="striped", window_size=(200, 0)).strategy == "ulysses"
@@ -112,19 +112,19 @@ def test_it_is_told_in_sentences():
     text = str(explain(*meta(8192, (32, 8)), Rank(3, 8), strategy="ring", causal=True))
     for words in (
         "attention of 65536 positions over 8 ranks, 8192 here",
-        "ring: asked for",
+        "ring: requested",
         "the busiest rank has 1.00 of the mean work",
         "8 here, 0 more see nothing; 0 need a block mask",
-        "sends 7 x 33.6 MB beside kernels",
+        "sends 7 x 33.6 MB overlapped",
         "measured on an NVIDIA H200 at head_dim 128",
-        "NVLink 4: 100% forward, hides",
-        "100 GbE: 32% forward, shows",
-        "hides from 27,880 positions a rank on",
+        "NVLink 4: 100% forward, hidden",
+        "100 GbE: 32% forward, exposed",
+        "hidden from 27,880 positions a rank on",
     ):
         assert words in text, text
     odd = masks.mod(lambda b, h, q, k: (q + k) % 2 == 0)
     masked = explain(*meta(256, (4, 4)), Rank(0, 2), strategy="ring", mask=odd)
     assert "2 need a block mask" in str(masked)
-    assert "hides from" not in str(masked)
+    assert "hidden from" not in str(masked)
     assert "as given" in str(explain(*meta(64, (4, 4)), Rank(0, 2), flops_s=1e12))
     assert "sends least" in str(explain(*meta(64, (4, 4)), Rank(0, 2)))

@@ -1,4 +1,4 @@
-"""Groups that deal heads, in a ring, are one device: forward and every gradient."""
+"""GroupedLayout that deal heads, in a ring, are one device: forward and every gradient."""
 
 from functools import cache
 
@@ -9,9 +9,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from onchip.parallel import sharding
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, run_ranks
-from onchip.parallel.nest import Groups, Nest, best_inner_size, nested, sent_bytes
-from onchip.parallel.strategy import choose
-from tests.parallel.judge import CU, DROPOUT, OPTIONS, PACKED, Case, in_process, judge, on_rank
+from onchip.parallel.mesh2d import GroupedLayout, Mesh2D, best_inner_size, make_mesh2d, sent_bytes
+from onchip.parallel.strategy import choose_strategy
+from tests.parallel.cases import (
+    CU,
+    DROPOUT,
+    OPTIONS,
+    PACKED,
+    Case,
+    check_case,
+    check_in_process,
+    on_rank,
+)
 
 LAYOUTS = ["contiguous", "zigzag", "striped"]
 
@@ -24,12 +33,12 @@ def hybrid(layout="zigzag", seqlen=111, **rest):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_any_mask_and_option(options, layout):
     """Three groups of two ranks."""
-    in_process(hybrid(layout, batch=2, options=options), 6)
+    check_in_process(hybrid(layout, batch=2, options=options), 6)
 
 
 @pytest.mark.parametrize("options", PACKED, ids=str)
 def test_documents(options):
-    in_process(hybrid(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
+    check_in_process(hybrid(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
 
 
 @pytest.mark.parametrize("inner_size, heads", [(1, (4, 2)), (2, (6, 3)), (4, (5, 5)), (8, (2, 1))])
@@ -37,21 +46,23 @@ def test_documents(options):
     "options", [{"causal": True, "sinks": True}, {"mask": "planes"}, DROPOUT], ids=str
 )
 def test_any_groups_and_heads(options, inner_size, heads):
-    """Groups whose key heads do not divide, or are fewer than the ranks, by splitting 8 ranks."""
+    """GroupedLayout whose key heads do not divide, or are fewer than the ranks, by splitting 8
+    ranks.
+    """
     case = hybrid(heads=heads, options=options)
 
     def live(comm):
-        group = Nest(comm.split(comm.rank % inner_size), comm.split(comm.rank // inner_size))
+        group = Mesh2D(comm.split(comm.rank % inner_size), comm.split(comm.rank // inner_size))
         return on_rank(group, case)[0]
 
-    judge(case, run_ranks(8, live))
+    check_case(case, run_ranks(8, live))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seqlen", [5, 37, 400])
 def test_groups_of_a_layout_are_a_layout(layout, seqlen):
     layout = sharding.as_layout(layout, 6)
-    groups = Groups(layout, 3)
+    groups = GroupedLayout(layout, 3)
     every = torch.cat([groups.positions(r, seqlen) for r in range(groups.size)])
     assert torch.equal(every.sort().values, torch.arange(seqlen))
     for rank in range(groups.size):
@@ -64,7 +75,7 @@ def test_groups_of_a_layout_are_a_layout(layout, seqlen):
 
 def test_zigzag_groups_are_zigzag():
     """So the ring of groups is as balanced as that of ranks."""
-    groups, coarse = Groups(sharding.zigzag(8), 2), sharding.zigzag(4)
+    groups, coarse = GroupedLayout(sharding.zigzag(8), 2), sharding.zigzag(4)
     for rank in range(4):
         assert groups.pieces(rank, 4096) == coarse.pieces(rank, 4096)
 
@@ -82,7 +93,7 @@ def test_bytes_are_those_of_the_model(heads, size):
 
     def live(comm, inner_size):
         comm = CountingComm(comm)
-        group = nested(comm, inner_size) if inner_size > 1 else comm
+        group = make_mesh2d(comm, inner_size) if inner_size > 1 else comm
         strategy = "hybrid" if inner_size > 1 else "ring"
         mine = [layout.shard(t, comm.rank) for t in (q, k, v)]
         context_parallel_attention(*mine, group, layout=layout, strategy=strategy)
@@ -112,21 +123,21 @@ def test_bytes_are_those_of_the_model(heads, size):
 )
 def test_auto_sends_least(size, heads, expected):
     def live(comm):
-        return tuple(choose("auto", comm, *heads))
+        return tuple(choose_strategy("auto", comm, *heads))
 
     assert set(run_ranks(size, live)) == {expected}
 
 
 def test_what_has_two_dimensions_is_for_hybrid():
     with pytest.raises(ValueError, match="only 'hybrid' takes two"):
-        run_ranks(4, lambda comm: on_rank(nested(comm, 2), Case(strategy="ring")))
+        run_ranks(4, lambda comm: on_rank(make_mesh2d(comm, 2), Case(strategy="ring")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
 def test_gloo_mesh_of_two_dimensions(pool, shape, dtype):
     case = hybrid(heads=(8, 2), dtype=dtype, options={"causal": True, **DROPOUT})
-    judge(case, pool.run(8, on_mesh, case, shape))
+    check_case(case, pool.run(8, on_mesh, case, shape))
 
 
 def on_mesh(comm, case, shape):
@@ -141,4 +152,4 @@ def mesh_of(shape):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_gloo_in_groups_of_its_own(pool, size):
     case = hybrid("striped", heads=(8, 2), options={"window_size": (17, 0)})
-    judge(case, [part[0] for part in pool.run(size, on_rank, case)])
+    check_case(case, [part[0] for part in pool.run(size, on_rank, case)])

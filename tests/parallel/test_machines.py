@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, Kernel
+from onchip.parallel.machines import H200, LENGTHS, LINKS, Fabric, KernelRates
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -31,7 +31,7 @@ def test_memory_and_host_are_as_fast_as_they_were_measured():
 
 
 def test_between_and_beyond_what_was_measured():
-    kernel = Kernel((100, 200, 300, 400, 500, 600))
+    kernel = KernelRates((100, 200, 300, 400, 500, 600))
     assert kernel.rate(512) == 100e12 and kernel.rate(16384) == 600e12
     assert kernel.rate(2048 * 2**0.5) == pytest.approx(350e12)
     assert kernel.rate(10**9) == 600e12

@@ -31,9 +31,9 @@ def patterns(comm):
     comm.shift(send, recv).wait()
     parts = [torch.full((3 + r, 2), 10.0 * comm.rank + r, device="cuda") for r in range(2)]
     swapped = [torch.empty(3 + comm.rank, 2, device="cuda") for _ in range(2)]
-    comm.swap(parts, swapped).wait()
+    comm.all_to_all(parts, swapped).wait()
     total = torch.empty(3 + comm.rank, 2, device="cuda")
-    comm.scatter_sum(parts, total).wait()
+    comm.reduce_scatter(parts, total).wait()
     got = recv[0], swapped[there][0, 0], total[0, 0]
     return [t.item() for t in got], [there + 1.0, 10.0 * there + comm.rank, 10.0 + 2 * comm.rank]
 

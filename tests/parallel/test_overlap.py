@@ -19,8 +19,8 @@ class Wrapped:
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
 
-    def agree(self, facts, device):
-        self.comm.agree(facts, device)
+    def check_consistent(self, fields, device):
+        self.comm.check_consistent(fields, device)
 
 
 def step(comm):
@@ -71,5 +71,5 @@ def test_a_message_arrives_while_nobody_waits_for_it(pool):
         (message,) = [event for event in log if event.kind == "shift"]
         began, ended, there = kernels[0]
         assert len(kernels) == 2 and there
-        assert message.posted <= began < ended <= message.asked <= message.waited
+        assert message.posted <= began < ended <= message.wait_began <= message.wait_ended
         assert message.bytes == 2 * SEQLEN // 2 * HEADS * DIM * 4

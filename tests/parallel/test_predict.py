@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onchip.parallel.machines import FOLDED, H200, LINKS, Fabric, Tier
+from onchip.parallel.machines import H200, LINKS, ROUNDS_PER_MERGE, Fabric, StorageTier
 from onchip.parallel.predict import (
     TIER,
     Slabs,
@@ -15,40 +15,42 @@ from onchip.parallel.predict import (
     six_blocks_bytes,
     stored_bytes,
 )
-from onchip.parallel.simulate import LAYOUTS, Shape, Step, Timeline
+from onchip.parallel.simulate import LAYOUTS, LayerShape, RingStep, Timeline
 
 NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"])
 steps = st.builds(
-    Step,
+    RingStep,
     tokens=st.floats(1e5, 1e12),
     num_devices=st.sampled_from((1, 2, 8, 24)),
     layout=st.sampled_from(LAYOUTS),
     causal=st.booleans(),
     backward=st.booleans(),
-    shape=st.just(Shape()),
+    shape=st.just(LayerShape()),
 )
 
 
 def test_six_blocks_of_a_chunk():
-    step = Step(8 * 1000, 8, shape=Shape(num_heads=4, num_kv_heads=2, head_dim=64))
+    step = RingStep(8 * 1000, 8, shape=LayerShape(num_heads=4, num_kv_heads=2, head_dim=64))
     assert six_blocks_bytes(step) == 1000 * 2 * 64 * (4 + 4 + 2 + 2 + 2 + 2)
 
 
 def test_what_fp32_adds_to_six_blocks():
-    """Forward: the total and up to FOLDED results are fp32. On one device out is as it stays."""
-    shape = Shape(num_heads=4, num_kv_heads=2, head_dim=64)
+    """Forward: the total and up to ROUNDS_PER_MERGE results are fp32. On one device out is as it
+    stays.
+    """
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=64)
     out, lse = 1000 * 4 * 64, 1000 * 4
-    for size, outs in ((2, 2), (3, 3), (8, 1 + FOLDED)):
-        step = Step(size * 1000, size, shape=shape)
+    for size, outs in ((2, 2), (3, 3), (8, 1 + ROUNDS_PER_MERGE)):
+        step = RingStep(size * 1000, size, shape=shape)
         fp32 = outs * 4 * (out + lse)
         assert resident_bytes(step) == six_blocks_bytes(step) - 2 * out + fp32
-    alone = Step(1000, 1, shape=shape)
+    alone = RingStep(1000, 1, shape=shape)
     assert resident_bytes(alone) == 1000 * 2 * 64 * (4 + 4 + 2 + 2) + lse * 4
 
 
 def test_what_a_backward_pass_holds():
     """Q, O, dO; K, V twice; dQ twice; dK, dV three times; lse and delta."""
-    step = Step(8 * 1000, 8, backward=True, shape=Shape(4, 2, 64))
+    step = RingStep(8 * 1000, 8, backward=True, shape=LayerShape(4, 2, 64))
     queries, keys, rows = 1000 * 4 * 64, 1000 * 2 * 64, 1000 * 4
     inputs = 2 * (3 * queries + 4 * keys) + 4 * 2 * rows
     assert resident_bytes(step) == inputs + 4 * (2 * queries + 6 * keys)
@@ -69,37 +71,37 @@ def test_slabs_fit_and_cover_the_context(step):
 @given(step=steps)
 def test_no_step_beats_the_rate_of_its_kernels(step):
     found = predict(step, NODES)
-    spent = found.spent
+    spent = found.time
     assert 0 < found.efficiency <= 1
     assert spent.exposed >= 0 and spent.waiting >= 0
     assert sum(spent.critical.values()) == pytest.approx(spent.total)
 
 
 def test_what_fits_is_one_pass_round_the_ring():
-    step = Step(10**6, 8)
-    line, spent = Timeline(step, NODES), predict(step, NODES).spent
+    step = RingStep(10**6, 8)
+    line, spent = Timeline(step, NODES), predict(step, NODES).time
     assert (spent.total, spent.exposed, spent.waiting) == (line.seconds, line.exposed, 0)
 
 
 def test_a_context_lies_in_the_first_tier_that_holds_it():
-    tier = lambda tokens: Slabs.cut(Step(tokens, 8), H200).tier
+    tier = lambda tokens: Slabs.cut(RingStep(tokens, 8), H200).tier
     assert tier(10**6) is None
     assert tier(10**8) is H200.tiers[0] and tier(10**9) is H200.tiers[1]
-    slabs = Slabs.cut(Step(10**11, 8), H200)
+    slabs = Slabs.cut(RingStep(10**11, 8), H200)
     assert slabs.num_modules == -(-stored_bytes(slabs.step) // 15.36e12)
 
 
 def test_a_slow_tier_is_waited_for():
-    slow = replace(H200, tiers=(Tier("tape", 1e18, 1e6, 1e6),))
-    step = Step(10**8, 8)
+    slow = replace(H200, tiers=(StorageTier("tape", 1e18, 1e6, 1e6),))
+    step = RingStep(10**8, 8)
     found = predict(step, NODES, slow)
     assert found.efficiency < 0.9 < predict(step, NODES).efficiency
-    assert found.spent.waiting > 0.1 * found.spent.total
-    assert found.spent.critical[TIER] > 0.1 * found.spent.total
+    assert found.time.waiting > 0.1 * found.time.total
+    assert found.time.critical[TIER] > 0.1 * found.time.total
 
 
 def test_reading_hides_as_messages_do():
     """A slab of millions of queries makes up for any disk: the trillionth token costs its flops."""
-    found = predict(Step(10**12, 1024), NODES)
+    found = predict(RingStep(10**12, 1024), NODES)
     assert found.slabs.tier is H200.tiers[1]
-    assert found.efficiency > 0.99 and found.spent.waiting < 1e-6 * found.spent.total
+    assert found.efficiency > 0.99 and found.time.waiting < 1e-6 * found.time.total

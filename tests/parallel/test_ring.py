@@ -16,17 +16,17 @@ from onchip import masks
 from onchip.parallel import rounds
 from onchip.parallel.attention import context_parallel_attention
 from onchip.parallel.comm import CountingComm, ParallelError, run_ranks
-from onchip.parallel.rounds import Rule, hops, plan, schedule
+from onchip.parallel.rounds import GlobalMask, count_hops, plan_round, plan_rounds
 from onchip.parallel.sharding import balanced, contiguous, striped, zigzag
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     LAYOUTS,
     OPTIONS,
     PACKED,
     Case,
-    in_process,
-    judge,
-    lose_no_more,
+    check_case,
+    check_in_process,
+    check_rmse,
     on_rank,
 )
 
@@ -53,14 +53,14 @@ def cases(draw):
 @given(cases(), st.integers(1, 6))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_ring_is_one_device(case, size):
-    in_process(case, size)
+    check_in_process(case, size)
 
 
 @pytest.mark.slow
 @given(cases(), st.integers(1, 9))
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_ring_is_one_device_at_length(case, size):
-    in_process(case, size)
+    check_in_process(case, size)
 
 
 def grid(dtype, layouts=("contiguous", "zigzag", "striped")):
@@ -92,16 +92,16 @@ def test_ranks_on_gloo_are_one_device_in_every_case(pool, size, dtype):
 def answer_on_gloo(pool, size, chosen):
     answers = pool.run(size, on_rank, *chosen, timeout_s=300.0)
     for i, case in enumerate(chosen):
-        judge(case, [answer[i] for answer in answers])
+        check_case(case, [answer[i] for answer in answers])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", "aten_cpu"])
 def test_any_kernel_serves(kernel):
     """Also one whose backward would rather trust its own lse."""
     options = {"causal": True, "sinks": True, "kernel": kernel}
-    in_process(Case(seqlen=95, batch=2, options=options), 3)
+    check_in_process(Case(seqlen=95, batch=2, options=options), 3)
     case = Case(seqlen=CU[-1], cu_seqlens=CU, options={"kernel": kernel, "window_size": (30, 0)})
-    in_process(case, 3)
+    check_in_process(case, 3)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -167,7 +167,7 @@ def test_keys_travel_no_further_than_a_window(window):
     case = Case("contiguous", seqlen, options={"window_size": (window, 0)})
     reach = -(-window // (seqlen // size))
     answers = run_ranks(size, counted, case)
-    judge(case, [found for found, *_ in answers])
+    check_case(case, [found for found, *_ in answers])
     for _, messages, _ in answers:
         assert messages["shift"] == (3 * reach + 1 if reach else 0)
 
@@ -186,14 +186,18 @@ def meet(layout, seen, rank, hop):
 
 def test_hops_are_what_dense_masks_say():
     for make in (contiguous, zigzag, striped, lambda size: balanced(size, masks.causal())):
-        for rule in (Rule(300, True, (70, None)), Rule(300, False, (3, 60)), Rule(300, True)):
+        for global_mask in (
+            GlobalMask(300, True, (70, None)),
+            GlobalMask(300, False, (3, 60)),
+            GlobalMask(300, True),
+        ):
             layout = make(4)
-            lo, hi = rule.spans(torch.arange(300))
+            lo, hi = global_mask.key_ranges(torch.arange(300))
             seen = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
             needed = max(h for h in range(4) for r in range(4) if meet(layout, seen, r, h))
-            assert hops(layout, rule) >= needed
+            assert count_hops(layout, global_mask) >= needed
             if make is contiguous:
-                assert hops(layout, rule) == needed
+                assert count_hops(layout, global_mask) == needed
 
 
 def pairs_computed(monkeypatch, name, size, seqlen):
@@ -203,7 +207,7 @@ def pairs_computed(monkeypatch, name, size, seqlen):
 
     def counting(call, round, *qkv):
         me = threading.get_ident()
-        done[me] = done.get(me, 0) + round.pairs((1, 1))
+        done[me] = done.get(me, 0) + round.count_pairs((1, 1))
         return attend(call, round, *qkv)
 
     monkeypatch.setattr(rounds, "attend", counting)
@@ -229,13 +233,13 @@ def test_work_is_even_under_zigzag_and_two_minus_one_over_p_without(monkeypatch,
 def test_causal_rounds_need_no_mask(make, seqlen):
     """The kernels' own causal and full calls serve the common layouts, however uneven."""
     for rank in range(4):
-        plans = schedule(make(4), Rule(seqlen, True), rank, CPU).rounds
+        plans = plan_rounds(make(4), GlobalMask(seqlen, True), rank, CPU).rounds
         assert all(round is None or round.mask is None for round in plans)
 
 
 def test_windows_of_chunks_need_no_mask():
     for rank in range(4):
-        plans = schedule(contiguous(4), Rule(509, False, (200, 30)), rank, CPU).rounds
+        plans = plan_rounds(contiguous(4), GlobalMask(509, False, (200, 30)), rank, CPU).rounds
         assert all(round is None or round.mask is None for round in plans)
 
 
@@ -247,16 +251,16 @@ def test_a_round_shows_what_the_rule_shows(data):
     window = data.draw(st.tuples(*[st.one_of(st.none(), st.integers(0, 20))] * 2))
     cut = sorted(data.draw(st.sets(st.integers(1, seqlen), max_size=3)) - {seqlen})
     documents = data.draw(st.sampled_from([None, (0, *cut, seqlen)]))
-    rule = Rule(seqlen, data.draw(st.booleans()), window, documents)
+    global_mask = GlobalMask(seqlen, data.draw(st.booleans()), window, documents)
     picks = st.sets(st.integers(0, seqlen - 1), min_size=1)
     rows, cols = (torch.tensor(sorted(data.draw(picks))) for _ in range(2))
-    lo, hi = rule.spans(rows)
+    lo, hi = global_mask.key_ranges(rows)
     want = (cols >= lo[:, None]) & (cols < hi[:, None])
     found = torch.zeros_like(want)
-    round = plan(rule, rows, cols, CPU)
+    round = plan_round(global_mask, rows, cols, CPU)
     if round is not None:
         found[round.rows, round.keys] = expanded(round)
-        assert round.pairs((1, 1)) == int(want.sum())
+        assert round.count_pairs((1, 1)) == int(want.sum())
     assert torch.equal(found, want)
 
 
@@ -277,7 +281,7 @@ def test_sixteen_bits_lose_no_more_on_ranks(size):
     """
     case = Case("zigzag", 768, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16)
     case = replace(case, options={"causal": True, "kernel": "tiled"})  # rounds at the end only
-    lose_no_more(case, size)
+    check_rmse(case, size)
 
 
 def test_partials_that_were_rounded_would_be_seen(monkeypatch):

@@ -8,17 +8,25 @@ import torch
 import onchip
 from onchip.core import torch_op
 from onchip.core.dispatch import plan
-from onchip.core.problem import device_info, laid_out
+from onchip.core.problem import device_info, resolve_layout
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.rounds import Backward, Call, Round, Rule, gradients, pose, schedule
+from onchip.parallel.rounds import (
+    GlobalMask,
+    Round,
+    RoundOptions,
+    RunningGradients,
+    differentiate_round,
+    plan_rounds,
+    prepare_round,
+)
 from onchip.parallel.sharding import zigzag
-from tests.parallel.judge import (
+from tests.parallel.cases import (
     CU,
     OPTIONS,
     PACKED,
     Case,
+    check_case,
     differentiate,
-    judge,
     near,
     on_one_device,
     on_rank,
@@ -57,7 +65,7 @@ def test_fp32_is_one_device(name):
     cases += [Case(name, CU[-1], options=options, **packed) for options in PACKED]
     for case in map(on_gpu, cases):
         parts = run_ranks(4, on_rank, case)
-        judge(case, [part[0] for part in parts])
+        check_case(case, [part[0] for part in parts])
 
 
 @pytest.mark.gpu
@@ -67,7 +75,7 @@ def test_fp32_is_one_device(name):
 def test_sixteen_bits_lose_no_more_on_ranks(size, options, head_dim):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one call."""
     case = Case("zigzag", 4096, 1, (4, 2), (head_dim,) * 2, torch.bfloat16, options=options)
-    lose_no_more(on_gpu(case), size)
+    check_rmse(on_gpu(case), size)
 
 
 @pytest.mark.gpu
@@ -75,10 +83,10 @@ def test_sixteen_bits_lose_no_more_where_keys_are_gathered():
     """Odd pieces of sums of all keys."""
     dims, options = (128, 128), {"causal": True}
     case = Case("zigzag", 3001, 1, (4, 2), dims, torch.bfloat16, None, "allgather", options)
-    lose_no_more(on_gpu(case), 3)
+    check_rmse(on_gpu(case), 3)
 
 
-def lose_no_more(case, size):
+def check_rmse(case, size):
     (q, k, v, dout, dlse), _ = case.tensors()
     exact_options = replace(case, dtype=torch.float64).arguments({})
     attend = lambda q, k, v, extras: onchip.attention(q, k, v, **exact_options)
@@ -95,10 +103,10 @@ def lose_no_more(case, size):
 @pytest.mark.hopper
 def test_hopper_serves_every_causal_round_both_ways():
     q, k = (torch.randn(1, 1024, h, 128, dtype=torch.bfloat16, device=CUDA) for h in (8, 2))
-    for round in schedule(zigzag(4), Rule(4096, True), 1, CUDA).rounds:
+    for round in plan_rounds(zigzag(4), GlobalMask(4096, True), 1, CUDA).rounds:
         for backward in (False, True):
-            question, x = pose(Call(), round, q, k, k, wide_grads=backward)
-            found = plan(laid_out(question.problem, x), device_info(CUDA), None, backward)
+            cached_call, x = prepare_round(RoundOptions(), round, q, k, k, wide_grads=backward)
+            found = plan(resolve_layout(cached_call.problem, x), device_info(CUDA), None, backward)
             assert found.kernel == "hopper", found.reasons
 
 
@@ -130,18 +138,17 @@ def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
     k, v = (poisoned(draw(333, 2, d).to(dtype), round.keys) for d in dims)
     lse, dlse = torch.randn(2, 2, 6, 300, device=CUDA).unbind()
     saved = out, lse + 6, dout, dlse
-    assert (
-        torch_op.get_accumulate_fn(*pose(Call(), round, q, k, v, wide_grads=True), None) is not None
-    )
+    prepared = prepare_round(RoundOptions(), round, q, k, v, wide_grads=True)
+    assert torch_op.get_accumulate_fn(*prepared, None) is not None
     dq, dk, dv = sums = [torch.randn(t.shape, device=CUDA) for t in (q, k, v)]
     want = [t.clone() for t in sums]
-    queries = Backward(Call(), q, saved, dq)
+    queries = RunningGradients(RoundOptions(), q, saved, dq)
     for _ in range(3):
         assert queries.add(round, k, v, (dk, dv)) is None
-        found = gradients(Call(), round, q, k, v, saved)[:3]
+        found = differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
         for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
             total[:, at] += share
-    assert queries.settled() is dq
+    assert queries.finish() is dq
     assert torch.equal(dk, want[1]) and torch.equal(dv, want[2])
     near(dq[:, round.rows], want[0][:, round.rows], 1e-5, "dq")
     dq[:, round.rows] = want[0][:, round.rows] = 0
@@ -154,12 +161,12 @@ def test_hopper_gives_back_gradients_of_keys_without_sums():
     q, k, v = (torch.randn(1, n, 4, 128, device=CUDA).bfloat16() for n in (200, 333, 333))
     saved = torch.randn_like(q), torch.randn(1, 4, 200, device=CUDA) + 6, torch.randn_like(q), None
     dq = torch.zeros(q.shape, device=CUDA)
-    queries, exact = Backward(Call(), q, saved, dq), torch.zeros_like(dq)
+    queries, exact = RunningGradients(RoundOptions(), q, saved, dq), torch.zeros_like(dq)
     for keys, causal in ((slice(0, 131), False), (slice(131, 333), True), (slice(7, 8), False)):
         round = Round(slice(11, 200), keys, causal)
         dk, dv = queries.add(round, k, v)
-        want = gradients(Call(), round, q, k, v, saved)
+        want = differentiate_round(RoundOptions(), round, q, k, v, saved)
         assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
         exact[:, round.rows] += want.dq
-    near(queries.settled(), exact, 1e-5, "dq")
+    near(queries.finish(), exact, 1e-5, "dq")
     assert dq[:, :11].eq(0).all()

@@ -8,12 +8,12 @@ import torch
 from onchip import attention
 from onchip.core import torch_op
 from onchip.core.backend import make_backend
-from onchip.core.state import merge_at_rest
+from onchip.core.state import merge_out_lse
 from onchip.kernels.triton import entry
 from onchip.parallel import rounds
-from onchip.parallel.rounds import Backward, Call, Patient, Round, Total
+from onchip.parallel.rounds import BatchedState, Round, RoundOptions, RunningGradients, RunningState
 from onchip.testing import make_qkv
-from tests.parallel.judge import Case, in_process
+from tests.parallel.cases import Case, check_in_process
 
 
 def state(generator, rows, heads=3, dim=5):
@@ -33,11 +33,11 @@ def fold(own, parts, fresh):
         rows = slice(start, start + out.shape[1])
         before = own[0][:, rows].transpose(1, 2).double(), own[1][:, :, rows]
         new = out.transpose(1, 2).double(), lse.double()
-        merged, own_lse = merge_at_rest(*zip(before, new, strict=True))
+        merged, own_lse = merge_out_lse(*zip(before, new, strict=True))
         own[0][:, rows], own[1][:, :, rows] = merged.transpose(1, 2).float(), own_lse
 
 
-@pytest.mark.parametrize("kind", [Total, Patient])
+@pytest.mark.parametrize("kind", [RunningState, BatchedState])
 @pytest.mark.parametrize(
     "spans", [[], [(0, 7)], [(3, 7)], [(0, 7), (2, 7), (0, 3)], [(0, 7), *[(3, 7), (0, 2)] * 4]]
 )
@@ -52,7 +52,7 @@ def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
         outs.append(pad(out.double(), (0, 0, 0, 0, lo, 7 - hi)).transpose(1, 2))
         lses.append(pad(lse.double(), (lo, 7 - hi), value=-torch.inf))
         total.add(slice(lo, hi), out.clone(), lse.clone())
-    want, want_lse = merge_at_rest(outs, lses)
+    want, want_lse = merge_out_lse(outs, lses)
     out, lse = total.result()
     torch.testing.assert_close(out, want.transpose(1, 2).float(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, want_lse.float(), rtol=1e-6, atol=1e-6)
@@ -64,18 +64,20 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
     """Rounds over five parts of the keys, the first of which may be of some rows only."""
     monkeypatch.setattr(entry, "fold", fold)
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
-    merge = lambda out, lse: fold((out, lse), [(0, *torch_op.run(*posed, None)[:2])], fresh=False)
+    merge = lambda out, lse: fold(
+        (out, lse), [(0, *torch_op.run(*prepared, None)[:2])], fresh=False
+    )
 
     def get_merge_fn(*args):
-        posed[:] = args[:2]
+        prepared[:] = args[:2]
         return merge if next(way) else None
 
-    posed, total = [], Patient(q, 8)
+    prepared, total = [], BatchedState(q, 8)
     monkeypatch.setattr(torch_op, "get_merge_fn", get_merge_fn)
     visible = torch.zeros(7, 15, dtype=torch.bool)
     for i in range(5):
         rows, keys = slice(first if i in (0, 3) else 0, 7), slice(3 * i, 3 * i + 3)
-        total.fold(Call(), Round(rows, slice(0, 3)), q, *(t[:, keys] for t in pairs))
+        total.fold(RoundOptions(), Round(rows, slice(0, 3)), q, *(t[:, keys] for t in pairs))
         visible[rows, keys] = True
     want, want_lse = attention(q, *pairs, mask=visible, return_lse=True)
     out, lse = total.result()
@@ -133,7 +135,7 @@ def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
     adder, (q, k, v, saved) = Adder(monkeypatch, adds), problem_of_rounds()
     sums = [torch.randn_like(t) for t in (q, k, v)]
     want = [t.clone() for t in sums]
-    queries = Backward(Call(), q, saved, sums[0])
+    queries = RunningGradients(RoundOptions(), q, saved, sums[0])
     for rows, keys in [
         ((2, 7), (3, 10)),
         ((2, 7), (4, 10)),
@@ -142,10 +144,10 @@ def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
     ] * 2:
         round = Round(slice(*rows), slice(*keys), causal=True)
         assert queries.add(round, k, v, (sums[1], sums[2])) is None
-        found = rounds.gradients(Call(), round, q, k, v, saved)[:3]
+        found = rounds.differentiate_round(RoundOptions(), round, q, k, v, saved)[:3]
         for total, at, share in zip(want, (round.rows, round.keys, round.keys), found, strict=True):
             total[:, at] += share
-    assert queries.settled() is sums[0] is queries.settled()
+    assert queries.finish() is sums[0] is queries.finish()
     for name, a, b in zip(("dq", "dk", "dv"), sums, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
     assert torch.equal(sums[0][:, 7:], want[0][:, 7:]) and torch.equal(
@@ -158,11 +160,11 @@ def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
 def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
     adder, (q, k, v, saved) = Adder(monkeypatch, lambda p: adds), problem_of_rounds()
     round, dq = Round(slice(0, 5), slice(3, 10)), torch.zeros_like(q)
-    queries = Backward(Call(), q, saved, dq)
+    queries = RunningGradients(RoundOptions(), q, saved, dq)
     dk, dv = queries.add(round, k, v)
-    want = rounds.gradients(Call(), round, q, k, v, saved)
+    want = rounds.differentiate_round(RoundOptions(), round, q, k, v, saved)
     assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
-    assert torch.equal(queries.settled()[:, :5], want.dq) and dq[:, 5:].eq(0).all()
+    assert torch.equal(queries.finish()[:, :5], want.dq) and dq[:, 5:].eq(0).all()
     assert adder.noted == [("queries", 5), ("keys", None)] * adds
 
 
@@ -172,7 +174,7 @@ def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
 def test_ranks_whose_kernels_add_are_one_device(strategy, some, options, monkeypatch):
     """A ring gives a kernel sums of its own keys only: others travel while it computes."""
     adder = Adder(monkeypatch, lambda problem: not some or problem.seqlen_k % 2 == 0)
-    in_process(Case(seqlen=111, batch=2, strategy=strategy, options=options), 3)
+    check_in_process(Case(seqlen=111, batch=2, strategy=strategy, options=options), 3)
     given = [keys is not None for kind, keys in adder.noted if kind == "keys"]
     assert given
     if strategy == "allgather":
@@ -184,7 +186,7 @@ def test_ranks_whose_kernels_add_are_one_device(strategy, some, options, monkeyp
 def test_queries_of_a_zigzag_are_prepared_twice(monkeypatch):
     """All of them and half of them, however many rounds there are."""
     adder = Adder(monkeypatch)
-    in_process(Case(seqlen=160, options={"causal": True}), 5)
+    check_in_process(Case(seqlen=160, options={"causal": True}), 5)
     begun = [rows for kind, rows in adder.noted if kind == "queries"]
     assert len(adder.noted) == len(begun) + 25
     assert sorted(begun) == [16] * 4 + [32] * 5  # the last rank sees all keys with all queries

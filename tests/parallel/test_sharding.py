@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from onchip import masks
 from onchip.parallel.sharding import (
-    IGNORED,
+    IGNORE_INDEX,
     as_layout,
     balanced,
     contiguous,
@@ -72,7 +72,7 @@ def test_documents_keep_their_positions_labels_and_offsets(layout, cu):
         size = int(cu[d + 1] - cu[d])
         position += range(size)
         document += [d] * size
-        label += [*range(int(cu[d]) + 1, int(cu[d + 1])), IGNORED][-size:] if size else []
+        label += [*range(int(cu[d]) + 1, int(cu[d + 1])), IGNORE_INDEX][-size:] if size else []
     for rank in range(layout.size):
         at = layout.positions(rank, seqlen)
         assert torch.equal(layout.position_ids(rank, seqlen, cu), torch.tensor(position).long()[at])
@@ -87,7 +87,7 @@ def test_documents_keep_their_positions_labels_and_offsets(layout, cu):
 def test_labels_of_one_sequence_leave_out_its_last_token_only():
     tokens = torch.arange(11).view(1, 11)
     parts = [zigzag(3).labels(tokens, rank) for rank in range(3)]
-    assert zigzag(3).unshard(parts).tolist() == [[*range(1, 11), IGNORED]]
+    assert zigzag(3).unshard(parts).tolist() == [[*range(1, 11), IGNORE_INDEX]]
 
 
 def causal_work(layout, seqlen):

@@ -16,8 +16,8 @@ from onchip.parallel.simulate import (
     MERGE,
     SEND_DKV,
     SEND_KV,
-    Shape,
-    Step,
+    LayerShape,
+    RingStep,
     Timeline,
     balance,
     hide_factor,
@@ -32,14 +32,14 @@ from onchip.parallel.simulate import (
 NODES = Fabric(LINKS["NVLink 4"], LINKS["InfiniBand NDR"], node=2)
 BARE = replace(H200, memory_bytes_s=math.inf, call_s=0.0)  # kernels alone take time
 steps = st.builds(
-    Step,
+    RingStep,
     tokens=st.floats(1e3, 1e7),
     num_devices=st.integers(1, 9),
     layout=st.sampled_from(LAYOUTS),
     causal=st.booleans(),
     backward=st.booleans(),
     shape=st.builds(
-        Shape,
+        LayerShape,
         st.sampled_from((8, 32)),
         st.sampled_from((1, 8)),
         st.sampled_from((64, 128, 256)),
@@ -65,7 +65,7 @@ def positions(layout, num_devices, chunk):
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
 def test_the_pairs_of_a_round_are_those_that_the_layout_leaves_visible(layout, num_devices):
     chunk = 6
-    step = Step(num_devices * chunk, num_devices, layout)
+    step = RingStep(num_devices * chunk, num_devices, layout)
     held, kinds = positions(layout, num_devices, chunk), rounds(step)
     for r, source in product(range(num_devices), repeat=2):
         kind = kinds[0 if source == r else 1 if source < r else 2]
@@ -74,7 +74,7 @@ def test_the_pairs_of_a_round_are_those_that_the_layout_leaves_visible(layout, n
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8, 64])
 def test_contiguous_is_out_of_balance_by_two_less_one_over_the_ranks(num_devices):
-    step = Step(num_devices * 10**6, num_devices, "contiguous")
+    step = RingStep(num_devices * 10**6, num_devices, "contiguous")
     assert balance(step) == pytest.approx(2 - 1 / num_devices, rel=1e-5)
     assert balance(step._replace(layout="zigzag")) == 1
     assert balance(step._replace(layout="striped")) == pytest.approx(1, rel=2e-6)
@@ -143,8 +143,8 @@ def test_where_the_hide_condition_fails_something_shows(step, link):
 
 def test_the_condition_is_that_of_the_paper_with_its_factors():
     """c >= F / B for 16 bits, as many heads of keys, no mask (2310.01889); and what changes it."""
-    link, mha = Link("", 1e12, 0.0), Shape(32, 32, 128)
-    full = Step(1e6, causal=False, shape=mha)
+    link, mha = Link("", 1e12, 0.0), LayerShape(32, 32, 128)
+    full = RingStep(1e6, causal=False, shape=mha)
     best = H200.best(False, 128)
     assert hide_length(full, link) == pytest.approx(best / 1e12)
     assert hide_length(full._replace(shape=mha._replace(num_kv_heads=4)), link) == best / 8e12
@@ -157,7 +157,7 @@ def test_the_condition_is_that_of_the_paper_with_its_factors():
 @pytest.mark.parametrize("backward", [False, True])
 def test_above_the_length_of_the_formula_the_condition_holds(link, backward):
     for causal, layout in product((False, True), LAYOUTS):
-        step = Step(1, 8, layout, causal, backward)
+        step = RingStep(1, 8, layout, causal, backward)
         tokens = 8 * (hide_length(step, link) + 1)  # a striped round may lack a diagonal
         assert hides(step._replace(tokens=tokens), link)
 
@@ -188,8 +188,8 @@ def test_faster_links_never_slow_a_step_down(step, link, factor):
 
 def test_what_cannot_be_laid_out_is_refused():
     with pytest.raises(ValueError, match="layout='spiral' must be one of: contiguous"):
-        _ = Timeline(Step(1e6, 8, "spiral"), NODES).seconds
+        _ = Timeline(RingStep(1e6, 8, "spiral"), NODES).seconds
     with pytest.raises(ValueError, match="at least one token, got tokens=3, num_devices=8"):
-        _ = Timeline(Step(3, 8), NODES).seconds
+        _ = Timeline(RingStep(3, 8), NODES).seconds
     with pytest.raises(ValueError, match=r"head_dim=80 was not measured on NVIDIA H200"):
-        _ = Timeline(Step(1e6, shape=Shape(head_dim=80)), NODES).seconds
+        _ = Timeline(RingStep(1e6, shape=LayerShape(head_dim=80)), NODES).seconds

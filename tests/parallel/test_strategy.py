@@ -13,7 +13,7 @@ from onchip.parallel import context_parallel_attention
 from onchip.parallel.comm import run_ranks
 from onchip.parallel.sharding import zigzag
 from onchip.parallel.strategy import STRATEGIES
-from tests.parallel.judge import Case, in_process
+from tests.parallel.cases import Case, check_in_process
 from tests.parallel.test_ring import cases
 
 HEADS = [(1, 1), (4, 2), (3, 1), (6, 6), (10, 5)]
@@ -23,12 +23,12 @@ HEADS = [(1, 1), (4, 2), (3, 1), (6, 6), (10, 5)]
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_strategy_is_one_device(case, strategy, heads, size):
     """Any layout, length, documents, options and heads."""
-    in_process(replace(case, strategy=strategy, heads=heads), size)
+    check_in_process(replace(case, strategy=strategy, heads=heads), size)
 
 
 def test_a_strategy_that_is_none_is_refused():
     with pytest.raises(ValueError, match="strategy='star' is not one of auto, ring"):
-        in_process(Case(strategy="star"), 2)
+        check_in_process(Case(strategy="star"), 2)
 
 
 def _gradients_of_ties(comm, inputs, strategy, precise):

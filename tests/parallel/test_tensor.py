@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onchip
 from onchip import models
 from onchip.models import ModelConfig, Part, random_model
-from onchip.parallel.tensor import Job
+from onchip.parallel.tensor import TensorParallelGroup
 
 LLAMA = {
     "model_type": "llama",
@@ -91,13 +91,13 @@ def alone(tmp_path):
 def test_what_cannot_be_connected_is_refused(alone):
     config = ModelConfig.from_hf(LLAMA)
     with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
-        Job(alone).connect(models.Decoder(config, part=Part(0, 2)))
+        TensorParallelGroup(alone).connect(models.Decoder(config, part=Part(0, 2)))
     with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
-        Job(init_device_mesh("cpu", (1, 1)))
-    job = Job(alone)
-    decoder = job.connect(random_model(config))
+        TensorParallelGroup(init_device_mesh("cpu", (1, 1)))
+    group = TensorParallelGroup(alone)
+    decoder = group.connect(random_model(config))
     with pytest.raises(ValueError, match="share no gradient"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))
-    job.leave()
-    with torch.no_grad(), pytest.raises(ValueError, match="has left its job"):
+    group.leave()
+    with torch.no_grad(), pytest.raises(ValueError, match="has left its group"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))

@@ -138,18 +138,18 @@ def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
         return found, comm.messages, comm.bytes
 
     small = run_ranks(size, decode)
-    monkeypatch.setattr(tree, "WORTH_A_MESSAGE_BYTES", 0)
+    monkeypatch.setattr(tree, "SECOND_MESSAGE_BYTES", 0)
     large = run_ranks(size, decode)
     for way in (small, large):
         assert all(torch.equal(out, way[0][0]) for out, _, _ in way)
     tolerance = 0.0 if platform.machine() == "x86_64" else 1e-6
     torch.testing.assert_close(large[0][0], small[0][0], rtol=0, atol=tolerance)
     for _, messages, sent in small:
-        assert sum(messages.values()) == messages["gather"] == size - 1
+        assert sum(messages.values()) == messages["all_gather"] == size - 1
         assert sum(sent.values()) == (size - 1) * n
     if size > 2:
         for _, messages, sent in large:
-            assert messages == {"swap": size - 1, "gather": size - 1}
+            assert messages == {"all_to_all": size - 1, "all_gather": size - 1}
             assert sum(sent.values()) == 2 * (size - 1) * n // size
 
 
@@ -179,7 +179,7 @@ def test_partial_results_are_not_rounded():
         ({}, 2, "give their place"),
         ({"alibi_slopes": SLOPES, "causal": False, "place": (0, 9)}, 2, "need causal=True"),
         ({"dropout_p": 0.5}, 1, "does not take dropout_p"),
-        ({"place": (3, 9)}, 1, "9 keys from start=3 on do not lie within seqlen_k=9"),
+        ({"place": (3, 9)}, 1, "9 keys from start=3 on are not within seqlen_k=9"),
     ],
 )
 def test_refusals_are_sentences(options, seqlen_q, sentence):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.core import functional, torch_op
 from onchip.core.backend import accumulator_dtype, row_delta
-from onchip.core.problem import Options, UnsupportedError, check_offsets_tensor
+from onchip.core.problem import Options, Tensors, UnsupportedError, check_offsets_tensor
 from onchip.integrations.flash_attn.cache import check_pages, check_table
 from onchip.integrations.flash_attn.options import (
     Asked,
@@ -240,12 +240,12 @@ def write_gradients(
     out, lse, dout = saved
     seed = rng_state[0].clone() if asked.dropout_p and rng_state is not None else None
     options = Options(**_options(asked))
-    extras = functional.Extras(alibi_slopes=asked.alibi_slopes, dropout_seed=seed)
-    packing = None if lengths is None else functional.Packing(*lengths)
-    question, x = functional.pose(q, k, v, options, extras, packing)
+    cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
+    x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=asked.alibi_slopes)
+    call, x = functional.prepare_attention(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
-    grads = torch_op.run_backward(question, x, None, out, lse, dout, None)
+    grads = torch_op.run_backward(call, x, None, out, lse, dout, None)
     for buffer, grad in zip(buffers, grads[:3], strict=True):
         if buffer is not None:
             buffer.copy_(grad)

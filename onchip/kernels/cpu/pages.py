@@ -174,7 +174,7 @@ def _hidden(problem: Problem, group: Group, keys: Tensor) -> Tensor:
     hidden = (keys >= group.seqlen_k)[:, None, None]
     if problem.seqlen_q == 1:
         return hidden
-    ahead, (left, right) = _ahead(problem, group, keys), problem.reach
+    ahead, (left, right) = _ahead(problem, group, keys), problem.window
     hidden = hidden if right is None else hidden | (ahead > right)
     return hidden if left is None else hidden | (ahead < -left)
 

@@ -52,7 +52,7 @@ def keep_at(
     dropout_p: float,
 ) -> Tensor:
     """The same for queries and keys that stand anywhere: places are rows and keys of
-    Tensors.places_q and places_k; only batch and head of the corner count.
+    Tensors.positions_q and positions_k; only batch and head of the corner count.
     """
     batch, heads, rows, keys = shape
     (q, sequence), k = places[0].long(), places[1].long()

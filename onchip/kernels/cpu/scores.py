@@ -50,7 +50,7 @@ class Scorer(NamedTuple):
             return p
         first = self.plane.first_batch, self.plane.first_head + self.problem.first_head
         corner, seed = philox.Corner(*first, at.q0, at.k0), self.x.dropout_seed
-        if self.x.places_q is None:
+        if self.x.positions_q is None:
             kept = philox.keep(seed, p.shape, corner, self.problem.dropout_p)
         else:
             kept = philox.keep_at(seed, p.shape, corner, self._places(at), self.problem.dropout_p)
@@ -70,12 +70,12 @@ class Scorer(NamedTuple):
         return bias[..., at.k0 : at.k1]
 
     def _places(self, at: Rectangle) -> tuple[Tensor, Tensor]:
-        q, k = cast(Tensor, self.x.places_q), cast(Tensor, self.x.places_k)
+        q, k = cast(Tensor, self.x.positions_q), cast(Tensor, self.x.positions_k)
         return q[:, at.q0 : at.q1], k[at.k0 : at.k1]
 
     def _distance(self, at: Rectangle, like: Tensor) -> Tensor:
         """|i + seqlen_k - seqlen_q - j| as (rows, keys), or what the places say."""
-        if self.x.places_q is not None:
+        if self.x.positions_q is not None:
             (i, _), j = self._places(at)
             return (i[:, None] - j).abs().to(like.dtype)
         rule = self.plane.visibility

@@ -175,7 +175,9 @@ def _defers_pages(problem: Problem) -> str | None:
     """A packed Problem has the longest length alone, unless the lengths are uniform."""
     if problem.deterministic:
         return "leaves deterministic calls over pages to triton: one kernel for all lengths"
-    fills_tiles = problem.even and problem.seqlen_q * problem.group_size >= HOPPER_TILE_ROWS
+    fills_tiles = (
+        problem.uniform_lengths and problem.seqlen_q * problem.group_size >= HOPPER_TILE_ROWS
+    )
     sequences = problem.batch if fills_tiles or not problem.packed else 1
     if sequences * problem.seqlen_q * problem.num_heads < HOPPER_PAGED_ROWS:
         return f"leaves seqlen_q={problem.seqlen_q} to triton, which splits the keys over programs"

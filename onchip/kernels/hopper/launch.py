@@ -150,7 +150,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(problem: Problem, config: HopperConfig) -> _Cut:
-    left, right = problem.reach
+    left, right = problem.window
     group = _rows_of_a_query(problem, config, right is not None)
     tiles_m = -(-problem.seqlen_q * group // (64 * config.consumers))
     planes = problem.batch * problem.num_heads // group

@@ -47,7 +47,7 @@ def prepare(problem: Problem, x: Tensors, shift: Tensor) -> Any:
 def attend(problem: Problem, x: Tensors, operands: Any, out: Tensor, lse: Tensor) -> None:
     """Fill out and lse, where what `operands` are short of lies already."""
     q, k, v, pairs = operands
-    left, right = problem.reach
+    left, right = problem.window
     width, width_v = hopper_width(problem.head_dim), hopper_width(problem.head_dim_v)
     part = min(width_v, PART)
     config = hopper_eight_config(problem.precision, max(width, width_v))

@@ -40,7 +40,7 @@ def decode(problem: Problem, x: Tensors) -> Result:
     if not x.k.numel():
         return without_keys(out, lse, x.sinks)
     width = hopper_width(problem.head_dim)
-    left, right = problem.reach
+    left, right = problem.window
     right = None if problem.seqlen_q == 1 else right  # one query is the last: it sees to the end
     is_first = problem.sm_partition is not None and not problem.sm_partition.second
     all_programs = hopper_decode_programs(problem) * num_sms(out.device)

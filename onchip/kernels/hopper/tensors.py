@@ -62,7 +62,7 @@ class Frame(NamedTuple):
         """lists: rows or columns of the mask. keys: queries and keys exchanged, as keys see it. The
         counter also stands for what the compiled variant does not read.
         """
-        left, right = problem.reach
+        left, right = problem.window
         own = problem.seqlen_q, x.q.shape[0], x.cu_seqlens_q
         other = problem.seqlen_k, x.k.shape[0], x.cu_seqlens_k
         if keys:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import kept
+from onchip.core.problem import insert_bounded
 
 _INT32 = 1 << 31
 # Strides are among what tells variants apart, and of these a long life sees any number. What had to
@@ -61,7 +61,7 @@ class Handle:
         compiled = self.kernel[grid](*args, **constants)
         if hasattr(type(compiled), "__getitem__") and not torch.version.hip:
             family = _Family.of(self.kernel, args, constants)
-            family = kept(self._families, kinds, family, MAX_FAMILIES)
+            family = insert_bounded(self._families, kinds, family, MAX_FAMILIES)
             family.keep(args, compiled)
             _tell(compiled, grid, (*args, *family.constants))
         else:
@@ -100,7 +100,7 @@ class _Family(NamedTuple):
 
     def keep(self, args: tuple, compiled: Any) -> None:
         layouts = [args[i].layout for i in self.descriptors]
-        kept(self.variants, self.variant(args), (compiled, layouts), MAX_VARIANTS)
+        insert_bounded(self.variants, self.variant(args), (compiled, layouts), MAX_VARIANTS)
 
     def variant(self, args: tuple) -> tuple:
         """What tells the compiled variants apart."""

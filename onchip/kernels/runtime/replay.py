@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onchip.core.problem import Problem, Question, Tensors, kept
+from onchip.core.problem import CachedCall, Problem, Tensors, insert_bounded
 from onchip.kernels.runtime import raw_launch
 from onchip.kernels.runtime.counters import counter, is_slot
 from onchip.kernels.runtime.launcher import listening, on_device
@@ -56,30 +56,30 @@ class Tape(NamedTuple):
         return self.result(*[None if i is None else made[i] for i in self.returned])
 
 
-MAX_TAPES = 64  # of a question: kernels, passes, alignments, layouts of saved tensors
+MAX_TAPES = 64  # of a call: kernels, passes, alignments, layouts of saved tensors
 _SEEN = object()  # once: worth a recording if it comes again
 _AS_EVER = object()
 
 
-def replayed(compute: Callable, question: Question, x: Tensors, kernel: str | None, *saved: Any):
-    """compute(question.problem, x, kernel, *saved), which returns a named tuple of tensors. The
-    layout of x is the question's, but for those that saved tensors bring back: hooks may change it.
+def replayed(compute: Callable, call: CachedCall, x: Tensors, kernel: str | None, *saved: Any):
+    """compute(call.problem, x, kernel, *saved), which returns a named tuple of tensors. The
+    layout of x is the call's, but for those that saved tensors bring back: hooks may change it.
     """
-    if question.known is None or not is_recordable(x.q):
-        return compute(question.problem, x, kernel, *saved)
+    if call.cache is None or not is_recordable(x.q):
+        return compute(call.problem, x, kernel, *saved)
     tensors = [t for t in (*x[:-1], *saved) if t is not None]
     addresses = [t.data_ptr() for t in tensors]
     layout = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors] if saved else ()
     key = (compute, kernel, len(tensors), *layout, *[address & 15 for address in addresses])
-    tape = question.known.get(key)
+    tape = call.cache.get(key)
     if isinstance(tape, Tape) and not raw_launch.runtime().is_hooked:
         return tape.play(x.q, addresses)
     if tape is _SEEN:
-        result, question.known[key] = _record(compute, question.problem, x, kernel, saved)
+        result, call.cache[key] = _record(compute, call.problem, x, kernel, saved)
         return result
     if tape is None:
-        kept(question.known, key, _SEEN, MAX_TAPES)
-    return compute(question.problem, x, kernel, *saved)
+        insert_bounded(call.cache, key, _SEEN, MAX_TAPES)
+    return compute(call.problem, x, kernel, *saved)
 
 
 def is_recordable(q: Tensor) -> bool:

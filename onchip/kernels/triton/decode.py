@@ -358,7 +358,7 @@ def serves(problem: Problem) -> bool:
     kernel knows.
     """
     foreign = problem.has_mask or problem.has_bias or problem.dropout_p or problem.return_stats
-    foreign = foreign or problem.has_places
+    foreign = foreign or problem.has_positions
     few = problem.seqlen_q * problem.group_size <= DECODE_ROWS
     return problem.page_size > 0 or (few and not foreign)
 

@@ -50,7 +50,7 @@ class Call(NamedTuple):
         rows, cols, row_strides, col_strides = _mask(x)
         dims = _dims(problem, align)
         return cls(
-            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.places_q, x.places_k),
+            (q, k, v, cu_q, cu_k, slopes, bias, x.dropout_seed, x.positions_q, x.positions_k),
             rows,
             cols,
             (*strides, *_slopes(slopes), *_bias(bias)),
@@ -147,7 +147,7 @@ def _scalars(problem: Problem, q: Tensor, k: Tensor) -> tuple:
         problem.num_heads // problem.num_kv_heads,
         q.shape[-3],
         _room(problem, k),
-        *(None if side is None else min(side, FAR) for side in problem.reach),
+        *(None if side is None else min(side, FAR) for side in problem.window),
         problem.softmax_scale * LOG2E,
         problem.softcap or None,
         round(keep * 2**32),

@@ -61,8 +61,8 @@ class Lists(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Tensors.places_q and places_k of a call that is a part of a larger one, else None: where
-    queries and keys stand, and total_q further on the sequence of each query.
+    """Tensors.positions_q and positions_k of a call that is a part of a larger one, else None:
+    where queries and keys stand, and total_q further on the sequence of each query.
     """
 
     q: tl.tensor

@@ -272,7 +272,7 @@ REFUSED = {
         r"cache_leftpad\[1\]=6 lies behind the 5 tokens",
     ),
     "three windows": ({"window_size": (1, 2, 3)}, "must be two ints"),
-    "long": ({"cache_seqlens": 21}, "must lie between 0 and 20"),
+    "long": ({"cache_seqlens": 21}, "must be between 0 and 20"),
 }
 
 

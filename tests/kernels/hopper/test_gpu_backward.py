@@ -237,10 +237,16 @@ def test_gradients_in_fp32_are_those_that_are_rounded_otherwise(options, dim, di
         cu = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device="cuda") for n in (333, 444)]
         x, lengths = Tensors(*(t.flatten(0, 1) for t in (q, k, v)), *cu), (333, 444)
     problem = describe(x, Options(**options), lengths)
-    out, lse, _ = torch_op.run(torch_op.posed(x, problem), x, "hopper")
+    out, lse, _ = torch_op.run(torch_op.prepare_checked(x, problem), x, "hopper")
     wide, narrow = (
         torch_op.run_backward(
-            torch_op.posed(x, problem._replace(wide_grads=wide)), x, "hopper", out, lse, out, None
+            torch_op.prepare_checked(x, problem._replace(wide_grads=wide)),
+            x,
+            "hopper",
+            out,
+            lse,
+            out,
+            None,
         )
         for wide in (True, False)
     )
@@ -250,17 +256,17 @@ def test_gradients_in_fp32_are_those_that_are_rounded_otherwise(options, dim, di
     torch.testing.assert_close(wide.dq.bfloat16(), narrow.dq, rtol=2**-7, atol=1e-4)
 
 
-def posed(x, max_seqlens, wide_grads, **options):
+def prepare_call(x, max_seqlens, wide_grads, **options):
     problem = describe(x, Options(**options), max_seqlens)._replace(wide_grads=wide_grads)
-    return torch_op.posed(x, problem)
+    return torch_op.prepare_checked(x, problem)
 
 
 def shares(x, wide_grads=True, max_seqlens=(), saved=None, **options):
     """dq, dk and dv as a part of a larger call asks for them; saved: (out, lse) of more keys."""
-    question = posed(x, max_seqlens, wide_grads, **options)
-    out, lse = saved or torch_op.run(question, x, "hopper")[:2]
+    call = prepare_call(x, max_seqlens, wide_grads, **options)
+    out, lse = saved or torch_op.run(call, x, "hopper")[:2]
     dout = random_like(out).to(x.q.dtype)
-    return torch_op.run_backward(question, x, "hopper", out, lse, dout, None)[:3]
+    return torch_op.run_backward(call, x, "hopper", out, lse, dout, None)[:3]
 
 
 def random_like(t):
@@ -357,7 +363,9 @@ def test_shares_of_keys_add_up(dim):
     """As in a ring: out and lse are those of all keys, and out is wide."""
     q, k, v = inputs(700, 900, dim)
     whole = Tensors(q, k, v)
-    saved = torch_op.run(posed(whole, (), True, out_dtype=torch.float32), whole, "hopper")[:2]
+    saved = torch_op.run(prepare_call(whole, (), True, out_dtype=torch.float32), whole, "hopper")[
+        :2
+    ]
     dq, dk, dv = shares(whole, saved=saved)
     parts = [Tensors(q, k[:, cut], v[:, cut]) for cut in (slice(0, 333), slice(333, None))]
     found = [shares(part, saved=saved) for part in parts]

@@ -14,7 +14,7 @@ import torch
 
 import onchip
 from onchip.core.backend import Result, Stats
-from onchip.core.problem import Options, Question, Tensors, describe, forget_questions
+from onchip.core.problem import CachedCall, Options, Tensors, clear_call_cache, describe
 from onchip.kernels.runtime import raw_launch, replay
 from onchip.kernels.runtime.counters import counter
 from onchip.kernels.runtime.launcher import Handle
@@ -61,7 +61,7 @@ def tensors(n=8):
 
 
 def question(x):
-    return Question(describe(x, Options()), {})
+    return CachedCall(describe(x, Options()), {})
 
 
 def kernel_of(handle, extra=lambda x, out: None):
@@ -153,7 +153,7 @@ def test_the_counters_of_a_device_are_no_buffer_of_the_call_that_made_them(log, 
     replay.replayed(compute, asked, x, None)
     now.capturing = False
     replay.replayed(compute, asked, x, None)
-    (tape,) = asked.known.values()
+    (tape,) = asked.cache.values()
     assert now.waits == 1 and len(tape.buffers) == 3
 
 
@@ -249,10 +249,10 @@ def test_calls_that_came_once_do_not_keep_others_from_being_replayed(log, comput
     asked = question(x)
     for kernel in map(str, range(3 * replay.MAX_TAPES)):
         replay.replayed(compute, asked, x, kernel)
-    assert len(asked.known) == replay.MAX_TAPES and not log
+    assert len(asked.cache) == replay.MAX_TAPES and not log
     for _ in range(3):
         replay.replayed(compute, asked, x, "again and again")
-    assert len(asked.known) == replay.MAX_TAPES and len(log) == 1
+    assert len(asked.cache) == replay.MAX_TAPES and len(log) == 1
 
 
 def test_saved_tensors_may_come_back_in_another_layout(log):
@@ -275,7 +275,7 @@ def test_saved_tensors_may_come_back_in_another_layout(log):
 def test_nothing_is_kept_for_a_question_that_keeps_nothing(log, compute):
     x = tensors()
     for _ in range(4):
-        replay.replayed(compute, Question(describe(x, Options())), x, None)
+        replay.replayed(compute, CachedCall(describe(x, Options())), x, None)
     assert not log
 
 
@@ -310,7 +310,7 @@ def test_threads_share_tapes(log, compute):
 @pytest.fixture
 def plays(monkeypatch):
     """How often tapes were played; none is left of other tests."""
-    forget_questions()
+    clear_call_cache()
     found = []
     play = replay.Tape.play
     monkeypatch.setattr(replay.Tape, "play", lambda *args: found.append(1) or play(*args))

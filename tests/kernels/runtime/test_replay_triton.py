@@ -92,10 +92,10 @@ def fake(monkeypatch):
     for handle in (h for m in MODULES for h in vars(m).values() if isinstance(h, Handle)):
         monkeypatch.setattr(handle, "_families", {})
     raw_launch.runtime.cache_clear()
-    problem.forget_questions()
+    problem.clear_call_cache()
     yield found
     raw_launch.runtime.cache_clear()
-    problem.forget_questions()
+    problem.clear_call_cache()
 
 
 def compiled(fake, kernel, key, signature):

@@ -428,14 +428,14 @@ def states_of(own, parts):
 @pytest.mark.parametrize("counts", [[], [1], [3], [8], [16], [37], [2, 3], [1, 1, 5]])
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_first):
-    from onchip.core.state import merge_at_rest
+    from onchip.core.state import merge_out_lse
     from onchip.kernels.triton.merge import merge
 
     torch.manual_seed(len(counts))
     own, parts = stacks(counts, 11)
     outs, lses = states_of(own, parts)
     exact = [out.transpose(0, 1).double() for out in outs], [lse.double() for lse in lses]
-    out, lse = merge_at_rest(*exact)
+    out, lse = merge_out_lse(*exact)
     if tokens_first:
         own = own[0], own[1].t().contiguous().t()
     move = lambda state: tuple(t if t is None else t.to(DEVICE) for t in state)
@@ -453,7 +453,7 @@ def test_stacks_of_states_merge_in_a_kernel_as_in_the_algebra(counts, tokens_fir
 @pytest.mark.parametrize("head_dim_v", [20, 64])
 def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v):
     """Rows that saw nothing in some of them, or in all; entries of a batch."""
-    from onchip.core.state import merge_at_rest
+    from onchip.core.state import merge_out_lse
     from onchip.kernels.triton.entry import fold
 
     generator = torch.Generator().manual_seed(len(spans))
@@ -471,7 +471,7 @@ def test_states_of_some_tokens_fold_in_place_as_in_the_algebra(spans, head_dim_v
         pad = torch.nn.functional.pad
         outs.append(pad(out.double(), (0, 0, 0, 0, *around)).transpose(1, 2))
         lses.append(pad(lse.double(), around, value=-math.inf))
-    out, lse = merge_at_rest(outs, lses)
+    out, lse = merge_out_lse(outs, lses)
     got, first = (own[0].clone().to(DEVICE), own[1].double().to(DEVICE)), (0, *own)
     there = [(start, *(t.to(DEVICE) for t in pair)) for start, *pair in (first, *parts)]
     fold(got, there[1:])

@@ -4,9 +4,15 @@ import pytest
 import torch
 
 from onchip import masks
-from onchip.parallel import Nest, ParallelError, context_parallel_attention, digests, tree_attention
+from onchip.parallel import (
+    Mesh2D,
+    ParallelError,
+    context_parallel_attention,
+    digests,
+    tree_attention,
+)
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.facts import as_text, compare
+from onchip.parallel.consistency import encode_fields, find_difference
 from onchip.parallel.group import GroupComm
 from onchip.parallel.strategy import STRATEGIES
 from tests.parallel.pool import Pool
@@ -115,10 +121,10 @@ def test_a_call_that_differs_raises_over_gloo(pool, strategy):
 
 def mix_nest(comm):
     """Rank 1 is a stray, then ranks 1 and 3: so both rows look alike."""
-    nest = Nest(comm.split(comm.rank % 2), comm.split(comm.rank // 2))
-    heard = [mix(nest, "auto", ["causal"])["causal"]]
+    mesh = Mesh2D(comm.split(comm.rank % 2), comm.split(comm.rank // 2))
+    heard = [mix(mesh, "auto", ["causal"])["causal"]]
     with pytest.raises(ParallelError) as caught:
-        attend(nest, "auto", {"causal": comm.rank in (1, 3)})
+        attend(mesh, "auto", {"causal": comm.rank in (1, 3)})
     return [*heard, (str(caught.value), caught.value.rank)]
 
 
@@ -197,33 +203,33 @@ def test_masks_are_told_apart_by_what_they_show(rule):
 def test_the_stray_is_named_whatever_fields_differ():
     """By the calls as a whole: fields alone may split the ranks in other ways."""
     calls = [{"a": 1, "b": 1}] * 3 + [{"a": 2, "b": 1}, {"a": 2, "b": 2}]
-    texts = {rank: as_text(call) for rank, call in enumerate(calls)}
-    assert compare(texts).rank == 3
-    assert compare({r: t for r, t in texts.items() if r < 4}).rank == 3
-    assert compare({0: texts[0], 1: texts[3], 2: texts[3]}).rank == 0
+    texts = {rank: encode_fields(call) for rank, call in enumerate(calls)}
+    assert find_difference(texts).rank == 3
+    assert find_difference({r: t for r, t in texts.items() if r < 4}).rank == 3
+    assert find_difference({0: texts[0], 1: texts[3], 2: texts[3]}).rank == 0
 
 
 def joins_alone(comm):
     comm = GroupComm(comm.group, 2.0)
-    comm.agree({"step": 0})
+    comm.check_consistent({"step": 0})
     if comm.rank != STRAY:
         return None
     with pytest.raises(ParallelError) as caught:
-        comm.agree({"step": 1})
+        comm.check_consistent({"step": 1})
     return caught.value.rank
 
 
 def defers(comm):
-    """As over NCCL: facts that were agreed on before are compared by the next call."""
-    comm._common.nccl, cuda = True, torch.device("cuda")
+    """As over NCCL: fields that were agreed on before are compared by the next call."""
+    comm._state.nccl, cuda = True, torch.device("cuda")
     torch.distributed.get_backend_config = lambda group: "cuda:nccl"  # so a group beside it is made
     for causal in (True, False):
-        comm.agree({"causal": causal}, cuda)
-    comm.agree({"causal": comm.rank == STRAY}, cuda)
+        comm.check_consistent({"causal": causal}, cuda)
+    comm.check_consistent({"causal": comm.rank == STRAY}, cuda)
     with pytest.raises(ParallelError) as caught:
-        comm.agree({"causal": True}, cuda)
-    comm.agree({"causal": True}, cuda)
-    assert comm._common.host_group[0] is not comm.group
+        comm.check_consistent({"causal": True}, cuda)
+    comm.check_consistent({"causal": True}, cuda)
+    assert comm._state.host_group[0] is not comm.group
     return str(caught.value), caught.value.rank
 
 

@@ -155,7 +155,7 @@ def whole(case, parts):
     return found
 
 
-def judge(case, parts, expected=None):
+def check_case(case, parts, expected=None):
     """Each finding within the tolerance of the dtype of max |one device|."""
     expected = on_one_device(case) if expected is None else expected
     found = whole(case, parts)
@@ -185,17 +185,17 @@ def near(found, want, tolerance, what, size=None):
         assert error <= tolerance, f"{what}: {float(error):.1e}"
 
 
-def in_process(case, size):
+def check_in_process(case, size):
     """The case on ranks that are threads."""
     parts = run_ranks(size, on_rank, case)
-    judge(case, [part[0] for part in parts])
+    check_case(case, [part[0] for part in parts])
 
 
 def rmse(found, exact):
     return {n: float((found[n].double() - exact[n]).square().mean().sqrt()) for n in exact}
 
 
-def lose_no_more(case, size):
+def check_rmse(case, size):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one device. (lse is
     fp32: 1.25, as everywhere.)
     """

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from onchip import parallel
 from onchip.parallel import rounds
 from onchip.parallel.comm import GroupComm, ParallelError, run_ranks
-from onchip.parallel.watch import Watch
+from onchip.parallel.heartbeat import HeartbeatMonitor
 from tests.parallel.pool import Pool
 
 TIMEOUT_S = 5.0
@@ -23,16 +23,20 @@ FATES = {
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stalls": lambda: time.sleep(60),
 }
-SAYS = {"dies": "no sign of life", "stops": "no sign of life", "stalls": "stalled after operation"}
+SAYS = {
+    "dies": "sent no heartbeat",
+    "stops": "sent no heartbeat",
+    "stalls": "stalled after operation",
+}
 
 
 def operation(kind, comm, step):
     x, out = torch.full((70_001,), 1.0), [torch.empty(70_001) for _ in range(comm.size)]
     return {
         "shift": lambda: comm.shift(x, out[0]),
-        "gather": lambda: comm.gather(x, out),
+        "all_gather": lambda: comm.all_gather(x, out),
         "sum": lambda: comm.sum(x),
-        "agree": lambda: comm.agree({"step": step}),
+        "check_consistent": lambda: comm.check_consistent({"step": step}),
     }[kind]()
 
 
@@ -96,7 +100,7 @@ def check(heard, victim, says):
 
 
 def test_every_other_rank_names_the_lost_one():
-    jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "gather")]
+    jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "all_gather")]
     with ThreadPoolExecutor() as side_by_side:  # they do little but wait
         for job, heard in zip(jobs, side_by_side.map(ask, jobs), strict=True):
             check(heard, 2, SAYS[job[0]])
@@ -104,7 +108,7 @@ def test_every_other_rank_names_the_lost_one():
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", ["shift", "gather", "sum", "agree"])
+@pytest.mark.parametrize("kind", ["shift", "all_gather", "sum", "check_consistent"])
 @pytest.mark.parametrize("fate", FATES)
 def test_whatever_it_was_doing(fate, kind):
     check(ask((fate, kind)), 2, SAYS[fate])
@@ -120,7 +124,7 @@ def dies_in_a_round(comm, pass_):
     q.requires_grad_()
     attend = lambda comm: parallel.context_parallel_attention(q, k, v, comm, strategy="ring")
     attend(GroupComm(comm.group, 60)).sum().backward()  # a step as any other
-    room, name = (rounds, "attend") if pass_ == "forward" else (rounds.Backward, "add")
+    room, name = (rounds, "attend") if pass_ == "forward" else (rounds.RunningGradients, "add")
     done, kernel = [], getattr(room, name)
 
     def mortal(*args):
@@ -140,18 +144,18 @@ def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
     heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
     for message, named in (heard[r] for r in (0, 1, 3)):
-        assert named == 2 and "rank 2 gave no sign of life" in message, message
+        assert named == 2 and "rank 2 sent no heartbeat" in message, message
 
 
 def changes_its_mind(comm):
     """Rank 1 goes back to what was agreed on, rank 0 to something new."""
     for dtype in ("float32", "float64"):
-        comm.agree({"dtype": dtype})
+        comm.check_consistent({"dtype": dtype})
     with pytest.raises(ParallelError) as caught:
         if comm.rank == 0:
-            comm.agree({"dtype": "float16"})
+            comm.check_consistent({"dtype": "float16"})
         else:
-            comm.agree({"dtype": "float32"})
+            comm.check_consistent({"dtype": "float32"})
             comm.shift(torch.ones(1), torch.ones(1)).wait()
     return str(caught.value), caught.value.rank
 
@@ -179,8 +183,8 @@ def test_a_thread_that_stalls_is_named():
 def test_a_pulse_ends_with_who_shows_it():
     """And therefore before the interpreter, which a thread inside the store would abort."""
     store = dist.HashStore()
-    watch = Watch(store, store, [0], 0, timeout_s=1.0)
-    (thread,) = [t for t in threading.enumerate() if t.name == "onchip-pulse"]
-    del watch
+    monitor = HeartbeatMonitor(store, store, [0], 0, timeout_s=1.0)
+    (thread,) = [t for t in threading.enumerate() if t.name == "onchip-heartbeat"]
+    del monitor
     gc.collect()
     assert not thread.is_alive()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from onchip.parallel import sharding
+from onchip.parallel.all_to_all import HeadAllToAll, assign_heads, kv_heads_of, split_by_kv_head
 from onchip.parallel.comm import run_ranks
-from onchip.parallel.exchange import Exchange, deal, groups, kv_heads
 
 HEADS = [(8, 8), (8, 2), (6, 3), (12, 3), (5, 5), (7, 1), (1, 1), (16, 4)]
 
@@ -14,11 +14,11 @@ HEADS = [(8, 8), (8, 2), (6, 3), (12, 3), (5, 5), (7, 1), (1, 1), (16, 4)]
 @pytest.mark.parametrize("heads, kv", HEADS, ids=str)
 def test_heads_are_dealt_once_and_evenly(heads, kv, size):
     """No rank has more than its share rounded up, and where key heads divide none is cut."""
-    dealt = deal(heads, kv, size)
+    dealt = assign_heads(heads, kv, size)
     assert [h for lo, hi in dealt for h in range(lo, hi)] == list(range(heads))
     assert max(hi - lo for lo, hi in dealt) == -(-heads // size)
     if kv % size == 0:
-        needed = [kv_heads(span, heads // kv) for span in dealt]
+        needed = [kv_heads_of(span, heads // kv) for span in dealt]
         assert sum(hi - lo for lo, hi in needed) == kv
 
 
@@ -27,9 +27,9 @@ def test_heads_are_dealt_once_and_evenly(heads, kv, size):
 def test_calls_cover_the_run(heads, kv, size):
     """Query head h of the whole reads key head h // group_size, in at most three calls."""
     group_size = heads // kv
-    for span in deal(heads, kv, size):
-        first_kv, seen = kv_heads(span, group_size)[0], []
-        calls = groups(span, group_size)
+    for span in assign_heads(heads, kv, size):
+        first_kv, seen = kv_heads_of(span, group_size)[0], []
+        calls = split_by_kv_head(span, group_size)
         assert len(calls) <= 3
         for call in calls:
             queries = range(call.heads.start, call.heads.stop)
@@ -49,12 +49,12 @@ def test_there_and_back(layout, heads, kv, size):
     """There: my heads of all tokens in order. Back: all heads of my tokens, shared ones summed."""
     seqlen, layout = 29, layout(size)
     q, k = torch.randn(2, seqlen, heads, 3), torch.randn(2, seqlen, kv, 5).double()
-    dealt = deal(heads, kv, size)
-    spans = [[kv_heads(span, heads // kv) for span in dealt], dealt]
+    dealt = assign_heads(heads, kv, size)
+    spans = [[kv_heads_of(span, heads // kv) for span in dealt], dealt]
 
     def live(comm):
         rows = tuple(layout.positions(r, seqlen) for r in range(size))
-        exchange = Exchange(comm, rows)
+        exchange = HeadAllToAll(comm, rows)
         mine = [layout.shard(t, comm.rank) for t in (k, q)]
         there = exchange.to_heads(mine, spans)
         for t, whole, s in zip(there, (k, q), spans, strict=True):
