@@ -456,7 +456,7 @@ class TestGraphs:
 class TestRefusals:
     def test_a_name_with_another_meaning(self):
         for name in ("flash_onchip", "onchip/attention", "paged|onchip"):
-            with pytest.raises(ValueError, match="something else"):
+            with pytest.raises(ValueError, match="another meaning"):
                 adapter.register(name)
 
     def test_probabilities(self, words):
@@ -598,8 +598,8 @@ class TestKeywords:
         assert torch.equal(ours, expected)
 
     def test_every_keyword_of_transformers_is_handled(self):
-        """All that its modules say by name to an attention function is served or refused, or says
-        nothing to a score: a version with another name needs a decision.
+        """Every keyword that its modules pass to an attention function is supported, refused, or
+        has no effect on scores: a version with a new keyword needs a decision.
         """
         served = {*inspect.signature(adapter.attend).parameters, *adapter._PACKING}
         served |= {"scaling", "softcap", "s_aux", "output_attentions"}
@@ -646,9 +646,9 @@ ON_DEVICES = [
 
 
 class TestBf16:
-    """The same in bf16. Rounding may decide between tokens of about equal probability, so the tokens
-    of `generate` must be greedy up to the error of bf16 itself; between experts it would decide
-    more.
+    """The same in bf16. Rounding may decide between tokens of about equal probability, so the
+    tokens of `generate` must be greedy up to the error of bf16 itself; between experts it would
+    decide more.
     """
 
     def model(self, kind, device, name, dtype):

@@ -255,7 +255,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate: inverse rotation."""
+    """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate: the inverse."""
     sin = -sin if conjugate else sin
     rest = interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
     return apply_rotary_emb(x, cos, sin, *rest)
