@@ -340,7 +340,7 @@ def _padded(dbias: Tensor, bias: Tensor) -> Tensor:
 MATH = {"_scaled_dot_product_attention_math": math_forward}
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "CompositeImplicitAutograd": MATH,
-    "FuncTorchVmapMode": MATH,  # vmap's kernel comes before it
+    "FuncTorchVmapMode": MATH,  # vmap's kernel precedes it
     "CPU": {
         "_scaled_dot_product_flash_attention_for_cpu": cpu_forward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": cpu_backward,
