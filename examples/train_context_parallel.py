@@ -109,11 +109,11 @@ def shard_parameters(model: Decoder, mesh: DeviceMesh) -> None:
 
 
 def loss_of(model: Decoder, batch: Tensor, part: BatchPart) -> Tensor:
-    """This rank's share of the mean over all tokens of the batch that have a successor."""
-    mine = part.rows(batch)
-    tokens = part.layout.shard(mine, part.rank)  # (2) positions and labels are dealt like tokens
+    """This rank's share of the mean loss over all tokens of the batch that have a next token."""
+    rows = part.rows(batch)
+    tokens = part.layout.shard(rows, part.rank)  # (2) positions and labels are cut like tokens
     positions = part.layout.position_ids(part.rank, part.seqlen)
-    labels = part.layout.labels(mine, part.rank)
+    labels = part.layout.labels(rows, part.rank)
     logits = model(tokens, positions, part)
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / (batch.shape[0] * (part.seqlen - 1))

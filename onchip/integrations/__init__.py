@@ -1,6 +1,4 @@
-"""Doors for programs that were written for other packages. Importing one changes nothing: each is
-opened by a call.
-"""
+"""Integrations with the APIs of other packages. Importing one changes nothing."""
 
 from importlib import import_module
 

@@ -1,5 +1,5 @@
-"""FlexAttention's words: its BlockMask objects, and a function of the shape of flex_attention for
-calls that mask and do not change scores.
+"""FlexAttention's API: its BlockMask objects, and a flex_attention for calls with a mask and
+without score_mod.
 """
 
 from typing import Any, cast
@@ -13,10 +13,10 @@ from onchip.integrations.flash_attn.options import contiguous
 
 
 def from_block_mask(block_mask, batch: int, num_heads: int) -> masks.BlockMask:
-    """A FlexAttention BlockMask of any BLOCK_SIZE as data of onchip, for `mask=` of attention(), on
-    its device. Made once, outside of the loop: what its mask_mod captured is read now.
+    """Convert a FlexAttention BlockMask of any BLOCK_SIZE for `mask=` of attention(), on its
+    device. Convert once, outside of the loop: the tensors that its mask_mod captured are read now.
 
-    batch, num_heads: of the calls; a BlockMask made with B=None or H=None does not know them.
+    batch, num_heads: of the calls; a BlockMask made with B=None or H=None does not have them.
     """
     seqlen_q, seqlen_k = block_mask.seq_lengths
     device = block_mask.kv_num_blocks.device
@@ -40,40 +40,40 @@ def flex_attention(
     any device, compiled or not.
 
     query: (batch, heads, seqlen_q, head_dim); key, value: (batch, kv_heads, seqlen_k, dim), of any
-    strides: a last dimension that is not contiguous is copied.
-    block_mask: a FlexAttention BlockMask, which is converted at every call, or what
-    from_block_mask, or masks, made of it before. return_aux: (out, AuxOutput) with lse, natural
-    logarithm, and max_scores, as asked.
+    strides: a last dimension that is not contiguous is copied. block_mask: a FlexAttention
+    BlockMask, which is converted at every call, or the result of from_block_mask, or a mask of
+    onchip. return_aux: (out, AuxOutput) with the requested ones of lse, natural logarithm, and
+    max_scores.
     """
-    _check_served(score_mod, kernel_options)
+    _check_supported(score_mod, kernel_options)
     query, key, value = map(contiguous, (query, key, value))
     _check_heads(query, key, value, enable_gqa)
     if return_lse and return_aux is not None:
-        raise ValueError("return_lse is what return_aux=AuxRequest(lse=True) says: give one")
+        raise ValueError("return_lse and return_aux=AuxRequest(lse=True) are the same: give one")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    wants_max = return_aux is not None and return_aux.max_scores
-    options = {"mask": block_mask, "softmax_scale": scale, "return_stats": wants_max}
-    wants_lse = return_lse if return_aux is None else return_aux.lse
-    answer = functional.attention(q, k, v, **options, return_lse=wants_lse)
-    out, *rest = cast(tuple[Any, ...], answer if isinstance(answer, tuple) else (answer,))
+    needs_max = return_aux is not None and return_aux.max_scores
+    options = {"mask": block_mask, "softmax_scale": scale, "return_stats": needs_max}
+    needs_lse = return_lse if return_aux is None else return_aux.lse
+    result = functional.attention(q, k, v, **options, return_lse=needs_lse)
+    out, *rest = cast(tuple[Any, ...], result if isinstance(result, tuple) else (result,))
     out = out.transpose(1, 2)
-    lse = rest.pop(0) if wants_lse else None
+    lse = rest.pop(0) if needs_lse else None
     if return_aux is not None:
         return out, _aux(lse, rest[0].max_logit if rest else None)
     return (out, lse) if return_lse else out
 
 
 def _aux(lse: Tensor | None, max_scores: Tensor | None):
-    from torch.nn.attention.flex_attention import AuxOutput  # 0.3 s that masks alone do not cost
+    from torch.nn.attention.flex_attention import AuxOutput  # takes 0.3 s to import
 
     return AuxOutput(lse=lse, max_scores=max_scores)
 
 
-def _check_served(score_mod, kernel_options) -> None:
+def _check_supported(score_mod, kernel_options) -> None:
     if score_mod is not None:
         raise UnsupportedError(
-            f"score_mod={score_mod!r} is not served, only masks are: attention() has softcap,"
-            " alibi_slopes, bias and sinks for what score_mods are mostly written for"
+            f"score_mod={score_mod!r} is not supported, only masks are: attention() has softcap,"
+            " alibi_slopes, bias and sinks, which most score_mods implement"
         )
     if kernel_options:
         raise UnsupportedError(

@@ -1,12 +1,13 @@
-"""Everything on F.scaled_dot_product_attention, switched at once: timm, nn.MultiheadAttention,
-diffusers, models of transformers with attn_implementation="sdpa".
+"""Routes F.scaled_dot_product_attention to onchip, for all callers at once: timm,
+nn.MultiheadAttention, diffusers, models of transformers with attn_implementation="sdpa".
 
     onchip.integrations.sdpa.activate()   # and restore()
     with onchip.integrations.sdpa.active(): ...
 
-Ours are the operators that torch chooses for a call, not the function: what was compiled before is
-switched too, and autograd, autocast and vmap stay torch's. What we do not serve is answered by
-torch's own kernel; `why` names the reason for one call, `counts` has those that occurred.
+It replaces the operators that torch chooses for a call, not the function. Therefore code that was
+compiled before is switched too, and autograd, autocast and vmap stay torch's. Calls that onchip
+does not support run torch's own kernel; `why` gives the reason for one call, `counts` all reasons
+so far.
 """
 
 import warnings
@@ -22,44 +23,44 @@ from torch.nn import attention as registry
 
 from onchip.core.problem import UnsupportedError
 from onchip.integrations import sdpa_masks
-from onchip.integrations.sdpa_ops import OPERATORS, Ask, as_bias, math_ask
+from onchip.integrations.sdpa_ops import OPERATORS, SdpaCall, as_bias, math_call
 from onchip.kernels.cpu import aten
 
 NAME = "onchip"
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-_ALIASES = {"CompositeImplicitAutograd": "AutogradCPU"}  # one of the keys that it fills
+_ALIASES = {"CompositeImplicitAutograd": "AutogradCPU"}  # a key that the alias fills
 _BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 _served: Counter[str] = Counter()
 _left: Counter[str] = Counter()
 
 
 class Counts(NamedTuple):
-    """Calls since activate(). served: of each operator; left: to torch, by reason."""
+    """Calls since activate(). served: by onchip, for each operator; left: to torch, by reason."""
 
     served: dict[str, int]
     left: dict[str, int]
 
 
 def activate() -> None:
-    """From now on F.scaled_dot_product_attention is served by onchip, in this process. While it is,
-    torch's faster paths of nn.MultiheadAttention and cuDNN's attention, which go around the
-    operators of flash attention, are off.
+    """Route F.scaled_dot_product_attention of this process to onchip. Meanwhile the fast path of
+    nn.MultiheadAttention and cuDNN's attention are off, because they bypass the operators of flash
+    attention.
     """
     if not hasattr(registry, "restore_flash_attention_impl"):
         raise UnsupportedError(f"torch {torch.__version__} has no register of attention: take 2.11")
-    registry.register_flash_attention_impl(NAME, register_fn=_Handle)
+    registry.register_flash_attention_impl(NAME, register_fn=_Overrides)
     registry.activate_flash_attention_impl(NAME)
 
 
 def restore() -> None:
-    """Undo activate(); nothing if it is not active."""
+    """Undo activate(); does nothing if it is not active."""
     if is_active():
         registry.restore_flash_attention_impl()
 
 
 @contextmanager
 def active() -> Iterator[None]:
-    """activate() inside; afterwards whatever was active before is active again."""
+    """activate() for a with block. Restores the implementation that was active before."""
     before = registry.current_flash_attention_impl()
     activate()
     try:
@@ -88,8 +89,8 @@ def why(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why a call of F.scaled_dot_product_attention with these arguments is torch's own; None: it is
-    ours.
+    """The reason why torch's own kernel runs a call of F.scaled_dot_product_attention with these
+    arguments; None if onchip's runs it.
     """
     if not is_active():
         return "onchip is not active: call onchip.integrations.sdpa.activate()"
@@ -100,10 +101,12 @@ def why(
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale)
     try:
         if chosen == "math":
-            math_ask(*call, enable_gqa).prepare()
+            math_call(*call, enable_gqa).prepare()
         elif chosen in ("flash", "efficient"):
             bias = as_bias(attn_mask, query.dtype)
-            Ask(query, key, value, bias, *call[4:], chosen == "efficient" or query.is_cpu).prepare()
+            SdpaCall(
+                query, key, value, bias, *call[4:], chosen == "efficient" or query.is_cpu
+            ).prepare()
         else:
             return f"torch chose its {chosen} path (by its backends that are on)"
     except ValueError as error:
@@ -111,8 +114,8 @@ def why(
     return None
 
 
-class _Handle:
-    """Our operators in torch's dispatcher, for as long as it is not removed."""
+class _Overrides:
+    """onchip's operators in torch's dispatcher, until remove()."""
 
     def __init__(self) -> None:
         _served.clear()
@@ -123,43 +126,50 @@ class _Handle:
         torch.backends.cuda.enable_cudnn_sdp(False)
         self._library = torch.library.Library("aten", "IMPL")
         self._replaced: dict[str, Any] = {}
-        with warnings.catch_warnings():  # that a kernel is overridden, which is the purpose
+        with warnings.catch_warnings():  # it warns that a kernel is overridden
             warnings.simplefilter("ignore", UserWarning)
             for key, operators in OPERATORS.items():
-                for name, ours in operators.items():
-                    self._override(name, key, ours)
+                for name, operator in operators.items():
+                    self._override(name, key, operator)
 
-    def _override(self, name: str, key: str, ours: Callable[..., Any]) -> None:
+    def _override(self, name: str, key: str, operator: Callable[..., Any]) -> None:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
             return
-        theirs = torch.library.get_kernel(f"aten::{name}", _ALIASES.get(key, key))
-        self._library.impl(name, partial(_serve, name, ours, theirs), key, with_keyset=True)
+        torch_kernel = torch.library.get_kernel(f"aten::{name}", _ALIASES.get(key, key))
+        self._library.impl(
+            name, partial(_run_or_fall_back, name, operator, torch_kernel), key, with_keyset=True
+        )
         if key == "CPU":
-            self._keep_for_aten(name, partial(theirs.call_boxed, _CPU))
+            self._redirect_aten_cpu(name, partial(torch_kernel.call_boxed, _CPU))
 
-    def _keep_for_aten(self, name: str, theirs: Callable[..., Any]) -> None:
-        """One of our kernels calls these operators: while they are ours, it calls torch's."""
+    def _redirect_aten_cpu(self, name: str, torch_kernel: Callable[..., Any]) -> None:
+        """Let the aten_cpu kernel, which calls these operators, call torch's kernels meanwhile."""
         attribute = "_BACKWARD" if name.endswith("backward") else "_FORWARD"
         self._replaced[attribute] = getattr(aten, attribute)
-        setattr(aten, attribute, theirs)
+        setattr(aten, attribute, torch_kernel)
 
     def remove(self) -> None:
         self._library._destroy()
         for attribute, operator in self._replaced.items():
             setattr(aten, attribute, operator)
-        sdpa_masks.forget()
+        sdpa_masks.clear_cache()
         torch.backends.mha.set_fastpath_enabled(self._fastpath)
         torch.backends.cuda.enable_cudnn_sdp(self._cudnn)
 
 
-def _serve(
-    name: str, ours: Callable[..., Any], theirs: Any, keyset: Any, *args: Any, **options: Any
+def _run_or_fall_back(
+    name: str,
+    operator: Callable[..., Any],
+    torch_kernel: Any,
+    keyset: Any,
+    *args: Any,
+    **options: Any,
 ) -> Any:
-    """Our answer, or torch's own where there is none."""
+    """The result of onchip's operator, or of torch's kernel if the call is not supported."""
     try:
-        answer = ours(*args, **options)
+        result = operator(*args, **options)
     except ValueError as error:
         _left[str(error)] += 1
-        return theirs.call_boxed(keyset, *args, **options)
+        return torch_kernel.call_boxed(keyset, *args, **options)
     _served[name] += 1
-    return answer
+    return result

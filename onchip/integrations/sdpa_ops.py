@@ -1,9 +1,8 @@
-"""The operators that F.scaled_dot_product_attention ends in, each answered by our kernels.
+"""The operators that F.scaled_dot_product_attention ends in, computed by onchip's kernels.
 
-Tensors are (batch, heads, seqlen, head_dim) there, is_causal counts from the first query and the
-first key but for flash attention on a GPU, and a mask is what is added to the scores. Strides and
-shapes of results are those that torch's compilers expect. A `ValueError` means that torch's own
-kernel has to answer.
+Their tensors are (batch, heads, seqlen, head_dim). is_causal is aligned top-left, except for flash
+attention on a GPU. A mask is added to the scores. Results have the strides and shapes that torch's
+compilers expect. A `ValueError` means that torch's own kernel has to run.
 """
 
 import math
@@ -23,14 +22,14 @@ from onchip.integrations.sdpa_masks import block_mask
 
 Grads = tuple[Tensor | None, ...]
 _SEEDS = 2**63 - 1
-# heads * seqlen_q * seqlen_k of a masked call: from here on the blocks that are not read pay for
-# the mask and for the calls that it is cut into (0.5x to 1.2x of torch's speed at 1 << 20, 1.0x to
+# heads * seqlen_q * seqlen_k of a masked call: from here on the skipped blocks save more than the
+# mask, and the calls that it is cut into, cost (0.5x to 1.2x of torch's speed at 1 << 20, 1.0x to
 # 5.6x here; two threads of a Neoverse N1, 2026-11-17).
-LEAST_CELLS = 1 << 22
+MIN_CELLS = 1 << 22
 
 
-class Ask(NamedTuple):
-    """What an operator was asked, in torch's layout and words."""
+class SdpaCall(NamedTuple):
+    """The arguments of an operator, in torch's layout and names."""
 
     query: Tensor
     key: Tensor
@@ -42,42 +41,44 @@ class Ask(NamedTuple):
     top_left: bool = True
 
     @property
-    def seen(self) -> int:
-        """How many keys a query sees at most: causal from the top left, none behind the last."""
+    def num_visible(self) -> int:
+        """The most keys that a query sees: under top-left causal no key after the last query."""
         rows, keys = self.query.shape[2], self.key.shape[2]
         return min(rows, keys) if self.is_causal and self.top_left else keys
 
     def prepare(self, seed: Tensor | None = None) -> tuple[CachedCall, Tensors]:
-        """The question in our words, over the keys that are seen."""
-        scores = self._mask()  # first: it refuses the most calls
+        """The call for onchip's kernels, over the visible keys."""
+        scores = self._mask()  # first, because it refuses most calls
         q, k, v = (t.transpose(1, 2) for t in (self.query, self.key, self.value))
-        rows, keys = q.shape[1], self.seen
+        rows, keys = q.shape[1], self.num_visible
         options = Options(softmax_scale=self.scale, dropout_p=self.dropout_p)
         if self.is_causal and rows > keys and self.top_left:
-            options = options._replace(window_size=(None, rows - keys))  # query i stands at key i
+            options = options._replace(
+                window_size=(None, rows - keys)
+            )  # query i is at the position of key i
         elif self.is_causal:
             options = options._replace(causal=True)
         x = Tensors(q, k[:, :keys], v[:, :keys], bias=scores.get("bias"))
         return prepare_attention(x, options, mask=scores.get("mask"), dropout_seed=seed)
 
     def _mask(self) -> dict[str, Any]:
-        """On the CPU the values may decide: a bias that only hides keys is a mask, whose empty
-        blocks are never read; torch's kernel adds anything else three times as fast.
+        """On the CPU the values are read: a bias that only hides keys becomes a mask, and its empty
+        blocks are skipped. Any other bias is refused: torch's kernel adds it three times as fast.
         """
         if self.bias is None:
             return {}
         heads, rows = self.query.shape[1:3]
-        if is_read(self.bias) and heads * rows * self.seen < LEAST_CELLS:
+        if is_readable(self.bias) and heads * rows * self.num_visible < MIN_CELLS:
             raise UnsupportedError("attn_mask of a small call: on the CPU torch's kernel is faster")
         bias = self.bias if self.bias.dim() == 4 else self.bias[None, None]
-        bias = bias.expand(*bias.shape[:3], self.key.shape[2])[..., : self.seen]
-        if not is_read(bias):
+        bias = bias.expand(*bias.shape[:3], self.key.shape[2])[..., : self.num_visible]
+        if not is_readable(bias):
             return {"bias": bias}
-        return {"mask": block_mask(bias.expand(*bias.shape[:2], rows, self.seen))}
+        return {"mask": block_mask(bias.expand(*bias.shape[:2], rows, self.num_visible))}
 
 
-def is_read(bias: Tensor) -> bool:
-    """Whether values may decide: on a GPU that would wait for it."""
+def is_readable(bias: Tensor) -> bool:
+    """Whether values may be read: on a GPU that would synchronise."""
     return bias.is_cpu
 
 
@@ -94,7 +95,7 @@ def cpu_forward(
     """aten::_scaled_dot_product_flash_attention_for_cpu"""
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
-    out, lse = _forward(Ask(query, key, value, attn_mask, 0.0, is_causal, scale), None)
+    out, lse = _forward(SdpaCall(query, key, value, attn_mask, 0.0, is_causal, scale), None)
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -114,8 +115,8 @@ def cpu_backward(
     """aten::_scaled_dot_product_flash_attention_for_cpu_backward"""
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=}: this operator hands no seed to its gradient")
-    ask = Ask(query, key, value, attn_mask, 0.0, is_causal, scale)
-    return _backward(ask, (out, logsumexp, grad_out))[:3]
+    call = SdpaCall(query, key, value, attn_mask, 0.0, is_causal, scale)
+    return _backward(call, (out, logsumexp, grad_out))[:3]
 
 
 def flash_forward(
@@ -130,10 +131,10 @@ def flash_forward(
 ) -> tuple:
     """aten::_scaled_dot_product_flash_attention"""
     if return_debug_mask:
-        raise UnsupportedError("return_debug_mask needs probabilities that are never there")
-    ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
-    seed = _draw_seed(ask)
-    out, lse = _forward(ask, seed)
+        raise UnsupportedError("return_debug_mask needs probabilities, which are never stored")
+    call = SdpaCall(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
+    seed = _draw_seed(call)
+    out, lse = _forward(call, seed)
     state = torch.stack([seed, torch.zeros_like(seed)]).view(torch.uint64)
     unused = torch.zeros((), dtype=torch.uint64, device=query.device)
     lengths = (query.shape[2], key.shape[2])
@@ -159,9 +160,9 @@ def flash_backward(
     scale: float | None = None,
 ) -> Grads:
     """aten::_scaled_dot_product_flash_attention_backward"""
-    ask = Ask(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
+    call = SdpaCall(query, key, value, None, dropout_p, is_causal, scale, top_left=False)
     seed = philox_seed.view(torch.int64).flatten()[0]
-    grads = _backward(ask, (out, logsumexp, grad_out), seed)[:3]
+    grads = _backward(call, (out, logsumexp, grad_out), seed)[:3]
     return tuple(map(_laid_out_like, (query, key, value), grads))
 
 
@@ -176,10 +177,10 @@ def efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """aten::_scaled_dot_product_efficient_attention, whose lse is padded to multiples of 32."""
-    ask = Ask(query, key, value, attn_bias, dropout_p, is_causal, scale)
-    seed = _draw_seed(ask)
-    out, lse = _forward(ask, seed, like_query=False)
+    """aten::_scaled_dot_product_efficient_attention; its lse is padded to multiples of 32."""
+    call = SdpaCall(query, key, value, attn_bias, dropout_p, is_causal, scale)
+    seed = _draw_seed(call)
+    out, lse = _forward(call, seed, like_query=False)
     rows = math.ceil(lse.shape[2] / 32) * 32 if compute_log_sumexp else 0
     padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
     if compute_log_sumexp:
@@ -205,15 +206,15 @@ def efficient_backward(
 ) -> Grads:
     """aten::_scaled_dot_product_efficient_attention_backward"""
     bias = None if attn_bias is None or not attn_bias.numel() else attn_bias
-    ask = Ask(query, key, value, bias, dropout_p, is_causal, scale)
+    call = SdpaCall(query, key, value, bias, dropout_p, is_causal, scale)
     lse = logsumexp[..., : query.shape[2]]
-    *grads, dbias = _backward(ask, (out, lse, grad_out), philox_seed.to(query.device).reshape(()))
-    found = (*grads, dbias if bias is None else _padded(dbias, bias))
-    return tuple(g if wanted else None for g, wanted in zip(found, grad_input_mask, strict=True))
+    *grads, dbias = _backward(call, (out, lse, grad_out), philox_seed.to(query.device).reshape(()))
+    results = (*grads, dbias if bias is None else _padded(dbias, bias))
+    return tuple(g if needed else None for g, needed in zip(results, grad_input_mask, strict=True))
 
 
 def cudnn_forward(*args: Any, **options: Any) -> tuple:
-    """aten::_scaled_dot_product_cudnn_attention: off while onchip is active, so it was chosen."""
+    """aten::_scaled_dot_product_cudnn_attention: runs only if the user turned it on again."""
     raise UnsupportedError("torch chose its cudnn path (by its backends that are on)")
 
 
@@ -229,20 +230,20 @@ def math_forward(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """aten::_scaled_dot_product_attention_math, for what no fused operator of torch takes. Autograd
-    is below it. The second result are the weights, which the function drops: they are not computed,
-    and NaN for a caller of the operator itself.
+    """aten::_scaled_dot_product_attention_math, for calls that no fused operator of torch takes.
+    Autograd is below it. The second result would be the weights, which the function drops: they are
+    not computed, and NaN for a caller of the operator itself.
     """
     if dropout_mask is not None:
-        raise _left_to_math("dropout_mask is given")
-    ask = math_ask(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    call, x = ask.prepare(_draw_seed(ask))
-    out = torch_op.attend(call, x, None).out.transpose(1, 2)
+        raise _refuse_math("dropout_mask is given")
+    call = math_call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    prepared, x = call.prepare(_draw_seed(call))
+    out = torch_op.attend(prepared, x, None).out.transpose(1, 2)
     out = out.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
     return out, out.new_full((), torch.nan).expand(*query.shape[:-1], key.shape[-2])
 
 
-def math_ask(
+def math_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -251,32 +252,32 @@ def math_ask(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> Ask:
-    """The call in rank 4 with contiguous last dimensions; refused where torch's path is better, or
-    where its error is the answer.
+) -> SdpaCall:
+    """The call in rank 4 with contiguous last dimensions. Refused where torch's path is faster, or
+    raises the right error.
     """
     qkv = (query, key, value)
     if not all(map(_is_plain, qkv)):
-        raise _left_to_math("under a compiler, a mode or a transform, or nested")
+        raise _refuse_math("under a compiler, a mode or a transform, or nested")
     if not torch.backends.cuda.flash_sdp_enabled():
-        raise _left_to_math("flash attention is switched off")
+        raise _refuse_math("flash attention is switched off")
     if query.is_cpu and dropout_p:
-        raise _left_to_math(f"{dropout_p=} on the CPU, where that path is faster")
+        raise _refuse_math(f"{dropout_p=} on the CPU, where that path is faster")
     if query.is_cpu and attn_mask is not None and attn_mask.requires_grad:
-        raise _left_to_math("attn_mask requires a gradient on the CPU, where that path is faster")
+        raise _refuse_math("attn_mask requires a gradient on the CPU, where that path is faster")
     if is_causal and attn_mask is not None:
-        raise _left_to_math("it refuses attn_mask with is_causal")
+        raise _refuse_math("it refuses attn_mask with is_causal")
     if not enable_gqa and len({t.shape[:-2] for t in qkv}) > 1:
-        raise _left_to_math("batch or heads differ")
+        raise _refuse_math("batch or heads differ")
     q, k, v = (contiguous(_rank4(t)) for t in qkv)
     bias = as_bias(attn_mask, query.dtype)
     if bias is not None and bias.dim() > 4:
         bias = bias.expand(*query.shape[:-3], *bias.shape[-3:])
     bias = None if bias is None else _rank4(bias)
-    return Ask(q, k, v, bias, dropout_p, is_causal, scale)
+    return SdpaCall(q, k, v, bias, dropout_p, is_causal, scale)
 
 
-def _left_to_math(reason: str) -> UnsupportedError:
+def _refuse_math(reason: str) -> UnsupportedError:
     return UnsupportedError(f"torch chose its math path ({reason})")
 
 
@@ -290,39 +291,39 @@ def _rank4(t: Tensor) -> Tensor:
 
 
 def as_bias(attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What attn_mask adds to the scores: of a bool one 0 where it is True, -inf elsewhere."""
+    """attn_mask as a term of the scores: a bool mask is 0 where True, -inf elsewhere."""
     if attn_mask is None or attn_mask.dtype != torch.bool:
         return attn_mask
     return torch.zeros_like(attn_mask, dtype=dtype).masked_fill_(~attn_mask, -torch.inf)
 
 
-def _draw_seed(ask: Ask) -> Tensor:
-    """Of dropout, from torch's generator; without dropout 0, and nothing is drawn."""
-    like = {"dtype": torch.int64, "device": ask.query.device}
-    return torch.randint(_SEEDS, (), **like) if ask.dropout_p else torch.zeros((), **like)
+def _draw_seed(call: SdpaCall) -> Tensor:
+    """The seed of dropout, from torch's generator; without dropout 0, and nothing is drawn."""
+    like = {"dtype": torch.int64, "device": call.query.device}
+    return torch.randint(_SEEDS, (), **like) if call.dropout_p else torch.zeros((), **like)
 
 
-def _forward(ask: Ask, seed: Tensor | None, like_query: bool = True) -> tuple[Tensor, Tensor]:
-    """out and lse (batch, heads, seqlen_q). like_query: out has the strides of the query, where
-    they are dense; otherwise those of (batch, seqlen, heads, head_dim).
+def _forward(call: SdpaCall, seed: Tensor | None, like_query: bool = True) -> tuple[Tensor, Tensor]:
+    """out and lse (batch, heads, seqlen_q). like_query: out has the strides of the query, if these
+    are dense; otherwise the strides of (batch, seqlen, heads, head_dim).
     """
-    call, x = ask.prepare(seed)
-    out, lse, _ = torch_op.run(call, x, None)
+    prepared, x = call.prepare(seed)
+    out, lse, _ = torch_op.run(prepared, x, None)
     out = out.transpose(1, 2)
-    return _laid_out_like(ask.query, out) if like_query else out, lse
+    return _laid_out_like(call.query, out) if like_query else out, lse
 
 
-def _backward(ask: Ask, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
+def _backward(call: SdpaCall, saved: tuple[Tensor, ...], seed: Tensor | None = None) -> Grads:
     """dq, dk, dv with the strides of (batch, seqlen, heads, head_dim), and dbias."""
-    call, x = ask.prepare(seed)
+    prepared, x = call.prepare(seed)
     out, lse, dout = saved
     out, dout = out.transpose(1, 2).contiguous(), dout.transpose(1, 2)
-    found = torch_op.run_backward(call, x, None, out, lse.contiguous(), dout, None)
-    dq, dk, dv, dbias = found[:4]
-    behind = ask.key.shape[2] - ask.seen
-    dk, dv = (F.pad(g, (0, 0, 0, 0, 0, behind)) if behind else g for g in (dk, dv))
-    if dbias is not None and behind:
-        dbias = F.pad(dbias, (0, behind))
+    grads = torch_op.run_backward(prepared, x, None, out, lse.contiguous(), dout, None)
+    dq, dk, dv, dbias = grads[:4]
+    num_hidden = call.key.shape[2] - call.num_visible
+    dk, dv = (F.pad(g, (0, 0, 0, 0, 0, num_hidden)) if num_hidden else g for g in (dk, dv))
+    if dbias is not None and num_hidden:
+        dbias = F.pad(dbias, (0, num_hidden))
     return (*(g.transpose(1, 2) for g in (dq, dk, dv)), dbias)
 
 
@@ -332,7 +333,7 @@ def _laid_out_like(t: Tensor, result: Tensor) -> Tensor:
 
 
 def _padded(dbias: Tensor, bias: Tensor) -> Tensor:
-    """In the shape and dtype of the bias, with rows that begin at multiples of 16 numbers."""
+    """dbias in the shape and dtype of the bias, with rows aligned to 16 elements."""
     *planes, keys = bias.shape
     return bias.new_empty(*planes, math.ceil(keys / 16) * 16)[..., :keys].copy_(dbias)
 
@@ -340,7 +341,7 @@ def _padded(dbias: Tensor, bias: Tensor) -> Tensor:
 MATH = {"_scaled_dot_product_attention_math": math_forward}
 OPERATORS: dict[str, dict[str, Callable[..., Any]]] = {
     "CompositeImplicitAutograd": MATH,
-    "FuncTorchVmapMode": MATH,  # which vmap puts before it
+    "FuncTorchVmapMode": MATH,  # vmap's kernel precedes it
     "CPU": {
         "_scaled_dot_product_flash_attention_for_cpu": cpu_forward,
         "_scaled_dot_product_flash_attention_for_cpu_backward": cpu_backward,

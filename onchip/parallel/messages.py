@@ -185,7 +185,7 @@ class PointToPointComm:
         return self._post(kind, self._to_all([x] * self.size), self._to_all(out))
 
     def _to_all(self, tensors: Sequence[Tensor]) -> list[PeerMessage]:
-        """The next rank first, so that not everybody begins with rank 0."""
+        """The next rank first, so that not all ranks begin with rank 0."""
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         return [PeerMessage(peer, tensors[peer]) for peer in peers]
 

@@ -49,7 +49,7 @@ DECODERS = {
         "no_rope_layers": [1, 0],
     },
     "doge": {"keep_window_size": 5},  # computes with its masks
-    "deepseek_v4": {  # longer keys than its masks know of, which it completes itself
+    "deepseek_v4": {  # has more keys than its masks, which it extends itself
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "head_dim": 32,
         "index_head_dim": 16,
@@ -69,7 +69,7 @@ DECODERS = {
     },
     **foreigners.SERVED,
 }
-# What is asked of others than decoders.
+# Models that are not decoders of text.
 OTHERS = {
     "bert": _SMALL,
     "roberta": _SMALL,
@@ -77,7 +77,7 @@ OTHERS = {
     "vit": {**_SMALL, "image_size": 24, "patch_size": 4},
     "bart": _PAIR,
     "whisper": {**_PAIR, "num_mel_bins": 8, "max_source_positions": 20},
-    "t5": {  # a position bias that is learned
+    "t5": {  # a learned position bias
         "vocab_size": 131,
         "d_model": 48,
         "d_kv": 12,
@@ -114,13 +114,13 @@ def model(kind):
 
 @torch.no_grad()
 def same_experts(one):
-    """Every expert of a layer becomes the first: which of them rounding picks decides nothing."""
+    """Make all experts of a layer equal, so that rounding in the router has no effect."""
     for name, weight in one.named_parameters():
         if ".experts." in name:
             weight.copy_(weight[:1].expand_as(weight))
     for module in one.modules():
         if hasattr(module, "router_jitter_noise"):
-            module.router_jitter_noise = 1e9  # phimoe leaves no expert out of its softmax
+            module.router_jitter_noise = 1e9  # phimoe then keeps all experts in its softmax
     return one
 
 
@@ -131,7 +131,7 @@ def config(kind, **fields):
 
 
 def inputs(kind, batch=3, tokens=23):
-    """What a model takes that is no decoder of text; right padding where it takes padding."""
+    """The inputs of a model that is no decoder of text; right padding if it takes padding."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(3, 131, (batch, tokens), generator=generator)
     if kind == "vit":
@@ -144,7 +144,7 @@ def inputs(kind, batch=3, tokens=23):
 
 
 def padding(batch, tokens, side):
-    """(batch, tokens) ones, but for five tokens of the first row and two of the last."""
+    """(batch, tokens) of ones, with 0 for five tokens of the first row and two of the last."""
     seen = torch.ones(batch, tokens, dtype=torch.long)
     seen[0, :5] = seen[-1, :2] = 0
     return seen if side == "left" else seen.flip(1)

@@ -3,8 +3,8 @@ take attn_implementation="onchip".
 
     python tests/integrations/table.py
 
-Verdicts are those of the classes themselves, as a model gets them when the name is set. Counts of
-transformers' own tests are from docs/transformers.json, to which `upstream.py --json` adds.
+Verdicts are computed from the classes, as when the name is set on a model. Counts of transformers'
+own tests are from docs/transformers.json, to which `upstream.py --json` adds.
 """
 
 import importlib
@@ -19,28 +19,28 @@ HEAD = """# Families of transformers
 
 [`attn_implementation="onchip"`](integrations.md#transformers) in transformers {version}, by family:
 a folder of its `models`. Written by `python tests/integrations/table.py`; a test compares this page
-with the classes of the installed version. The verdict is what a model says when the name is set:
+with the classes of the installed version. The verdict is the result of setting the name on a model:
 
 | verdict | families | |
 |---|---|---|
 {counts}
-A model inside another, such as the image encoder of a language model, has a verdict of its own:
-`attn_implementation={{"text_config": "onchip"}}` serves the part that can be.
+A model inside another, such as the image encoder of a language model, has its own verdict:
+`attn_implementation={{"text_config": "onchip"}}` uses onchip for the supported part.
 
-The numbers are tests of attention that transformers has itself, with our implementation in the
-place of SDPA and flash_attn ([how](integrations.md#transformers-own-tests)), on a CPU without bf16:
-{passed:,} passed, {refused:,} met a refusal that is documented, {failed:,} failed, over {families}
-families. `-`: not run. The tests are of commit d56c55bf (5.16.0.dev0), those of fp32 and of
-checkpointed training; the config in the test of Qwen3-VL is too old for its model.
+The numbers count transformers' own tests of attention, with onchip instead of SDPA and flash_attn
+([method](integrations.md#transformers-own-tests)), on a CPU without bf16: {passed:,} passed,
+{refused:,} raised a documented refusal, {failed:,} failed, over {families} families. `-`: not run.
+The tests are from commit d56c55bf (5.16.0.dev0): tests in fp32 and of checkpointed training. The
+config in the test of Qwen3-VL is too old for its model.
 
 """
 MEANINGS = {
-    "served": "its attention modules look up the implementation",
+    "supported": "its attention modules look up the implementation",
     "in part": "some of its models do, and the named ones refuse",
-    "refused": "none does: an `UnsupportedError` in one sentence",
-    "its parts": "it has no attention itself; models inside it answer for themselves",
+    "refused": "none does: `UnsupportedError`",
+    "inner models": "it has no attention itself; each model inside it has its own verdict",
 }
-COLUMNS = ("family", "verdict", "why", "passed", "refused", "skipped", "failed")
+COLUMNS = ("family", "verdict", "reason", "passed", "refused", "skipped", "failed")
 TABLE = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
 
 
@@ -57,7 +57,7 @@ def families():
 
 
 def _module(name):
-    """None where it needs a package that is not installed."""
+    """The module; None if it needs a package that is not installed."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -65,7 +65,7 @@ def _module(name):
 
 
 def verdict(modules):
-    """(verdict, sentence) over the models that are defined in modules."""
+    """(verdict, reason) of the models that are defined in modules."""
     from transformers import PreTrainedModel
 
     from onchip.models import served
@@ -78,7 +78,7 @@ def verdict(modules):
         elif any(map(served.looks_up, served.classes_of(kind, PreTrainedModel))):
             looks_up = True
     if not reasons:
-        return ("served" if looks_up else "its parts"), ""
+        return ("supported" if looks_up else "inner models"), ""
     sentences = [f"{', '.join(kinds)} {reason}" for reason, kinds in reasons.items()]
     return ("in part" if looks_up else "refused"), "; ".join(sentences).replace("|", "\\|")
 
@@ -95,7 +95,7 @@ def page():
     rows = [(family, *verdict(modules)) for family, modules in families()]
     counts = Counter(kind for _, kind, _ in rows)
     summary = "".join(f"| {kind} | {counts[kind]} | {MEANINGS[kind]} |\n" for kind in MEANINGS)
-    sums = {name: sum(_count(one, name) for one in results.values()) for name in _OUTCOMES}
+    sums = {name: sum(_count(result, name) for result in results.values()) for name in _OUTCOMES}
     head = HEAD.format(
         version=transformers.__version__, counts=summary, families=len(results), **sums
     )
@@ -107,8 +107,8 @@ _OUTCOMES = ("passed", "refused", "skipped", "failed")
 
 
 def _count(result, outcome):
-    found = result.get(outcome, 0)
-    return found if isinstance(found, int) else len(found)
+    tests = result.get(outcome, 0)
+    return tests if isinstance(tests, int) else len(tests)
 
 
 def _line(family, kind, why, result):
@@ -117,5 +117,5 @@ def _line(family, kind, why, result):
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this file, which has a flash_attn that is none
+    sys.path.pop(0)  # the folder of this file, its flash_attn is not the package
     PAGE.write_text(page())

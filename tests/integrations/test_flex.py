@@ -1,4 +1,4 @@
-"""FlexAttention's masks and calls give what torch's flex_attention, run eagerly, gives."""
+"""FlexAttention's masks and calls give the results of torch's eager flex_attention."""
 
 import pytest
 import torch
@@ -32,8 +32,8 @@ CASES = {  # mask_mod, (B, H) of create_block_mask, BLOCK_SIZE
 
 @pytest.fixture
 def torchs(monkeypatch):
-    """Torch's own function. Its door refuses gradients on the CPU, for its compiled kernels have
-    none there; run eagerly it has them.
+    """torch's own function. Its validation refuses gradients on the CPU, because its compiled
+    kernels have none there; run eagerly it has them.
     """
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
     return flex.flex_attention
@@ -73,7 +73,7 @@ def test_without_a_mask_with_a_scale_and_grouped_heads(torchs):
 
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)])
 def test_any_strides(which):
-    """A last dimension that is not contiguous, as Florence-2 has it."""
+    """A last dimension that is not contiguous, as in Florence-2."""
     x = inputs(33, 45)
     want = flex_attention(*x)
     want = [want, *torch.autograd.grad(want.square().sum(), x)]
@@ -89,7 +89,7 @@ def test_any_strides(which):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_masks_of_our_own_are_block_masks_too():
+def test_onchip_masks_are_accepted():
     x = inputs(130, 130)
     mask = onchip.masks.causal() & onchip.masks.window(20, 0)
     out = flex_attention(*x, block_mask=mask)
@@ -97,7 +97,7 @@ def test_masks_of_our_own_are_block_masks_too():
     assert torch.equal(out, want)
 
 
-def test_what_is_asked_of_aux_comes_back():
+def test_requested_aux_results_are_returned():
     x = [t.detach() for t in inputs()]
     ask = lambda **what: flex_attention(
         *x, block_mask=made("heads"), return_aux=flex.AuxRequest(**what)
@@ -117,18 +117,18 @@ def test_what_is_asked_of_aux_comes_back():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"score_mod": lambda s, b, h, q, k: s * 2}, "score_mod=.* is not served"),
+        ({"score_mod": lambda s, b, h, q, k: s * 2}, "score_mod=.* is not supported"),
         ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options="),
         ({"return_lse": True, "return_aux": flex.AuxRequest(lse=True)}, "give one"),
         ({"block_mask": made("causal", 100, 200)}, "does not fit"),
     ],
 )
-def test_refusals_are_sentences(options, sentence):
+def test_unsupported_arguments_are_refused(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         flex_attention(*inputs(), **options)
 
 
-def test_grouped_heads_must_be_meant():
+def test_grouped_heads_need_enable_gqa():
     with pytest.raises(ValueError, match="enable_gqa=True"):
         flex_attention(*inputs(kv_heads=2))
     with pytest.raises(UnsupportedError, match="only masks are"):

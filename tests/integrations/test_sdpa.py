@@ -1,5 +1,6 @@
-"""F.scaled_dot_product_attention through our operators: the same answers, strides and gradients as
-torch's own, in graphs too; what is not served is torch's, and says why; all of it can be undone.
+"""F.scaled_dot_product_attention through onchip's operators: the same results, strides and
+gradients as torch's own, also in graphs. Unsupported calls run torch's kernel and have a reason.
+The switch can be undone completely.
 """
 
 import copy
@@ -21,8 +22,8 @@ LEAST = torch.finfo(torch.float32).min
 
 @pytest.fixture(autouse=True)
 def _undone(monkeypatch):
-    """Nothing stays active; until then masked calls of any size are ours."""
-    monkeypatch.setattr(sdpa_ops, "LEAST_CELLS", 0)
+    """Lets masked calls of any size run on onchip; restores torch's operators afterwards."""
+    monkeypatch.setattr(sdpa_ops, "MIN_CELLS", 0)
     yield
     assert not sdpa.is_active()
 
@@ -36,7 +37,7 @@ def qkv(seqlen_q=33, seqlen_k=45, heads=4, kv_heads=2, dtype=torch.float32, cont
 
 
 def hidden(seqlen_q=33, seqlen_k=45):
-    """Bool, with a query that sees nothing."""
+    """Bool, with a query that sees no key."""
     seen = torch.rand(2, 1, seqlen_q, seqlen_k) > 0.3
     seen[0, 0, 3] = False
     return seen
@@ -65,10 +66,10 @@ def same(ours, theirs, most=1e-5):
         assert (a - b).abs().max() <= most * b.abs().max()
 
 
-class TestAnswers:
+class TestResults:
     @pytest.mark.parametrize("contiguous", [False, True])
     @pytest.mark.parametrize("name", OPTIONS)
-    def test_are_those_of_torch(self, name, contiguous):
+    def test_equal_torchs(self, name, contiguous):
         x, options = qkv(contiguous=contiguous), OPTIONS[name]
         theirs = answer(x, **options)
         with sdpa.active():
@@ -79,7 +80,7 @@ class TestAnswers:
 
     @pytest.mark.parametrize("lengths", [(45, 33), (33, 45), (1, 45), (45, 1), (17, 17)])
     def test_causal_counts_from_the_first_query_and_key(self, lengths):
-        """Bottom-right, as ours is, would be another answer. Judged by the rule itself, in fp64."""
+        """Bottom-right, as in onchip, would differ. Compared with a mask of the rule, in fp64."""
         x = qkv(*lengths, dtype=torch.float64)
         rule = torch.ones(lengths, dtype=torch.bool).tril()
         with sdpa_kernel(SDPBackend.MATH):
@@ -91,7 +92,7 @@ class TestAnswers:
             assert (a - b).abs().max() <= 1e-12 * max(1, b.abs().max())
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_of_16_bit(self, dtype):
+    def test_16_bit_gradients(self, dtype):
         """Gradients no worse than torch's own, which accumulates in 16 bit."""
         exact = qkv(dtype=torch.float64)
         x = [t.detach().to(dtype).requires_grad_() for t in exact]
@@ -109,15 +110,15 @@ class TestAnswers:
             out, *grads = answer(x, attn_mask=hidden())
         assert not out[0, :, 3].any() and not any(g.isnan().any() for g in grads)
 
-    def test_autocast_lowers_as_before(self):
+    def test_autocast_casts_as_before(self):
         x = qkv()
         with torch.autocast("cpu", torch.bfloat16), sdpa.active():
             out = F.scaled_dot_product_attention(*x, enable_gqa=True)
             assert sdpa.counts().served == {FORWARD: 1}
         assert out.dtype == torch.bfloat16
 
-    def test_our_own_kernels_still_find_torch(self):
-        """One of them is built on the operator that is overridden."""
+    def test_onchip_kernels_still_call_torch(self):
+        """The aten_cpu kernel calls the operator that is overridden."""
         import onchip
 
         q, k, v = (t.transpose(1, 2).detach() for t in qkv())
@@ -128,7 +129,9 @@ class TestAnswers:
 
 
 def continuous_batching(device):
-    """Calls of ours, when `generate_batch` gave the greedy tokens of eager attention."""
+    """The calls of onchip, after checking that `generate_batch` gives the tokens of eager
+    attention.
+    """
     import transformers
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -155,7 +158,7 @@ def continuous_batching(device):
 
 class TestModules:
     def test_multihead_attention(self):
-        """In evaluation too, where torch would take a path around the operator."""
+        """Also in evaluation, where torch would bypass the operator."""
         one, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 9, 32)
         with torch.no_grad():
             theirs, _ = one(x, x, x, need_weights=False)
@@ -180,7 +183,7 @@ class TestModules:
             torch.testing.assert_close(ours, theirs)
 
     def test_continuous_batching_of_transformers(self):
-        """It takes no attention of another name; this one has torch's."""
+        """It accepts no custom name; SDPA has a built-in one."""
         pytest.importorskip("transformers", minversion="5.22")  # before, it needs a GPU or psutil
         served = continuous_batching("cpu")
         assert served[FORWARD] >= 16
@@ -215,8 +218,8 @@ class TestGraphs:
         torch.testing.assert_close(theirs, F.scaled_dot_product_attention(*x, is_causal=True))
 
 
-class TestLeft:
-    """What is torch's own stays right, and has a reason."""
+class TestFallback:
+    """Calls that stay with torch are correct, and have a reason."""
 
     @pytest.mark.parametrize(
         ("change", "reason"),
@@ -225,7 +228,7 @@ class TestLeft:
             ({"attn_mask": torch.randn(33, 45, requires_grad=True)}, "requires a gradient"),
         ],
     )
-    def test_what_torch_sends_elsewhere(self, change, reason):
+    def test_calls_that_torch_sends_to_other_paths(self, change, reason):
         x = qkv()
         torch.manual_seed(1)
         theirs = answer(x, **change)
@@ -238,7 +241,7 @@ class TestLeft:
 
     @pytest.mark.parametrize("name", OPTIONS)
     def test_small_masked_calls(self, name, monkeypatch):
-        """Each would cost more than torch takes for the whole call."""
+        """Building the mask would cost more than torch's whole call."""
         monkeypatch.undo()
         x, options = qkv(), OPTIONS[name]
         theirs = answer(x, **options)
@@ -252,7 +255,7 @@ class TestLeft:
         else:
             assert not left and reason is None
 
-    def test_what_we_refuse_is_counted(self):
+    def test_refusals_are_counted(self):
         x = [torch.randn(1, 2, 9, 264) for _ in range(3)]
         theirs = F.scaled_dot_product_attention(*x)
         with sdpa.active():
@@ -263,11 +266,11 @@ class TestLeft:
         assert not served and left == {reason: 1} and "must be between 1 and 256" in reason
 
     @pytest.mark.parametrize("kind", ["added", "hidden too", "least in a row"])
-    def test_what_torch_does_faster(self, kind):
+    def test_calls_that_torch_runs_faster(self, kind):
         x, mask = qkv(), torch.randn(2, 4, 33, 45)
         if kind == "hidden too":
             mask = mask.masked_fill(~hidden(), -torch.inf)
-        if kind == "least in a row":  # which is an average over all keys
+        if kind == "least in a row":  # an average over all keys
             mask = torch.where(hidden(), 0.0, LEAST)
         theirs = answer(x, attn_mask=mask)
         with sdpa.active():
@@ -276,15 +279,15 @@ class TestLeft:
             assert sdpa.counts() == ({}, {reason: 2}) and "torch's kernel is faster" in reason
         same(ours, theirs, 0)
 
-    def test_a_backend_that_was_chosen(self):
+    def test_an_explicit_backend(self):
         x = qkv()
         with sdpa.active(), sdpa_kernel(SDPBackend.MATH):
             assert "math path" in sdpa.why(*x, enable_gqa=True)
             answer(x)
             assert sdpa.counts() == ({}, {sdpa.why(*x, enable_gqa=True): 1})
 
-    def test_second_derivatives_of_a_backend_that_was_chosen(self):
-        """Torch's math path has them: a program that switches to it for them keeps them."""
+    def test_second_derivatives_of_an_explicit_backend(self):
+        """torch's math path has them: a program that selects it keeps them."""
         x = [t.detach().requires_grad_() for t in qkv()]
 
         def penalty():
@@ -309,19 +312,19 @@ class TestLeft:
             lambda f, x: f(torch.nested.nested_tensor([x[0], x[1]])).unbind()[0],
         ],
     )
-    def test_what_is_transformed_on_the_math_path(self, transform):
-        """Torch's own serves transforms there; each is counted, a graph when it is traced."""
+    def test_transforms_on_the_math_path(self, transform):
+        """torch's own kernel runs under transforms; each is counted, a graph when it is traced."""
         x = torch.randn(2, 4, 9, 16)
         attend = lambda y: F.scaled_dot_product_attention(y, y, y, dropout_p=1e-9)
         theirs = transform(attend, x)
-        torch.compiler.reset()  # a graph that was traced before holds the path itself
+        torch.compiler.reset()  # a graph that was traced before contains the path
         with sdpa.active():
             ours = transform(attend, x)
             served, left = sdpa.counts()
         assert not served and len(left) == 1 and "math path" in str(left)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
-    def test_errors_stay_those_of_torch(self):
+    def test_errors_are_torchs(self):
         q, k, v = (t.detach() for t in qkv(9, 9))
         calls = [((q, k, v), {}), ((q[0], q[0], q[0, :3]), {})]
         calls += [((q[0], q[0], q[0]), {"attn_mask": torch.ones(9, 9).bool(), "is_causal": True})]
@@ -360,10 +363,10 @@ ELSEWHERE += ["rank 3, a mask of each", "rank 5", "transposed", "every other"]
 
 
 class TestMathPath:
-    """What torch sends to its math path, where we have a kernel."""
+    """Calls of torch's math path that onchip has a kernel for."""
 
     @pytest.mark.parametrize("name", ELSEWHERE)
-    def test_is_served(self, name):
+    def test_runs_on_onchip(self, name):
         x, options = elsewhere(name)
 
         def run():
@@ -387,7 +390,7 @@ class TestMathPath:
         torch.testing.assert_close(out, F.scaled_dot_product_attention(x, x, x))
         assert weights.shape == (4, 9, 9) and weights.isnan().all()
 
-    def test_our_own_calls_are_not_counted(self):
+    def test_direct_calls_of_onchip_are_not_counted(self):
         import onchip
 
         x = torch.randn(2, 33, 4, 16, requires_grad=True)
@@ -396,15 +399,15 @@ class TestMathPath:
             assert sdpa.counts() == ({}, {})
 
 
-class TestKeptMasks:
+class TestCachedMasks:
     """A mask is built once for the layers of a model, and again when its values change."""
 
     @pytest.fixture
     def built(self, monkeypatch):
         """The masks that were built."""
-        made, build = [], sdpa_masks._build
-        monkeypatch.setattr(sdpa_masks, "_build", lambda bias: made.append(1) or build(bias))
-        return made
+        builds, build = [], sdpa_masks._build
+        monkeypatch.setattr(sdpa_masks, "_build", lambda bias: builds.append(1) or build(bias))
+        return builds
 
     @pytest.mark.parametrize("kind", ["bool", "number", "bool2d", "slice"])
     def test_is_built_once(self, kind, built):
@@ -423,7 +426,7 @@ class TestKeptMasks:
 
     @pytest.mark.parametrize("inference", [False, True])
     @pytest.mark.parametrize("write", ["torch", "data", "numpy", "view"])
-    def test_every_change_is_seen(self, write, inference, built):
+    def test_every_change_is_detected(self, write, inference, built):
         with torch.inference_mode(inference), sdpa.active():
             x, mask = [t.detach() for t in qkv()], hidden()
             array = mask.numpy()
@@ -442,18 +445,18 @@ class TestKeptMasks:
                 torch.testing.assert_close(attend(), theirs)
         assert len(built) == 3
 
-    def test_is_dropped_with_the_switch_and_bounded(self, monkeypatch):
+    def test_cache_is_bounded_and_cleared_by_restore(self, monkeypatch):
         x = [t.detach() for t in qkv()]
         attend = lambda: F.scaled_dot_product_attention(*x, attn_mask=hidden(), enable_gqa=True)
         with sdpa.active():
             for _ in range(9):
                 attend()
-            assert len(sdpa_masks._kept) == 4
-        assert not sdpa_masks._kept
-        monkeypatch.setattr(sdpa_masks, "KEPT_BYTES", 100)
+            assert len(sdpa_masks._cache) == 4
+        assert not sdpa_masks._cache
+        monkeypatch.setattr(sdpa_masks, "MAX_CACHED_BYTES", 100)
         with sdpa.active():
             attend()
-            assert not sdpa_masks._kept
+            assert not sdpa_masks._cache
 
 
 class TestSwitch:
@@ -473,7 +476,7 @@ class TestSwitch:
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
 
-    def test_twice_is_once(self):
+    def test_activating_twice_is_the_same_as_once(self):
         sdpa.activate()
         sdpa.activate()
         answer(qkv())
@@ -487,7 +490,7 @@ class TestSwitch:
         nn.attention.restore_flash_attention_impl()
         assert not sdpa.is_active() and torch.backends.mha.get_fastpath_enabled()
 
-    def test_the_implementation_before_comes_back(self):
+    def test_the_earlier_implementation_is_restored(self):
         removed = []
 
         class Other:
@@ -523,12 +526,12 @@ class TestSwitch:
 
 
 class TestOperatorsOfGpus:
-    """What a GPU would be asked, on the CPU: shapes and meanings of results that only they have."""
+    """The GPU operators, run on the CPU: shapes and meanings of results that only they have."""
 
     @pytest.fixture(autouse=True)
     def _elsewhere(self, monkeypatch):
-        """As on a GPU, where what is added is not looked at."""
-        monkeypatch.setattr(sdpa_ops, "is_read", lambda bias: False)
+        """As on a GPU, where the values of a bias are not read."""
+        monkeypatch.setattr(sdpa_ops, "is_readable", lambda bias: False)
 
     def reference(self, x, bias=None, rule=None):
         q, k, v = x
@@ -558,7 +561,7 @@ class TestOperatorsOfGpus:
             assert ours.stride() == torch.empty_like(t).stride()
 
     def test_flash_attention_drops_the_same_in_its_gradient(self):
-        """out is linear in v: its value along dv must be what v contributed."""
+        """out is linear in v, so that <dv, v> must equal <dout, out>."""
         q, k, v = (t.detach() for t in qkv(17, 17, dtype=torch.float64))
         out, lse, *_, state, unused, _ = sdpa_ops.flash_forward(q, k, v, 0.4, True)
         other = sdpa_ops.flash_forward(q, k, v, 0.4, True)[0]
@@ -591,7 +594,7 @@ class TestOperatorsOfGpus:
         assert dbias.shape == added.shape and dbias.stride() == (4 * 33 * 48, 33 * 48, 48, 1)
         torch.testing.assert_close(dbias.sum_to_size(bias.shape), exact_bias, rtol=0, atol=1e-12)
 
-    def test_efficient_attention_gives_what_is_wanted(self):
+    def test_efficient_attention_returns_requested_gradients(self):
         plain = [t.detach() for t in qkv()]
         out, lse, *_ = sdpa_ops.efficient_forward(*plain, None, False)
         assert lse.shape == (2, 4, 0)
@@ -629,7 +632,7 @@ class TestGpu:
         return out.detach(), *torch.autograd.grad(out.float().square().sum(), x)
 
     @pytest.mark.parametrize("name", ["flash", "mask", "bias", "causal", "fp32"])
-    def test_answers_are_no_worse_than_torchs(self, name):
+    def test_results_are_as_accurate_as_torchs(self, name):
         x, options = self.draw(name)
         wide = {
             k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v
@@ -649,7 +652,7 @@ class TestGpu:
             assert rms(a.double() - best) <= 1.1 * rms(b.double() - best)
 
     @pytest.mark.parametrize("kind", ["rank 3", "transposed"])
-    def test_the_math_path_is_served(self, kind):
+    def test_the_math_path_runs_on_onchip(self, kind):
         (q, k, v), options = self.draw("fp32")
         x = (q[0], k[0], v[0]) if kind == "rank 3" else (q, k.mT.contiguous().mT, v)
         x = [t.detach().requires_grad_() for t in x]

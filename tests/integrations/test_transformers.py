@@ -1,4 +1,4 @@
-"""attn_implementation="onchip": what a model says with it is what it says with "eager"."""
+"""attn_implementation="onchip": models give the same results as with "eager"."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def as_name(one, name):
 
 
 def both(kind, compute):
-    """What compute(model) gives with eager attention and with ours."""
+    """The results of compute(model) with eager attention and with onchip."""
     one = families.model(kind)
     eager = compute(as_name(one, "eager"))
     ours = compute(as_name(one, "onchip"))
@@ -46,7 +46,7 @@ def both(kind, compute):
 
 
 def close(ours, eager, seen=None):
-    """The rule for fp32: within 1e-5 of the largest. Rows of padding are nobody's."""
+    """The rule for fp32: within 1e-5 of the largest. Rows of padding are ignored."""
     seen = 1 if seen is None else seen[..., None]
     error, most = ((ours - eager) * seen).abs().max(), (eager * seen).abs().max()
     assert error <= 1e-5 * most, f"{error / most:.1e}"
@@ -55,7 +55,7 @@ def close(ours, eager, seen=None):
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
-def test_logits_are_those_of_eager(kind, side, words):
+def test_logits_equal_eager(kind, side, words):
     seen = None if side is None else padding(BATCH, TOKENS, side)
     eager, ours = both(kind, lambda one: one(words, attention_mask=seen).logits)
     close(ours, eager, seen)
@@ -63,7 +63,7 @@ def test_logits_are_those_of_eager(kind, side, words):
 
 @pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_eager_with_left_padding(kind, words):
+def test_greedy_tokens_equal_eager_with_left_padding(kind, words):
     seen = padding(BATCH, TOKENS, "left")
     eager, ours = both(kind, lambda one: one.generate(words, attention_mask=seen, **GREEDY))
     assert torch.equal(ours, eager)
@@ -101,7 +101,7 @@ def test_greedy_tokens_of_encoders_with_decoders(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "llama4_text"])
 @torch.no_grad()
-def test_a_prompt_in_pieces_is_the_prompt(kind, words):
+def test_a_prompt_in_pieces_equals_the_whole_prompt(kind, words):
     """Several queries at the end of more keys."""
     one = as_name(families.model(kind), "onchip")
     whole = one(words).logits
@@ -125,14 +125,14 @@ def equal_gradients(ours, eager):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "deepseek_v3", "cohere2"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_gradients_are_those_of_eager(kind, side, words):
+def test_gradients_equal_eager(kind, side, words):
     seen = padding(BATCH, TOKENS, side)
     eager, ours = both(kind, lambda one: gradients(one, words, seen, use_cache=False))
     equal_gradients(ours, eager)
 
 
 def test_precise_delta_keeps_the_residuals(words):
-    """Of every layer, under a name that was registered for it."""
+    """In every layer, under a name that was registered with precise_delta."""
     adapter.register("precise", precise_delta=True)
     one = copy.deepcopy(families.model("llama")).bfloat16().train()
 
@@ -154,7 +154,7 @@ def test_precise_delta_keeps_the_residuals(words):
 
 
 def test_gradients_of_sinks(words):
-    """Without padding: eager lets the rows of padding teach the sinks."""
+    """Without padding: in eager, rows of padding contribute to the gradient of sinks."""
     eager, ours = both("gpt_oss", lambda one: gradients(one, words, torch.ones_like(words)))
     equal_gradients(ours, eager)
     assert any("sinks" in name for name in ours)
@@ -171,14 +171,14 @@ def test_gradients_of_a_position_bias():
     eager, ours = both("t5", compute)
     exact = compute(copy.deepcopy(as_name(families.model("t5"), "eager")).double())
     assert len(ours) == 2
-    for name, expected in exact.items():  # each sums thousands of terms, in whatever order
+    for name, expected in exact.items():  # each is a sum of thousands of terms, in any order
         error, least = ((found[name] - expected).abs().max() for found in (ours, eager))
         assert error <= max(1e-5 * expected.abs().max(), 2 * least), name
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_recompute_the_same_dropout(reentrant, words):
-    """Masks pass through checkpoints, and the seed of dropout is torch's own generator."""
+    """Masks pass through checkpoints, and dropout uses torch's own generator."""
     one = copy.deepcopy(as_name(families.model("mistral"), "onchip")).train()
     for layer in one.model.layers:
         layer.self_attn.attention_dropout = 0.4
@@ -197,7 +197,7 @@ def test_checkpoints_recompute_the_same_dropout(reentrant, words):
 
 
 class TestPacking:
-    """Sequences one after another in a row answer as each alone."""
+    """Packed sequences give the same results as each alone."""
 
     LENGTHS = (9, 1, 13)
 
@@ -230,7 +230,7 @@ class TestPacking:
 
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2"])
     def test_offsets_need_no_mask(self, kind, packed, monkeypatch):
-        """Though documents are in the mask too: they are sequences, and a window is an option."""
+        """Documents that are also in the mask become sequences, and a window becomes an option."""
         words, positions = packed
         one = as_name(families.model(kind), "onchip")
         cu = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
@@ -265,7 +265,7 @@ class TestPacking:
 
 
 class TestStructure:
-    """Masks are intervals: no cell of a rule that transformers makes itself is evaluated."""
+    """Masks are intervals: no cell of transformers' own mask functions is evaluated."""
 
     @pytest.fixture
     def no_cells(self, monkeypatch):
@@ -300,7 +300,7 @@ class TestStructure:
         assert [o.get("window_size") for o in found] == [(6, 0), None]
         assert all(o["causal"] and "mask" not in o for o in found)
 
-    def test_blocks_are_built_once_for_all_layers_and_forgotten(self, words, monkeypatch):
+    def test_blocks_are_built_once_for_all_layers_and_released(self, words, monkeypatch):
         built = []
         spy = lambda *args: built.append(1) or onchip.masks.build(*args)
         gc.collect()
@@ -313,7 +313,7 @@ class TestStructure:
         gc.collect()
         assert len(later._built) == before
 
-    def test_padding_with_gaps_is_asked_cell_by_cell(self, words):
+    def test_padding_with_gaps_is_evaluated_cell_by_cell(self, words):
         seen = padding(BATCH, TOKENS, "right")
         seen[1, 4:9] = 0
         with torch.no_grad():
@@ -336,8 +336,8 @@ class TestStructure:
         close(ours(words, attention_mask=mask).logits, ours(words).logits)
 
     @torch.no_grad()
-    def test_rules_that_users_make(self, words):
-        """A rule that is not known is asked; bounds if it is an interval, otherwise cells."""
+    def test_mask_functions_that_users_make(self, words):
+        """An unknown mask_function is evaluated: bounds if it is an interval, otherwise cells."""
         prefix = lambda b, h, q, k: k < 5
         holes = lambda b, h, q, k: (k % 3 == 0) & (k < q + 4)
         for rule, kind in ((prefix, torch.int32), (holes, torch.bool)):
@@ -366,7 +366,7 @@ class Logits(torch.nn.Module):
 
 
 class TestGraphs:
-    """Whole models in one graph. The mask is built when the graph runs."""
+    """Whole models in one graph, which builds the mask when it runs."""
 
     CASES = {
         "causal": {},
@@ -427,7 +427,7 @@ class TestGraphs:
     @pytest.mark.slow
     @torch.no_grad()
     def test_decodes_in_one_graph(self, words):
-        """Steps over a cache of fixed size: one graph, no break, tokens of eager."""
+        """Steps over a cache of fixed size: one graph, no break, the tokens of eager."""
         one = copy.deepcopy(families.model("mistral"))
         seen = padding(BATCH, TOKENS, "left")
         eager = as_name(one, "eager").generate(words, attention_mask=seen, **GREEDY)
@@ -454,9 +454,9 @@ class TestGraphs:
 
 
 class TestRefusals:
-    def test_a_name_that_means_something_else(self):
+    def test_a_name_with_another_meaning(self):
         for name in ("flash_onchip", "onchip/attention", "paged|onchip"):
-            with pytest.raises(ValueError, match="something else"):
+            with pytest.raises(ValueError, match="another meaning"):
                 adapter.register(name)
 
     def test_probabilities(self, words):
@@ -466,7 +466,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neox"])
     def test_probabilities_that_a_model_would_collect(self, kind, words):
-        """output_attentions stays in the model, which collects what its modules return."""
+        """The model keeps output_attentions itself and collects the results of its modules."""
         one = as_name(families.model(kind), "onchip")
         with torch.no_grad(), pytest.raises(onchip.UnsupportedError, match="output_attentions"):
             one(words, output_attentions=True)
@@ -477,7 +477,7 @@ class TestRefusals:
             with pytest.raises(onchip.UnsupportedError, match=f"given {name}"):
                 adapter.attend(torch.nn.Module(), q, q, q, None, **{name: torch.ones(1)})
 
-    def test_a_mask_that_a_model_computed_with(self):
+    def test_a_mask_that_a_model_changed(self):
         q, mask = torch.randn(1, 2, 9, 8), torch.zeros(1, 1, 9, 9, dtype=torch.int32)
         with pytest.raises(onchip.UnsupportedError, match="neither bool nor float"):
             adapter.attend(torch.nn.Module(), q, q, q, mask)
@@ -489,7 +489,7 @@ class TestRefusals:
         rule = masking.sliding_window_causal_mask_function(4)
         made = adapter.mask(mask_function=rule, local_size=4, **said)
         adapter.attend(torch.nn.Module(), q, q, q, made)
-        with pytest.raises(onchip.UnsupportedError, match="over 9 keys came with 11"):
+        with pytest.raises(onchip.UnsupportedError, match="over 9 keys, the call has 11"):
             adapter.attend(torch.nn.Module(), q, k, k, made)
 
     def test_offsets_of_a_batch(self):
@@ -504,7 +504,7 @@ class OwnAttention(torch.nn.Module):
         return (x @ x.mT).softmax(-1) @ x
 
 
-class AskingAttention(torch.nn.Module):
+class LookupAttention(torch.nn.Module):
     def forward(self, x):
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -517,14 +517,14 @@ class OwnModel(transformers.PreTrainedModel):
         self.attention = OwnAttention()
 
 
-class AskingModel(transformers.PreTrainedModel):
+class LookupModel(transformers.PreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
-        self.attention = AskingAttention()
+        self.attention = LookupAttention()
 
 
-class TestModelsThatAreNotServed:
-    """They say so when the name is set, in one sentence."""
+class TestUnsupportedModels:
+    """They raise an error when the name is set."""
 
     SMALL = {"vocab_size": 131, "num_hidden_layers": 1, "num_attention_heads": 4}
     KINDS = {
@@ -549,7 +549,7 @@ class TestModelsThatAreNotServed:
             transformers.AutoModel.from_config(config, attn_implementation="onchip")
 
     def test_when_set_later(self):
-        """transformers itself would warn and go on."""
+        """transformers itself would warn and continue."""
         config = transformers.BloomConfig(hidden_size=48, n_layer=1, n_head=4, vocab_size=131)
         one = transformers.BloomForCausalLM(config)
         before = one.config._attn_implementation
@@ -560,7 +560,7 @@ class TestModelsThatAreNotServed:
 
     @torch.no_grad()
     def test_a_part_of_a_model(self):
-        """A model of text and images with an encoder that has attention of its own: the rest."""
+        """A model of text and images with an unsupported encoder: the other part uses onchip."""
         text = families.config("qwen2").to_dict() | {"rope_parameters": {"rope_type": "default"}}
         vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         vision |= {"output_channels": 16, "mlp_dim": 32, "global_attn_indexes": []}
@@ -575,7 +575,7 @@ class TestModelsThatAreNotServed:
 
     def test_models_that_users_write(self):
         config = transformers.LlamaConfig(attn_implementation="onchip")
-        AskingModel(config)
+        LookupModel(config)
         with pytest.raises(onchip.UnsupportedError, match="OwnModel runs.*OwnAttention"):
             OwnModel(config)
 
@@ -586,24 +586,24 @@ class TestModelsThatAreNotServed:
 
 
 class TestKeywords:
-    """What a model hands on to its modules for others than attention changes nothing."""
+    """Keywords that a model passes to its modules for other purposes have no effect."""
 
     @pytest.mark.parametrize(
         "name", ["num_items_in_batch", "seq_idx", "labels", "decoder_input_ids", "any_novelty"]
     )
-    def test_what_is_not_for_attention(self, name):
+    def test_keywords_for_other_purposes(self, name):
         q = torch.randn(1, 2, 9, 8)
         expected, _ = adapter.attend(torch.nn.Module(), q, q, q, None)
         ours, _ = adapter.attend(torch.nn.Module(), q, q, q, None, **{name: torch.arange(9)})
         assert torch.equal(ours, expected)
 
-    def test_every_keyword_of_transformers_is_decided(self):
-        """All that its modules say by name to an attention function is served or refused, or says
-        nothing to a score: a version with another name needs a decision.
+    def test_every_keyword_of_transformers_is_handled(self):
+        """Every keyword that its modules pass to an attention function is supported, refused, or
+        has no effect on scores: a version with a new keyword needs a decision.
         """
         served = {*inspect.signature(adapter.attend).parameters, *adapter._PACKING}
         served |= {"scaling", "softcap", "s_aux", "output_attentions"}
-        indifferent = {"deterministic", "position_ids", "sliding_window"}  # windows are in masks
+        indifferent = {"deterministic", "position_ids", "sliding_window"}  # masks contain windows
         call = re.compile(r"\battention_interface\((.*?)\n\s*\)", re.DOTALL)
         folder = Path(transformers.__file__).parent / "models"
         found = set()
@@ -616,7 +616,7 @@ class TestKeywords:
 
 @pytest.mark.parametrize("grads", [False, True])
 def test_a_last_dimension_that_is_not_contiguous(grads):
-    """Florence-2 attends over channels: its queries are transposed once more."""
+    """Florence-2 attends over channels: its queries are transposed a second time."""
     base = torch.randn(3, 2, 4, 8, 9, requires_grad=grads)
     q, k, v = base.transpose(-1, -2).unbind()
     ours, _ = adapter.attend(torch.nn.Module(), q, k, v, None, is_causal=False)
@@ -628,7 +628,7 @@ def test_a_last_dimension_that_is_not_contiguous(grads):
         assert base.grad.isfinite().all()
 
 
-def test_registering_does_not_touch_what_is_there():
+def test_registering_does_not_change_loaded_models():
     from transformers import AttentionInterface
 
     before = {name: AttentionInterface()[name] for name in ("sdpa", "flex_attention")}
@@ -645,9 +645,10 @@ ON_DEVICES = [
 ]
 
 
-class TestRounded:
-    """The same in bf16. Rounding may decide between tokens that are about as likely, so those of
-    `generate` must be greedy up to the error of bf16 itself; between experts it would decide more.
+class TestBf16:
+    """The same in bf16. Rounding may decide between tokens of about equal probability, so the
+    tokens of `generate` must be greedy up to the error of bf16 itself; between experts it would
+    decide more.
     """
 
     def model(self, kind, device, name, dtype):
@@ -662,8 +663,8 @@ class TestRounded:
     @pytest.mark.parametrize("side", ["left", "right"])
     @pytest.mark.parametrize(("device", "kind"), ON_DEVICES)
     @torch.no_grad()
-    def test_errors_are_those_of_bf16(self, device, kind, side, words):
-        """At most 1.2 times eager's own, as two draws of rounding errors scatter."""
+    def test_errors_are_as_small_as_eagers(self, device, kind, side, words):
+        """At most 1.2 times eager's error, the scatter between two draws of rounding errors."""
         words, seen = words.to(device), padding(BATCH, TOKENS, side).to(device)
         exact = self.logits(kind, words, seen, "eager", torch.float32)
         error = lambda name: (
@@ -691,7 +692,7 @@ class TestRounded:
 class TestGpu:
     @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text", "gpt_oss"])
     @torch.no_grad()
-    def test_tokens_in_fp32_are_those_of_eager(self, kind, words):
+    def test_tokens_in_fp32_equal_eager(self, kind, words):
         seen = padding(BATCH, TOKENS, "left").cuda()
         one = copy.deepcopy(families.model(kind)).cuda()
         found = [

@@ -1,4 +1,4 @@
-"""transformers' own tests of attention pass with our implementation in the place of theirs."""
+"""transformers' own tests of attention pass with onchip instead of their implementation."""
 
 import os
 import subprocess
@@ -27,14 +27,14 @@ def run(checkout, *options):
 @pytest.mark.skipif(
     not CHECKOUT, reason="ONCHIP_TRANSFORMERS names no clone of transformers' repository"
 )
-def test_all_that_apply_pass():
+def test_all_tests_that_apply_pass():
     status, said = run(CHECKOUT)
     assert status == 0, said[-8000:]
 
 
 @pytest.mark.slow
-def test_the_page_of_families_is_what_models_say():
-    """Counts of tests are of a run that takes hours: they are read, not measured."""
+def test_the_page_of_families_agrees_with_the_models():
+    """Counts of tests are from a run that takes hours: they are read, not measured."""
     import transformers
 
     from tests.integrations import table
@@ -45,8 +45,8 @@ def test_the_page_of_families_is_what_models_say():
     assert published == table.page(), "run python tests/integrations/table.py"
 
 
-def test_names_are_replaced_and_a_test_without_our_attention_does_not_pass(tmp_path):
-    """Over a checkout of three tests: of our attention, of SDPA's in spite of us, and of none."""
+def test_names_are_replaced_and_a_test_without_onchip_does_not_pass(tmp_path):
+    """A checkout with three tests: of onchip's attention, of SDPA's, and without attention."""
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
     for package in (folder, *folder.parents[:2]):

@@ -1,19 +1,19 @@
-"""transformers' own tests of attention, with our implementation where they name another.
+"""Runs transformers' own tests of attention with onchip instead of the implementation they name.
 
     python tests/integrations/upstream.py CHECKOUT [--models llama,bert] [--kernel tiled]
         [pytest ...]
     python tests/integrations/upstream.py CHECKOUT --models all --json docs/transformers.json
 
-CHECKOUT is a clone of transformers' repository at the version that is installed. Its tests are read
-with "sdpa" and "flash_attention_2" replaced by names under which the adapter is registered, and a
-model that is asked for no implementation takes ours. Conditions that only speak of the package
-flash_attn, of a GPU or of what SDPA cannot do are dropped. Nothing else changes: tolerances,
-inputs, models, retries of tests that are called flaky, and all other reasons to skip are theirs.
+CHECKOUT is a clone of transformers' repository at the installed version. In its tests "sdpa" and
+"flash_attention_2" are replaced by names under which onchip is registered, and onchip is the
+default implementation. Conditions about the package flash_attn, a GPU or limits of SDPA are
+dropped. Nothing else changes: tolerances, inputs, models, retries of flaky tests, and all other
+reasons to skip are upstream's.
 
-On the CPU most calls are served by torch's own kernel: a run shows masks, layouts and options. One
-with --kernel tiled shows arithmetic of ours.
+On the CPU most calls run torch's own kernel: such a run tests masks, layouts and options. A run
+with --kernel tiled tests onchip's arithmetic.
 
-This is a program, not a module of our tests: `tests` is the package of the checkout here.
+This is a program, not a module of onchip's tests: here `tests` is the package of the checkout.
 """
 
 import argparse
@@ -60,15 +60,15 @@ TESTS = (
     "test_generate_from_inputs_embeds_with_static_cache",
     "test_beam_search_generate",
 )
-# Tests of what a model calls its implementation: nothing attends.
+# Tests of the implementation's name: they call no attention.
 TESTS_OF_NAMES = (
     "test_attn_implementation_composite_models",
     "test_can_set_attention_dynamically*",
     "test_flash_attn_2_can_dispatch_composite_models",
 )
-# Tests that fail for a reason that is not ours, and whether they always do.
-_PACKED = "GPT-OSS makes its masks without position_ids: eager leaves the sequences in the same way"
-_NOISE = "bf16: eager is as far from fp32 as we are, and one element is beyond the bound"
+# Tests that fail for a reason outside of onchip, and whether they always do.
+_PACKED = "GPT-OSS makes its masks without position_ids: eager mixes the sequences in the same way"
+_NOISE = "bf16: eager is as far from fp32 as onchip, and one element exceeds the bound"
 KNOWN = {
     "GptOssModelTest::test_sdpa_padding_matches_padding_free_with_position_ids": (_PACKED, True),
     "GptOssModelTest::test_flash_attention_2_padding_matches_padding_free_with_position_ids": (
@@ -82,9 +82,9 @@ KNOWN = {
         True,
     ),
 }
-# Variants that choose among torch's kernels: to us the same test again.
-_SAME_TO_US = "_sdpa_kernels"
-# What common tests import for other subjects, with packages of its own: its classes are empty here.
+# Variants that choose among torch's kernels: for onchip the same test again.
+_TORCH_VARIANTS = "_sdpa_kernels"
+# Modules that common tests import for other subjects; their classes are empty here.
 _ABSENT = (
     *("tests.exporters.test_export", "tests.utils.test_configuration_utils"),
     *("tests.test_pipeline_mixin", "tests.test_fsdp_mixin", "tests.test_training_mixin"),
@@ -145,7 +145,7 @@ def _drop_conditions():
 
 
 def _lift_limits(model):
-    """What SDPA and flash_attn cannot do for a model, a softcap or sinks, is no limit of ours."""
+    """Lift the limits of SDPA and flash_attn, a softcap or sinks, which onchip does not have."""
     for kind in model.__subclasses__():
         if kind._supports_attention_backend:
             kind._supports_sdpa, kind._compatible_flash_implementations = True, None
@@ -153,63 +153,63 @@ def _lift_limits(model):
 
 
 def _register(calls):
-    """Our implementation under the new names and as the default, wherever SDPA would be; calls
-    counts who is asked for attention, us or SDPA.
+    """Register onchip under the new names, and as the default instead of SDPA. `calls` counts the
+    calls of onchip and of SDPA.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
     from onchip.integrations import transformers as adapter
 
-    def ours_by_default(self, requested, *args, **kwargs):
+    def default_to_onchip(self, requested, *args, **kwargs):
         if requested is None and self._supports_sdpa and not _refuses(type(self)):
             requested = NAMES["sdpa"]
         return choose(self, requested, *args, **kwargs)
 
-    adapter.attend = _counted(calls, "ours", adapter.attend)
+    adapter.attend = _count_calls(calls, "onchip", adapter.attend)
     for name in NAMES.values():
         adapter.register(name)
     choose = PreTrainedModel.get_correct_attn_implementation
-    theirs = AttentionInterface()["sdpa"]
-    AttentionInterface.register("sdpa", _counted(calls, "theirs", theirs))
-    PreTrainedModel.get_correct_attn_implementation = ours_by_default
+    sdpa = AttentionInterface()["sdpa"]
+    AttentionInterface.register("sdpa", _count_calls(calls, "sdpa", sdpa))
+    PreTrainedModel.get_correct_attn_implementation = default_to_onchip
 
 
 @cache
 def _refuses(kind):
-    """Whether a model, or one that it builds with the same config, refuses our name."""
+    """Whether a model, or one that it builds with the same config, refuses onchip's name."""
     from transformers import PreTrainedModel
 
     from onchip.models import served
 
     if served.reason(kind, NAMES["sdpa"], PreTrainedModel):
         return True
-    built = [one for one in served.named_in(kind, "__init__") if isinstance(one, type)]
-    return any(_refuses(one) for one in built if issubclass(one, PreTrainedModel) and one != kind)
+    built = [k for k in served.named_in(kind, "__init__") if isinstance(k, type)]
+    return any(_refuses(k) for k in built if issubclass(k, PreTrainedModel) and k != kind)
 
 
-def _serve_by(kernel):
-    """One kernel for all calls: it serves, or the call is refused."""
+def _use_kernel(kernel):
+    """Use one kernel for all calls; calls that it does not support are refused."""
     from onchip.integrations import transformers as adapter
 
     for name in ("attention", "varlen_attention"):
         setattr(adapter, name, partial(getattr(adapter, name), kernel=kernel))
 
 
-def _counted(calls, whose, attend):
+def _count_calls(calls, name, attend):
     def counted(*args, **kwargs):
-        calls[whose] += 1
+        calls[name] += 1
         return attend(*args, **kwargs)
 
     return counted
 
 
-def _among(tests, name):
-    return _SAME_TO_US not in name and any(fnmatchcase(name, one) for one in tests)
+def _matches(tests, name):
+    return _TORCH_VARIANTS not in name and any(fnmatchcase(name, pattern) for pattern in tests)
 
 
-def _is_promised(sentence, test):
-    """Whether documentation promises this refusal: attention gives no probabilities, and a model
-    with attention of its own refuses our name.
+def _is_documented(sentence, test):
+    """Whether this refusal is documented: attention returns no probabilities, and a model with
+    attention of its own refuses onchip's name.
     """
     return "of its own" in sentence or (
         "output_attentions" in sentence and "output_attentions" in test
@@ -217,7 +217,7 @@ def _is_promised(sentence, test):
 
 
 class Upstream:
-    """What pytest has to know: which tests, and whether each asked us for attention."""
+    """The pytest plugin: selects tests, and checks that each called onchip's attention."""
 
     def __init__(self):
         self.calls, self.skipped = Counter(), Counter()
@@ -228,32 +228,32 @@ class Upstream:
 
         _lift_limits(PreTrainedModel)
         for item in items:
-            why, always = KNOWN.get("::".join(item.nodeid.split("::")[-2:]), (None, False))
-            if why is not None:
-                item.add_marker(pytest.mark.xfail(reason=why, strict=always))
-        kept = [item for item in items if _among(TESTS + TESTS_OF_NAMES, item.name)]
+            reason, always = KNOWN.get("::".join(item.nodeid.split("::")[-2:]), (None, False))
+            if reason is not None:
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=always))
+        kept = [item for item in items if _matches(TESTS + TESTS_OF_NAMES, item.name)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
-        """A test that fell back to SDPA, or that had no model to run, has shown nothing."""
+        """A test that fell back to SDPA, or that ran no model, does not count."""
         self.calls.clear()
         result = yield
-        if _among(TESTS_OF_NAMES, item.name):
+        if _matches(TESTS_OF_NAMES, item.name):
             return result
-        if self.calls["theirs"] and not self.calls["ours"]:
+        if self.calls["sdpa"] and not self.calls["onchip"]:
             pytest.fail("passes with the attention of SDPA")
-        if not self.calls["ours"]:
+        if not self.calls["onchip"]:
             pytest.skip("passes without any attention but eager")
         return result
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
-        """A refusal that documentation promises is no failure."""
+        """A documented refusal is no failure."""
         report = yield
         error = None if call.excinfo is None else call.excinfo.value
-        if isinstance(error, UnsupportedError) and _is_promised(str(error), item.name):
+        if isinstance(error, UnsupportedError) and _is_documented(str(error), item.name):
             report.outcome, report.wasxfail = "skipped", str(error)
         return report
 
@@ -263,18 +263,18 @@ class Upstream:
             self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
 
     def _record(self, report):
-        """The outcome of a test is that of its last stage that did not pass; a failure of one of
-        its subtests is its failure.
+        """The outcome of a test is the outcome of its last stage that did not pass; if one of its
+        subtests fails, the test fails.
         """
         path, _, test = report.nodeid.partition("::")
         tests = self.outcomes.setdefault(Path(path).parent.name, {})
         if tests.get(test) == "failed" or (report.passed and report.when != "call"):
             return
-        refused = report.skipped and _is_promised(getattr(report, "wasxfail", ""), test)
+        refused = report.skipped and _is_documented(getattr(report, "wasxfail", ""), test)
         tests[test] = "refused" if refused else report.outcome
 
     def write(self, file):
-        """Add the outcomes of this run to those in a JSON file: counts, and the tests that fail."""
+        """Add the outcomes of this run to a JSON file: counts, and the tests that fail."""
         known = json.loads(file.read_text()) if file.exists() else {}
         for family, tests in self.outcomes.items():
             failed = sorted(test for test, outcome in tests.items() if outcome == "failed")
@@ -287,7 +287,7 @@ class Upstream:
 
 
 def _families(checkout):
-    """All that the checkout has tests of, and the installed version has a model of."""
+    """The families with tests in the checkout and a model in the installed version."""
     import transformers
 
     known = {folder.name for folder in (Path(transformers.__file__).parent / "models").iterdir()}
@@ -297,34 +297,34 @@ def _families(checkout):
 
 def _files(checkout, models):
     for model in models:
-        found = sorted((checkout / "tests" / "models" / model).glob("test_modeling_*.py"))
-        if not found:
+        files = sorted((checkout / "tests" / "models" / model).glob("test_modeling_*.py"))
+        if not files:
             sys.exit(f"{checkout} has no tests of {model!r}: is it a clone of transformers?")
-        yield from map(str, found)
+        yield from map(str, files)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--kernel", help="serves all calls, or refuses them")
+    parser.add_argument("--kernel", help="the kernel of all calls")
     parser.add_argument("--json", type=Path, help="a file that outcomes by family are added to")
-    said, rest = parser.parse_known_args()
-    checkout = said.checkout.resolve()
+    args, rest = parser.parse_known_args()
+    checkout = args.checkout.resolve()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.path.pop(0)  # the folder of this file, which has a flash_attn that is none
+    sys.path.pop(0)  # the folder of this file, its flash_attn is not the package
     sys.path.insert(0, str(checkout))
     plugin = Upstream()
     _drop_conditions()
-    _serve_by(said.kernel)
+    _use_kernel(args.kernel)
     _register(plugin.calls)
     sys.meta_path.insert(0, _Finder(checkout))
-    models = _families(checkout) if said.models == "all" else said.models.split(",")
-    given = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
+    models = _families(checkout) if args.models == "all" else args.models.split(",")
+    selection = [*_files(checkout, models), f"--rootdir={checkout}", "-c", os.devnull]
     plain = ["-q", "--noconftest", "--assert=plain", "-p", "no:cacheprovider", "-W", "ignore"]
-    status = pytest.main([*given, *plain, *rest], [plugin])
-    if said.json is not None:
-        plugin.write(said.json)
+    status = pytest.main([*selection, *plain, *rest], [plugin])
+    if args.json is not None:
+        plugin.write(args.json)
     return status
 
 

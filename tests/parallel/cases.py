@@ -1,5 +1,5 @@
-"""One question to ranks and to one device. A case says by names what it is, so that it can be sent
-to a process.
+"""Cases: the same call on ranks and on one device, compared. A case refers to layouts and masks by
+name, so that it can be sent to a process.
 """
 
 from dataclasses import dataclass, field, replace
@@ -50,7 +50,7 @@ PACKED = [o for o in OPTIONS if "mask" not in o]
 
 @dataclass(frozen=True)
 class Case:
-    """options are those of the call; of these, mask is a name, and alibi, sinks: True."""
+    """options: of the call, except that mask is a name, and alibi and sinks are True."""
 
     layout: str = "zigzag"
     seqlen: int = 111
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def dim(self):
-        """Where positions are in q, k, v and out."""
+        """The dimension of positions in q, k, v and out."""
         return 1 if self.cu_seqlens is None else 0
 
     def tensors(self):
@@ -128,7 +128,7 @@ def on_one_device(case):
 
 
 def on_rank(comm, *cases, group=None):
-    """What this rank finds for each case; the group is comm unless given."""
+    """The results of this rank, for each case. group: comm by default."""
     return [_on_rank(comm, case, group or comm) for case in cases]
 
 
@@ -145,8 +145,8 @@ def _on_rank(comm, case, group):
     return differentiate(attend, map(mine, (q, k, v)), mine(dout), mine(dlse, -1), extras)
 
 
-def whole(case, parts):
-    """The findings of all ranks as those of one device."""
+def unshard_results(case, parts):
+    """The results of all ranks, put together as on one device."""
     layout = case.layout_of(len(parts))
     dims = {name: case.dim for name in ("out", "dq", "dk", "dv")} | {"lse": -1}
     found = {n: layout.unshard([part[n] for part in parts], dim) for n, dim in dims.items()}
@@ -156,9 +156,9 @@ def whole(case, parts):
 
 
 def check_case(case, parts, expected=None):
-    """Each finding within the tolerance of the dtype of max |one device|."""
+    """Compare each result with one device: errors relative to max |one device|."""
     expected = on_one_device(case) if expected is None else expected
-    found = whole(case, parts)
+    found = unshard_results(case, parts)
     assert found.keys() == expected.keys()
     for name, want in expected.items():
         size = terms_of_sinks(case, expected) if name == "dsinks" else None
@@ -166,8 +166,8 @@ def check_case(case, parts, expected=None):
 
 
 def terms_of_sinks(case, expected):
-    """dsinks sums -p delta over all rows, positive and negative: it cannot be nearer than those
-    terms are, whose sizes are summed here.
+    """The sum of |p delta|. dsinks is a sum of -p delta over all rows, positive and negative, so
+    its error is relative to this.
     """
     (*_, dout, dlse), extras = case.tensors()
     delta = (expected["out"] * dout).sum(-1).transpose(-1, -2) - dlse
@@ -176,7 +176,7 @@ def terms_of_sinks(case, expected):
 
 
 def near(found, want, tolerance, what, size=None):
-    """size: of what found - want is measured against, max |want| unless given."""
+    """size: the scale of the error; max |want| by default."""
     finite = want.isfinite()
     assert torch.equal(found.isfinite(), finite), what
     if finite.any():
@@ -186,7 +186,7 @@ def near(found, want, tolerance, what, size=None):
 
 
 def check_in_process(case, size):
-    """The case on ranks that are threads."""
+    """Compare the case on ranks that are threads."""
     parts = run_ranks(size, on_rank, case)
     check_case(case, [part[0] for part in parts])
 
@@ -205,7 +205,7 @@ def check_rmse(case, size):
     inputs = [t.double() for t in (q, k, v)]
     exact = differentiate(attend, inputs, dout.double(), dlse.double(), {})
     one = rmse(on_one_device(case), exact)
-    many = rmse(whole(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
+    many = rmse(unshard_results(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
     for name, error in many.items():
         most = 1.25 if name == "lse" else 1.02
         assert error <= most * one[name], f"{name}: {error:.3e} on {size}, {one[name]:.3e} on one"

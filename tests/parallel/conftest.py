@@ -1,4 +1,4 @@
-"""One pool of ranks for all tests of this folder, started by the first that asks."""
+"""One pool of ranks for all tests of this folder, started at its first use."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Processes that wait for work: started once, shared by all tests that need ranks on gloo.
+"""Processes that wait for jobs: started once, shared by all tests that need ranks on gloo.
 
-A job is a function that can be imported, and its arguments; it runs as fn(comm, *args) on ranks 0
-to size - 1. An error of a rank comes back as its text, and the pool starts anew for the next job:
-what is left of a broken group is nobody's to use.
+A job is an importable function and its arguments; it runs as fn(comm, *args) on ranks 0 to size -
+1. The error of a rank is returned as text, and the pool starts anew for the next job, because a
+broken group cannot be used again.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from onchip.parallel.comm import GroupComm
 
-# by one server, which forks every rank of every pool
+# imported by one fork server, which forks every rank of every pool
 IMPORTED = [
     "pytest",
     "onchip.parallel.attention",
@@ -28,35 +28,35 @@ IMPORTED += [__name__]
 
 
 class RankError(AssertionError):
-    """What a rank said when it failed."""
+    """The traceback of a rank that failed."""
 
 
 class Pool:
-    """`size` processes; run(P, fn, *args) asks the first P of them. Their store is in this process,
-    or (inside) in that of rank 0.
+    """`size` processes; run(P, fn, *args) uses the first P of them. Their store is in this process,
+    or (inside) in rank 0.
     """
 
     def __init__(self, size, inside=False):
         self.size, self._members, self._inside = size, [], inside
 
     def run(self, size, fn, *args, timeout_s=60.0, lost=()):
-        """[fn(comm, *args) of rank 0, of rank 1, ...]; None of ranks in `lost`, who are to die."""
+        """[fn(comm, *args) of rank 0, of rank 1, ...]; None for ranks in `lost`, which will die."""
         if not self._members:
             self._start()
         self._connect(size)
         job = pickle.dumps((size, timeout_s, fn.__module__, fn.__qualname__, args))
         for _, pipe in self._members[:size]:
             pipe.send_bytes(job)
-        answers = self._collect([r for r in range(size) if r not in lost], timeout_s + 30)
-        errors = {r: text for r, (good, text) in answers.items() if not good}
+        results = self._collect([r for r in range(size) if r not in lost], timeout_s + 30)
+        errors = {r: text for r, (succeeded, text) in results.items() if not succeeded}
         if errors or lost:
             self.close()
         if errors:
             raise RankError("\n".join(f"rank {r} of {size}:\n{t}" for r, t in errors.items()))
-        return [answers[r][1] if r in answers else None for r in range(size)]
+        return [results[r][1] if r in results else None for r in range(size)]
 
     def _connect(self, size):
-        """A new group needs all processes, members or not."""
+        """Make a group of `size` ranks; torch needs all processes for it, members or not."""
         if size not in self._groups:
             self._groups.add(size)
             for _, pipe in self._members:
@@ -84,22 +84,22 @@ class Pool:
             self._members.append((process, here))
 
     def _collect(self, ranks, seconds):
-        """rank -> (good, answer); a rank that dies or is late has its text, too."""
-        answers, until = {}, time.monotonic() + seconds
+        """{rank: (succeeded, result)}; a rank that dies or is late has an error text."""
+        results, until = {}, time.monotonic() + seconds
         pipes = {self._members[r][1]: r for r in ranks}
-        while len(answers) < len(ranks):
+        while len(results) < len(ranks):
             ready = wait(
-                [p for p, r in pipes.items() if r not in answers], until - time.monotonic()
+                [p for p, r in pipes.items() if r not in results], until - time.monotonic()
             )
             for pipe in ready:
-                answers[pipes[pipe]] = _answer(pipe)
+                results[pipes[pipe]] = _receive(pipe)
             if not ready:
-                late = f"no answer within {seconds:g} s"
-                answers |= {r: (False, late) for r in ranks if r not in answers}
-        return answers
+                late = f"no result within {seconds:g} s"
+                results |= {r: (False, late) for r in ranks if r not in results}
+        return results
 
 
-def _answer(pipe):
+def _receive(pipe):
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
@@ -107,7 +107,7 @@ def _answer(pipe):
 
 
 def serve(rank, size, port, inside, pipe):
-    """The life of a rank: jobs come, answers go, until the pipe is closed."""
+    """The loop of a rank: receive a job, send its result, until the pipe is closed."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, False)
     if inside:
@@ -125,10 +125,10 @@ def serve(rank, size, port, inside, pipe):
         if isinstance(job, int):
             groups[job] = dist.new_group(list(range(job)))
         else:
-            pipe.send_bytes(pickle.dumps(answer(groups, *job)))
+            pipe.send_bytes(pickle.dumps(run_job(groups, *job)))
 
 
-def answer(groups, size, timeout_s, module, name, args):
+def run_job(groups, size, timeout_s, module, name, args):
     try:
         torch.manual_seed(0)
         comm = GroupComm(groups[size], timeout_s)

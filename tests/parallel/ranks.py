@@ -15,7 +15,7 @@ from onchip.parallel.tensor import TensorParallelGroup
 
 @torch.no_grad()
 def logits(decoder, chunks):
-    """Of whole sequences, and of the same in chunks over pages."""
+    """Logits of whole sequences, and of the same in chunks over pages."""
     text = torch.cat(chunks)
     whole = decoder.logits(decoder.full(text[None])[0])
     cache, parts = KVCache(decoder.cache_spec(4), 32), []

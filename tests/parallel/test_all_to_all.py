@@ -1,4 +1,4 @@
-"""Tokens are exchanged for heads and back, whatever divides what."""
+"""Tokens are exchanged for heads and back, for any number of tokens, heads and ranks."""
 
 import pytest
 import torch
@@ -12,20 +12,20 @@ HEADS = [(8, 8), (8, 2), (6, 3), (12, 3), (5, 5), (7, 1), (1, 1), (16, 4)]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("heads, kv", HEADS, ids=str)
-def test_heads_are_dealt_once_and_evenly(heads, kv, size):
-    """No rank has more than its share rounded up, and where key heads divide none is cut."""
-    dealt = assign_heads(heads, kv, size)
-    assert [h for lo, hi in dealt for h in range(lo, hi)] == list(range(heads))
-    assert max(hi - lo for lo, hi in dealt) == -(-heads // size)
+def test_heads_are_assigned_once_and_evenly(heads, kv, size):
+    """No rank has more than its share, rounded up. Key heads that divide are not shared."""
+    assigned = assign_heads(heads, kv, size)
+    assert [h for lo, hi in assigned for h in range(lo, hi)] == list(range(heads))
+    assert max(hi - lo for lo, hi in assigned) == -(-heads // size)
     if kv % size == 0:
-        needed = [kv_heads_of(span, heads // kv) for span in dealt]
+        needed = [kv_heads_of(span, heads // kv) for span in assigned]
         assert sum(hi - lo for lo, hi in needed) == kv
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("heads, kv", HEADS, ids=str)
-def test_calls_cover_the_run(heads, kv, size):
-    """Query head h of the whole reads key head h // group_size, in at most three calls."""
+def test_calls_cover_all_heads_of_a_rank(heads, kv, size):
+    """Query head h reads key head h // group_size, in at most three calls."""
     group_size = heads // kv
     for span in assign_heads(heads, kv, size):
         first_kv, seen = kv_heads_of(span, group_size)[0], []
@@ -45,23 +45,25 @@ def test_calls_cover_the_run(heads, kv, size):
 @pytest.mark.parametrize("layout", [sharding.contiguous, sharding.zigzag, sharding.striped])
 @pytest.mark.parametrize("heads, kv", [(8, 2), (5, 5), (7, 1)], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4, 8])
-def test_there_and_back(layout, heads, kv, size):
-    """There: my heads of all tokens in order. Back: all heads of my tokens, shared ones summed."""
+def test_to_heads_and_back_to_tokens(layout, heads, kv, size):
+    """to_heads: this rank's heads of all tokens, in order. to_tokens: all heads of its tokens, with
+    shared heads summed.
+    """
     seqlen, layout = 29, layout(size)
     q, k = torch.randn(2, seqlen, heads, 3), torch.randn(2, seqlen, kv, 5).double()
-    dealt = assign_heads(heads, kv, size)
-    spans = [[kv_heads_of(span, heads // kv) for span in dealt], dealt]
+    assigned = assign_heads(heads, kv, size)
+    spans = [[kv_heads_of(span, heads // kv) for span in assigned], assigned]
 
-    def live(comm):
+    def on_rank(comm):
         rows = tuple(layout.positions(r, seqlen) for r in range(size))
         exchange = HeadAllToAll(comm, rows)
         mine = [layout.shard(t, comm.rank) for t in (k, q)]
-        there = exchange.to_heads(mine, spans)
-        for t, whole, s in zip(there, (k, q), spans, strict=True):
+        exchanged = exchange.to_heads(mine, spans)
+        for t, whole, s in zip(exchanged, (k, q), spans, strict=True):
             assert torch.equal(t, whole[:, :, slice(*s[comm.rank])])
-        return exchange.to_tokens(there, spans)
+        return exchange.to_tokens(exchanged, spans)
 
-    back = run_ranks(size, live)
+    back = run_ranks(size, on_rank)
     holders = torch.zeros(kv)
     for lo, hi in spans[0]:
         holders[lo:hi] += 1

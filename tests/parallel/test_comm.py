@@ -18,12 +18,12 @@ def draw(rank, *shape, dtype=torch.float32):
 
 
 def lengths(size, total):
-    """Uneven, and some are nothing."""
+    """Uneven, some of them 0."""
     return [max(0, total // size + 3 * (r % 3) - 4) for r in range(size)]
 
 
 def patterns(comm, total=11, dtype=torch.float32, device="cpu"):
-    """What every pattern gives this rank."""
+    """The results of every pattern on this rank."""
     P, me, n = comm.size, comm.rank, lengths(comm.size, total)
     take = lambda seed, *shape: draw(seed, *shape, dtype=dtype).to(device)
     blank = lambda *shape: torch.full(shape, torch.nan, dtype=dtype, device=device)
@@ -44,7 +44,7 @@ def patterns(comm, total=11, dtype=torch.float32, device="cpu"):
 
 
 def expected(size, me, total=11, dtype=torch.float32):
-    """The same, from what all ranks would draw."""
+    """The same, computed from the inputs of all ranks."""
     n = lengths(size, total)
     got = {f"shift {hops}": draw((me - hops) % size, 5, dtype=dtype) for hops in (1, -1, 3, size)}
     got["all_gather"] = [draw(r, n[r], 3, dtype=dtype) for r in range(size)]
@@ -72,7 +72,7 @@ def test_patterns_on_gloo(pool, size, dtype):
 
 
 def program(comm, kinds, seed):
-    """Posts these patterns with sizes, hops and gaps by chance, and waits for them in any order."""
+    """Post these patterns with random sizes, hops and gaps, and wait for them in random order."""
     chance, works, got = random.Random(seed), [], []
     for step, kind in enumerate(kinds):
         n = [chance.randrange(6) for _ in range(comm.size)]
@@ -100,7 +100,7 @@ def program(comm, kinds, seed):
     chance.shuffle(works)
     for work in works:
         work.wait()
-        work.wait()  # once more changes nothing
+        work.wait()  # a second wait changes nothing
     return got
 
 
@@ -156,29 +156,32 @@ def test_split_gives_the_ranks_of_one_color_in_order(pool):
         assert [r[1] for r in results] == [1, 1, 5, 5]
 
 
-def brings(comm, dtypes):
-    """What a rank hears when the ranks bring these dtypes, and then again."""
+def check_dtypes(comm, dtypes):
+    """The errors of two checks in which ranks have these dtypes."""
     fields = {"shape": (2, 7, 3), "dtype": dtypes[comm.rank], "causal": True}
-    heard = []
+    errors = []
     for _ in range(2):
         try:
             comm.check_consistent(fields)
-            heard.append(None)
+            errors.append(None)
         except ParallelError as error:
-            heard.append((str(error), error.rank))
-    return heard
+            errors.append((str(error), error.rank))
+    return errors
 
 
-def test_facts_that_differ_are_named(pool):
+def test_fields_that_differ_are_named(pool):
     odd = [torch.float32, torch.float32, torch.float16, torch.float32]
     sentence = (
         'the ranks do not agree: dtype is "torch.float32" on ranks 0, 1, 3, '
         '"torch.float16" on rank 2'
     )
-    for heard in (*run_ranks(4, brings, odd), *pool.run(4, brings, odd)):
-        assert heard == [(sentence, 2), (sentence, 2)]
-    for heard in (*run_ranks(4, brings, odd[:2] * 2), *pool.run(4, brings, odd[:2] * 2)):
-        assert heard == [None, None]
+    for errors in (*run_ranks(4, check_dtypes, odd), *pool.run(4, check_dtypes, odd)):
+        assert errors == [(sentence, 2), (sentence, 2)]
+    for errors in (
+        *run_ranks(4, check_dtypes, odd[:2] * 2),
+        *pool.run(4, check_dtypes, odd[:2] * 2),
+    ):
+        assert errors == [None, None]
 
 
 def counted(comm):
@@ -216,7 +219,7 @@ def ends_early(comm):
         comm.shift(torch.ones(1), torch.ones(1)).wait()
 
 
-def test_who_ends_early_is_named():
+def test_a_rank_that_ends_early_is_named():
     with pytest.raises(ParallelError, match="rank 0 ended while others wait for it"):
         run_ranks(3, ends_early)
 
@@ -236,7 +239,7 @@ def surroundings(comm):
 
 
 def test_backwards_run_on_the_threads_of_their_ranks():
-    """One autograd thread serves a device: backwards that wait for one another would share it."""
+    """On the device's one autograd thread, backwards that wait for one another would deadlock."""
     assert run_ranks(2, lambda comm: torch._C._is_multithreading_enabled()) == [False, False]
 
 
@@ -251,7 +254,7 @@ def test_ranks_compute_as_their_caller_would():
 
 
 class PassOn(torch.autograd.Function):
-    """To the next rank; its gradient comes back."""
+    """Send x to the next rank; the gradient is sent back."""
 
     @staticmethod
     def forward(ctx, comm, x):
@@ -280,15 +283,15 @@ def test_backwards_may_wait_for_one_another(pool):
 
 @pytest.mark.gpu
 def test_backwards_may_wait_for_one_another_on_one_gpu():
-    """One autograd thread serves the device: without care this would never end."""
+    """The device has one autograd thread: sharing it would deadlock."""
     assert run_ranks(4, pass_on, "cuda") == [[(r + 1) % 4 + 10.0] * 3 for r in range(4)]
 
 
 @pytest.mark.gpu
 def test_patterns_on_one_gpu(pool):
     """In one process, and over gloo through the host."""
-    ask = 4, patterns, 11, torch.float32, "cuda"
-    for results in (run_ranks(*ask), pool.run(*ask)):
+    job = 4, patterns, 11, torch.float32, "cuda"
+    for results in (run_ranks(*job), pool.run(*job)):
         for rank, got in enumerate(results):
             close = torch.testing.assert_close
             close(got, expected(4, rank), rtol=0, atol=0, check_device=False)

@@ -1,4 +1,4 @@
-"""Calls that differ between ranks raise on every rank, also if each kind was served before."""
+"""Calls that differ between ranks raise on every rank, also if both calls were made before."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from onchip.parallel.group import GroupComm
 from onchip.parallel.strategy import STRATEGIES
 from tests.parallel.pool import Pool
 
-SEQLEN, HEADS, KV_HEADS, DIM, STRAY = 48, 4, 2, 8, 1
+SEQLEN, HEADS, KV_HEADS, DIM, ODD_RANK = 48, 4, 2, 8, 1
 
 
 def mod(modulus):
@@ -34,7 +34,7 @@ def slopes(first):
     return torch.tensor([first, 0.5, 0.25, 0.125])
 
 
-# what differs -> (the call of most ranks, that of the stray); callables are made on each rank
+# {difference: (call of most ranks, call of rank STRAY)}; callables are called on each rank
 CASES = {
     "causal": ({}, {"causal": True}),
     "window_size": ({"window_size": (5, 0)}, {"window_size": (6, 0)}),
@@ -82,56 +82,58 @@ def attend(comm, strategy, call):
 
 
 def mix(comm, strategy, cases):
-    """What this rank hears in each case, in which every rank has made both calls before."""
-    heard = {}
+    """The error of this rank in each case; every rank has made both calls before."""
+    errors = {}
     for name in cases:
-        ours, strays = CASES[name]
+        ours, theirs = CASES[name]
         before = attend(comm, strategy, ours)
-        attend(comm, strategy, strays)
+        attend(comm, strategy, theirs)
         try:
-            attend(comm, strategy, strays if comm.rank == STRAY else ours)
-            heard[name] = ("nothing", None)
+            attend(comm, strategy, theirs if comm.rank == ODD_RANK else ours)
+            errors[name] = ("nothing", None)
         except ParallelError as error:
-            heard[name] = (str(error), error.rank)
-        assert torch.equal(attend(comm, strategy, ours), before), name  # it is whole again
-    return heard
+            errors[name] = (str(error), error.rank)
+        assert torch.equal(attend(comm, strategy, ours), before), (
+            name
+        )  # the communicator still works
+    return errors
 
 
-def check(heard):
-    for name, (message, rank) in heard.items():
+def check(errors):
+    for name, (message, rank) in errors.items():
         field = name.split()[-1]
-        assert rank == STRAY and f"{field} is " in message, (name, message)
+        assert rank == ODD_RANK and f"{field} is " in message, (name, message)
         assert "on ranks 0, 2" in message and "on rank 1" in message, (name, message)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_call_that_differs_raises_in_one_process(strategy):
     cases = CASES if strategy == "ring" else ["causal", "mask"]
-    for heard in run_ranks(3, mix, strategy, list(cases)):
-        check(heard)
+    for errors in run_ranks(3, mix, strategy, list(cases)):
+        check(errors)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_call_that_differs_raises_over_gloo(pool, strategy):
-    """Another length aborted the process inside gloo."""
+    """Without the check another length aborts the process inside gloo."""
     cases = ["causal", "seqlen", "mask", "document mask", "strategy"]
-    for heard in pool.run(3, mix, strategy, cases):
-        check(heard)
+    for errors in pool.run(3, mix, strategy, cases):
+        check(errors)
 
 
 def mix_nest(comm):
-    """Rank 1 is a stray, then ranks 1 and 3: so both rows look alike."""
+    """Rank 1 differs; then ranks 1 and 3 differ, so that both rows have the same digests."""
     mesh = Mesh2D(comm.split(comm.rank % 2), comm.split(comm.rank // 2))
-    heard = [mix(mesh, "auto", ["causal"])["causal"]]
+    errors = [mix(mesh, "auto", ["causal"])["causal"]]
     with pytest.raises(ParallelError) as caught:
         attend(mesh, "auto", {"causal": comm.rank in (1, 3)})
-    return [*heard, (str(caught.value), caught.value.rank)]
+    return [*errors, (str(caught.value), caught.value.rank)]
 
 
-def test_every_rank_of_two_dimensions_hears_it(pool):
-    """Also those in neither the row nor the column of the stray."""
+def test_every_rank_of_a_2d_mesh_raises(pool):
+    """Also ranks in neither the row nor the column of the differing rank."""
     sentences = (
-        ("the ranks do not agree: causal is false on ranks 0, 2, 3, true on rank 1", STRAY),
+        ("the ranks do not agree: causal is false on ranks 0, 2, 3, true on rank 1", ODD_RANK),
         ("the ranks do not agree: causal is false on ranks 0, 2, true on ranks 1, 3", 0),
     )
     for results in (run_ranks(4, mix_nest), pool.run(4, mix_nest)):
@@ -139,50 +141,50 @@ def test_every_rank_of_two_dimensions_hears_it(pool):
 
 
 def mix_passes(comm, strategy):
-    """Rank 1 differentiates two calls in another order, then makes a call instead."""
-    heard = []
+    """Rank 1 differentiates two calls in another order, then makes a forward call instead."""
+    errors = []
     calls = [{"grad": True, "causal": True}, {"grad": True, "causal": False}]
     outs = [attend(comm, strategy, call) for call in calls]
     with pytest.raises(ParallelError) as caught:
-        outs[comm.rank == STRAY].sum().backward()
-    heard.append((str(caught.value), caught.value.rank))
+        outs[comm.rank == ODD_RANK].sum().backward()
+    errors.append((str(caught.value), caught.value.rank))
     with pytest.raises(ParallelError) as caught:
-        if comm.rank == STRAY:
+        if comm.rank == ODD_RANK:
             attend(comm, strategy, calls[0])
         else:
             outs[0].sum().backward()
-    heard.append((str(caught.value), caught.value.rank))
-    return heard
+    errors.append((str(caught.value), caught.value.rank))
+    return errors
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_passes_that_differ_raise(pool, strategy):
     for results in (run_ranks(3, mix_passes, strategy), pool.run(3, mix_passes, strategy)):
         for (order, first), (passes, second) in results:
-            assert first == second == STRAY
+            assert first == second == ODD_RANK
             assert "causal is true on ranks 0, 2, false on rank 1" in order
             assert 'pass is "backward" on ranks 0, 2, "forward" on rank 1' in passes
 
 
 def mix_decoding(comm):
     q, k, v = torch.randn(3, 1, 1, 4, DIM).unbind()
-    ask = lambda **options: tree_attention(q, k, v, comm, **options)
+    decode = lambda **options: tree_attention(q, k, v, comm, **options)
     for options in ({"softcap": 2.0}, {"sinks": slopes(1.0)}, {}):
-        ask(**options)
-    heard = []
-    for strays in ({"softcap": 2.0}, {"sinks": slopes(1.0)}):
+        decode(**options)
+    errors = []
+    for theirs in ({"softcap": 2.0}, {"sinks": slopes(1.0)}):
         with pytest.raises(ParallelError) as caught:
-            ask(**(strays if comm.rank == STRAY else {}))
-        heard.append((next(iter(strays)) in str(caught.value), caught.value.rank))
-    return heard
+            decode(**(theirs if comm.rank == ODD_RANK else {}))
+        errors.append((next(iter(theirs)) in str(caught.value), caught.value.rank))
+    return errors
 
 
 def test_decoding_that_differs_raises(pool):
     for results in (run_ranks(3, mix_decoding), pool.run(3, mix_decoding)):
-        assert results == [[(True, STRAY)] * 2] * 3
+        assert results == [[(True, ODD_RANK)] * 2] * 3
 
 
-RULES = {  # of one number, which their text does not show
+MASKS = {  # of one number, which is not in their text
     "function": lambda n: masks.mod(lambda b, h, q, k: (q + k) % 700 != n),
     "function in a window": lambda n: masks.mod(lambda b, h, q, k: k % 90 != n) & masks.window(99),
     "not a function, or another": lambda n: ~mod(9) | masks.mod(lambda b, h, q, k: k % 90 == n),
@@ -192,16 +194,16 @@ RULES = {  # of one number, which their text does not show
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_masks_are_told_apart_by_what_they_show(rule):
-    make = RULES[rule]
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_differ_by_their_visible_cells(name):
+    make = MASKS[name]
     digest = lambda mask: digests.of_mask(mask, (2, 1), 3000, torch.device("cpu"))
-    assert str(make(17)) == str(make(18)) or rule == "prefixes"
+    assert str(make(17)) == str(make(18)) or name == "prefixes"
     assert digest(make(17)) == digest(make(17)) != digest(make(18))
 
 
-def test_the_stray_is_named_whatever_fields_differ():
-    """By the calls as a whole: fields alone may split the ranks in other ways."""
+def test_the_minority_rank_is_named_whatever_fields_differ():
+    """Ranks are grouped by all fields: single fields may split them in other ways."""
     calls = [{"a": 1, "b": 1}] * 3 + [{"a": 2, "b": 1}, {"a": 2, "b": 2}]
     texts = {rank: encode_fields(call) for rank, call in enumerate(calls)}
     assert find_difference(texts).rank == 3
@@ -212,7 +214,7 @@ def test_the_stray_is_named_whatever_fields_differ():
 def joins_alone(comm):
     comm = GroupComm(comm.group, 2.0)
     comm.check_consistent({"step": 0})
-    if comm.rank != STRAY:
+    if comm.rank != ODD_RANK:
         return None
     with pytest.raises(ParallelError) as caught:
         comm.check_consistent({"step": 1})
@@ -220,12 +222,12 @@ def joins_alone(comm):
 
 
 def defers(comm):
-    """As over NCCL: fields that were agreed on before are compared by the next call."""
+    """As over NCCL: the next call compares fields that were equal before."""
     comm._state.nccl, cuda = True, torch.device("cuda")
-    torch.distributed.get_backend_config = lambda group: "cuda:nccl"  # so a group beside it is made
+    torch.distributed.get_backend_config = lambda group: "cuda:nccl"  # forces a gloo group
     for causal in (True, False):
         comm.check_consistent({"causal": causal}, cuda)
-    comm.check_consistent({"causal": comm.rank == STRAY}, cuda)
+    comm.check_consistent({"causal": comm.rank == ODD_RANK}, cuda)
     with pytest.raises(ParallelError) as caught:
         comm.check_consistent({"causal": True}, cuda)
     comm.check_consistent({"causal": True}, cuda)
@@ -237,8 +239,8 @@ def test_a_comparison_that_is_deferred_raises_in_the_next_call():
     pool = Pool(3)
     sentence = "the ranks do not agree: causal is false on ranks 0, 2, true on rank 1"
     try:
-        assert pool.run(3, defers) == [(sentence, STRAY)] * 3
-        named = pool.run(3, joins_alone)  # the one that waits differs from the two that went on
-        assert named[STRAY] == STRAY
+        assert pool.run(3, defers) == [(sentence, ODD_RANK)] * 3
+        named = pool.run(3, joins_alone)  # the waiting rank differs from two others
+        assert named[ODD_RANK] == ODD_RANK
     finally:
         pool.close()

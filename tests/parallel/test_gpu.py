@@ -1,4 +1,4 @@
-"""Several chunks on one GPU are one call: ranks are threads, and messages copies on the device."""
+"""Chunks on one GPU equal one call. Ranks are threads, and messages are copies on the device."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def sequence(seqlen, dtype, heads=(16, 4), dim=128):
     return [q, k, v, torch.randn_like(q)]
 
 
-def differentiated(attend, q, k, v, dout):
+def differentiate(attend, q, k, v, dout):
     """out, dq, dk, dv."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = attend(*leaves)
@@ -31,26 +31,26 @@ def differentiated(attend, q, k, v, dout):
 
 
 def in_chunks(x, size, strategy, layout="zigzag", **options):
-    """The same of `size` ranks, joined."""
+    """The same on `size` ranks, put together."""
     layout, seqlen = as_layout(layout, size), x[0].shape[1]
     parts = [[layout.shard(t, r).contiguous() for t in x] for r in range(size)]
     options |= {"strategy": strategy, "layout": layout, "seqlen": seqlen}
 
-    def live(comm):
+    def on_rank(comm):
         attend = lambda *qkv: context_parallel_attention(*qkv, comm, **options)
-        return differentiated(attend, *parts[comm.rank])
+        return differentiate(attend, *parts[comm.rank])
 
-    return [layout.unshard(list(each)) for each in zip(*run_ranks(size, live), strict=True)]
+    return [layout.unshard(list(each)) for each in zip(*run_ranks(size, on_rank), strict=True)]
 
 
 @pytest.mark.parametrize("options", [{}, {"window_size": (300, None), "softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_chunks_are_as_accurate_as_one_call(strategy, options):
-    """bf16, 8 ranks, uneven chunks, GQA: out and gradients, beside those of one call."""
+    """bf16, 8 ranks, uneven chunks, GQA: out and gradients, compared with one call."""
     x = sequence(1111, torch.bfloat16)
     attend = lambda *qkv: onchip.attention(*qkv, causal=True, **options)
-    exact = differentiated(attend, *(t.double().cpu() for t in x))
-    one = differentiated(attend, *x)
+    exact = differentiate(attend, *(t.double().cpu() for t in x))
+    one = differentiate(attend, *x)
     for got, other, want in zip(
         in_chunks(x, 8, strategy, causal=True, **options), one, exact, strict=True
     ):
@@ -59,10 +59,10 @@ def test_chunks_are_as_accurate_as_one_call(strategy, options):
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_dropout_is_that_of_one_call(strategy, layout):
-    """fp32, 5 ranks: a single other draw would show."""
+def test_dropout_equals_one_call(strategy, layout):
+    """fp32, 5 ranks: a single different draw would fail."""
     x = sequence(333, torch.float32, heads=(6, 3), dim=64)
-    one = differentiated(lambda *qkv: onchip.attention(*qkv, causal=True, **DROPOUT), *x)
+    one = differentiate(lambda *qkv: onchip.attention(*qkv, causal=True, **DROPOUT), *x)
     found = in_chunks(x, 5, strategy, layout, causal=True, **DROPOUT)
     for got, want in zip(found, one, strict=True):
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
@@ -70,28 +70,28 @@ def test_dropout_is_that_of_one_call(strategy, layout):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_rank_waits_for_the_device(strategy):
-    """Once the rounds are planned, forward and backward are launched and nothing is read back."""
+    """Once the rounds are planned, forward and backward do not synchronise with the device."""
     x = sequence(1024, torch.bfloat16)
     layout = as_layout("zigzag", 4)
     parts = [[layout.shard(t, r).contiguous() for t in x] for r in range(4)]
     options = {"strategy": strategy, "layout": layout, "seqlen": 1024, "causal": True}
 
-    def live(comm):
+    def on_rank(comm):
         attend = lambda *qkv: context_parallel_attention(*qkv, comm, **options)
-        return differentiated(attend, *parts[comm.rank])
+        return differentiate(attend, *parts[comm.rank])
 
-    run_ranks(4, live)
+    run_ranks(4, on_rank)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run_ranks(4, live)
+        run_ranks(4, on_rank)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("window_size", [(None, None), (700, None)])
 @pytest.mark.parametrize("seqlen_q", [1, 4])
-def test_a_cache_of_several_ranks_is_one(seqlen_q, window_size):
+def test_a_cache_on_several_ranks_equals_one_cache(seqlen_q, window_size):
     """Dense and over pages, bf16, 1,500 keys on four ranks."""
     edges = [0, 100, 900, 900, 1500]
     x = make_packed(

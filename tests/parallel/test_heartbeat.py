@@ -18,12 +18,12 @@ from onchip.parallel.heartbeat import HeartbeatMonitor
 from tests.parallel.pool import Pool
 
 TIMEOUT_S = 5.0
-FATES = {
+FAILURES = {
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stalls": lambda: time.sleep(60),
 }
-SAYS = {
+MESSAGES = {
     "dies": "sent no heartbeat",
     "stops": "sent no heartbeat",
     "stalls": "stalled after operation",
@@ -46,8 +46,8 @@ def steps(comm, kind, numbers):
             work.wait()
 
 
-class Late:
-    """Seconds by which one who only sleeps was woken too late: the machine was somebody else's."""
+class Delay:
+    """Seconds by which a sleeping thread woke up too late because the machine was busy."""
 
     TICK_S = 0.02
 
@@ -59,8 +59,8 @@ class Late:
         began = time.monotonic()
         while not self._over.wait(self.TICK_S):
             now = time.monotonic()
-            late = now - began - self.TICK_S
-            self.seconds += late if late > self.TICK_S / 2 else 0.0
+            delay = now - began - self.TICK_S
+            self.seconds += delay if delay > self.TICK_S / 2 else 0.0
             began = now
 
     def end(self):
@@ -68,54 +68,54 @@ class Late:
         return self.seconds
 
 
-def lose(comm, victim, fate, kind):
-    """What the others hear, whom it names, and after how many seconds of ours."""
-    steps(GroupComm(comm.group, 60), kind, range(3))  # a busy machine takes its time to begin
-    began, late = time.monotonic(), Late()
+def lose(comm, victim, failure, kind):
+    """(error, named rank, seconds without the machine's delays) on the other ranks."""
+    steps(GroupComm(comm.group, 60), kind, range(3))  # a busy machine is slow to start
+    began, delay = time.monotonic(), Delay()
     if comm.rank == victim:
         _ = operation(kind, comm, 3) if kind == "shift" else None  # in the middle of a step
-        FATES[fate]()
+        FAILURES[failure]()
     with pytest.raises(ParallelError) as caught:
         steps(comm, kind, range(3, 9))
-    seconds = time.monotonic() - began - late.end()
-    with pytest.raises(ParallelError):  # for good: there is no way back
+    seconds = time.monotonic() - began - delay.end()
+    with pytest.raises(ParallelError):  # every later operation raises
         comm.shift(torch.ones(1), torch.ones(1))
     return str(caught.value), caught.value.rank, seconds
 
 
-def ask(job, victim=2, inside=False):
-    fate, kind = job
+def lose_rank(job, victim=2, inside=False):
+    failure, kind = job
     pool = Pool(4, inside)
     try:
-        return pool.run(4, lose, victim, fate, kind, timeout_s=TIMEOUT_S, lost=[victim])
+        return pool.run(4, lose, victim, failure, kind, timeout_s=TIMEOUT_S, lost=[victim])
     finally:
         pool.close()
 
 
-def check(heard, victim, says):
+def check(errors, victim, expected):
     for rank in set(range(4)) - {victim}:
-        message, named, seconds = heard[rank]
-        assert named == victim and says in message, message
+        message, named, seconds = errors[rank]
+        assert named == victim and expected in message, message
         assert seconds <= TIMEOUT_S, message
 
 
-def test_every_other_rank_names_the_lost_one():
+def test_every_other_rank_names_the_lost_rank():
     jobs = [("dies", "shift"), ("stalls", "shift"), ("stops", "all_gather")]
-    with ThreadPoolExecutor() as side_by_side:  # they do little but wait
-        for job, heard in zip(jobs, side_by_side.map(ask, jobs), strict=True):
-            check(heard, 2, SAYS[job[0]])
+    with ThreadPoolExecutor() as executor:  # the jobs mostly wait
+        for job, errors in zip(jobs, executor.map(lose_rank, jobs), strict=True):
+            check(errors, 2, MESSAGES[job[0]])
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["shift", "all_gather", "sum", "check_consistent"])
-@pytest.mark.parametrize("fate", FATES)
-def test_whatever_it_was_doing(fate, kind):
-    check(ask((fate, kind)), 2, SAYS[fate])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_lost_in_any_operation_is_named(failure, kind):
+    check(lose_rank((failure, kind)), 2, MESSAGES[failure])
 
 
-def test_whoever_holds_the_store():
-    check(ask(("dies", "shift"), victim=0, inside=True), 0, "the store of the group is gone")
+def test_a_lost_rank_with_the_store_is_named():
+    check(lose_rank(("dies", "shift"), victim=0, inside=True), 0, "the store of the group is gone")
 
 
 def dies_in_a_round(comm, pass_):
@@ -123,17 +123,17 @@ def dies_in_a_round(comm, pass_):
     q, k, v = torch.randn(3, 1, 24, 2, 8).unbind()
     q.requires_grad_()
     attend = lambda comm: parallel.context_parallel_attention(q, k, v, comm, strategy="ring")
-    attend(GroupComm(comm.group, 60)).sum().backward()  # a step as any other
-    room, name = (rounds, "attend") if pass_ == "forward" else (rounds.RunningGradients, "add")
-    done, kernel = [], getattr(room, name)
+    attend(GroupComm(comm.group, 60)).sum().backward()  # one complete step
+    owner, name = (rounds, "attend") if pass_ == "forward" else (rounds.RunningGradients, "add")
+    done, kernel = [], getattr(owner, name)
 
-    def mortal(*args):
+    def dies_in_second(*args):
         done.append(args)
         if comm.rank == 2 and len(done) == 2:
-            FATES["dies"]()
+            FAILURES["dies"]()
         return kernel(*args)
 
-    setattr(room, name, mortal)
+    setattr(owner, name, dies_in_second)
     with pytest.raises(ParallelError) as caught:
         attend(comm).sum().backward()
     return str(caught.value), caught.value.rank
@@ -142,13 +142,13 @@ def dies_in_a_round(comm, pass_):
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_a_rank_that_dies_in_a_step_is_named(pass_):
     pool = Pool(4)
-    heard = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
-    for message, named in (heard[r] for r in (0, 1, 3)):
+    errors = pool.run(4, dies_in_a_round, pass_, timeout_s=TIMEOUT_S, lost=[2])
+    for message, named in (errors[r] for r in (0, 1, 3)):
         assert named == 2 and "rank 2 sent no heartbeat" in message, message
 
 
-def changes_its_mind(comm):
-    """Rank 1 goes back to what was agreed on, rank 0 to something new."""
+def repeats_an_earlier_call(comm):
+    """Rank 1 repeats an earlier call, rank 0 makes a new one."""
     for dtype in ("float32", "float64"):
         comm.check_consistent({"dtype": dtype})
     with pytest.raises(ParallelError) as caught:
@@ -160,9 +160,9 @@ def changes_its_mind(comm):
     return str(caught.value), caught.value.rank
 
 
-def test_facts_that_differ_later_are_named():
+def test_fields_that_differ_later_are_named():
     pool = Pool(2)
-    for message, rank in pool.run(2, changes_its_mind, timeout_s=2.0):
+    for message, rank in pool.run(2, repeats_an_earlier_call, timeout_s=2.0):
         assert rank == 0
         assert 'dtype is "float16" on rank 0, "float32" on rank 1' in message
     pool.close()
@@ -180,8 +180,8 @@ def test_a_thread_that_stalls_is_named():
         run_ranks(3, stalls_in_a_thread, timeout_s=0.2)
 
 
-def test_a_pulse_ends_with_who_shows_it():
-    """And therefore before the interpreter, which a thread inside the store would abort."""
+def test_a_heartbeat_ends_with_its_monitor():
+    """Otherwise a thread inside the store would abort the interpreter at its end."""
     store = dist.HashStore()
     monitor = HeartbeatMonitor(store, store, [0], 0, timeout_s=1.0)
     (thread,) = [t for t in threading.enumerate() if t.name == "onchip-heartbeat"]

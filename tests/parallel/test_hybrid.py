@@ -1,4 +1,4 @@
-"""GroupedLayout that deal heads, in a ring, are one device: forward and every gradient."""
+"""Hybrid, a ring of groups that exchange heads, equals one device: forward and every gradient."""
 
 from functools import cache
 
@@ -37,7 +37,7 @@ def test_any_mask_and_option(options, layout):
 
 
 @pytest.mark.parametrize("options", PACKED, ids=str)
-def test_documents(options):
+def test_packed_documents(options):
     check_in_process(hybrid(seqlen=CU[-1], cu_seqlens=CU, options=options), 4)
 
 
@@ -46,16 +46,14 @@ def test_documents(options):
     "options", [{"causal": True, "sinks": True}, {"mask": "planes"}, DROPOUT], ids=str
 )
 def test_any_groups_and_heads(options, inner_size, heads):
-    """GroupedLayout whose key heads do not divide, or are fewer than the ranks, by splitting 8
-    ranks.
-    """
+    """8 ranks in groups, also with key heads that do not divide or are fewer than the ranks."""
     case = hybrid(heads=heads, options=options)
 
-    def live(comm):
+    def count_on_rank(comm):
         group = Mesh2D(comm.split(comm.rank % inner_size), comm.split(comm.rank // inner_size))
         return on_rank(group, case)[0]
 
-    check_case(case, run_ranks(8, live))
+    check_case(case, run_ranks(8, count_on_rank))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,24 +72,22 @@ def test_groups_of_a_layout_are_a_layout(layout, seqlen):
 
 
 def test_zigzag_groups_are_zigzag():
-    """So the ring of groups is as balanced as that of ranks."""
+    """So the ring of groups is as balanced as a ring of ranks."""
     groups, coarse = GroupedLayout(sharding.zigzag(8), 2), sharding.zigzag(4)
     for rank in range(4):
         assert groups.pieces(rank, 4096) == coarse.pieces(rank, 4096)
 
 
 @pytest.mark.parametrize("heads, size", [((8, 8), 8), ((16, 4), 8), ((8, 2), 6), ((32, 8), 4)])
-def test_bytes_are_those_of_the_model(heads, size):
-    """Forward, each number of neighbours that divides: what `auto` compares is what is sent, beside
-    lse. A ring sends what a group has, and heads are as even as can be.
-    """
+def test_bytes_are_as_the_model_says(heads, size):
+    """Forward, each inner_size that divides: `auto` compares the bytes sent, without lse."""
     seqlen, layout = 4 * size, sharding.contiguous(size)
     (q, k, v, _, dlse), _ = Case(
         seqlen=seqlen, heads=heads, dims=(4, 4), dtype=torch.float32
     ).tensors()
     own = 2 * k.nbytes // size
 
-    def live(comm, inner_size):
+    def count_on_rank(comm, inner_size):
         comm = CountingComm(comm)
         group = make_mesh2d(comm, inner_size) if inner_size > 1 else comm
         strategy = "hybrid" if inner_size > 1 else "ring"
@@ -102,7 +98,7 @@ def test_bytes_are_those_of_the_model(heads, size):
     found = {}
     for inner_size in (n for n in range(1, size + 1) if size % n == 0 and heads[1] % n == 0):
         lse = dlse.nbytes / size * (inner_size - 1) / inner_size
-        (sent,) = set(run_ranks(size, live, inner_size))
+        (sent,) = set(run_ranks(size, count_on_rank, inner_size))
         assert sent == sent_bytes(size, inner_size, *heads) * own + lse
         found[inner_size] = sent - lse
     assert found[best_inner_size(size, *heads)] == min(found.values())
@@ -112,30 +108,30 @@ def test_bytes_are_those_of_the_model(heads, size):
     "size, heads, expected",
     [
         (1, (8, 8), ("ring", 1)),
-        (2, (8, 8), ("ring", 1)),  # as many bytes either way, and those of a ring hide
+        (2, (8, 8), ("ring", 1)),  # equal bytes; messages of a ring can be hidden
         (4, (8, 8), ("ulysses", 4)),
         (8, (32, 8), ("ulysses", 8)),
-        (8, (64, 8), ("ring", 1)),  # eight heads of q and out for every key head
+        (8, (64, 8), ("ring", 1)),  # eight query heads for each key head
         (16, (8, 8), ("hybrid", 8)),
         (3, (8, 8), ("ring", 1)),
         (64, (32, 8), ("hybrid", 8)),
     ],
 )
 def test_auto_sends_least(size, heads, expected):
-    def live(comm):
+    def count_on_rank(comm):
         return tuple(choose_strategy("auto", comm, *heads))
 
-    assert set(run_ranks(size, live)) == {expected}
+    assert set(run_ranks(size, count_on_rank)) == {expected}
 
 
-def test_what_has_two_dimensions_is_for_hybrid():
+def test_a_2d_mesh_is_for_hybrid_alone():
     with pytest.raises(ValueError, match="only 'hybrid' takes two"):
         run_ranks(4, lambda comm: on_rank(make_mesh2d(comm, 2), Case(strategy="ring")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4)])
-def test_gloo_mesh_of_two_dimensions(pool, shape, dtype):
+def test_gloo_2d_mesh(pool, shape, dtype):
     case = hybrid(heads=(8, 2), dtype=dtype, options={"causal": True, **DROPOUT})
     check_case(case, pool.run(8, on_mesh, case, shape))
 
@@ -150,6 +146,6 @@ def mesh_of(shape):
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_gloo_in_groups_of_its_own(pool, size):
+def test_gloo_in_groups_made_by_hybrid(pool, size):
     case = hybrid("striped", heads=(8, 2), options={"window_size": (17, 0)})
     check_case(case, [part[0] for part in pool.run(size, on_rank, case)])

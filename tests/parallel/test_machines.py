@@ -1,4 +1,4 @@
-"""The figures that simulations start from: what was measured, and how it is read between."""
+"""The inputs of simulations: measured rates, and interpolation between them."""
 
 import json
 from pathlib import Path
@@ -12,14 +12,14 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_kernels_are_as_fast_as_they_were_measured(way):
-    """If this fails because they were measured again, write the new figures into machines.py."""
+    """If this fails after a new measurement, write the new figures into machines.py."""
     rows = json.loads((RESULTS / f"h200-{way}.json").read_text())["rows"]
     rows = [r for r in rows if r["bench"] == way]
     assert {r["seqlen"] for r in rows} == set(LENGTHS) and len(rows) >= 35
     for row in rows:
         kernel = H200.kernel(way == "backward", row["mask"] == "causal", row["head_dim"])
-        found = kernel.rate(row["seqlen"]) / 1e12
-        assert found == pytest.approx(row["value"], rel=0.05), (row["mask"], row["seqlen"])
+        tflops = kernel.rate(row["seqlen"]) / 1e12
+        assert tflops == pytest.approx(row["value"], rel=0.05), (row["mask"], row["seqlen"])
 
 
 def test_memory_and_host_are_as_fast_as_they_were_measured():
@@ -30,12 +30,12 @@ def test_memory_and_host_are_as_fast_as_they_were_measured():
     assert best("swap out") * 1e9 == pytest.approx(H200.tiers[0].write_s, rel=0.05)
 
 
-def test_between_and_beyond_what_was_measured():
+def test_rates_between_and_beyond_measured_lengths():
     kernel = KernelRates((100, 200, 300, 400, 500, 600))
     assert kernel.rate(512) == 100e12 and kernel.rate(16384) == 600e12
     assert kernel.rate(2048 * 2**0.5) == pytest.approx(350e12)
     assert kernel.rate(10**9) == 600e12
-    assert kernel.rate(128) == pytest.approx(25e12)  # a quarter of the keys, as long a call
+    assert kernel.rate(128) == pytest.approx(25e12)  # a quarter of the keys in the same time
 
 
 def test_a_call_with_few_tiles_leaves_processors_idle():

@@ -1,4 +1,4 @@
-"""Two processes on one GPU over NCCL, where it allows that: the same bits, and a lost rank."""
+"""Two processes on one GPU over NCCL, if this NCCL supports it: equal bits, and a lost rank."""
 
 import os
 import time
@@ -25,7 +25,7 @@ def over_nccl(timeout_s):
 
 
 def patterns(comm):
-    """What travels, beside what it must be."""
+    """(received values, expected values)"""
     comm, there = over_nccl(60.0), 1 - comm.rank
     send, recv = torch.full((2, 70_001), float(comm.rank + 1), device="cuda")
     comm.shift(send, recv).wait()
@@ -45,7 +45,7 @@ def stalls(comm):
     send, recv = torch.ones(2, 70_001, device="cuda")
     began = time.monotonic()
     comm.shift(send, recv).wait()
-    torch.cuda.synchronize()  # returns when the lookout has aborted
+    torch.cuda.synchronize()  # returns when the watchdog has aborted
     with pytest.raises(ParallelError) as caught:
         for _ in range(50):
             comm.shift(send, recv).wait()
@@ -54,16 +54,18 @@ def stalls(comm):
 
 
 def mixes(comm):
-    """Rank 1 is causal alone, after both kinds were served: the next call says so."""
+    """Rank 1 alone is causal, after both calls were made before: the next call raises."""
     comm = over_nccl(20.0)
     q, k, v = torch.randn(3, 1, 64, 2, 32, device="cuda", dtype=torch.bfloat16).unbind()
-    ask = lambda causal: context_parallel_attention(q, k, v, comm, strategy="ring", causal=causal)
+    attend = lambda causal: context_parallel_attention(
+        q, k, v, comm, strategy="ring", causal=causal
+    )
     for causal in (True, False, True, False):
-        ask(causal)
-    ask(comm.rank == 1)
+        attend(causal)
+    attend(comm.rank == 1)
     with pytest.raises(ParallelError) as caught:
-        ask(False)
-    assert torch.isfinite(ask(False)).all()
+        attend(False)
+    assert torch.isfinite(attend(False)).all()
     return str(caught.value)
 
 
@@ -74,7 +76,7 @@ def pair():
     ranks.close()
 
 
-def ask(pool, fn, **options):
+def run_pair(pool, fn, **options):
     try:
         return pool.run(2, fn, **options)
     except RankError as error:
@@ -84,16 +86,16 @@ def ask(pool, fn, **options):
 
 
 def test_patterns_on_nccl(pair):
-    for got, expected in ask(pair, patterns):
+    for got, expected in run_pair(pair, patterns):
         assert got == expected
 
 
 def test_a_call_that_differs_on_nccl_raises_in_the_next(pair):
     sentence = "the ranks do not agree: causal is false on rank 0, true on rank 1"
-    assert ask(pair, mixes) == [sentence] * 2
+    assert run_pair(pair, mixes) == [sentence] * 2
 
 
 def test_a_rank_that_stalls_on_nccl_is_named(pair):
-    message, rank, seconds = ask(pair, stalls, lost=[1])[0]
+    message, rank, seconds = run_pair(pair, stalls, lost=[1])[0]
     assert rank == 1 and "rank 1 stalled" in message, message
     assert seconds < 10

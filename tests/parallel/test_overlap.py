@@ -1,5 +1,5 @@
-"""Messages travel while kernels compute: two ranks on gloo. What that saves takes two cores that
-nobody else uses: `python -m benchmarks ring` measures it, and says if they were not.
+"""Messages travel while kernels compute: two ranks on gloo. `python -m benchmarks ring` measures
+the time saved, which needs two idle cores, and reports if they were not idle.
 """
 
 import time
@@ -14,7 +14,7 @@ SEQLEN, HEADS, DIM = 2048, 4, 64
 
 
 class Wrapped:
-    """A communicator that does something about every message."""
+    """A communicator that wraps another."""
 
     def __init__(self, comm):
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
@@ -31,7 +31,7 @@ def step(comm):
 
 
 class Spy(Wrapped):
-    """Looks into the buffer of the latest message, which nobody may before `wait`."""
+    """Reads the buffer of the latest message before `wait`, which other code must not do."""
 
     recv = None
 
@@ -47,7 +47,7 @@ class Spy(Wrapped):
 
 
 def spy_on_kernels(comm):
-    """([(began, ended, whether the message was there) of each kernel], log of messages)"""
+    """([(began, ended, whether the message had arrived) of each kernel], log of messages)"""
     counting, kernels = CountingComm(comm), []
     spy, attend = Spy(counting), rounds.attend
 
@@ -65,11 +65,11 @@ def spy_on_kernels(comm):
     return kernels, counting.log
 
 
-def test_a_message_arrives_while_nobody_waits_for_it(pool):
-    """The trace of a step: posted, kernel, there, and only then asked for."""
+def test_a_message_arrives_while_a_kernel_runs(pool):
+    """The order in a step: posted, kernel, arrived, and only then waited for."""
     for kernels, log in pool.run(2, spy_on_kernels):
         (message,) = [event for event in log if event.kind == "shift"]
-        began, ended, there = kernels[0]
-        assert len(kernels) == 2 and there
+        began, ended, arrived = kernels[0]
+        assert len(kernels) == 2 and arrived
         assert message.posted <= began < ended <= message.wait_began <= message.wait_ended
         assert message.bytes == 2 * SEQLEN // 2 * HEADS * DIM * 4

@@ -1,4 +1,4 @@
-"""Steps of any length: memory, slabs, and what tiers cost."""
+"""Steps of any length: memory, slabs, and the cost of storage tiers."""
 
 from dataclasses import replace
 
@@ -34,10 +34,8 @@ def test_six_blocks_of_a_chunk():
     assert six_blocks_bytes(step) == 1000 * 2 * 64 * (4 + 4 + 2 + 2 + 2 + 2)
 
 
-def test_what_fp32_adds_to_six_blocks():
-    """Forward: the total and up to ROUNDS_PER_MERGE results are fp32. On one device out is as it
-    stays.
-    """
+def test_bytes_that_fp32_adds_to_six_blocks():
+    """Forward, the state and up to ROUNDS_PER_MERGE results are fp32; on one device out is not."""
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=64)
     out, lse = 1000 * 4 * 64, 1000 * 4
     for size, outs in ((2, 2), (3, 3), (8, 1 + ROUNDS_PER_MERGE)):
@@ -48,7 +46,7 @@ def test_what_fp32_adds_to_six_blocks():
     assert resident_bytes(alone) == 1000 * 2 * 64 * (4 + 4 + 2 + 2) + lse * 4
 
 
-def test_what_a_backward_pass_holds():
+def test_bytes_of_a_backward_pass():
     """Q, O, dO; K, V twice; dQ twice; dK, dV three times; lse and delta."""
     step = RingStep(8 * 1000, 8, backward=True, shape=LayerShape(4, 2, 64))
     queries, keys, rows = 1000 * 4 * 64, 1000 * 2 * 64, 1000 * 4
@@ -70,20 +68,20 @@ def test_slabs_fit_and_cover_the_context(step):
 
 @given(step=steps)
 def test_no_step_beats_the_rate_of_its_kernels(step):
-    found = predict(step, NODES)
-    spent = found.time
-    assert 0 < found.efficiency <= 1
-    assert spent.exposed >= 0 and spent.waiting >= 0
-    assert sum(spent.critical.values()) == pytest.approx(spent.total)
+    prediction = predict(step, NODES)
+    time = prediction.time
+    assert 0 < prediction.efficiency <= 1
+    assert time.exposed >= 0 and time.waiting >= 0
+    assert sum(time.critical.values()) == pytest.approx(time.total)
 
 
-def test_what_fits_is_one_pass_round_the_ring():
+def test_a_step_that_fits_is_one_pass_round_the_ring():
     step = RingStep(10**6, 8)
-    line, spent = Timeline(step, NODES), predict(step, NODES).time
-    assert (spent.total, spent.exposed, spent.waiting) == (line.seconds, line.exposed, 0)
+    line, time = Timeline(step, NODES), predict(step, NODES).time
+    assert (time.total, time.exposed, time.waiting) == (line.seconds, line.exposed, 0)
 
 
-def test_a_context_lies_in_the_first_tier_that_holds_it():
+def test_a_context_is_in_the_first_tier_that_holds_it():
     tier = lambda tokens: Slabs.cut(RingStep(tokens, 8), H200).tier
     assert tier(10**6) is None
     assert tier(10**8) is H200.tiers[0] and tier(10**9) is H200.tiers[1]
@@ -91,17 +89,17 @@ def test_a_context_lies_in_the_first_tier_that_holds_it():
     assert slabs.num_modules == -(-stored_bytes(slabs.step) // 15.36e12)
 
 
-def test_a_slow_tier_is_waited_for():
+def test_a_slow_tier_costs_waiting_time():
     slow = replace(H200, tiers=(StorageTier("tape", 1e18, 1e6, 1e6),))
     step = RingStep(10**8, 8)
-    found = predict(step, NODES, slow)
-    assert found.efficiency < 0.9 < predict(step, NODES).efficiency
-    assert found.time.waiting > 0.1 * found.time.total
-    assert found.time.critical[TIER] > 0.1 * found.time.total
+    prediction = predict(step, NODES, slow)
+    assert prediction.efficiency < 0.9 < predict(step, NODES).efficiency
+    assert prediction.time.waiting > 0.1 * prediction.time.total
+    assert prediction.time.critical[TIER] > 0.1 * prediction.time.total
 
 
-def test_reading_hides_as_messages_do():
-    """A slab of millions of queries makes up for any disk: the trillionth token costs its flops."""
-    found = predict(RingStep(10**12, 1024), NODES)
-    assert found.slabs.tier is H200.tiers[1]
-    assert found.efficiency > 0.99 and found.time.waiting < 1e-6 * found.time.total
+def test_reading_is_hidden_under_long_passes():
+    """A slab of millions of queries hides any disk: 10^12 tokens cost their flops alone."""
+    prediction = predict(RingStep(10**12, 1024), NODES)
+    assert prediction.slabs.tier is H200.tiers[1]
+    assert prediction.efficiency > 0.99 and prediction.time.waiting < 1e-6 * prediction.time.total

@@ -1,4 +1,4 @@
-"""Ranks as processes: answers in order, and what a rank that fails leaves behind."""
+"""Ranks as processes: results in rank order, and a rank that fails ends all."""
 
 import os
 import time
@@ -11,9 +11,9 @@ from onchip.parallel.processes import run_processes
 
 
 def ranks_before(comm, factor):
-    came = torch.zeros(1)
-    comm.shift(torch.full((1,), float(comm.rank)), came).wait()
-    return factor * int(came), torch.get_num_threads()
+    received = torch.zeros(1)
+    comm.shift(torch.full((1,), float(comm.rank)), received).wait()
+    return factor * int(received), torch.get_num_threads()
 
 
 def fail(comm, how):
@@ -21,21 +21,21 @@ def fail(comm, how):
         if how == "dies":
             os._exit(3)
         raise KeyError("lost key")
-    time.sleep(60)  # must not be waited for
+    time.sleep(60)  # the caller must not wait for this
 
 
-def test_every_rank_answers_in_its_place():
+def test_results_are_in_rank_order():
     assert run_processes(3, ranks_before, 10) == [(20, 1), (0, 1), (10, 1)]
 
 
-@pytest.mark.parametrize("how, said", [("raises", "KeyError: 'lost key'"), ("dies", "ended")])
-def test_a_rank_that_fails_ends_all(how, said):
+@pytest.mark.parametrize("how, error", [("raises", "KeyError: 'lost key'"), ("dies", "ended")])
+def test_a_rank_that_fails_ends_all(how, error):
     start = time.monotonic()
-    with pytest.raises(ParallelError, match=f"(?s)rank 1 of 2 failed: .*{said}") as caught:
+    with pytest.raises(ParallelError, match=f"(?s)rank 1 of 2 failed: .*{error}") as caught:
         run_processes(2, fail, how)
     assert caught.value.rank == 1 and time.monotonic() - start < 50
 
 
-def test_no_rank_is_no_job():
+def test_zero_ranks_are_refused():
     with pytest.raises(ValueError, match="size=0 must be at least 1"):
         run_processes(0, ranks_before, 1)

@@ -1,5 +1,5 @@
-"""A ring of any size is one device: results, gradients, dropout, to the last digits; and it sends,
-computes and keeps no more than the formulas say.
+"""A ring of any size equals one device: results, gradients and dropout, up to rounding. Messages,
+work and memory are as the formulas say.
 """
 
 import threading
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def cases(draw):
-    """Any length, from none; documents of any lengths; every layout and option."""
+    """Any length, 0 included; documents of any lengths; every layout and option."""
     dtype = draw(st.sampled_from([torch.float64, torch.float64, torch.float32]))
     heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
     layout = draw(st.sampled_from([*LAYOUTS]))
@@ -52,14 +52,14 @@ def cases(draw):
 
 @given(cases(), st.integers(1, 6))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_ring_is_one_device(case, size):
+def test_any_ring_equals_one_device(case, size):
     check_in_process(case, size)
 
 
 @pytest.mark.slow
 @given(cases(), st.integers(1, 9))
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_ring_is_one_device_at_length(case, size):
+def test_any_ring_equals_one_device_many_examples(case, size):
     check_in_process(case, size)
 
 
@@ -74,30 +74,30 @@ def grid(dtype, layouts=("contiguous", "zigzag", "striped")):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_ranks_on_gloo_are_one_device(pool, size, dtype):
-    """Layouts x masks x GQA x uneven lengths x dropout, of which each size and dtype tries its own
-    share; all of them in the slow test.
+def test_ranks_on_gloo_equal_one_device(pool, size, dtype):
+    """Layouts x masks x GQA x uneven lengths x dropout. Each size and dtype tries some of them; the
+    slow test tries all.
     """
     chosen = [*grid(dtype)][size // 2 % 3 + (dtype == torch.float32) :: 4]
-    answer_on_gloo(pool, size, chosen)
+    check_on_gloo(pool, size, chosen)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_ranks_on_gloo_are_one_device_in_every_case(pool, size, dtype):
-    answer_on_gloo(pool, size, [*grid(dtype, LAYOUTS)])
+def test_ranks_on_gloo_equal_one_device_in_every_case(pool, size, dtype):
+    check_on_gloo(pool, size, [*grid(dtype, LAYOUTS)])
 
 
-def answer_on_gloo(pool, size, chosen):
-    answers = pool.run(size, on_rank, *chosen, timeout_s=300.0)
+def check_on_gloo(pool, size, chosen):
+    results = pool.run(size, on_rank, *chosen, timeout_s=300.0)
     for i, case in enumerate(chosen):
-        check_case(case, [answer[i] for answer in answers])
+        check_case(case, [result[i] for result in results])
 
 
 @pytest.mark.parametrize("kernel", ["reference", "tiled", "aten_cpu"])
-def test_any_kernel_serves(kernel):
-    """Also one whose backward would rather trust its own lse."""
+def test_any_kernel_can_be_used(kernel):
+    """Also a kernel with a backward that would otherwise use an lse of its own."""
     options = {"causal": True, "sinks": True, "kernel": kernel}
     check_in_process(Case(seqlen=95, batch=2, options=options), 3)
     case = Case(seqlen=CU[-1], cu_seqlens=CU, options={"kernel": kernel, "window_size": (30, 0)})
@@ -106,8 +106,8 @@ def test_any_kernel_serves(kernel):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("cu", [None, CU])
-def test_dropout_keeps_what_one_device_keeps(name, cu):
-    """Bit for bit: with equal scores and the values' positions as values, out is what was kept."""
+def test_dropout_keeps_the_same_weights_as_one_device(name, cu):
+    """Bit for bit: with equal scores and one-hot values, out shows the weights that were kept."""
     seqlen, heads = CU[-1], 3
     q = torch.zeros(seqlen, heads, 4, dtype=torch.float64)
     v = torch.eye(seqlen, dtype=torch.float64)[:, None].expand(-1, heads, -1).contiguous()
@@ -139,9 +139,9 @@ def counted(comm, case):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_messages_and_bytes_are_the_formulas(size, name, dtype):
-    """Forward size - 1 messages of keys and values; backward as many, and size of gradients, which
-    are fp32 or wider: 3 size - 2.
+def test_messages_and_bytes_are_as_the_formulas_say(size, name, dtype):
+    """3 size - 2: forward size - 1 messages of K and V; backward as many, and size messages of
+    gradients in fp32 or wider.
     """
     case = Case(name, 111, dtype=dtype, options={"causal": True})
     held = case.layout_of(size).lengths(case.seqlen)
@@ -165,11 +165,11 @@ def test_bf16_keys_travel_in_bf16_and_their_gradients_in_fp32():
 def test_keys_travel_no_further_than_a_window(window):
     size, seqlen = 8, 128
     case = Case("contiguous", seqlen, options={"window_size": (window, 0)})
-    reach = -(-window // (seqlen // size))
-    answers = run_ranks(size, counted, case)
-    check_case(case, [found for found, *_ in answers])
-    for _, messages, _ in answers:
-        assert messages["shift"] == (3 * reach + 1 if reach else 0)
+    hops_needed = -(-window // (seqlen // size))
+    results = run_ranks(size, counted, case)
+    check_case(case, [found for found, *_ in results])
+    for _, messages, _ in results:
+        assert messages["shift"] == (3 * hops_needed + 1 if hops_needed else 0)
 
 
 def test_keys_travel_no_further_than_documents():
@@ -179,12 +179,12 @@ def test_keys_travel_no_further_than_documents():
         assert messages["shift"] == 4
 
 
-def meet(layout, seen, rank, hop):
+def sees_keys(layout, seen, rank, hop):
     rows, cols = (layout.positions(r % 4, len(seen)) for r in (rank, rank - hop))
     return bool(seen[rows][:, cols].any())
 
 
-def test_hops_are_what_dense_masks_say():
+def test_hops_are_as_dense_masks_say():
     for make in (contiguous, zigzag, striped, lambda size: balanced(size, masks.causal())):
         for global_mask in (
             GlobalMask(300, True, (70, None)),
@@ -194,14 +194,14 @@ def test_hops_are_what_dense_masks_say():
             layout = make(4)
             lo, hi = global_mask.key_ranges(torch.arange(300))
             seen = (torch.arange(300) >= lo[:, None]) & (torch.arange(300) < hi[:, None])
-            needed = max(h for h in range(4) for r in range(4) if meet(layout, seen, r, h))
+            needed = max(h for h in range(4) for r in range(4) if sees_keys(layout, seen, r, h))
             assert count_hops(layout, global_mask) >= needed
             if make is contiguous:
                 assert count_hops(layout, global_mask) == needed
 
 
 def pairs_computed(monkeypatch, name, size, seqlen):
-    """(query, key) pairs that each rank asked a kernel for."""
+    """(query, key) pairs that the kernels of each rank computed."""
     case = Case(name, seqlen, heads=(1, 1), options={"causal": True})
     attend, done = rounds.attend, {}
 
@@ -231,7 +231,7 @@ def test_work_is_even_under_zigzag_and_two_minus_one_over_p_without(monkeypatch,
 @pytest.mark.parametrize("make", [contiguous, zigzag, striped])
 @pytest.mark.parametrize("seqlen", [512, 509])
 def test_causal_rounds_need_no_mask(make, seqlen):
-    """The kernels' own causal and full calls serve the common layouts, however uneven."""
+    """Causal and full calls are enough for the common layouts, also with uneven lengths."""
     for rank in range(4):
         plans = plan_rounds(make(4), GlobalMask(seqlen, True), rank, CPU).rounds
         assert all(round is None or round.mask is None for round in plans)
@@ -245,8 +245,8 @@ def test_windows_of_chunks_need_no_mask():
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_round_shows_what_the_rule_shows(data):
-    """Whatever ascending positions meet: the round's own causal, window and mask, expanded."""
+def test_a_round_shows_the_cells_of_the_global_mask(data):
+    """Any ascending positions: the round's causal, window and mask, expanded to cells."""
     seqlen = data.draw(st.integers(1, 60))
     window = data.draw(st.tuples(*[st.one_of(st.none(), st.integers(0, 20))] * 2))
     cut = sorted(data.draw(st.sets(st.integers(1, seqlen), max_size=3)) - {seqlen})
@@ -275,17 +275,17 @@ def expanded(round):
 
 
 @pytest.mark.parametrize("size", [2, 8, pytest.param(64, marks=pytest.mark.slow)])
-def test_sixteen_bits_lose_no_more_on_ranks(size):
+def test_sixteen_bits_are_as_accurate_as_one_device(size):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one device. (lse is
     fp32: 1.25, as everywhere.)
     """
     case = Case("zigzag", 768, heads=(2, 1), dims=(64, 64), dtype=torch.bfloat16)
-    case = replace(case, options={"causal": True, "kernel": "tiled"})  # rounds at the end only
+    case = replace(case, options={"causal": True, "kernel": "tiled"})  # keeps fp32 until the end
     check_rmse(case, size)
 
 
-def test_partials_that_were_rounded_would_be_seen(monkeypatch):
-    """The bound above is tight enough to tell."""
+def test_rounded_partial_results_would_fail(monkeypatch):
+    """The bound above is tight enough to detect rounded partial results."""
     attend = rounds.attend
 
     def rounding(*args):
@@ -294,11 +294,11 @@ def test_partials_that_were_rounded_would_be_seen(monkeypatch):
 
     monkeypatch.setattr(rounds, "attend", rounding)
     with pytest.raises(AssertionError, match="out: .* on 8"):
-        test_sixteen_bits_lose_no_more_on_ranks(8)
+        test_sixteen_bits_are_as_accurate_as_one_device(8)
 
 
 def test_a_compiled_caller_keeps_its_gradients():
-    """The call is not compiled, what is around it is."""
+    """The call itself is not compiled, the code around it is."""
     x = torch.randn(1, 24, 2, 8, dtype=torch.float64)
 
     def on_rank(comm, compiled):
@@ -313,7 +313,7 @@ def test_a_compiled_caller_keeps_its_gradients():
     torch.testing.assert_close(eager, compiled, rtol=1e-12, atol=1e-12)
 
 
-def test_autocast_lowers_as_on_one_device():
+def test_autocast_casts_as_on_one_device():
     x = torch.randn(1, 24, 2, 8)
 
     def on_rank(comm):
@@ -328,7 +328,7 @@ def test_autocast_lowers_as_on_one_device():
         assert grad.dtype == torch.float32
 
 
-def test_a_seed_that_is_not_given_is_the_same_everywhere():
+def test_a_default_seed_is_the_same_on_all_ranks():
     x = torch.randn(1, 32, 1, 8, dtype=torch.float64)
     layout = contiguous(4)
 
@@ -363,22 +363,22 @@ X = torch.zeros(1, 6, 2, 8)
         ({"dropout_p": 0.5, "dropout_seed": "x"}, "dropout_seed='x' must be a 64-bit int"),
     ],
 )
-def test_what_cannot_be_served_is_refused(change, sentence):
+def test_unsupported_arguments_are_refused(change, sentence):
     options = {"q": X, "k": X, "v": X, "layout": "contiguous"} | change
     with pytest.raises(ValueError, match=sentence):
         run_ranks(2, lambda comm: context_parallel_attention(group=comm, **options))
 
 
-def test_documents_take_no_mask_and_no_slopes_of_their_own():
+def test_documents_take_no_mask_and_no_slopes_per_entry():
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     packed = {"q": X[0], "k": X[0], "v": X[0], "cu_seqlens": cu}
     for change in ({"mask": masks.causal()}, {"alibi_slopes": torch.ones(2, 2)}):
-        ask = partial(context_parallel_attention, **packed, **change)
+        call = partial(context_parallel_attention, **packed, **change)
         with pytest.raises(onchip.UnsupportedError, match="documents"):
-            run_ranks(2, lambda comm, ask=ask: ask(group=comm))
+            run_ranks(2, lambda comm, call=call: call(group=comm))
 
 
-def test_ranks_that_ask_for_different_things_are_named():
+def test_ranks_with_different_calls_are_named():
     def on_rank(comm):
         return context_parallel_attention(X, X, X, comm, causal=comm.rank == 1)
 

@@ -1,4 +1,4 @@
-"""Ranks as chunks of one GPU: the kernels of a GPU serve the rounds, and lose nothing by it."""
+"""Ranks as chunks of one GPU: GPU kernels compute the rounds, as accurately as one call."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ from tests.parallel.cases import (
     on_one_device,
     on_rank,
     rmse,
-    whole,
+    unshard_results,
 )
 
 CUDA = torch.device("cuda")
@@ -59,7 +59,7 @@ class GpuCase(Case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["zigzag", "striped", "balanced"])
-def test_fp32_is_one_device(name):
+def test_fp32_equals_one_device(name):
     cases = [Case(name, 333, 2, dtype=torch.float32, options=options) for options in OPTIONS]
     packed = {"dtype": torch.float32, "cu_seqlens": CU}
     cases += [Case(name, CU[-1], options=options, **packed) for options in PACKED]
@@ -72,15 +72,15 @@ def test_fp32_is_one_device(name):
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("options", [{"causal": True}, {}, {"causal": True, "mask": "prefix"}])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_sixteen_bits_lose_no_more_on_ranks(size, options, head_dim):
+def test_sixteen_bits_are_as_accurate_as_one_call(size, options, head_dim):
     """RMSE against fp64 of result and gradients, at most 1.02 times that of one call."""
     case = Case("zigzag", 4096, 1, (4, 2), (head_dim,) * 2, torch.bfloat16, options=options)
     check_rmse(on_gpu(case), size)
 
 
 @pytest.mark.gpu
-def test_sixteen_bits_lose_no_more_where_keys_are_gathered():
-    """Odd pieces of sums of all keys."""
+def test_sixteen_bits_are_as_accurate_with_allgather():
+    """Pieces of odd lengths, and sums of all keys."""
     dims, options = (128, 128), {"causal": True}
     case = Case("zigzag", 3001, 1, (4, 2), dims, torch.bfloat16, None, "allgather", options)
     check_rmse(on_gpu(case), 3)
@@ -94,14 +94,14 @@ def check_rmse(case, size):
     exact = differentiate(attend, inputs, dout.cpu().double(), dlse.cpu().double(), {})
     exact = {name: t.cuda() for name, t in exact.items()}
     one = rmse(on_one_device(case), exact)
-    many = rmse(whole(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
+    many = rmse(unshard_results(case, [part[0] for part in run_ranks(size, on_rank, case)]), exact)
     for name, error in many.items():
         most = 1.25 if name == "lse" else 1.02
         assert error <= most * one[name], f"{name}: {error:.3e} on {size}, {one[name]:.3e} on one"
 
 
 @pytest.mark.hopper
-def test_hopper_serves_every_causal_round_both_ways():
+def test_hopper_computes_every_causal_round_forward_and_backward():
     q, k = (torch.randn(1, 1024, h, 128, dtype=torch.bfloat16, device=CUDA) for h in (8, 2))
     for round in plan_rounds(zigzag(4), GlobalMask(4096, True), 1, CUDA).rounds:
         for backward in (False, True):
@@ -112,15 +112,15 @@ def test_hopper_serves_every_causal_round_both_ways():
 
 ROUNDS = [
     Round(slice(0, 300), slice(0, 333), causal=True),
-    Round(slice(0, 300), slice(0, 166)),  # what a rank of a zigzag sees of earlier keys
-    Round(slice(150, 300), slice(0, 333)),  # and what sees the keys of a later one
+    Round(slice(0, 300), slice(0, 166)),  # zigzag: keys of an earlier rank
+    Round(slice(150, 300), slice(0, 333)),  # zigzag: keys of a later rank
     Round(slice(37, 168), slice(101, 230)),
     Round(slice(256, 257), slice(64, 320), window_size=(99, None)),
 ]
 
 
 def poisoned(t, at):
-    """NaN in all tokens that the round has no part in."""
+    """NaN in all tokens outside the round."""
     t[:, : at.start] = t[:, at.stop :] = torch.nan
     return t
 
@@ -156,8 +156,8 @@ def test_hopper_adds_gradients_as_torch_would(round, dims, dtype):
 
 
 @pytest.mark.hopper
-def test_hopper_gives_back_gradients_of_keys_without_sums():
-    """Rounds over other keys, of queries that were prepared once."""
+def test_hopper_returns_gradients_of_keys_without_sums():
+    """Rounds over several keys, of queries that were prepared once."""
     q, k, v = (torch.randn(1, n, 4, 128, device=CUDA).bfloat16() for n in (200, 333, 333))
     saved = torch.randn_like(q), torch.randn(1, 4, 200, device=CUDA) + 6, torch.randn_like(q), None
     dq = torch.zeros(q.shape, device=CUDA)

@@ -1,4 +1,4 @@
-"""The states of rounds become one, whenever they are merged."""
+"""Merging the states of rounds, at once or in batches, gives one state."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from tests.parallel.cases import Case, check_in_process
 
 
 def state(generator, rows, heads=3, dim=5):
-    """Of two batch entries; some rows have seen nothing."""
+    """A state of two batch entries; some rows have seen no key."""
     draw = lambda *shape: torch.randn(shape, generator=generator)
     lse = (3 * draw(2, heads, rows)).masked_fill(draw(2, heads, rows) < -0.7, -torch.inf)
     out = draw(2, rows, heads, dim)
@@ -25,7 +25,7 @@ def state(generator, rows, heads=3, dim=5):
 
 
 def fold(own, parts, fresh):
-    """What the kernel does, which is tested beside it."""
+    """The merge kernel in torch. The kernel itself has tests of its own."""
     if fresh:
         own[0].zero_()
         own[1].fill_(-torch.inf)
@@ -41,7 +41,7 @@ def fold(own, parts, fresh):
 @pytest.mark.parametrize(
     "spans", [[], [(0, 7)], [(3, 7)], [(0, 7), (2, 7), (0, 3)], [(0, 7), *[(3, 7), (0, 2)] * 4]]
 )
-def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
+def test_rounds_of_some_rows_merge_into_one_state(kind, spans, monkeypatch):
     monkeypatch.setattr(entry, "fold", fold)
     generator = torch.Generator().manual_seed(len(spans))
     total = kind(torch.empty(2, 7, 3, 8), 5)
@@ -60,8 +60,8 @@ def test_rounds_of_some_rows_are_one(kind, spans, monkeypatch):
 
 @pytest.mark.parametrize("merges", [[False] * 5, [True] * 5, [True, False, True, True, False]])
 @pytest.mark.parametrize("first", [0, 2])
-def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first, monkeypatch):
-    """Rounds over five parts of the keys, the first of which may be of some rows only."""
+def test_kernels_with_and_without_a_fused_merge_share_one_state(merges, first, monkeypatch):
+    """Rounds over five parts of the keys; the first may have only some rows."""
     monkeypatch.setattr(entry, "fold", fold)
     way, q, *pairs = iter(merges), *make_qkv(1, 7, 15, num_heads=2, head_dim=8)
     merge = lambda out, lse: fold(
@@ -86,31 +86,31 @@ def test_kernels_that_merge_and_kernels_that_do_not_make_one_total(merges, first
 
 
 class Adder:
-    """Lets kernels add their gradients themselves where `adds` says so, as the Hopper kernel does,
-    and notes how many queries they begin with, and then how many keys have sums.
+    """Lets kernels add their gradients themselves if `adds(problem)`, as the Hopper kernel does.
+    Logs the number of prepared queries, and for each round the number of keys with sums.
     """
 
     def __init__(self, monkeypatch, adds=lambda problem: True):
-        self.noted, self.adds, self.choose = [], adds, torch_op._choose_backend
+        self.log, self.adds, self.choose = [], adds, torch_op._choose_backend
         monkeypatch.setattr(torch_op, "_choose_backend", self.backend)
 
     def backend(self, *args, **kwargs):
         real = self.choose(*args, **kwargs)
         backend = make_backend(real.supports, real.forward, real.backward)
-        start = partial(AddedQueries, self.noted, real.backward)
+        start = partial(AddedQueries, self.log, real.backward)
         backend.get_accumulate_fn = lambda problem: start if self.adds(problem) else None
         return backend
 
 
 class AddedQueries:
-    def __init__(self, noted, backward, problem, x, *saved):
-        self.noted, self.backward, self.saved, self.dq = noted, backward, saved, 0.0
-        noted.append(("queries", x.q.shape[1]))
+    def __init__(self, log, backward, problem, x, *saved):
+        self.log, self.backward, self.saved, self.dq = log, backward, saved, 0.0
+        log.append(("queries", x.q.shape[1]))
 
     def add(self, problem, x, sums):
         found = self.backward(problem, x, *self.saved)
         self.dq = self.dq + found.dq
-        self.noted.append(("keys", None if sums is None else sums[0].shape[1]))
+        self.log.append(("keys", None if sums is None else sums[0].shape[1]))
         if sums is None:
             return found.dk, found.dv
         for total, share in zip(sums, found[1:3], strict=True):
@@ -128,9 +128,9 @@ def problem_of_rounds():
 
 
 @pytest.mark.parametrize("adds", [lambda p: False, lambda p: True, lambda p: p.seqlen_k % 2 == 0])
-def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
-    """To sums in which nothing else is touched, by whoever adds, of more kinds of rows than are
-    held, some of which come again.
+def test_gradients_of_rounds_are_added_to_their_rows_and_keys(adds, monkeypatch):
+    """By the kernel or in torch, to the right part of the sums, with more row ranges than MAX_OPEN,
+    some of them twice.
     """
     adder, (q, k, v, saved) = Adder(monkeypatch, adds), problem_of_rounds()
     sums = [torch.randn_like(t) for t in (q, k, v)]
@@ -153,11 +153,11 @@ def test_gradients_of_rounds_are_added_where_they_belong(adds, monkeypatch):
     assert torch.equal(sums[0][:, 7:], want[0][:, 7:]) and torch.equal(
         sums[1][:, :3], want[1][:, :3]
     )
-    assert all(kind == "queries" or keys in (5, 6, 7) for kind, keys in adder.noted)
+    assert all(kind == "queries" or keys in (5, 6, 7) for kind, keys in adder.log)
 
 
 @pytest.mark.parametrize("adds", [False, True])
-def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
+def test_gradients_of_keys_without_sums_are_returned(adds, monkeypatch):
     adder, (q, k, v, saved) = Adder(monkeypatch, lambda p: adds), problem_of_rounds()
     round, dq = Round(slice(0, 5), slice(3, 10)), torch.zeros_like(q)
     queries = RunningGradients(RoundOptions(), q, saved, dq)
@@ -165,28 +165,28 @@ def test_gradients_of_keys_that_have_no_sums_are_given_back(adds, monkeypatch):
     want = rounds.differentiate_round(RoundOptions(), round, q, k, v, saved)
     assert torch.equal(dk, want.dk) and torch.equal(dv, want.dv)
     assert torch.equal(queries.finish()[:, :5], want.dq) and dq[:, 5:].eq(0).all()
-    assert adder.noted == [("queries", 5), ("keys", None)] * adds
+    assert adder.log == [("queries", 5), ("keys", None)] * adds
 
 
 @pytest.mark.parametrize("strategy", ["ring", "allgather"])
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("options", [{"causal": True}, {"mask": "prefix"}], ids=str)
-def test_ranks_whose_kernels_add_are_one_device(strategy, some, options, monkeypatch):
-    """A ring gives a kernel sums of its own keys only: others travel while it computes."""
+def test_ranks_with_a_fused_accumulate_equal_one_device(strategy, some, options, monkeypatch):
+    """In a ring a kernel adds only to the sums of its own keys: others are in flight."""
     adder = Adder(monkeypatch, lambda problem: not some or problem.seqlen_k % 2 == 0)
     check_in_process(Case(seqlen=111, batch=2, strategy=strategy, options=options), 3)
-    given = [keys is not None for kind, keys in adder.noted if kind == "keys"]
-    assert given
+    has_sums = [keys is not None for kind, keys in adder.log if kind == "keys"]
+    assert has_sums
     if strategy == "allgather":
-        assert all(given)
+        assert all(has_sums)
     else:
-        assert sum(given) <= 3 and (some or (sum(given), len(given)) == (3, 9))
+        assert sum(has_sums) <= 3 and (some or (sum(has_sums), len(has_sums)) == (3, 9))
 
 
 def test_queries_of_a_zigzag_are_prepared_twice(monkeypatch):
-    """All of them and half of them, however many rounds there are."""
+    """All rows and half of the rows, however many rounds there are."""
     adder = Adder(monkeypatch)
     check_in_process(Case(seqlen=160, options={"causal": True}), 5)
-    begun = [rows for kind, rows in adder.noted if kind == "queries"]
-    assert len(adder.noted) == len(begun) + 25
-    assert sorted(begun) == [16] * 4 + [32] * 5  # the last rank sees all keys with all queries
+    prepared = [rows for kind, rows in adder.log if kind == "queries"]
+    assert len(adder.log) == len(prepared) + 25
+    assert sorted(prepared) == [16] * 4 + [32] * 5  # all queries of the last rank see all keys

@@ -52,7 +52,7 @@ def test_unshard_is_the_inverse_of_shard(layout, seqlen):
 
 @pytest.mark.parametrize("make", [contiguous, zigzag, striped])
 @pytest.mark.parametrize("seqlen", [63, 64, 65, 799, 1023])
-def test_shares_differ_by_at_most_two_positions(make, seqlen):
+def test_lengths_differ_by_at_most_two_positions(make, seqlen):
     held = make(8).lengths(seqlen)
     assert max(held) - min(held) <= 2
 
@@ -84,7 +84,7 @@ def test_documents_keep_their_positions_labels_and_offsets(layout, cu):
         assert torch.equal(own.diff().long(), counts)
 
 
-def test_labels_of_one_sequence_leave_out_its_last_token_only():
+def test_labels_of_one_sequence_ignore_its_last_token_only():
     tokens = torch.arange(11).view(1, 11)
     parts = [zigzag(3).labels(tokens, rank) for rank in range(3)]
     assert zigzag(3).unshard(parts).tolist() == [[*range(1, 11), IGNORE_INDEX]]
@@ -132,7 +132,7 @@ def test_visible_cells_count_every_plane(seqlen):
     assert visible_cells(mask).tolist() == [int(block.sum()) for block in blocks]
 
 
-def test_what_is_no_layout_is_refused():
+def test_wrong_layout_arguments_are_refused():
     with pytest.raises(ValueError, match="size=0 must be an int of at least 1"):
         zigzag(0)
     with pytest.raises(ValueError, match="'contiguous', 'zigzag', 'striped'"):

@@ -1,4 +1,4 @@
-"""The simulated step: against a second way to compute it, and against what must hold of it."""
+"""The simulated step against a second, recursive simulation, and against its invariants."""
 
 import math
 from dataclasses import replace
@@ -63,7 +63,7 @@ def positions(layout, num_devices, chunk):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 5])
-def test_the_pairs_of_a_round_are_those_that_the_layout_leaves_visible(layout, num_devices):
+def test_the_pairs_of_a_round_are_the_visible_ones(layout, num_devices):
     chunk = 6
     step = RingStep(num_devices * chunk, num_devices, layout)
     held, kinds = positions(layout, num_devices, chunk), rounds(step)
@@ -73,15 +73,15 @@ def test_the_pairs_of_a_round_are_those_that_the_layout_leaves_visible(layout, n
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8, 64])
-def test_contiguous_is_out_of_balance_by_two_less_one_over_the_ranks(num_devices):
+def test_contiguous_has_two_minus_one_over_p_of_the_mean_work(num_devices):
     step = RingStep(num_devices * 10**6, num_devices, "contiguous")
     assert balance(step) == pytest.approx(2 - 1 / num_devices, rel=1e-5)
     assert balance(step._replace(layout="zigzag")) == 1
     assert balance(step._replace(layout="striped")) == pytest.approx(1, rel=2e-6)
 
 
-def again(step, fabric, machine):
-    """Seconds of a step, device by device and event by event, from the words of the module."""
+def simulate_recursively(step, fabric, machine):
+    """Seconds of a step, recursively, device by device and event by event."""
     size = step.num_devices
     hop = lambda r, size_bytes: float(fabric.seconds(size, size_bytes)[r % size])
     kind = lambda r, i: rounds(step)[0 if i == 0 else 1 if r >= i else 2]
@@ -100,7 +100,7 @@ def again(step, fabric, machine):
     @cache
     def dkv(r, i):
         r %= size
-        free = kv(r, i) if i < size - 1 else 0.0  # it set out before
+        free = kv(r, i) if i < size - 1 else 0.0  # sent before
         return max(merged(r, i), merged(r + 1, i), free) + hop(r, step.dkv_bytes)
 
     @cache
@@ -111,38 +111,38 @@ def again(step, fabric, machine):
             done = max(done, dkv(r, i - 1), dkv(r - 1, i - 1))
         return done + merge_seconds(step, kind(r, i), machine)
 
-    home = dkv if step.backward and size > 1 else lambda r, i: 0.0
-    return max(max(merged(r, size - 1), home(r, size - 1)) for r in range(size))
+    last_hop = dkv if step.backward and size > 1 else lambda r, i: 0.0
+    return max(max(merged(r, size - 1), last_hop(r, size - 1)) for r in range(size))
 
 
 @given(step=steps, link=links)
-def test_all_devices_at_once_are_as_one_by_one(step, link):
+def test_all_devices_at_once_equal_one_by_one(step, link):
     for fabric in (Fabric(link), NODES):
         line = Timeline(step, fabric)
-        assert line.seconds == pytest.approx(again(step, fabric, H200), rel=1e-9)
+        assert line.seconds == pytest.approx(simulate_recursively(step, fabric, H200), rel=1e-9)
 
 
 @given(step=steps, link=links)
-def test_where_the_hide_condition_holds_only_latency_and_the_way_home_show(step, link):
+def test_where_the_hide_condition_holds_only_latency_and_the_last_hop_are_exposed(step, link):
     line = Timeline(step, Fabric(link))
     if hides(step, link):
         assert line.exposed <= unhidden(step, link) * (1 + 1e-9)
 
 
 @given(step=steps, link=links)
-def test_where_the_hide_condition_fails_something_shows(step, link):
-    """Without a mask all rounds are alike, and the condition is sharp."""
+def test_where_the_hide_condition_fails_communication_is_exposed(step, link):
+    """Without a mask all rounds are equal, and the condition is sharp."""
     step = step._replace(causal=False)
     line = Timeline(step, Fabric(link._replace(latency_s=0.0)), BARE)
-    home = step.dkv_bytes / link.bytes_s
-    shows = line.exposed > home * (1 + 1e-6) + 1e-6 * line.seconds
+    last_hop = step.dkv_bytes / link.bytes_s
+    is_exposed = line.exposed > last_hop * (1 + 1e-6) + 1e-6 * line.seconds
     message = (step.kv_bytes + step.dkv_bytes) / link.bytes_s
     clearly = step.num_devices > 1 and message > 1.01 * seconds(step, rounds(step).own, BARE)
-    assert shows if clearly else not hides(step, link, BARE) or not shows
+    assert is_exposed if clearly else not hides(step, link, BARE) or not is_exposed
 
 
-def test_the_condition_is_that_of_the_paper_with_its_factors():
-    """c >= F / B for 16 bits, as many heads of keys, no mask (2310.01889); and what changes it."""
+def test_the_condition_is_the_papers_with_factors():
+    """c >= F / B for 16 bits, MHA, no mask (2310.01889); and the factors of other cases."""
     link, mha = Link("", 1e12, 0.0), LayerShape(32, 32, 128)
     full = RingStep(1e6, causal=False, shape=mha)
     best = H200.best(False, 128)
@@ -158,7 +158,7 @@ def test_the_condition_is_that_of_the_paper_with_its_factors():
 def test_above_the_length_of_the_formula_the_condition_holds(link, backward):
     for causal, layout in product((False, True), LAYOUTS):
         step = RingStep(1, 8, layout, causal, backward)
-        tokens = 8 * (hide_length(step, link) + 1)  # a striped round may lack a diagonal
+        tokens = 8 * (hide_length(step, link) + 1)  # a striped round may be without its diagonal
         assert hides(step._replace(tokens=tokens), link)
 
 
@@ -172,7 +172,7 @@ def test_the_critical_path_explains_the_whole_step(step, link):
 
 @given(step=steps)
 def test_messages_are_counted(step):
-    """P - 1 of K and V; backward as many and P of dK and dV, the last of which go home."""
+    """P - 1 of K and V; backward as many, and P of dK and dV."""
     spans = list(Timeline(step, NODES).events.spans(0))
     count = lambda what: sum(span.what == what for span in spans)
     size = step.num_devices
@@ -186,7 +186,7 @@ def test_faster_links_never_slow_a_step_down(step, link, factor):
     assert Timeline(step, Fabric(faster)).seconds <= Timeline(step, Fabric(link)).seconds
 
 
-def test_what_cannot_be_laid_out_is_refused():
+def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="layout='spiral' must be one of: contiguous"):
         _ = Timeline(RingStep(1e6, 8, "spiral"), NODES).seconds
     with pytest.raises(ValueError, match="at least one token, got tokens=3, num_devices=8"):

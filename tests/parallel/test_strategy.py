@@ -1,4 +1,4 @@
-"""Whatever serves a call, on however many ranks, it is one device."""
+"""Every strategy on any number of ranks equals one device."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ HEADS = [(1, 1), (4, 2), (3, 1), (6, 6), (10, 5)]
 
 @given(cases(), st.sampled_from(STRATEGIES), st.sampled_from(HEADS), st.integers(1, 6))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_strategy_is_one_device(case, strategy, heads, size):
+def test_any_strategy_equals_one_device(case, strategy, heads, size):
     """Any layout, length, documents, options and heads."""
     check_in_process(replace(case, strategy=strategy, heads=heads), size)
 
 
-def test_a_strategy_that_is_none_is_refused():
+def test_an_unknown_strategy_is_refused():
     with pytest.raises(ValueError, match="strategy='star' is not one of auto, ring"):
         check_in_process(Case(strategy="star"), 2)
 
@@ -34,14 +34,14 @@ def test_a_strategy_that_is_none_is_refused():
 def _gradients_of_ties(comm, inputs, strategy, precise):
     q, k, v, dout = (zigzag(comm.size).shard(t, comm.rank, 1).contiguous() for t in inputs)
     leaves = [t.requires_grad_() for t in (q, k, v, torch.zeros(q.shape[2]))]
-    how = {"strategy": strategy, "seqlen": inputs.q.shape[1], "precise_delta": precise}
-    out = context_parallel_attention(*leaves[:3], comm, sinks=leaves[3], **how)
+    options = {"strategy": strategy, "seqlen": inputs.q.shape[1], "precise_delta": precise}
+    out = context_parallel_attention(*leaves[:3], comm, sinks=leaves[3], **options)
     return torch.autograd.grad(out, leaves, dout)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "auto"])
 def test_precise_delta_keeps_the_residual_on_every_rank(strategy):
-    """Errors of dq, dk and dsinks where roundings of out add up in delta, relative to fp64."""
+    """Relative errors of dq, dk and dsinks in a case where roundings of out add up in delta."""
     inputs = winning_ties((1, 111, 4, 32)).to(torch.bfloat16)
     leaves = [t.double().requires_grad_() for t in (*inputs[:3], torch.zeros(4))]
     out = onchip.attention(*leaves[:3], sinks=leaves[3])

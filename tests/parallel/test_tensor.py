@@ -1,4 +1,4 @@
-"""Two ranks are one."""
+"""Tensor parallelism: two ranks equal one."""
 
 import os
 import subprocess
@@ -80,21 +80,21 @@ def test_sizes_that_do_not_divide_are_refused(change, world_size, sentence):
 
 
 @pytest.fixture
-def alone(tmp_path):
-    """A job of one rank, in this process."""
+def single_rank_mesh(tmp_path):
+    """The mesh of a single rank, in this process."""
     where = f"file://{tmp_path / 'meeting'}"
     dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
-def test_what_cannot_be_connected_is_refused(alone):
+def test_wrong_parts_and_meshes_are_refused(single_rank_mesh):
     config = ModelConfig.from_hf(LLAMA)
     with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
-        TensorParallelGroup(alone).connect(models.Decoder(config, part=Part(0, 2)))
+        TensorParallelGroup(single_rank_mesh).connect(models.Decoder(config, part=Part(0, 2)))
     with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
         TensorParallelGroup(init_device_mesh("cpu", (1, 1)))
-    group = TensorParallelGroup(alone)
+    group = TensorParallelGroup(single_rank_mesh)
     decoder = group.connect(random_model(config))
     with pytest.raises(ValueError, match="share no gradient"):
         decoder.full(torch.ones(1, 3, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Decoding over a cache of several ranks is decoding over the whole of it."""
+"""Decoding over a cache on several ranks equals decoding over the whole cache."""
 
 import platform
 
@@ -42,8 +42,8 @@ def close(got, want, tolerance=1e-12):
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("lengths", SIZES, ids=str)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_ranks_are_one(options, lengths, seqlen_q):
-    """fp64, GQA, uneven parts, ranks without keys, queries whose keys lie on several ranks."""
+def test_ranks_equal_one_device(options, lengths, seqlen_q):
+    """fp64, GQA, uneven parts, ranks without keys, windows over several ranks."""
     q, k, v = make_qkv(2, seqlen_q, 41, num_heads=4, num_kv_heads=2, head_dim=7, head_dim_v=5)
     q, k, v = (t.double() for t in (q, k, v))
     if "alibi_slopes" in options and not options.get("causal", True):
@@ -63,7 +63,7 @@ def test_ranks_are_one(options, lengths, seqlen_q):
 
 @pytest.mark.parametrize("seqlen_q", [1, 5])
 @pytest.mark.parametrize("options", [o for n, o in CASES.items()], ids=CASES)
-def test_pages_of_ranks_are_one(options, seqlen_q):
+def test_pages_on_ranks_equal_one_device(options, seqlen_q):
     """Sequences of different lengths, each spread over three ranks in its own way."""
     lengths = [41, 17]
     x = make_packed([seqlen_q] * 2, lengths, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -86,8 +86,8 @@ def test_pages_of_ranks_are_one(options, seqlen_q):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_pages_of_8_bits_bring_their_scales(form):
-    """Those of one rank; another's are of fp32, and hold the same numbers."""
+def test_8_bit_pages_have_scales(form):
+    """One rank has 8-bit pages, the other fp32 pages with the same values."""
     x = make_packed([1], [41], num_heads=4, num_kv_heads=2, head_dim=8)
     q, k, v = x.q[None], on_grid(x.k, form), on_grid(x.v, form)
     want = onchip.attention(q, k[None], v[None], causal=True)
@@ -104,8 +104,8 @@ def test_pages_of_8_bits_bring_their_scales(form):
 
 
 @pytest.mark.parametrize("seqlen_q, causal", [(1, True), (5, False)])
-def test_keys_may_lie_anywhere_where_all_are_seen(seqlen_q, causal):
-    """Tokens in turns, and no place given: dense and over pages."""
+def test_positions_do_not_matter_if_all_keys_are_visible(seqlen_q, causal):
+    """Every third token on each rank, and no place: dense and over pages."""
     x = make_packed([seqlen_q], [41], num_heads=4, num_kv_heads=2, head_dim=8)
     q, k, v = x.q[None], x.k[None], x.v[None]
     want = onchip.attention(q, k, v, causal=causal)
@@ -123,10 +123,10 @@ def test_keys_may_lie_anywhere_where_all_are_seen(seqlen_q, causal):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
+def test_one_message_or_two_give_the_same_bits(size, monkeypatch):
     """n bytes of state: gathered, (P - 1) n in P - 1 messages; reduced, 2 (P - 1) / P n in twice as
-    many. All ranks have the same bits, and both ways have, where torch computes a number alike
-    wherever it lies (on ARM it does not: the last ones of a tensor are computed one by one).
+    many. All ranks have the same bits. Both ways have the same bits on x86; on ARM torch computes
+    the last elements of a tensor one by one, with other roundings.
     """
     batch, heads, head_dim_v = 3, 8, 5
     q, k, v = make_qkv(batch, 1, 64, num_heads=heads, head_dim=7, head_dim_v=head_dim_v)
@@ -153,7 +153,7 @@ def test_one_message_or_two_and_the_same_bits(size, monkeypatch):
             assert sum(sent.values()) == 2 * (size - 1) * n // size
 
 
-def test_rows_that_see_nothing_anywhere():
+def test_rows_that_see_no_key_on_any_rank():
     q, k, v = make_qkv(1, 3, 0, num_heads=2)
     decode = lambda comm: tree_attention(q, k, v, comm, place=(0, 0), return_lse=True)
     for out, lse in run_ranks(2, decode):
@@ -182,7 +182,7 @@ def test_partial_results_are_not_rounded():
         ({"place": (3, 9)}, 1, "9 keys from start=3 on are not within seqlen_k=9"),
     ],
 )
-def test_refusals_are_sentences(options, seqlen_q, sentence):
+def test_wrong_arguments_are_refused(options, seqlen_q, sentence):
     q, k, v = make_qkv(1, seqlen_q, 9, num_heads=4)
     with pytest.raises(ValueError, match=sentence):
         run_ranks(1, lambda comm: tree_attention(q, k, v, comm, **options))
@@ -201,14 +201,14 @@ def test_gradients_are_refused():
         run_ranks(1, lambda comm: tree_attention(q.requires_grad_(), k, v, comm))
 
 
-def test_ranks_that_disagree_are_named():
+def test_ranks_with_different_calls_are_named():
     q, k, v = make_qkv(1, 1, 9)
     with pytest.raises(ParallelError, match="softcap is"):
         run_ranks(2, lambda comm: tree_attention(q, k, v, comm, softcap=float(comm.rank)))
 
 
 def decode_on(comm, lengths):
-    """A rank of the pool."""
+    """Decode on a rank of the pool."""
     q, k, v = make_qkv(2, 3, sum(lengths), num_heads=4, num_kv_heads=2, head_dim=9)
     start, stop = cut(lengths)[comm.rank]
     place = (start, sum(lengths))
@@ -218,6 +218,6 @@ def decode_on(comm, lengths):
 
 
 @pytest.mark.parametrize("lengths", [(20, 3), (7, 0, 11, 1), (5,) * 8], ids=str)
-def test_gloo(pool, lengths):
+def test_ranks_on_gloo(pool, lengths):
     found = pool.run(len(lengths), decode_on, lengths)
     assert all(torch.equal(out, found[0]) for out in found)

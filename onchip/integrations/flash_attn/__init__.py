@@ -1,8 +1,8 @@
 """The public functions of flash_attn 2.8, computed by onchip.
 
-Import them from here, or call `install()` and leave a program that says `import flash_attn` as it
-is. Arguments have flash_attn's names, order and meaning; what it accepts and this does not is
-refused in a sentence. docs/integrations.md has the table.
+Import them from here, or call `install()` and keep a program's `import flash_attn` unchanged.
+Arguments have flash_attn's names, order and meaning. An argument that onchip does not support
+raises an UnsupportedError. docs/integrations.md has the table.
 """
 
 from onchip.integrations.flash_attn.alias import VERSION as __version__

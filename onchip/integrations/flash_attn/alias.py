@@ -1,4 +1,4 @@
-"""`import flash_attn` without flash_attn: modules of that name whose functions are onchip's."""
+"""`import flash_attn` without flash_attn: modules of that name with onchip's functions."""
 
 import sys
 from collections.abc import Iterator
@@ -9,25 +9,25 @@ from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import ModuleType
 
-from onchip.integrations.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSERVED
+from onchip.integrations.flash_attn.names import FLASH_ATTN, FLASH_ATTN_3, UNSUPPORTED
 
-VERSION = "2.8.3"  # of flash_attn, whose functions these are
+VERSION = "2.8.3"  # of flash_attn, the version of these functions
 VERSION_3 = "3.0.0"  # of the distribution flash-attn-3
 _HERE = "onchip.integrations.flash_attn"  # this package
 
 
 def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
-    """From now on `import flash_attn` and the submodules that names.py lists give onchip's
-    functions, and importlib.metadata finds a flash-attn 2.8.3.
+    """Make `import flash_attn`, and the submodules in names.py, give onchip's functions, and
+    importlib.metadata find a flash-attn 2.8.3.
 
-    transformers: that package is imported, and told that flash_attn is there, on the CPU too, so
-    that attn_implementation="flash_attention_2" works. flash_attn_3: FlashAttention-3's module
-    flash_attn_interface and its package flash_attn_3 as well; not by default, because programs
-    that find them prefer them. A second call adds what the first did not install. RuntimeError if
-    a real module of these names is loaded: programs hold on to its functions.
+    transformers: import that package and make it find flash_attn, also on the CPU, so that
+    attn_implementation="flash_attention_2" works. flash_attn_3: also FlashAttention-3's module
+    flash_attn_interface and its package flash_attn_3; not by default, because programs that find
+    them prefer them. A second call adds modules that the first did not install. RuntimeError if a
+    real module of these names is loaded, because programs keep references to its functions.
     """
-    wanted = FLASH_ATTN | (FLASH_ATTN_3 if flash_attn_3 else {})
-    missing = {name: row for name, row in wanted.items() if not _is_alias(name)}
+    requested = FLASH_ATTN | (FLASH_ATTN_3 if flash_attn_3 else {})
+    missing = {name: row for name, row in requested.items() if not _is_alias(name)}
     _refuse_real_modules(missing)
     sys.modules.update(_build(missing))
     if _FINDER not in sys.meta_path:
@@ -35,15 +35,15 @@ def install(*, transformers: bool = False, flash_attn_3: bool = False) -> None:
     if transformers:
         from onchip.integrations.flash_attn import huggingface
 
-        huggingface.admit()
+        huggingface.enable()
 
 
 def uninstall() -> None:
-    """Undo install(). What a program has imported stays with it."""
+    """Undo install(). Names that a program has imported stay valid."""
     if not is_installed():
         return
     if huggingface := sys.modules.get(f"{_HERE}.huggingface"):
-        huggingface.dismiss()
+        huggingface.disable()
     sys.meta_path.remove(_FINDER)
     for name in [n for n, module in sys.modules.items() if isinstance(module, Alias)]:
         del sys.modules[name]
@@ -51,7 +51,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(*, transformers: bool = False, flash_attn_3: bool = False) -> Iterator[None]:
-    """install() for a while; nothing is undone if it was installed before."""
+    """install() for a with block; not undone if it was installed before."""
     before = is_installed()
     install(transformers=transformers, flash_attn_3=flash_attn_3)
     try:
@@ -66,7 +66,7 @@ def is_installed() -> bool:
 
 
 class Alias(ModuleType):
-    """A module that stands in for one of flash_attn."""
+    """A module that replaces one of flash_attn."""
 
 
 def _is_alias(name: str) -> bool:
@@ -85,14 +85,14 @@ def _refuse_real_modules(names: dict) -> None:
 
 def _build(rows: dict[str, tuple[str, dict[str, str]]]) -> dict[str, Alias]:
     """The modules of rows; each is an attribute of its parent."""
-    made = {name: _module(name, *row) for name, row in rows.items()}
-    for name, module in made.items():
+    modules = {name: _module(name, *row) for name, row in rows.items()}
+    for name, module in modules.items():
         parent, _, last = name.rpartition(".")
         if parent:
-            (made.get(parent) or sys.modules[parent]).__dict__[last] = module
-    if "flash_attn" in made:
-        made["flash_attn"].__dict__["__version__"] = VERSION
-    return made
+            (modules.get(parent) or sys.modules[parent]).__dict__[last] = module
+    if "flash_attn" in modules:
+        modules["flash_attn"].__dict__["__version__"] = VERSION
+    return modules
 
 
 def _module(name: str, source: str, names: dict[str, str]) -> Alias:
@@ -107,7 +107,7 @@ def _module(name: str, source: str, names: dict[str, str]) -> Alias:
 
 
 class _Distribution(Distribution):
-    """What importlib.metadata says about one of the aliases."""
+    """The metadata of one of the aliases for importlib.metadata."""
 
     def __init__(self, name: str, version: str, modules: str):
         self._texts = {
@@ -123,20 +123,20 @@ class _Distribution(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Finds the distributions. Modules it leaves to others, but for names that flash_attn has and
-    onchip does not serve.
+    """Finds the distributions. Finds no module; raises ImportError for names that flash_attn has
+    and onchip does not support.
     """
 
     def find_spec(self, fullname, path=None, target=None) -> None:
-        if fullname in UNSERVED and _is_alias(fullname.rpartition(".")[0]):
-            raise ImportError(f"onchip does not serve {fullname}: {UNSERVED[fullname]}")
+        if fullname in UNSUPPORTED and _is_alias(fullname.rpartition(".")[0]):
+            raise ImportError(f"onchip does not support {fullname}: {UNSUPPORTED[fullname]}")
 
     def find_distributions(self, context=DistributionFinder.Context()) -> list[Distribution]:  # noqa: B008
-        found = {"flash-attn": (VERSION, "flash_attn\nflash_attn_2_cuda\n")}
+        versions = {"flash-attn": (VERSION, "flash_attn\nflash_attn_2_cuda\n")}
         if _is_alias("flash_attn_3"):
-            found["flash-attn-3"] = VERSION_3, "flash_attn_interface\nflash_attn_3\n"
+            versions["flash-attn-3"] = VERSION_3, "flash_attn_interface\nflash_attn_3\n"
         name = context.name and context.name.replace("_", "-").lower()
-        return [_Distribution(n, *row) for n, row in found.items() if name in (None, n)]
+        return [_Distribution(n, *row) for n, row in versions.items() if name in (None, n)]
 
 
 _FINDER = _Finder()

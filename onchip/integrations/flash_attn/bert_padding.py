@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def rearrange(tensor: Tensor, pattern: str, **axes_lengths: int) -> Tensor:
-    """einops.rearrange, which programs import from here. einops is loaded by the first call."""
+    """einops.rearrange, which programs import from here. The first call loads einops."""
     try:
         einops = import_module("einops")
     except ImportError as error:
@@ -24,22 +24,22 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) of zeros, but values at the rows of indices."""
+    """(first_axis_dim, ...) of zeros, with values at the rows of indices."""
     empty = values.new_zeros(first_axis_dim, *values.shape[1:])
     return empty.index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(input[indices], input); a gradient flows back through both."""
+    """(input[indices], input), both differentiable."""
     return index_first_axis(input, indices), input.view_as(input)
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of (batch, seqlen, ...) that attention_mask (batch, seqlen), or unused_mask, marks
-    with 1: (tokens (total, ...), their indices in the flattened batch, cu_seqlens (batch + 1,)
-    int32, the longest length, how many tokens of each sequence attention_mask marks (batch,)).
+    """Select the tokens of (batch, seqlen, ...) with 1 in attention_mask (batch, seqlen) or in
+    unused_mask: (tokens (total, ...), their indices in the flattened batch, cu_seqlens (batch + 1,)
+    int32, the longest length, tokens of each sequence in attention_mask (batch,)).
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     seqlens = kept.sum(-1, dtype=torch.int32)
@@ -56,15 +56,15 @@ def unpad_input_for_concatenated_sequences(
     seqlen) has their lengths, then zeros. cu_seqlens counts the sequences of all rows.
     """
     lengths = attention_mask_in_length
-    place = torch.arange(lengths.shape[-1], device=lengths.device)
-    indices = (place < lengths.sum(-1, keepdim=True)).flatten().nonzero().flatten()
+    position = torch.arange(lengths.shape[-1], device=lengths.device)
+    indices = (position < lengths.sum(-1, keepdim=True)).flatten().nonzero().flatten()
     seqlens = lengths.flatten()[lengths.flatten().nonzero().flatten()]
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
     return tokens, indices, _offsets(seqlens), int(seqlens.max())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of unpad_input: (batch, seqlen, ...), 0 where no token was."""
+    """The inverse of unpad_input: (batch, seqlen, ...), 0 at padding."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 

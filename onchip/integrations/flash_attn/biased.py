@@ -17,7 +17,7 @@ def flash_attn_func(q, k, v, bias=None, causal=False, softmax_scale=None) -> Ten
     if causal and q.shape[1] != k.shape[1]:
         raise UnsupportedError(
             f"causal is aligned top-left in flash_attn_triton: {q.shape[1]} queries over"
-            f" {k.shape[1]} keys are not served, call flash_attn_func of flash_attn"
+            f" {k.shape[1]} keys are not supported, call flash_attn_func of flash_attn"
         )
     q, k, v = map(contiguous, (q, k, v))
     options = {"causal": bool(causal), "softmax_scale": softmax_scale}

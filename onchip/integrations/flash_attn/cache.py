@@ -1,5 +1,5 @@
-"""Where flash_attn's caches hold the keys of a sequence. Rows, a cache without a block table, are
-pages too, that lie one after another: so there is one way to write and one to read.
+"""flash_attn's KV caches as pages. A cache without a block table has rows, which are treated as
+consecutive pages, so that one code path writes and one reads.
 """
 
 import math
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import UnsupportedError, check_layout, values_are_checked
-from onchip.integrations.flash_attn.options import Asked, window
+from onchip.integrations.flash_attn.options import FlashArguments, window
 
-MAX_PAGE_SIZE = 256  # of a view of rows: the largest pages that the Hopper kernel copies
+MAX_PAGE_SIZE = 256  # of rows as pages: the largest pages that the Hopper kernel copies
 
 
-class Cache(NamedTuple):
-    """Where the keys of each sequence lie: position p of sequence b, counted from its first key, is
-    slot p % page_size of page page_table[b, p // page_size].
+class FlashCache(NamedTuple):
+    """Position p of sequence b, counted from its first key, is slot p % page_size of page
+    page_table[b, p // page_size].
     """
 
     k_pages: Tensor
     v_pages: Tensor
     page_table: Tensor
-    capacity: int  # positions that a sequence has room for, those before its first key included
+    capacity: int  # positions per sequence, including the left padding
     leftpad: Tensor | None = None
 
     @property
@@ -30,7 +30,7 @@ class Cache(NamedTuple):
         return self.k_pages.shape[1]
 
 
-def located(q, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad) -> Cache:
+def locate_cache(q, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad) -> FlashCache:
     layout = "(batch_cache, seqlen_cache, kv_heads, head_dim)"
     for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_layout(name, t, 4, "(batch, seqlen_q, heads, head_dim)" if name == "q" else layout)
@@ -45,11 +45,11 @@ def located(q, k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad) ->
     if block_table is None:
         return _rows_as_pages(q, k_cache, v_cache, cache_batch_idx, cache_leftpad)
     check_table(block_table, q.shape[0])
-    return Cache(k_cache, v_cache, block_table, block_table.shape[1] * k_cache.shape[1])
+    return FlashCache(k_cache, v_cache, block_table, block_table.shape[1] * k_cache.shape[1])
 
 
-def _rows_as_pages(q, k_cache, v_cache, cache_batch_idx, cache_leftpad) -> Cache:
-    """Pages as large as fit the strides; of one slot where sequences begin anywhere."""
+def _rows_as_pages(q, k_cache, v_cache, cache_batch_idx, cache_leftpad) -> FlashCache:
+    """Rows as pages: as large as the strides allow; with left padding, of one slot each."""
     rows, seqlen = k_cache.shape[:2]
     apart = _rows_apart(k_cache, v_cache)
     size = 1 if cache_leftpad is not None else _page_size(math.gcd(seqlen, apart))
@@ -61,22 +61,22 @@ def _rows_as_pages(q, k_cache, v_cache, cache_batch_idx, cache_leftpad) -> Cache
         table = torch.minimum(table + cache_leftpad[:, None], last)
     num_pages = ((rows - 1) * apart + seqlen) // size if rows else 0
     k_pages, v_pages = (_strided(t, num_pages, size) for t in (k_cache, v_cache))
-    return Cache(k_pages, v_pages, table, seqlen, cache_leftpad)
+    return FlashCache(k_pages, v_pages, table, seqlen, cache_leftpad)
 
 
 def _page_size(length: int) -> int:
-    """The largest power of two that divides it, up to MAX_PAGE_SIZE."""
+    """The largest power of two that divides length, up to MAX_PAGE_SIZE."""
     return min(length & -length, MAX_PAGE_SIZE) if length else 1
 
 
 def _rows_apart(k_cache: Tensor, v_cache: Tensor) -> int:
-    """How many slots lie between the beginnings of two rows of the cache."""
+    """The number of slots from one row of the cache to the next."""
     if k_cache.shape[0] <= 1 or not k_cache.numel():
         return k_cache.shape[1]
     (row_k, slot_k), (row_v, slot_v) = k_cache.stride()[:2], v_cache.stride()[:2]
     if row_k % slot_k or row_v % slot_v or row_k // slot_k != row_v // slot_v:
         raise UnsupportedError(
-            "rows of k_cache and v_cache must lie the same whole number of tokens apart, got"
+            "rows of k_cache and v_cache must be the same whole number of tokens apart, got"
             f" strides {k_cache.stride()} and {v_cache.stride()}: make both contiguous"
         )
     return row_k // slot_k
@@ -92,7 +92,9 @@ def _row_of(q: Tensor, rows: int, cache_batch_idx: Tensor | None) -> Tensor:
     if values_are_checked(q) and batch:
         low, high = map(int, cache_batch_idx.aminmax())
         if low < 0 or high >= rows:
-            raise ValueError(f"cache_batch_idx {low} to {high} leaves the {rows} rows of the cache")
+            raise ValueError(
+                f"cache_batch_idx {low} to {high} exceeds the {rows} rows of the cache"
+            )
     return cache_batch_idx
 
 
@@ -115,9 +117,13 @@ class BlockTableError(ValueError, RuntimeError):
 
 
 def check_pages(
-    k_pages: Tensor, block_table: Tensor, seqlens: Tensor, seqlens_q: int | Tensor, asked: Asked
+    k_pages: Tensor,
+    block_table: Tensor,
+    seqlens: Tensor,
+    seqlens_q: int | Tensor,
+    arguments: FlashArguments,
 ) -> None:
-    """Where values are checked: every key of seqlens (batch,) that a query sees has a block."""
+    """Where values are checked: every visible key of seqlens (batch,) has a block."""
     if not values_are_checked(k_pages) or not seqlens.numel():
         return
     num_blocks, block_size = k_pages.shape[:2]
@@ -126,9 +132,9 @@ def check_pages(
     if longest > capacity:
         raise BlockTableError(
             f"a sequence of {longest} keys exceeds block_table: {block_table.shape[1]} columns of"
-            f" {block_size} keys have room for {capacity}"
+            f" {block_size} keys hold {capacity}"
         )
-    left = window(asked.window_size)[0]
+    left = window(arguments.window_size)[0]
     first = 0 * seqlens if left is None else (seqlens - seqlens_q - left).clamp(min=0)
     column = torch.arange(block_table.shape[1], device=block_table.device)
     is_read = (column >= (first // block_size)[:, None]) & (column * block_size < seqlens[:, None])
@@ -136,7 +142,9 @@ def check_pages(
     if wrong.any():
         b, c = wrong.nonzero()[0].tolist()
         entry = int(block_table[b, c])
-        raise BlockTableError(f"block_table[{b}, {c}]={entry} leaves the {num_blocks} blocks")
+        raise BlockTableError(
+            f"block_table[{b}, {c}]={entry} is not one of the {num_blocks} blocks"
+        )
 
 
 def check_ints(name: str, t: Tensor | None, q: Tensor) -> None:
@@ -150,8 +158,8 @@ def check_ints(name: str, t: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"{name} is on {t.device}, q is on {q.device}")
 
 
-def slots_of(cache: Cache, at: Tensor) -> Tensor:
-    """int32 (batch, n): slots of the positions `at`; -1 where one or its page does not exist."""
+def slots_of(cache: FlashCache, at: Tensor) -> Tensor:
+    """int32 (batch, n): slots of positions `at`; -1 if a position or its page does not exist."""
     exists = (at >= 0) & (at < cache.capacity)
     if cache.leftpad is not None:
         exists &= at >= cache.leftpad[:, None]

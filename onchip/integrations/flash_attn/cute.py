@@ -1,5 +1,6 @@
-"""flash_attn.cute, FlashAttention-4: functions return (out, lse), lse None unless return_lse. Its
-score_mod, mask_mod and block_sparse_tensors are programs for its compiler, which is not here.
+"""flash_attn.cute, FlashAttention-4: functions return (out, lse), with lse None unless return_lse.
+Its score_mod, mask_mod and block_sparse_tensors are programs for its own compiler and not
+supported.
 """
 
 from typing import cast
@@ -15,7 +16,7 @@ from onchip.integrations.flash_attn.options import contiguous
 __all__ = ["check_head_dims", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
 NO_WINDOW = (None, None)
-Answer = tuple[Tensor, Tensor | None]
+OutLse = tuple[Tensor, Tensor | None]
 
 
 def flash_attn_func(
@@ -40,12 +41,12 @@ def flash_attn_func(
     block_sparse_tensors=None,
     block_sparse_tensors_bwd=None,
     return_lse=False,
-) -> Answer:
+) -> OutLse:
     """onchip.attention; window_size: None is no bound. learnable_sink: sinks."""
     refuse(qv=qv, gather_kv_indices=gather_kv_indices)
     _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
     q, k, v = map(contiguous, (q, k, v))
-    found = functional.attention(
+    result = functional.attention(
         q,
         k,
         v,
@@ -57,7 +58,7 @@ def flash_attn_func(
         deterministic=bool(deterministic),
         return_lse=bool(return_lse),
     )
-    return _pair(found, return_lse)
+    return _as_pair(result, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -92,10 +93,10 @@ def flash_attn_varlen_func(
     scheduler_metadata=None,
     seqlen_k_per_split=None,
     disable_scheduler_metadata=False,
-) -> Answer:
+) -> OutLse:
     """onchip.varlen_attention; with page_table (batch, max_pages) and seqused_k (batch,), or
-    cu_seqlens_k, paged_attention without gradient. Longest lengths that are missing are read from
-    the offsets, which synchronises a GPU.
+    cu_seqlens_k, paged_attention without gradient. Missing max_seqlens are read from the offsets,
+    which synchronises a GPU.
     """
     refuse(qv=qv, gather_kv_indices=gather_kv_indices, seqused_q=seqused_q)
     _refuse_programs(score_mod, mask_mod, block_sparse_tensors)
@@ -116,32 +117,31 @@ def flash_attn_varlen_func(
             queries = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q}
             if queries:
                 queries["max_seqlen_q"] = _longest(max_seqlen_q, cu_seqlens_q)
-            found = functional.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
-        return _pair(found, return_lse)
+            result = functional.paged_attention(q, k, v, page_table, seqlens, **queries, **call)
+        return _as_pair(result, return_lse)
     if cu_seqlens_q is None or cu_seqlens_k is None or seqused_k is not None:
         raise UnsupportedError(
-            "packed sequences need cu_seqlens_q and cu_seqlens_k; seqused_k is served with"
-            " page_table"
+            "packed sequences need cu_seqlens_q and cu_seqlens_k; seqused_k needs page_table"
         )
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_offsets_tensor(name, cu, q)
     longest = _longest(max_seqlen_q, cu_seqlens_q), _longest(max_seqlen_k, cu_seqlens_k)
-    found = functional.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
-    return _pair(found, return_lse)
+    result = functional.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, **call)
+    return _as_pair(result, return_lse)
 
 
 def check_head_dims(
     head_dim: int, head_dim_v: int, compute_capability: int, alignment: int
 ) -> None:
-    """AssertionError, which callers catch, for head dimensions that onchip does not serve."""
+    """Raise AssertionError, which callers catch, for unsupported head dimensions."""
     if not (1 <= head_dim <= 256 and 1 <= head_dim_v <= 256):
-        raise AssertionError(f"({head_dim=}, {head_dim_v=}) must lie between 1 and 256")
+        raise AssertionError(f"({head_dim=}, {head_dim_v=}) must be between 1 and 256")
 
 
 def _refuse_programs(score_mod, mask_mod, block_sparse_tensors) -> None:
-    named = {"score_mod": score_mod, "mask_mod": mask_mod}
-    named["block_sparse_tensors"] = block_sparse_tensors
-    for name, value in named.items():
+    programs = {"score_mod": score_mod, "mask_mod": mask_mod}
+    programs["block_sparse_tensors"] = block_sparse_tensors
+    for name, value in programs.items():
         if value is not None:
             raise UnsupportedError(
                 f"{name} is a program for FlashAttention-4's compiler: call onchip.attention with"
@@ -159,9 +159,9 @@ def _sinks(learnable_sink: Tensor | None) -> Tensor | None:
     return None if learnable_sink is None else learnable_sink.float()
 
 
-def _pair(found: Tensor | tuple, return_lse: bool) -> Answer:
-    return cast(Answer, found if return_lse else (found, None))
+def _as_pair(result: Tensor | tuple, return_lse: bool) -> OutLse:
+    return cast(OutLse, result if return_lse else (result, None))
 
 
-def _longest(given: int | None, offsets: Tensor) -> int:
-    return int(offsets.diff().max()) if given is None else int(given)
+def _longest(max_seqlen: int | None, offsets: Tensor) -> int:
+    return int(offsets.diff().max()) if max_seqlen is None else int(max_seqlen)

@@ -1,5 +1,5 @@
 """flash_attn_2_cuda, the extension module below flash_attn_interface: its four passes with their
-arguments in the extension's order. Programs call it where flash_attn_interface hides an argument.
+arguments in the extension's order. Programs call it for arguments that flash_attn_interface hides.
 """
 
 from typing import NoReturn
@@ -16,8 +16,8 @@ def fwd(
 ) -> list[Tensor]:  # fmt: skip
     _check_generator(gen_)
     score = p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
-    found = primitives.flash_attn_forward(q, k, v, *score, alibi_slopes, return_softmax)
-    return _into(out_, found)
+    results = primitives.flash_attn_forward(q, k, v, *score, alibi_slopes, return_softmax)
+    return _into(out_, results)
 
 
 def varlen_fwd(
@@ -29,10 +29,10 @@ def varlen_fwd(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     score = p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap
     rest = alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k
-    found = primitives.flash_attn_varlen_forward(
+    results = primitives.flash_attn_varlen_forward(
         q, k, v, *lengths, *score, *rest, zero_tensors, num_splits
     )
-    return _into(out_, found)
+    return _into(out_, results)
 
 
 def bwd(
@@ -68,7 +68,7 @@ def varlen_bwd(
 
 def fwd_kvcache(*args, **kwargs) -> NoReturn:
     raise UnsupportedError(
-        "flash_attn_2_cuda.fwd_kvcache is not served: call flash_attn.flash_attn_with_kvcache"
+        "flash_attn_2_cuda.fwd_kvcache is not supported: call flash_attn.flash_attn_with_kvcache"
     )
 
 
@@ -79,8 +79,8 @@ def _check_generator(gen_: object) -> None:
         )
 
 
-def _into(out_: Tensor | None, found: tuple[Tensor, ...]) -> list[Tensor]:
-    out, *rest = found
+def _into(out_: Tensor | None, results: tuple[Tensor, ...]) -> list[Tensor]:
+    out, *rest = results
     return [out if out_ is None else out_.copy_(out), *rest]
 
 

@@ -1,5 +1,5 @@
-"""flash_attn's functions of dense and of packed tensors. They have as many parameters as flash_attn
-gave them, in its order: programs pass them by position.
+"""flash_attn's functions of dense and of packed tensors. They have all parameters of flash_attn, in
+its order, because programs pass them by position.
 """
 
 import torch
@@ -8,10 +8,16 @@ from torch import Tensor
 from onchip.core import functional
 from onchip.core.problem import UnsupportedError, check_offsets_tensor
 from onchip.integrations.flash_attn.cache import check_pages, check_table
-from onchip.integrations.flash_attn.options import Asked, Lengths, contiguous, flash_lse, number
+from onchip.integrations.flash_attn.options import (
+    FlashArguments,
+    Lengths,
+    as_int,
+    contiguous,
+    flash_lse,
+)
 from onchip.integrations.flash_attn.s_dmask import dense_s_dmask, packed_s_dmask
 
-Answer = Tensor | tuple[Tensor, ...]
+FlashResult = Tensor | tuple[Tensor, ...]
 
 
 def flash_attn_func(
@@ -26,14 +32,14 @@ def flash_attn_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-) -> Answer:
+) -> FlashResult:
     """onchip.attention with flash_attn's arguments.
 
     q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, kv_heads, head_dim).
     return_attn_probs: (out, softmax_lse, S_dmask). softmax_lse: (batch, heads, seqlen_q), +inf for
-    a row that sees no key. S_dmask: empty without dropout, else as s_dmask.py has it.
+    a row that sees no key. S_dmask: empty without dropout, else see s_dmask.py.
     """
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -43,7 +49,7 @@ def flash_attn_func(
         deterministic,
         return_attn_probs,
     )
-    return _dense(q, k, v, asked)
+    return _dense(q, k, v, arguments)
 
 
 def flash_attn_kvpacked_func(
@@ -57,10 +63,10 @@ def flash_attn_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-) -> Answer:
+) -> FlashResult:
     """flash_attn_func of kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
     k, v = unpack("kv", kv, 2, 5)
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -70,7 +76,7 @@ def flash_attn_kvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    return _dense(q, k, v, asked)
+    return _dense(q, k, v, arguments)
 
 
 def flash_attn_qkvpacked_func(
@@ -83,10 +89,10 @@ def flash_attn_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-) -> Answer:
+) -> FlashResult:
     """flash_attn_func of qkv (batch, seqlen, 3, heads, head_dim)."""
     q, k, v = unpack("qkv", qkv, 3, 5)
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -96,7 +102,7 @@ def flash_attn_qkvpacked_func(
         deterministic,
         return_attn_probs,
     )
-    return _dense(q, k, v, asked)
+    return _dense(q, k, v, arguments)
 
 
 def flash_attn_varlen_func(
@@ -116,14 +122,14 @@ def flash_attn_varlen_func(
     deterministic=False,
     return_attn_probs=False,
     block_table=None,
-) -> Answer:
+) -> FlashResult:
     """onchip.varlen_attention with flash_attn's arguments; with block_table, paged_attention.
 
     q: (total_q, heads, head_dim); k, v: (total_k, kv_heads, head_dim), with block_table (batch,
     max_blocks) int32: (num_blocks, block_size, kv_heads, head_dim), no gradient and no dropout.
     return_attn_probs: softmax_lse is (heads, total_q), S_dmask 0 outside of a sequence.
     """
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -135,10 +141,10 @@ def flash_attn_varlen_func(
     )
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if block_table is None:
-        return _packed(q, k, v, lengths, asked)
+        return _packed(q, k, v, lengths, arguments)
     if dropout_p:
         raise UnsupportedError(f"{dropout_p=} with block_table: pages are read without dropout")
-    return _paged(q, (k, v, block_table), lengths, asked)
+    return _paged(q, (k, v, block_table), lengths, arguments)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -156,10 +162,10 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-) -> Answer:
+) -> FlashResult:
     """flash_attn_varlen_func of kv (total_k, 2, kv_heads, head_dim)."""
     k, v = unpack("kv", kv, 2, 4)
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -170,7 +176,7 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs,
     )
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _packed(q, k, v, lengths, asked)
+    return _packed(q, k, v, lengths, arguments)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -185,10 +191,10 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes=None,
     deterministic=False,
     return_attn_probs=False,
-) -> Answer:
+) -> FlashResult:
     """flash_attn_varlen_func of qkv (total, 3, heads, head_dim)."""
     q, k, v = unpack("qkv", qkv, 3, 4)
-    asked = Asked(
+    arguments = FlashArguments(
         dropout_p,
         softmax_scale,
         causal,
@@ -199,7 +205,7 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
     )
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _packed(q, k, v, lengths, asked)
+    return _packed(q, k, v, lengths, arguments)
 
 
 def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
@@ -210,47 +216,53 @@ def unpack(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]:
     return t.unbind(-3)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Answer:
+def _dense(q: Tensor, k: Tensor, v: Tensor, arguments: FlashArguments) -> FlashResult:
     q, k, v = map(contiguous, (q, k, v))
-    if not asked.return_attn_probs:
-        return functional.attention(q, k, v, **asked.options)
-    seed = functional.seed_tensor(None, q) if asked.dropout_p else None
-    out, lse = functional.attention(q, k, v, **asked.options, dropout_seed=seed, return_lse=True)
-    return out, flash_lse(lse), dense_s_dmask(q, k, lse, asked, seed)
+    if not arguments.return_attn_probs:
+        return functional.attention(q, k, v, **arguments.options)
+    seed = functional.seed_tensor(None, q) if arguments.dropout_p else None
+    out, lse = functional.attention(
+        q, k, v, **arguments.options, dropout_seed=seed, return_lse=True
+    )
+    return out, flash_lse(lse), dense_s_dmask(q, k, lse, arguments, seed)
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, asked: Asked) -> Answer:
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, arguments: FlashArguments
+) -> FlashResult:
     q, k, v = map(contiguous, (q, k, v))
-    lengths = *lengths[:2], number(lengths[2]), number(lengths[3])
-    if not asked.return_attn_probs:
-        return functional.varlen_attention(q, k, v, *lengths, **asked.options)
-    seed = functional.seed_tensor(None, q) if asked.dropout_p else None
-    call = asked.options | {"dropout_seed": seed, "return_lse": True}
+    lengths = *lengths[:2], as_int(lengths[2]), as_int(lengths[3])
+    if not arguments.return_attn_probs:
+        return functional.varlen_attention(q, k, v, *lengths, **arguments.options)
+    seed = functional.seed_tensor(None, q) if arguments.dropout_p else None
+    call = arguments.options | {"dropout_seed": seed, "return_lse": True}
     out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
-    return out, flash_lse(lse), packed_s_dmask(q, k, lse, lengths, asked, seed)
+    return out, flash_lse(lse), packed_s_dmask(q, k, lse, lengths, arguments, seed)
 
 
 @torch.no_grad()
-def _paged(q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, asked: Asked) -> Answer:
-    """Detached even if an input requires a gradient: flash_attn's backward has no block_table."""
+def _paged(
+    q: Tensor, pages: tuple[Tensor, ...], lengths: Lengths, arguments: FlashArguments
+) -> FlashResult:
+    """Without gradient even if an input requires one: flash_attn's backward has no block_table."""
     k, v, block_table = pages
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _ = lengths
     check_offsets_tensor("cu_seqlens_k", cu_seqlens_k, q)
     check_table(block_table, len(cu_seqlens_k) - 1)
     cache_seqlens = cu_seqlens_k.diff()
-    check_pages(k, block_table, cache_seqlens, cu_seqlens_q.diff(), asked)
-    answer = functional.paged_attention(
+    check_pages(k, block_table, cache_seqlens, cu_seqlens_q.diff(), arguments)
+    result = functional.paged_attention(
         contiguous(q),
         k,
         v,
         block_table,
         cache_seqlens,
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=number(max_seqlen_q),
-        **asked.scores,
-        return_lse=bool(asked.return_attn_probs),
+        max_seqlen_q=as_int(max_seqlen_q),
+        **arguments.scores,
+        return_lse=bool(arguments.return_attn_probs),
     )
-    if not asked.return_attn_probs:
-        return answer
-    out, lse = answer
+    if not arguments.return_attn_probs:
+        return result
+    out, lse = result
     return out, flash_lse(lse), q.new_empty(0)

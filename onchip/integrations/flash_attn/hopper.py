@@ -1,7 +1,6 @@
-"""FlashAttention-3's module flash_attn_interface. Its lse of a row that sees no key is -inf, as
-onchip's is. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernels: dispatch
-decides here, and num_splits=1 over a cache gives results that do not depend on the rest of the
-batch.
+"""FlashAttention-3's module flash_attn_interface. Its lse of a row that sees no key is -inf, like
+onchip's. num_splits, pack_gqa, sm_margin and scheduler_metadata tune its kernels; here dispatch
+decides, and num_splits=1 over a cache gives results that do not depend on the rest of the batch.
 """
 
 from typing import Any, cast
@@ -13,7 +12,13 @@ from onchip.core import functional
 from onchip.core.problem import UnsupportedError
 from onchip.integrations.flash_attn.functions import unpack
 from onchip.integrations.flash_attn.kvcache import flash_attn_with_kvcache as with_kvcache
-from onchip.integrations.flash_attn.options import Asked, Lengths, contiguous, number, onchip_lse
+from onchip.integrations.flash_attn.options import (
+    FlashArguments,
+    Lengths,
+    as_int,
+    contiguous,
+    onchip_lse,
+)
 from onchip.integrations.flash_attn.primitives import attend_in_pages, write_gradients
 
 NO_WINDOW = (-1, -1)
@@ -42,7 +47,7 @@ def flash_attn_func(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None)
     score = softmax_scale, causal, window_size, softcap, None, deterministic
-    options = Asked(0.0, *score).options
+    options = FlashArguments(0.0, *score).options
     q, k, v = map(contiguous, (q, k, v))
     return functional.attention(q, k, v, **options, return_lse=bool(return_attn_probs))
 
@@ -100,20 +105,22 @@ def flash_attn_varlen_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """onchip.varlen_attention. seqused_k: int32 (batch,), only so many keys of each sequence exist;
+    """onchip.varlen_attention. seqused_k: int32 (batch,), the number of keys used of each sequence;
     without gradient.
     """
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None, seqused_q=seqused_q)
-    asked = Asked(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
-    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    arguments = FlashArguments(
+        0.0, softmax_scale, causal, window_size, softcap, None, deterministic
+    )
+    lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
     q, k, v = map(contiguous, (q, k, v))
     if seqused_k is None:
-        call = asked.options | {"return_lse": bool(return_attn_probs)}
+        call = arguments.options | {"return_lse": bool(return_attn_probs)}
         return functional.varlen_attention(q, k, v, *lengths, **call)
     check_no_gradient("seqused_k", q, k, v)
     with torch.no_grad():
-        out, lse = attend_in_pages(q, k, v, lengths, asked, (None, None, seqused_k))
+        out, lse = attend_in_pages(q, k, v, lengths, arguments, (None, None, seqused_k))
     return (out, lse) if return_attn_probs else out
 
 
@@ -167,9 +174,12 @@ def flash_attn_with_kvcache(
         refuse("with cu_seqlens_q", **rest, cache_batch_idx=cache_batch_idx)
         if page_table is None or not isinstance(cache_seqlens, Tensor):
             raise UnsupportedError("cu_seqlens_q needs page_table and a tensor of cache_seqlens")
-        asked = Asked(0.0, softmax_scale, causal, window_size, softcap)
+        arguments = FlashArguments(0.0, softmax_scale, causal, window_size, softcap)
         out, lse = _attend_packed(
-            q, (k_cache, v_cache, page_table, cache_seqlens), (cu_seqlens_q, max_seqlen_q), asked
+            q,
+            (k_cache, v_cache, page_table, cache_seqlens),
+            (cu_seqlens_q, max_seqlen_q),
+            arguments,
         )
     return (out, lse, q.new_empty(0), lse.new_empty(0)) if return_softmax_lse else out
 
@@ -207,7 +217,7 @@ def get_scheduler_metadata(
     pack_gqa=None,
     sm_margin=0,
 ) -> Tensor:
-    """An empty int32 tensor, for scheduler_metadata: a call here plans for itself."""
+    """An empty int32 tensor as scheduler_metadata: calls here do not need it."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
@@ -247,21 +257,19 @@ def flash_attn_forward(
     pack_gqa=None,
     sm_margin=0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, and two empty tensors) of any call, without autograd. out_: out is written
-    into it.
-    """
+    """(out, softmax_lse, two empty tensors) of any call, without autograd. out_: gets out."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(attention_chunk=attention_chunk or None, seqused_q=seqused_q)
     window_size = window_size_left, window_size_right
-    asked = Asked(0.0, softmax_scale, causal, window_size, softcap)
+    arguments = FlashArguments(0.0, softmax_scale, causal, window_size, softcap)
     with torch.no_grad():
         if cu_seqlens_k is not None:
             refuse("with cu_seqlens_k", k_new=k_new, page_table=page_table)
-            lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
-            out, lse = _attend_varlen(q, k, v, lengths, asked, (None, leftpad_k, seqused_k))
+            lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
+            out, lse = _attend_varlen(q, k, v, lengths, arguments, (None, leftpad_k, seqused_k))
         elif k_new is None and page_table is None and seqused_k is None:
             q, k, v = map(contiguous, (q, k, v))
-            out, lse = functional.attention(q, k, v, **asked.options, return_lse=True)
+            out, lse = functional.attention(q, k, v, **arguments.options, return_lse=True)
         else:
             turns = rotary_cos, rotary_sin
             where = seqused_k, kv_batch_idx, leftpad_k, page_table, cu_seqlens_q, cu_seqlens_k_new
@@ -303,51 +311,55 @@ def flash_attn_backward(
     deterministic=False,
     sm_margin=0,
 ) -> Tensor:
-    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout),
-    shaped as softmax_lse.
+    """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout), shaped as
+    softmax_lse.
     """
     refuse(sequed_q=sequed_q, sequed_k=sequed_k)
     score = softmax_scale, is_causal, (window_size_left, window_size_right), softcap
-    asked = Asked(0.0, *score, None, deterministic)
+    arguments = FlashArguments(0.0, *score, None, deterministic)
     lengths = None
     if cu_seqlens_q is not None:
-        lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
-    return write_gradients((q, k, v), lengths, asked, (out, softmax_lse, dout), (dq, dk, dv), None)
+        lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
+    return write_gradients(
+        (q, k, v), lengths, arguments, (out, softmax_lse, dout), (dq, dk, dv), None
+    )
 
 
 def refuse(context: str = "", **arguments: Any) -> None:
-    """UnsupportedError about the first argument that is not None."""
+    """Raise UnsupportedError for the first argument that is not None."""
     for name, value in arguments.items():
         if value is not None:
             raise UnsupportedError(
-                f"{name} {context}".rstrip() + f" is not served: pass {name}=None"
+                f"{name} {context}".rstrip() + f" is not supported: pass {name}=None"
             )
 
 
 def check_no_gradient(name: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise UnsupportedError(
-            f"{name} is served without gradient: call under torch.no_grad(), or pack the sequences"
-            " and give their lengths in cu_seqlens"
+            f"{name} has no gradient: call under torch.no_grad(), or pack the sequences and give"
+            " their lengths in cu_seqlens"
         )
 
 
-def _attend_varlen(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
+def _attend_varlen(
+    q, k, v, lengths: Lengths, arguments: FlashArguments, used
+) -> tuple[Tensor, Tensor]:
     q, k, v = map(contiguous, (q, k, v))
-    if any(one is not None for one in used):
-        return attend_in_pages(q, k, v, lengths, asked, used)
-    found = functional.varlen_attention(q, k, v, *lengths, **asked.options, return_lse=True)
-    return cast(tuple[Tensor, Tensor], found)
+    if any(t is not None for t in used):
+        return attend_in_pages(q, k, v, lengths, arguments, used)
+    result = functional.varlen_attention(q, k, v, *lengths, **arguments.options, return_lse=True)
+    return cast(tuple[Tensor, Tensor], result)
 
 
 @torch.no_grad()
-def _attend_packed(q, cache, queries, asked: Asked) -> tuple[Tensor, Tensor]:
+def _attend_packed(q, cache, queries, arguments: FlashArguments) -> tuple[Tensor, Tensor]:
     """Packed queries over pages."""
     cu_seqlens_q, max_seqlen_q = queries
     k_pages, v_pages, page_table, cache_seqlens = cache
-    packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": number(max_seqlen_q)}
+    packed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": as_int(max_seqlen_q)}
     pages = k_pages, v_pages, page_table, cache_seqlens
-    found = functional.paged_attention(
-        contiguous(q), *pages, **packed, **asked.scores, return_lse=True
+    result = functional.paged_attention(
+        contiguous(q), *pages, **packed, **arguments.scores, return_lse=True
     )
-    return cast(tuple[Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor], result)

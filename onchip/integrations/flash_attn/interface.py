@@ -1,4 +1,6 @@
-"""flash_attn.flash_attn_interface: the functions, and what programs import from below them."""
+"""flash_attn.flash_attn_interface: the public functions, and the private names that programs
+import.
+"""
 
 from onchip.integrations.flash_attn import extension as flash_attn_gpu
 from onchip.integrations.flash_attn.functions import (
@@ -19,7 +21,7 @@ from onchip.integrations.flash_attn.primitives import (
 )
 from onchip.integrations.flash_attn.s_dmask import get_block_size_n
 
-USE_TRITON_ROCM = False  # flash_attn's kernels for AMD; onchip's dispatch decides by itself
+USE_TRITON_ROCM = False  # flash_attn's kernels for AMD; onchip has its own dispatch
 
 __all__ = [
     "USE_TRITON_ROCM",

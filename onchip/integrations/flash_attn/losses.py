@@ -24,7 +24,7 @@ def cross_entropy_loss(
 
     with x = logit_scale * logits, lse = logsumexp(x) and z = lse_square_scale * lse**2; both are 0
     where the label is ignore_index. z_losses carries no gradient. precomputed_lse and
-    inplace_backward save time and memory upstream, and change nothing here.
+    inplace_backward save time and memory upstream; here they have no effect.
     """
     _check_group(process_group)
     x = logits.float() * logit_scale
@@ -64,7 +64,7 @@ class CrossEntropyLoss(nn.Module):
 
     def forward(self, input: Tensor, target: Tensor, precomputed_lse: Tensor | None = None):
         """input: (rows, classes); target: (rows,). loss, or (loss, z_loss)."""
-        found = cross_entropy_loss(
+        both = cross_entropy_loss(
             input,
             target,
             precomputed_lse,
@@ -73,7 +73,7 @@ class CrossEntropyLoss(nn.Module):
             self.lse_square_scale,
             self.ignore_index,
         )
-        loss, z_loss = (self._reduce(t, target) for t in found)
+        loss, z_loss = (self._reduce(t, target) for t in both)
         return (loss, z_loss) if self.return_z_loss else loss
 
     def _reduce(self, losses: Tensor, target: Tensor) -> Tensor:
@@ -86,6 +86,6 @@ class CrossEntropyLoss(nn.Module):
 def _check_group(process_group) -> None:
     if process_group is not None and process_group.size() > 1:
         raise UnsupportedError(
-            "cross entropy over classes that are dealt to several ranks is not served: gather the"
-            " logits and pass process_group=None"
+            "cross entropy over classes on several ranks is not supported: gather the logits and"
+            " pass process_group=None"
         )

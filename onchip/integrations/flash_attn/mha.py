@@ -48,8 +48,8 @@ def get_alibi_slopes(nheads: int) -> list[float]:
     return slopes if n == nheads else slopes + get_alibi_slopes(2 * n)[::2][: nheads - n]
 
 
-class _Attention(nn.Module):
-    """What the attention modules keep."""
+class _AttentionModule(nn.Module):
+    """The options of the attention modules."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Attention(nn.Module):
         }
 
 
-class FlashSelfAttention(_Attention):
+class FlashSelfAttention(_AttentionModule):
     def forward(self, qkv, causal=None, cu_seqlens=None, max_seqlen=None) -> Tensor:
         """qkv: (batch, seqlen, 3, heads, head_dim), or (total, 3, heads, head_dim) with cu_seqlens
         and max_seqlen. causal: instead of the module's.
@@ -92,7 +92,7 @@ class FlashSelfAttention(_Attention):
         )
 
 
-class FlashCrossAttention(_Attention):
+class FlashCrossAttention(_AttentionModule):
     def __init__(
         self,
         causal=False,
@@ -125,9 +125,9 @@ class FlashCrossAttention(_Attention):
         return cast(Tensor, flash_attn_varlen_kvpacked_func(q, kv, *lengths, **options))
 
 
-class CrossAttention(_Attention):
-    """FlashCrossAttention with key_padding_mask. Upstream adds -10,000 to what is masked; here it
-    is masked, and a query that sees no key gives 0.
+class CrossAttention(_AttentionModule):
+    """FlashCrossAttention with key_padding_mask. Upstream adds -10,000 to masked scores; here they
+    are masked, and a query that sees no key gives 0.
     """
 
     def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
@@ -145,8 +145,8 @@ class CrossAttention(_Attention):
         return _attend_padded(q, k, v, key_padding_mask, options, keys if is_causal else None)
 
 
-class SelfAttention(_Attention):
-    """FlashSelfAttention with key_padding_mask; of masked keys CrossAttention says more."""
+class SelfAttention(_AttentionModule):
+    """FlashSelfAttention with key_padding_mask; see CrossAttention about masked keys."""
 
     def __init__(self, causal=False, softmax_scale=None, attention_dropout=0.0):
         super().__init__(causal, softmax_scale, attention_dropout)
@@ -161,7 +161,7 @@ class SelfAttention(_Attention):
 
 
 def _attend_padded(q, k, v, kept: Tensor, options: dict, keys: Tensor | None) -> Tensor:
-    """keys: (batch,), causal is aligned as if each sequence had so many; None: not causal."""
+    """keys: (batch,), the lengths to which causal is aligned; None: not causal."""
     batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
     mask = kept.bool()[:, None, None].expand(batch, 1, seqlen_q, seqlen_k)
     if keys is not None:
@@ -174,7 +174,7 @@ def _attend_padded(q, k, v, kept: Tensor, options: dict, keys: Tensor | None) ->
 
 class MHA(nn.Module):
     """Projections around the attention modules. Parameters: Wqkv, or Wq and Wkv with cross_attn,
-    and out_proj. fused_bias_fc is upstream's way to compute a Linear, and changes nothing here.
+    and out_proj. fused_bias_fc, upstream's fused Linear, has no effect here.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class MHA(nn.Module):
     ):
         super().__init__()
         if dwconv:
-            raise UnsupportedError("MHA(dwconv=True) is not served")
+            raise UnsupportedError("MHA(dwconv=True) is not supported")
         if not use_flash_attn and (use_alibi or tuple(window_size) != NO_WINDOW):
             raise ValueError("use_alibi and window_size need use_flash_attn=True")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -215,8 +215,8 @@ class MHA(nn.Module):
         self.rotary_emb_dim, self.checkpointing = rotary_emb_dim, checkpointing
         if rotary_emb_dim > 0:
             base, scale = rotary_emb_base, rotary_emb_scale_base
-            turns = rotary_emb_dim, base, rotary_emb_interleaved, scale, device
-            self.rotary_emb = RotaryEmbedding(*turns)
+            rope = rotary_emb_dim, base, rotary_emb_interleaved, scale, device
+            self.rotary_emb = RotaryEmbedding(*rope)
         width, kept = self.head_dim * self.num_heads_kv, {"device": device, "dtype": dtype}
         if cross_attn:
             self.Wq = nn.Linear(embed_dim, embed_dim, qkv_proj_bias, **kept)
@@ -249,8 +249,8 @@ class MHA(nn.Module):
         **kwargs,
     ):
         """x: (batch, seqlen, embed_dim), or (total, embed_dim) with cu_seqlens and max_seqlen.
-        x_kv: of the keys, with cross_attn. mixer_subset: the queries to compute. inference_params:
-        keys and values join its cache, and all of the cache is attended to.
+        x_kv: input of the keys, with cross_attn. mixer_subset: the queries to compute.
+        inference_params: append keys and values to its cache, and attend to the whole cache.
         """
         if self.use_flash_attn and key_padding_mask is not None:
             raise ValueError("key_padding_mask needs use_flash_attn=False: pass cu_seqlens instead")
@@ -258,7 +258,7 @@ class MHA(nn.Module):
             raise ValueError("cu_seqlens needs use_flash_attn=True, and no rotary embedding")
         q, kv = self._project(x, x_kv, mixer_subset)
         if self.rotary_emb_dim > 0:
-            q, kv = self._turn(q, kv, inference_params)
+            q, kv = self._rotate(q, kv, inference_params)
         if inference_params is not None:
             context = self._attend_cached(q, kv, inference_params)
         elif cu_seqlens is not None:
@@ -285,13 +285,13 @@ class MHA(nn.Module):
         heads = self.num_heads_kv, self.head_dim
         return q.unflatten(-1, (-1, self.head_dim)), kv.unflatten(-1, (2, *heads))
 
-    def _turn(self, q, kv, params) -> tuple[Tensor, Tensor]:
+    def _rotate(self, q, kv, params) -> tuple[Tensor, Tensor]:
         longest = None if params is None else params.max_seqlen
         offset = 0 if params is None else _length(params)
         k = kv[:, :, 0]
         qk = torch.cat([q, k, k], 2)  # queries, keys and unused values: the layout of grouped heads
-        turned = self.rotary_emb(qk, None, offset, longest, self.num_heads)
-        q, k, _ = turned.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), 2)
+        rotated = self.rotary_emb(qk, None, offset, longest, self.num_heads)
+        q, k, _ = rotated.split((self.num_heads, self.num_heads_kv, self.num_heads_kv), 2)
         return q, torch.stack([k, kv[:, :, 1]], 2)
 
     def _attend(self, inner: nn.Module, *args, **kwargs) -> Tensor:
@@ -309,7 +309,7 @@ class MHA(nn.Module):
         start, inner = params.batch_size_offset, self.inner_cross_attn
         k_cache, v_cache = caches[self.layer_idx][start : start + len(q)].unbind(2)
         options = inner._options(None)
-        found = flash_attn_with_kvcache(
+        out = flash_attn_with_kvcache(
             q,
             k_cache,
             v_cache,
@@ -317,7 +317,7 @@ class MHA(nn.Module):
             cache_seqlens=_length(params),
             **{n: options[n] for n in ("softmax_scale", "causal", "window_size", "alibi_slopes")},
         )
-        return cast(Tensor, found)
+        return cast(Tensor, out)
 
 
 def _length(params) -> int | Tensor:

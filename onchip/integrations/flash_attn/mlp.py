@@ -85,8 +85,8 @@ _FUSED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FusedMLP(Mlp):
-    """Mlp with the name of an activation. checkpoint_lvl and heuristic say how upstream fuses it,
-    and change nothing here.
+    """Mlp with the name of an activation. checkpoint_lvl and heuristic, upstream's fusion
+    options, have no effect here.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FusedMLP(Mlp):
 
     def forward(self, x, process_group=None):
         if process_group is not None:
-            raise UnsupportedError("FusedMLP over several ranks is not served")
+            raise UnsupportedError("FusedMLP over several ranks is not supported")
         return super().forward(x)
 
 
@@ -126,6 +126,6 @@ class FusedDense(nn.Linear):
 
     def forward(self, x, process_group=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         if process_group is not None:
-            raise UnsupportedError("FusedDense over several ranks is not served")
+            raise UnsupportedError("FusedDense over several ranks is not supported")
         y = super().forward(x)
         return (y, x) if self.return_residual else y

@@ -1,5 +1,5 @@
-"""Which modules and names of flash_attn the alias has. A row is a module of flash_attn: the module
-here that serves it ("" is this package), and their name -> our name. Parents are listed first.
+"""The modules and names of flash_attn in the alias. A row is a module of flash_attn: the module
+here that implements it ("" is this package), and {their name: our name}. Parents are listed first.
 """
 
 Rows = dict[str, tuple[str, dict[str, str]]]
@@ -122,11 +122,11 @@ FLASH_ATTN_3: Rows = {
     "flash_attn_3.flash_attn_interface": ("hopper", _HOPPER),
 }
 
-_RANKS = "onchip.parallel deals heads and sequences to ranks"
+_RANKS = "onchip.parallel distributes heads and sequences over ranks"
 _MODEL = "onchip.models has a decoder, and transformers' models run with install(transformers=True)"
 _AUTOGRAD = "torch.nn.functional has the activations, with gradients"
 _NORM = "dropout_add_layer_norm, and layer_norm_fn of ops.triton.layer_norm, are differentiable"
-UNSERVED = {
+UNSUPPORTED = {
     "flash_attn.flash_blocksparse_attention": "onchip.attention takes a mask=",
     "flash_attn.flash_blocksparse_attn_interface": "onchip.attention takes a mask=",
     "flash_attn.models": _MODEL,

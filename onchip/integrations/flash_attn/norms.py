@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from onchip.core.problem import UnsupportedError
 
 
-class Norm(NamedTuple):
-    """Which norm: mean and variance, or the mean square alone."""
+class NormKind(NamedTuple):
+    """LayerNorm (mean and variance) or RMSNorm (mean square alone)."""
 
     eps: float
     is_rms_norm: bool
@@ -46,14 +46,16 @@ def layer_norm_fn(
     residual_out=None,
 ):
     """norm(dropout(x * rowscale) + dropout(x1) + residual) of the last dimension; with weight1 a
-    second one of the same sum. prenorm: the sum is returned as well, in the dtype of residual, or
-    without one fp32 if residual_in_fp32. return_dropout_mask: the masks of x and x1 come last.
+    second norm of the same sum. prenorm: also return the sum, in the dtype of residual, or without
+    one in fp32 if residual_in_fp32. return_dropout_mask: append the masks of x and x1.
     """
     if out is not None or residual_out is not None:
-        raise UnsupportedError("out= and residual_out= are not served: assign the result instead")
+        raise UnsupportedError(
+            "out= and residual_out= are not supported: assign the result instead"
+        )
     if x1 is not None and rowscale is not None:
-        raise ValueError("rowscale does not go with x1, as in flash_attn")
-    norm = Norm(eps, is_rms_norm, zero_centered_weight)
+        raise ValueError("rowscale cannot be combined with x1, as in flash_attn")
+    norm = NormKind(eps, is_rms_norm, zero_centered_weight)
     total = x.float() if rowscale is None else x.float() * rowscale[..., None].float()
     total, mask = _drop(total, dropout_p)
     mask1 = None
@@ -62,14 +64,14 @@ def layer_norm_fn(
         total = total + dropped
     total = total if residual is None else total + residual.float()
     dtype = x.dtype if out_dtype is None else out_dtype
-    found = [norm(total, weight, bias).to(dtype)]
+    results = [norm(total, weight, bias).to(dtype)]
     if weight1 is not None:
-        found.append(norm(total, weight1, bias1).to(dtype))
+        results.append(norm(total, weight1, bias1).to(dtype))
     if prenorm:
-        found.append(total.to(_residual_dtype(x, residual, residual_in_fp32)))
+        results.append(total.to(_residual_dtype(x, residual, residual_in_fp32)))
     if return_dropout_mask:
-        found += [mask, mask1]
-    return found[0] if len(found) == 1 else tuple(found)
+        results += [mask, mask1]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def rms_norm_fn(
@@ -154,11 +156,13 @@ def dropout_add_layer_norm(
     residual_in_fp32=False,
     return_dropout_mask=False,
 ):
-    """norm(layerscale * dropout(x0 * rowscale) + residual), and what layer_norm_fn adds to it."""
-    asked = prenorm, residual_in_fp32, return_dropout_mask
-    norm = Norm(epsilon, is_rms_norm=False)
+    """norm(layerscale * dropout(x0 * rowscale) + residual), with the extra results of
+    layer_norm_fn.
+    """
+    outputs = prenorm, residual_in_fp32, return_dropout_mask
+    norm = NormKind(epsilon, is_rms_norm=False)
     return _add_and_norm(
-        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm
+        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), outputs, norm
     )
 
 
@@ -176,10 +180,10 @@ def dropout_add_rms_norm(
     return_dropout_mask=False,
 ):
     """dropout_add_layer_norm of the mean square alone."""
-    asked = prenorm, residual_in_fp32, return_dropout_mask
-    norm = Norm(epsilon, is_rms_norm=True)
+    outputs = prenorm, residual_in_fp32, return_dropout_mask
+    norm = NormKind(epsilon, is_rms_norm=True)
     return _add_and_norm(
-        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), asked, norm
+        x0, residual, (weight, bias), dropout_p, (rowscale, layerscale), outputs, norm
     )
 
 
@@ -213,10 +217,10 @@ class _DropoutAddNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x0, residual=None):
-        asked = self.prenorm, self.residual_in_fp32, False
-        norm, p = Norm(self.eps, self.is_rms_norm), self.p if self.training else 0.0
+        outputs = self.prenorm, self.residual_in_fp32, False
+        norm, p = NormKind(self.eps, self.is_rms_norm), self.p if self.training else 0.0
         weights = self.weight, self.bias
-        return _add_and_norm(x0, residual, weights, p, (None, None), asked, norm)
+        return _add_and_norm(x0, residual, weights, p, (None, None), outputs, norm)
 
 
 class DropoutAddLayerNorm(_DropoutAddNorm):
@@ -237,19 +241,19 @@ class PlainRMSNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-def _add_and_norm(x0, residual, weights, dropout_p, scales, asked, norm: Norm):
-    prenorm, residual_in_fp32, return_dropout_mask = asked
+def _add_and_norm(x0, residual, weights, dropout_p, scales, outputs, norm: NormKind):
+    prenorm, residual_in_fp32, return_dropout_mask = outputs
     rowscale, layerscale = scales
     total = x0.float() if rowscale is None else x0.float() * rowscale[..., None].float()
     total, mask = _drop(total, dropout_p)
     total = total if layerscale is None else total * layerscale.float()
     total = total if residual is None else total + residual.float()
-    found = [norm(total, *weights).to(x0.dtype)]
+    results = [norm(total, *weights).to(x0.dtype)]
     if prenorm:
-        found.append(total.to(_residual_dtype(x0, residual, residual_in_fp32)))
+        results.append(total.to(_residual_dtype(x0, residual, residual_in_fp32)))
     if return_dropout_mask:
-        found.append(torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
-    return found[0] if len(found) == 1 else tuple(found)
+        results.append(torch.ones_like(x0, dtype=torch.bool) if mask is None else mask)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _drop(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:

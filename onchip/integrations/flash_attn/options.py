@@ -1,4 +1,4 @@
-"""What flash_attn's arguments are called here, and its lse."""
+"""flash_attn's arguments and lse, converted to onchip's."""
 
 import operator
 from collections.abc import Callable
@@ -13,8 +13,8 @@ Function = TypeVar("Function", bound=Callable)
 Lengths = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
-class Asked(NamedTuple):
-    """The arguments that flash_attn's functions share, in its words and in its order."""
+class FlashArguments(NamedTuple):
+    """The arguments that flash_attn's functions share, with its names and in its order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -27,8 +27,8 @@ class Asked(NamedTuple):
 
     @property
     def scores(self) -> dict:
-        """The options of onchip.attention that say what the probabilities are. softcap counts from
-        above 0 on.
+        """The options of onchip.attention that determine the probabilities. A softcap of 0 or less
+        is off.
         """
         return {
             "softmax_scale": self.softmax_scale,
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def window(window_size: tuple[int, int]) -> Window:
-    """flash_attn's -1, or any negative number, is no bound: None."""
+    """flash_attn's window; -1 or any negative number becomes None, no bound."""
     try:
         left, right = map(operator.index, window_size)
     except (TypeError, ValueError) as error:
@@ -54,21 +54,21 @@ def window(window_size: tuple[int, int]) -> Window:
     return (left if left >= 0 else None, right if right >= 0 else None)
 
 
-def number(length: int | Tensor) -> int:
-    """A length that may come as a tensor of one element, as flash_attn takes it."""
+def as_int(length: int | Tensor) -> int:
+    """A length, which flash_attn also takes as a tensor of one element."""
     length = cast(int, length.item()) if isinstance(length, Tensor) else length
     if torch.compiler.is_compiling():
-        torch._check(length >= 0)  # of a length that is data nothing else tells the compiler
+        torch._check(length >= 0)  # the compiler needs it for a data-dependent length
     return length
 
 
 def untraced(function: Function) -> Function:
-    """For functions that torch.compile must not look into: a graph break where they are called."""
+    """Exclude a function from torch.compile: a call is a graph break."""
     return cast(Function, torch.compiler.disable(function))
 
 
 def contiguous(t: Tensor) -> Tensor:
-    """t with a contiguous last dimension, as flash_attn makes it; no tensor is for the door."""
+    """t with a contiguous last dimension, as in flash_attn; other types are refused later."""
     strided = isinstance(t, Tensor) and t.dim() and t.stride(-1) != 1
     return t.contiguous() if strided else t
 
@@ -79,7 +79,7 @@ def round_multiple(x: int, m: int) -> int:
 
 
 def flash_lse(lse: Tensor) -> Tensor:
-    """flash_attn 2 says +inf for a row that sees no key, where onchip says -inf."""
+    """flash_attn 2 has +inf for a row that sees no key, onchip -inf."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 

@@ -1,7 +1,6 @@
-"""flash_attn_interface's functions of one pass each: a forward without autograd, and a backward
-that is given out and softmax_lse. Programs that have a gradient of their own call them: rings of
-GPUs, sequence parallelism. They have upstream's names, order and defaults, because programs read
-their signatures.
+"""flash_attn_interface's functions of a single pass: a forward without autograd, and a backward
+from out and softmax_lse. Programs with a gradient of their own call them: rings of GPUs, sequence
+parallelism. They keep upstream's names, order and defaults, because programs read their signatures.
 """
 
 from typing import cast
@@ -15,11 +14,11 @@ from onchip.core.backend import accumulator_dtype, row_delta
 from onchip.core.problem import Options, Tensors, UnsupportedError, check_offsets_tensor
 from onchip.integrations.flash_attn.cache import check_pages, check_table
 from onchip.integrations.flash_attn.options import (
-    Asked,
+    FlashArguments,
     Lengths,
+    as_int,
     contiguous,
     flash_lse,
-    number,
     onchip_lse,
     untraced,
 )
@@ -47,14 +46,14 @@ def flash_attn_forward(
     (2,), the seed of the dropout mask and 0.
     """
     window_size = window_size_left, window_size_right
-    asked = Asked(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    arguments = FlashArguments(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     q, k, v = map(contiguous, (q, k, v))
     with torch.no_grad():
         seed = functional.seed_tensor(None, q) if dropout_p else None
         out, lse = functional.attention(
-            q, k, v, **asked.options, dropout_seed=seed, return_lse=True
+            q, k, v, **arguments.options, dropout_seed=seed, return_lse=True
         )
-        s_dmask = dense_s_dmask(q, k, lse, asked, seed if return_softmax else None)
+        s_dmask = dense_s_dmask(q, k, lse, arguments, seed if return_softmax else None)
         return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
 
 
@@ -85,18 +84,18 @@ def flash_attn_varlen_forward(
     """
     _check_varlen(num_splits, zero_tensors)
     window_size = window_size_left, window_size_right
-    asked = Asked(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    arguments = FlashArguments(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
     q, k, v = map(contiguous, (q, k, v))
     with torch.no_grad():
         if block_table is not None or leftpad_k is not None or seqused_k is not None:
             used = block_table, leftpad_k, seqused_k
-            out, lse = attend_in_pages(q, k, v, lengths, asked, used)
+            out, lse = attend_in_pages(q, k, v, lengths, arguments, used)
             return out, flash_lse(lse), q.new_empty(0), _rng_state(None, q)
         seed = functional.seed_tensor(None, q) if dropout_p else None
-        call = asked.options | {"dropout_seed": seed, "return_lse": True}
+        call = arguments.options | {"dropout_seed": seed, "return_lse": True}
         out, lse = functional.varlen_attention(q, k, v, *lengths, **call)
-        s_dmask = packed_s_dmask(q, k, lse, lengths, asked, seed if return_softmax else None)
+        s_dmask = packed_s_dmask(q, k, lse, lengths, arguments, seed if return_softmax else None)
         return out, flash_lse(lse), s_dmask, _rng_state(seed, q)
 
 
@@ -120,17 +119,17 @@ def flash_attn_backward(
     deterministic,
     rng_state=None,
 ) -> Tensor:
-    """Write the gradients into the given ones of dq, dk and dv; return rowsum(out * dout)
-    (batch, heads, seqlen_q rounded up to a multiple of 128).
+    """Write the gradients into dq, dk and dv, if given; return rowsum(out * dout) (batch, heads,
+    seqlen_q rounded up to a multiple of 128).
 
-    out and softmax_lse may belong to the same queries over more keys than k has: the gradients are
-    then the share of these keys. rng_state: what the forward returned, needed with dropout.
+    out and softmax_lse may be over more keys than k has: then the gradients are the terms of k's
+    keys. rng_state: from the forward, needed with dropout.
     """
     window_size = window_size_left, window_size_right
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    asked = Asked(dropout_p, *score)
+    arguments = FlashArguments(dropout_p, *score)
     saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
-    delta = write_gradients((q, k, v), None, asked, saved, buffers, rng_state)
+    delta = write_gradients((q, k, v), None, arguments, saved, buffers, rng_state)
     return F.pad(delta, (0, -delta.shape[-1] % ROUNDED_TO))
 
 
@@ -165,10 +164,10 @@ def flash_attn_varlen_backward(
     _check_varlen(0, zero_tensors)
     window_size = window_size_left, window_size_right
     score = softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    asked = Asked(dropout_p, *score)
-    lengths = cu_seqlens_q, cu_seqlens_k, number(max_seqlen_q), number(max_seqlen_k)
+    arguments = FlashArguments(dropout_p, *score)
+    lengths = cu_seqlens_q, cu_seqlens_k, as_int(max_seqlen_q), as_int(max_seqlen_k)
     saved, buffers = (out, softmax_lse, dout), (dq, dk, dv)
-    delta = write_gradients((q, k, v), lengths, asked, saved, buffers, rng_state)
+    delta = write_gradients((q, k, v), lengths, arguments, saved, buffers, rng_state)
     token = torch.arange(delta.shape[-1], device=delta.device)
     sequence = torch.searchsorted(cu_seqlens_q[1:], token, right=True)
     width = delta.shape[-1] + ROUNDED_TO * (len(cu_seqlens_q) - 1)
@@ -183,8 +182,8 @@ def _check_varlen(num_splits: int, zero_tensors: bool) -> None:
         )
     if zero_tensors:
         raise UnsupportedError(
-            "zero_tensors=True is not served: rows that belong to no sequence are left as they are;"
-            " let cu_seqlens_q end at q.shape[0]"
+            "zero_tensors=True is not supported: rows outside of all sequences are not written; let"
+            " cu_seqlens_q end at q.shape[0]"
         )
 
 
@@ -193,15 +192,18 @@ def _rng_state(seed: Tensor | None, q: Tensor) -> Tensor:
     return state if seed is None else torch.stack([seed, state[1]])
 
 
-def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tensor, Tensor]:
-    """(out, lse) of sequences that do not have all keys of their share of k. Packed keys are pages
-    of one key each, so that a sequence may begin and end anywhere.
+def attend_in_pages(
+    q, k, v, lengths: Lengths, arguments: FlashArguments, used
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of sequences that use only some of their keys. Packed keys are treated as pages of
+    one key each, so that a sequence may begin and end anywhere.
     """
     block_table, leftpad_k, seqused_k = used
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
-    if asked.dropout_p:
+    if arguments.dropout_p:
         raise UnsupportedError(
-            f"dropout_p={asked.dropout_p} with block_table, leftpad_k or seqused_k is not served"
+            f"dropout_p={arguments.dropout_p} is not supported with block_table, leftpad_k or"
+            " seqused_k"
         )
     if block_table is not None and leftpad_k is not None:
         raise UnsupportedError("leftpad_k with block_table is refused, as flash_attn refuses it")
@@ -215,12 +217,12 @@ def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tens
         k, v = k.unsqueeze(1), v.unsqueeze(1)
     else:
         check_table(block_table, len(cu_seqlens_k) - 1)
-        check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), asked)
+        check_pages(k, block_table, seqlens, cu_seqlens_q.diff(), arguments)
     queries = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
-    found = functional.paged_attention(
-        q, k, v, block_table, seqlens, **queries, **asked.scores, return_lse=True
+    result = functional.paged_attention(
+        q, k, v, block_table, seqlens, **queries, **arguments.scores, return_lse=True
     )
-    return cast(tuple[Tensor, Tensor], found)
+    return cast(tuple[Tensor, Tensor], result)
 
 
 @untraced
@@ -228,20 +230,20 @@ def attend_in_pages(q, k, v, lengths: Lengths, asked: Asked, used) -> tuple[Tens
 def write_gradients(
     qkv: tuple[Tensor, Tensor, Tensor],
     lengths: Lengths | None,
-    asked: Asked,
+    arguments: FlashArguments,
     saved: Saved,
     buffers: Buffers,
     rng_state: Tensor | None,
 ) -> Tensor:
     """Fill the buffers; return rowsum(out * dout), shaped as lse."""
-    if asked.dropout_p and rng_state is None:
-        raise ValueError(f"dropout_p={asked.dropout_p} needs the rng_state of the forward")
+    if arguments.dropout_p and rng_state is None:
+        raise ValueError(f"dropout_p={arguments.dropout_p} needs the rng_state of the forward")
     q, k, v = map(contiguous, qkv)
     out, lse, dout = saved
-    seed = rng_state[0].clone() if asked.dropout_p and rng_state is not None else None
-    options = Options(**_options(asked))
+    seed = rng_state[0].clone() if arguments.dropout_p and rng_state is not None else None
+    options = Options(**_options(arguments))
     cu_q, cu_k, *max_seqlens = (None, None) if lengths is None else lengths
-    x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=asked.alibi_slopes)
+    x = Tensors(q, k, v, cu_q, cu_k, alibi_slopes=arguments.alibi_slopes)
     call, x = functional.prepare_attention(x, options, tuple(max_seqlens), dropout_seed=seed)
     out, dout = out.contiguous(), dout.contiguous()
     lse = onchip_lse(lse).to(accumulator_dtype(q.dtype)).contiguous()
@@ -252,8 +254,8 @@ def write_gradients(
     return row_delta(out, dout, None)
 
 
-def _options(asked: Asked) -> dict:
-    """Of problem.Options, which has no alibi_slopes."""
-    named = asked.options | {"return_lse": True}
-    del named["alibi_slopes"]
-    return named
+def _options(arguments: FlashArguments) -> dict:
+    """The fields of problem.Options, which has no alibi_slopes."""
+    options = arguments.options | {"return_lse": True}
+    del options["alibi_slopes"]
+    return options

@@ -18,19 +18,19 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """The first rotary_dim elements of every head turned by the table rows of their positions, in
+    """Rotate the first rotary_dim elements of every head by the table rows of their positions, in
     fp32 and rounded once.
 
     x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens and max_seqlen.
-    cos, sin: (seqlen_rotary, rotary_dim / 2). Token t of sequence b stands at seqlen_offsets + t,
-    an int or int (batch,). interleaved: elements 2i and 2i + 1 are a pair, else i and i +
-    rotary_dim / 2. inplace: x itself is changed and returned.
+    cos, sin: (seqlen_rotary, rotary_dim / 2). Token t of sequence b has position seqlen_offsets +
+    t, an int or int (batch,). interleaved: elements 2i and 2i + 1 are a pair, else i and i +
+    rotary_dim / 2. inplace: change x itself and return it.
     """
     check_tables(cos, sin, x.shape[-1])
     positions = _positions(x, seqlen_offsets, cu_seqlens, max_seqlen)
     check_positions(positions, cos)
-    turned = turn(x, cos, sin, positions, interleaved)
-    return x.copy_(turned) if inplace else turned
+    rotated = apply_rope(x, cos, sin, positions, interleaved)
+    return x.copy_(rotated) if inplace else rotated
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -46,7 +46,7 @@ def apply_rotary_emb_torch(
         raise ValueError(f"cos has {cos.shape[-1]} columns, x has head_dim={x.shape[-1]}")
     dtype = torch.promote_types(x.dtype, cos.dtype)
     cos, sin = (t.to(dtype).unsqueeze(-2) for t in (cos, sin))
-    return turn_pairs(x.to(dtype), cos, sin, interleaved)
+    return rotate_pairs(x.to(dtype), cos, sin, interleaved)
 
 
 def apply_rotary_emb_qkv_(
@@ -59,9 +59,9 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """apply_rotary_emb in place to q and k of qkv: (batch, seqlen, 3, heads, head_dim), or (batch,
-    seqlen, num_heads_q + 2 num_heads_k, head_dim) with num_heads_q. k has tables of its own if
-    given.
+    """apply_rotary_emb in place to q and k of qkv: (batch, seqlen, 3, heads, head_dim), or
+    (batch, seqlen, num_heads_q + 2 num_heads_k, head_dim) with num_heads_q. k has tables of its own
+    if given.
     """
     q, k = _queries_and_keys(qkv, num_heads_q)
     apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
@@ -82,8 +82,8 @@ def apply_rotary_emb_kv_(
     return kv
 
 
-class Turns(NamedTuple):
-    """Tables of RotaryEmbedding: of queries, and of keys."""
+class CosSinTables(NamedTuple):
+    """The tables of RotaryEmbedding, for queries and for keys."""
 
     cos: Tensor
     sin: Tensor
@@ -92,8 +92,9 @@ class Turns(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """q and k turned in place, pair i by base ** (-2 i / dim) radians a token. scale_base: xPos, in
-    which queries grow and keys shrink with their positions. Tables grow with what is asked of them.
+    """Rotates q and k in place, pair i by base ** (-2 i / dim) radians a token. scale_base:
+    xPos, in which queries grow and keys shrink with their positions. Tables grow with the longest
+    sequence.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class RotaryEmbedding(nn.Module):
         self.interleaved, self.scale_base = interleaved, scale_base
         pairs = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         self.inv_freq: Tensor
-        self.register_buffer("inv_freq", self._slowing(pairs), persistent=False)
-        self._turns: Turns | None = None
+        self.register_buffer("inv_freq", self._frequencies(pairs), persistent=False)
+        self._cos_sin: CosSinTables | None = None
 
     def forward(
         self,
@@ -120,47 +121,49 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """qkv as for apply_rotary_emb_qkv_; or q (batch, seqlen, heads, head_dim) and kv. With
-        offsets that are a tensor max_seqlen says how far they reach.
+        """qkv as for apply_rotary_emb_qkv_; or q (batch, seqlen, heads, head_dim) and kv.
+        max_seqlen: the largest position + 1, needed if seqlen_offset is a tensor.
         """
-        turns = self._tables(qkv, seqlen_offset, max_seqlen)
+        tables = self._get_tables(qkv, seqlen_offset, max_seqlen)
         rest = self.interleaved, seqlen_offset
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, *turns, *rest, num_heads_q)
-        q = apply_rotary_emb(qkv, turns.cos, turns.sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, turns.cos_k, turns.sin_k, *rest)
+            return apply_rotary_emb_qkv_(qkv, *tables, *rest, num_heads_q)
+        q = apply_rotary_emb(qkv, tables.cos, tables.sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, tables.cos_k, tables.sin_k, *rest)
 
-    def _tables(self, x: Tensor, offset: int | Tensor, max_seqlen: int | None) -> Turns:
-        seqlen, turns = max_seqlen, self._turns
+    def _get_tables(self, x: Tensor, offset: int | Tensor, max_seqlen: int | None) -> CosSinTables:
+        seqlen, tables = max_seqlen, self._cos_sin
         if seqlen is None and not isinstance(offset, Tensor):
             seqlen = x.shape[1] + offset
-        if turns is not None and self._serve(turns, x, seqlen or 0):
-            return turns
+        if tables is not None and self._fits(tables, x, seqlen or 0):
+            return tables
         if seqlen is None:
-            raise ValueError("offsets that are a tensor need max_seqlen, how far they reach")
-        self._turns = self._computed(seqlen, x)
-        return self._turns
+            raise ValueError("seqlen_offset as a tensor needs max_seqlen")
+        self._cos_sin = self._compute(seqlen, x)
+        return self._cos_sin
 
-    def _serve(self, turns: Turns, x: Tensor, seqlen: int) -> bool:
-        cos = turns.cos
+    def _fits(self, tables: CosSinTables, x: Tensor, seqlen: int) -> bool:
+        cos = tables.cos
         same = cos.dtype == x.dtype and cos.device == x.device and seqlen <= cos.shape[0]
         return same and not (self.training and cos.is_inference())
 
-    def _computed(self, seqlen: int, x: Tensor) -> Turns:
-        """In fp32 whatever the module was cast to: positions times frequencies grow large."""
+    def _compute(self, seqlen: int, x: Tensor) -> CosSinTables:
+        """Compute tables in fp32, whatever the dtype of the module: angles grow large."""
         pairs = torch.arange(0, self.dim, 2, device=x.device, dtype=torch.float32)
-        place = torch.arange(seqlen, device=x.device, dtype=torch.float32)
+        position = torch.arange(seqlen, device=x.device, dtype=torch.float32)
         exact = self.inv_freq.dtype == torch.float32
-        angle = torch.outer(place, self.inv_freq.to(x.device) if exact else self._slowing(pairs))
+        angle = torch.outer(
+            position, self.inv_freq.to(x.device) if exact else self._frequencies(pairs)
+        )
         growth = torch.ones_like(angle)
         if self.scale_base is not None:
-            power = (place - seqlen // 2) / self.scale_base
+            power = (position - seqlen // 2) / self.scale_base
             growth = ((pairs + 0.4 * self.dim) / (1.4 * self.dim)) ** power[:, None]
         cos, sin = angle.cos(), angle.sin()
         tables = cos * growth, sin * growth, cos / growth, sin / growth
-        return Turns(*(t.to(x.dtype) for t in tables))
+        return CosSinTables(*(t.to(x.dtype) for t in tables))
 
-    def _slowing(self, pairs: Tensor) -> Tensor:
+    def _frequencies(self, pairs: Tensor) -> Tensor:
         return self.base ** -(pairs / self.dim)
 
 
@@ -178,23 +181,23 @@ def _queries_and_keys(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Ten
     return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + num_heads_k]
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """x: (..., seqlen, heads, head_dim) at positions (..., seqlen), clamped to the tables."""
     rows = positions.long().clamp(0, cos.shape[0] - 1)
     c, s = (table[rows].unsqueeze(-2).to(_wide(x)) for table in (cos, sin))
-    return turn_pairs(x, c, s, interleaved)
+    return rotate_pairs(x, c, s, interleaved)
 
 
-def turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Pairs of the first 2 * cos.shape[-1] elements turned, in the dtype of the tables; cos and sin
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs of the first 2 * cos.shape[-1] elements, in the dtype of the tables; cos and sin
     broadcast over x.
     """
     width = 2 * cos.shape[-1]
     pairs, rest = x[..., :width].to(cos.dtype), x[..., width:]
     a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
     halves = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
-    return torch.cat((turned.to(x.dtype), rest), -1)
+    rotated = torch.stack(halves, -1).flatten(-2) if interleaved else torch.cat(halves, -1)
+    return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
 def check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
@@ -206,20 +209,22 @@ def check_tables(cos: Tensor, sin: Tensor, head_dim: int) -> None:
 
 
 def check_positions(positions: Tensor, cos: Tensor) -> None:
-    """Where values are checked; elsewhere positions outside are clamped."""
+    """Raise ValueError for positions outside of the tables, where values are checked; elsewhere
+    they are clamped.
+    """
     if not positions.numel() or not values_are_checked(positions):
         return
     low, high = positions.aminmax()
     if low < 0 or high >= cos.shape[0]:
         raise ValueError(
-            f"positions {int(low)} to {int(high)} leave the {cos.shape[0]} rows of cos and sin"
+            f"positions {int(low)} to {int(high)} exceed the {cos.shape[0]} rows of cos and sin"
         )
 
 
 def _positions(
     x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
 ) -> Tensor:
-    """Of every token: (1 or batch, seqlen), packed (total,)."""
+    """The position of every token: (1 or batch, seqlen), packed (total,)."""
     rank = 4 if cu_seqlens is None else 3
     if x.dim() != rank or (cu_seqlens is not None and max_seqlen is None):
         raise ValueError(
@@ -250,7 +255,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate turns back."""
+    """apply_rotary_emb in the order of flash_attn.ops.triton.rotary; conjugate: the inverse."""
     sin = -sin if conjugate else sin
     rest = interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen
     return apply_rotary_emb(x, cos, sin, *rest)

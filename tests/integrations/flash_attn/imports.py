@@ -1,4 +1,4 @@
-"""What public repositories import from flash_attn, and whether the alias has it.
+"""The names that public repositories import from flash_attn, and whether the alias has them.
 
     python -m tests.integrations.flash_attn.imports     write the table into docs/integrations.md
 
@@ -62,7 +62,7 @@ def table() -> str:
     found = results()
     whole = sum(not lost for _, lost in found.values())
     lines = [f"{whole} of {len(found)} repositories find every name.", ""]
-    lines += ["| repository | names | not served |", "|---|---|---|"]
+    lines += ["| repository | names | not supported |", "|---|---|---|"]
     for repository, (count, lost) in found.items():
         modules = sorted({name.rpartition(".")[0] for name in lost})
         said = ", ".join(f"`{module}`" for module in modules)

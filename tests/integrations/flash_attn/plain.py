@@ -29,7 +29,7 @@ def attention(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
 
 
 def _ahead(seqlen_q, seqlen_k):
-    """How far key j lies after query i."""
+    """The position of key j minus the position of query i."""
     i, j = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)
     return j - (i + seqlen_k - seqlen_q)
 
@@ -62,7 +62,7 @@ def packed(q, k, v, cu_q, cu_k, *, slopes=None, **options):
     return torch.cat(outs), torch.cat(lses, -1)
 
 
-def turned(x, positions, cos, sin, interleaved):
+def rotated(x, positions, cos, sin, interleaved):
     """x (tokens, heads, dim) as complex numbers, multiplied by cos + i sin of their positions."""
     half = cos.shape[1]
     x, rest = x[..., : 2 * half].double(), x[..., 2 * half :].double()

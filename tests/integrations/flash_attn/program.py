@@ -1,4 +1,4 @@
-"""A program written for flash_attn: it knows nothing of onchip, and test_program.py runs it as it
+"""A program written for flash_attn, without any reference to onchip; test_program.py runs it as it
 is. A small decoder is trained on packed documents and then generates from a paged cache; where
 flash_attn would need a GPU and 16 bits, the device and the type are arguments.
 """
@@ -25,17 +25,17 @@ class Attention(nn.Module):
         """x: (total, dim), documents one after another."""
         qkv = self.qkv(x).view(-1, 3, self.heads, self.head_dim)
         q, k, v = qkv.unbind(1)
-        turn = lambda t: apply_rotary_emb(
+        rotate = lambda t: apply_rotary_emb(
             t, self.cos, self.sin, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
-        qkv = torch.stack([turn(q), turn(k), v], dim=1)
+        qkv = torch.stack([rotate(q), rotate(k), v], dim=1)
         out = flash_attn_varlen_qkvpacked_func(
             qkv, cu_seqlens, max_seqlen, 0.0, None, True, window_size=(-1, -1)
         )
         return self.out(out.flatten(1))
 
     def step(self, x, cache, block_table, cache_seqlens):
-        """x: (batch, new tokens, dim); keys and values go to the cache, turned there."""
+        """x: (batch, new tokens, dim); rotates keys, appends keys and values to the cache."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(2)
         out = flash_attn_with_kvcache(
             q,
@@ -70,14 +70,14 @@ class Decoder(nn.Module):
         return F.layer_norm(x, x.shape[-1:]) @ self.embed.weight.T * x.shape[-1] ** -0.5
 
     def forward(self, ids, mask):
-        """ids, mask: (batch, seqlen), padded; logits come back padded too."""
+        """ids, mask: (batch, seqlen), padded; logits are padded too."""
         x, indices, cu_seqlens, max_seqlen, _ = unpad_input(self.embed(ids), mask)
         logits = self.blocks(x, lambda _, attention, y: attention(y, cu_seqlens, max_seqlen))
         return pad_input(logits, indices, *ids.shape)
 
     @torch.inference_mode()
     def generate(self, prompts, tokens, block_size=256):
-        """Greedy; prompts: a list of lists of ids. The pages of a sequence lie anywhere."""
+        """Greedy; prompts: a list of lists of ids. The pages of a sequence are in any order."""
         device, dtype = self.embed.weight.device, self.embed.weight.dtype
         batch, blocks = len(prompts), 2
         heads, head_dim = self.attention[0].heads, self.attention[0].head_dim

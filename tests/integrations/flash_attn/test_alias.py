@@ -19,7 +19,7 @@ def loaded():
     return [name for name in sys.modules if name.split(".")[0].startswith("flash_attn")]
 
 
-def test_importing_the_adapter_installs_nothing():
+def test_importing_installs_nothing():
     code = (
         "import sys, onchip.integrations.flash_attn; "
         "assert 'flash_attn' not in sys.modules and 'transformers' not in sys.modules; "
@@ -28,7 +28,7 @@ def test_importing_the_adapter_installs_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(onchip.__file__).parents[1])
 
 
-def test_what_programs_import_while_it_is_installed():
+def test_imports_while_it_is_installed():
     with fa.installed():
         import flash_attn
         import flash_attn.flash_attn_interface as interface
@@ -53,7 +53,7 @@ def test_what_programs_import_while_it_is_installed():
 
 
 def test_checks_for_the_package_find_it():
-    """By spec, by module, by distribution: what programs look at."""
+    """By spec, by module, by distribution, as programs check."""
     assert importlib.util.find_spec("flash_attn") is None
     finders = list(sys.meta_path)
     with fa.installed():
@@ -69,8 +69,8 @@ def test_checks_for_the_package_find_it():
         importlib.metadata.version("flash_attn")
 
 
-def test_flash_attention_3_is_installed_when_it_is_wanted():
-    """Programs that find it prefer it, so that it is not there by default."""
+def test_flash_attention_3_is_installed_on_request():
+    """Not by default, because programs that find it prefer it."""
     with fa.installed():
         assert importlib.util.find_spec("flash_attn_interface") is None
         fa.install(flash_attn_3=True)
@@ -84,19 +84,19 @@ def test_flash_attention_3_is_installed_when_it_is_wanted():
     assert loaded() == []
 
 
-def test_names_that_are_not_served_say_what_to_use():
-    """Modules and names; asking whether they are there is no error."""
+def test_unsupported_names_name_a_replacement():
+    """Modules and names; hasattr and find_spec do not raise."""
     with fa.installed():
-        with pytest.raises(ImportError, match=r"does not serve flash_attn.models: onchip.models"):
+        with pytest.raises(ImportError, match=r"does not support flash_attn.models: onchip.models"):
             import flash_attn.models.gpt
         import flash_attn.modules.mha
 
         assert not hasattr(flash_attn.modules.mha, "ParallelMHA")
-        with pytest.raises(ImportError, match=r"mha.ParallelMHA: onchip.parallel deals heads"):
+        with pytest.raises(ImportError, match=r"mha.ParallelMHA: onchip.parallel distributes"):
             from flash_attn.modules.mha import ParallelMHA  # noqa: F401
 
 
-def test_installed_twice_is_installed_once():
+def test_installing_twice_is_the_same_as_once():
     fa.install()
     module = sys.modules["flash_attn"]
     with fa.installed():
@@ -107,7 +107,7 @@ def test_installed_twice_is_installed_once():
     assert loaded() == []
 
 
-def test_the_real_one_is_not_replaced(monkeypatch):
+def test_a_real_flash_attn_is_not_replaced(monkeypatch):
     real = types.ModuleType("flash_attn")
     real.__file__ = "/somewhere/flash_attn/__init__.py"
     monkeypatch.setitem(sys.modules, "flash_attn", real)

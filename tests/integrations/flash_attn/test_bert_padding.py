@@ -1,4 +1,4 @@
-"""Padding goes and comes back, and gradients with it."""
+"""Removing padding and adding it again is the identity, with gradients."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_there_and_back(dtype):
+def test_unpad_and_pad(dtype):
     x = torch.randn(4, 5, 3, 7, dtype=torch.float64, requires_grad=True)
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, MASK.to(dtype))
     assert torch.equal(tokens, x[MASK.bool()])

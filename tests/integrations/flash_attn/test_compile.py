@@ -1,4 +1,4 @@
-"""torch.compile sees through the drop-in as it sees through flash_attn."""
+"""torch.compile traces the drop-in as it traces flash_attn."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def test_whole_graphs(call):
     torch.testing.assert_close(got, want)
 
 
-def test_longest_lengths_that_are_data():
-    """As transformers gives them, .item() of a tensor, with the setting that it asks for."""
+def test_data_dependent_max_seqlens():
+    """As transformers passes them: .item() of a tensor, with the setting that it needs."""
     torch._dynamo.reset()
     longest = lambda cu: cu.diff().max().item()
     call = lambda x, cu: fa.flash_attn_varlen_qkvpacked_func(x, cu, longest(cu), causal=True)

@@ -21,7 +21,7 @@ COMMON = {
     "return_attn_probs": False,
 }
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-SIGNATURES = {  # of flash_attn 2.8: the arguments that have no default, then those that do
+SIGNATURES = {  # of flash_attn 2.8: the arguments without a default, then the others
     "flash_attn_func": (("q", "k", "v"), COMMON),
     "flash_attn_kvpacked_func": (("q", "kv"), COMMON),
     "flash_attn_qkvpacked_func": (("qkv",), COMMON),
@@ -257,7 +257,7 @@ def test_s_dmask_explains_out(packed):
     assert 0.2 < taken < 0.3
 
 
-def test_block_sizes_are_those_of_the_kernel():
+def test_block_sizes_equal_the_kernels():
     """By head_dim, without and with dropout: A100 and H100."""
     sizes = [(32, 128, 128), (64, 128, 64), (96, 64, 64), (128, 64, 32), (192, 64, 64)]
     for head_dim, alone, dropped in [*sizes, (256, 64, 64)]:
@@ -337,9 +337,9 @@ def test_pages_are_served_without_gradient():
 @pytest.mark.parametrize(
     ("keys", "table", "sentence"),
     [
-        (9, [2, 0], "9 keys exceeds block_table: 2 columns of 4 keys have room for 8"),
-        (8, [2, 3], r"block_table\[0, 1\]=3 leaves the 3 blocks"),
-        (8, [-1, 0], r"block_table\[0, 0\]=-1 leaves the 3 blocks"),
+        (9, [2, 0], "9 keys exceeds block_table: 2 columns of 4 keys hold 8"),
+        (8, [2, 3], r"block_table\[0, 1\]=3 is not one of the 3 blocks"),
+        (8, [-1, 0], r"block_table\[0, 0\]=-1 is not one of the 3 blocks"),
     ],
 )
 def test_block_tables_out_of_range_are_named(keys, table, sentence, error):

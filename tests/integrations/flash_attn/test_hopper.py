@@ -128,7 +128,7 @@ def test_packed_functions_and_keys_that_are_not_used():
     )
     assert_same(passed, torch.autograd.grad(want[0], inputs, dout))
     used = torch.tensor([4, 7], dtype=I32)
-    with pytest.raises(UnsupportedError, match="seqused_k is served without gradient"):
+    with pytest.raises(UnsupportedError, match="seqused_k has no gradient"):
         hopper.flash_attn_varlen_func(*inputs, *lengths, seqused_k=used)
     short = torch.tensor([0, 4, 11], dtype=I32)
     kept = [torch.cat([t[:4], t[9:]]) for t in inputs[1:]]
@@ -183,25 +183,25 @@ def test_partial_results_combine():
 
 
 REFUSED = [
-    (hopper.flash_attn_func, {"qv": 1}, "qv is not served: pass qv=None"),
-    (hopper.flash_attn_func, {"k_descale": 1}, "k_descale is not served"),
-    (hopper.flash_attn_func, {"attention_chunk": 64}, "attention_chunk is not served"),
+    (hopper.flash_attn_func, {"qv": 1}, "qv is not supported: pass qv=None"),
+    (hopper.flash_attn_func, {"k_descale": 1}, "k_descale is not supported"),
+    (hopper.flash_attn_func, {"attention_chunk": 64}, "attention_chunk is not supported"),
     (cute.flash_attn_func, {"mask_mod": len}, "mask_mod is a program for FlashAttention-4's"),
-    (cute.flash_attn_func, {"gather_kv_indices": 1}, "gather_kv_indices is not served"),
+    (cute.flash_attn_func, {"gather_kv_indices": 1}, "gather_kv_indices is not supported"),
     (cute.flash_attn_varlen_func, {"seqused_k": 1}, "need cu_seqlens_q and cu_seqlens_k"),
-    (hopper.flash_attn_with_kvcache, {"rotary_seqlens": 1}, "rotary_seqlens is not served"),
+    (hopper.flash_attn_with_kvcache, {"rotary_seqlens": 1}, "rotary_seqlens is not supported"),
     (hopper.flash_attn_with_kvcache, {"cu_seqlens_q": 1}, "cu_seqlens_q needs page_table"),
     (hopper.flash_attn_with_kvcache, {"cu_seqlens_q": 1, "k": 1}, "k with cu_seqlens_q is not"),
 ]
 
 
 @pytest.mark.parametrize(("function", "options", "sentence"), REFUSED)
-def test_what_is_not_served_is_refused_in_a_sentence(function, options, sentence):
+def test_unsupported_arguments_are_refused(function, options, sentence):
     with pytest.raises(UnsupportedError, match=sentence):
         function(*(t.detach() for t in made(4)), **options)
 
 
 def test_head_dims_are_checked_as_callers_expect():
     cute.check_head_dims(192, 128, 9, 8)
-    with pytest.raises(AssertionError, match="must lie between 1 and 256"):
+    with pytest.raises(AssertionError, match="must be between 1 and 256"):
         cute.check_head_dims(64, 512, 10, 8)

@@ -36,7 +36,7 @@ def models(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_tokens_are_those_of_eager(name):
+def test_logits_and_tokens_equal_eager(name):
     """With padding on the left; a sliding window, a softcap, grouped heads."""
     flash, eager = models(name)
     ids = torch.randint(97, (3, 21))
@@ -56,7 +56,7 @@ def test_logits_and_tokens_are_those_of_eager(name):
 
 def test_training_on_packed_documents():
     """position_ids that begin anew make transformers call flash_attn_varlen_func: the loss and the
-    gradients are those of the documents one by one.
+    gradients equal those of single documents.
     """
     flash, eager = models("LlamaForCausalLM")
     ids = torch.randint(97, (1, 24))
@@ -91,25 +91,25 @@ def test_continuous_batching():
     assert [outputs[name].generated_tokens for name in sorted(outputs)] == want
 
 
-def test_with_a_gpu_it_is_enough_to_be_found(monkeypatch):
+def test_with_a_gpu_a_plain_install_is_enough(monkeypatch):
     """transformers that is imported after a plain install() sees a distribution and a version."""
     import importlib.metadata
 
     from transformers.utils import import_utils
 
     fa.uninstall()
-    asked = import_utils.is_flash_attn_2_available
+    check = import_utils.is_flash_attn_2_available
     with fa.installed():
         found = importlib.metadata.packages_distributions()
         monkeypatch.setattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", found)
         monkeypatch.setattr(import_utils, "is_torch_cuda_available", lambda: True)
-        asked.cache_clear()
-        assert asked() and import_utils.is_flash_attn_greater_or_equal("2.8")
-    asked.cache_clear()
+        check.cache_clear()
+        assert check() and import_utils.is_flash_attn_greater_or_equal("2.8")
+    check.cache_clear()
     import_utils.is_flash_attn_greater_or_equal.cache_clear()
 
 
-def test_after_uninstall_transformers_asks_again():
+def test_after_uninstall_transformers_checks_again():
     fa.uninstall()
     from transformers.utils import import_utils, is_flash_attn_2_available
 

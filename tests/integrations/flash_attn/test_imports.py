@@ -13,8 +13,8 @@ def test_most_repositories_find_every_name():
     assert {"zhuzilin/ring-flash-attention", "huggingface/diffusers", "volcengine/verl"} <= whole
 
 
-def test_what_is_missing_is_named_in_the_import_error():
-    """Of every name that a repository does not find: the error says what to use instead."""
+def test_the_import_error_names_missing_names():
+    """For every name that a repository does not find, the error names a replacement."""
     table = imports.rows()
     absent = table.pop("absent")
     with fa.installed(flash_attn_3=True):
@@ -22,7 +22,7 @@ def test_what_is_missing_is_named_in_the_import_error():
         assert lost
         for name in sorted(lost):
             module, _, last = name.rpartition(".")
-            with pytest.raises(ImportError, match=r"onchip does not serve flash_attn.*: \w+"):
+            with pytest.raises(ImportError, match=r"onchip does not support flash_attn.*: \w+"):
                 exec(f"from {module} import {last}", {})
 
 

@@ -7,22 +7,22 @@ import torch
 
 from onchip import UnsupportedError
 from onchip.integrations.flash_attn import flash_attn_with_kvcache
-from onchip.integrations.flash_attn.cache import located
+from onchip.integrations.flash_attn.cache import locate_cache
 from tests.integrations.flash_attn import plain
 
 HEADS, KV_HEADS, DIM = 4, 2, 24
 KINDS = ("rows", "some rows", "left pad", "pages of 16", "pages of 1")
 
 
-class Scene:
+class CacheCase:
     """A cache of some kind that holds `lengths` tokens of each sequence and NaN elsewhere, q, and
-    new k and v; knows where position p of sequence b lies.
+    new k and v; can locate position p of sequence b.
     """
 
     def __init__(self, kind, lengths, seqlen_q, seqlen_new, dtype=torch.float64):
-        self.lengths, self.kind, self.room = lengths, kind, 48
+        self.lengths, self.kind, self.capacity = lengths, kind, 48
         self.pad = [0] * len(lengths)
-        self.extra, cells = {}, (6, self.room)
+        self.extra, cells = {}, (6, self.capacity)
         if kind == "some rows":
             self.extra["cache_batch_idx"] = torch.tensor([4, 0, 5][: len(lengths)])
         elif kind == "left pad":
@@ -30,8 +30,8 @@ class Scene:
             self.extra["cache_leftpad"] = torch.tensor(self.pad)
         elif kind.startswith("pages"):
             size = int(kind.split()[-1])
-            table = torch.randperm(3 * self.room // size).view(3, -1)[: len(lengths)]
-            self.extra["block_table"], cells = table, (4 * self.room // size, size)
+            table = torch.randperm(3 * self.capacity // size).view(3, -1)[: len(lengths)]
+            self.extra["block_table"], cells = table, (4 * self.capacity // size, size)
         self.extra = {name: t.int() for name, t in self.extra.items()}
         shape = (*cells, KV_HEADS, DIM)
         self.k_cache, self.v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in "kv")
@@ -65,8 +65,8 @@ class Scene:
                 if rotary:
                     local = options.get("causal") or options.get("window", (-1, -1)) != (-1, -1)
                     steps = torch.arange(len(q)) * bool(local)
-                    q = plain.turned(q, length + steps, *rotary, interleaved)
-                    k = plain.turned(k, at, *rotary, interleaved)
+                    q = plain.rotated(q, length + steps, *rotary, interleaved)
+                    k = plain.rotated(k, at, *rotary, interleaved)
                 for t, p in enumerate(at.tolist()):
                     k_cache[self.cell(b, p)] = k[t].to(k_cache.dtype)
                     v_cache[self.cell(b, p)] = v[t]
@@ -86,7 +86,7 @@ def same(got, want, atol=1e-12):
 
 
 def check(scene, append, atol=1e-12, **options):
-    """The call against `wanted`; nothing but the new slots of the cache has changed."""
+    """Compare the call with `wanted`; only the new slots of the cache may have changed."""
     theirs = {"window_size": "window", "alibi_slopes": "slopes", "softmax_scale": "scale"}
     rotary = options.pop("rotary", None)
     interleaved = options.get("rotary_interleaved", True)
@@ -121,7 +121,7 @@ def tables(rows, dim, dtype=torch.float64):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("seqlen_q", "seqlen_new"), [(1, 1), (5, 5), (3, 11), (1, 0), (13, 2)])
 def test_append_and_attend(kind, seqlen_q, seqlen_new):
-    scene = Scene(kind, [29, 0, 31], seqlen_q, seqlen_new)
+    scene = CacheCase(kind, [29, 0, 31], seqlen_q, seqlen_new)
     check(scene, seqlen_new > 0, causal=True)
 
 
@@ -140,7 +140,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("append", [False, True])
 def test_options(kind, options, append):
-    check(Scene(kind, [23, 17], 4, 4), append, **options)
+    check(CacheCase(kind, [23, 17], 4, 4), append, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,28 +153,28 @@ def test_options(kind, options, append):
         (False, 16, {"causal": True}),
     ],
 )
-def test_rotary_turns_new_keys_by_position_and_queries_if_causal_or_local(
+def test_rotary_rotates_new_keys_by_position_and_queries_if_causal_or_local(
     kind, interleaved, dim, options
 ):
-    """Otherwise all queries stand at the first new position. The cache holds turned keys."""
-    scene = Scene(kind, [19, 30], 3, 4)
+    """Otherwise all queries are at the first new position. The cache has rotated keys."""
+    scene = CacheCase(kind, [19, 30], 3, 4)
     check(scene, True, rotary=tables(48, dim), rotary_interleaved=interleaved, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits(dtype):
-    """Turned in fp32 and rounded once, then attention within two roundings of its values."""
-    scene = Scene("pages of 16", [19, 30], 1, 1, dtype)
+    """Rotated in fp32 and rounded once, then attention within two roundings of its values."""
+    scene = CacheCase("pages of 16", [19, 30], 1, 1, dtype)
     check(scene, True, 4 * torch.finfo(dtype).eps, rotary=tables(48, 16, dtype), causal=True)
 
 
 def test_lengths_as_an_int_and_no_lengths_at_all():
-    scene = Scene("rows", [48, 48], 3, 1)
+    scene = CacheCase("rows", [48, 48], 3, 1)
     caches = scene.k_cache, scene.v_cache
     want = flash_attn_with_kvcache(scene.q, *caches, cache_seqlens=scene.seqlens())
     same(flash_attn_with_kvcache(scene.q, *caches, cache_seqlens=48), want)
     same(flash_attn_with_kvcache(scene.q, *caches), want)
-    pages = Scene("pages of 16", [48], 3, 1)
+    pages = CacheCase("pages of 16", [48], 3, 1)
     caches, table = (pages.k_cache, pages.v_cache), pages.extra["block_table"]
     want = flash_attn_with_kvcache(pages.q, *caches, cache_seqlens=48, block_table=table)
     same(flash_attn_with_kvcache(pages.q, *caches, block_table=table), want)
@@ -204,21 +204,21 @@ def test_caches_that_are_views(pad):
 @pytest.mark.parametrize(
     ("shape", "page_size"), [((3, 4096), 256), ((2, 48), 16), ((2, 33), 1), ((1, 0), 1)]
 )
-def test_rows_are_seen_as_pages_as_large_as_fit(shape, page_size):
-    """So that a kernel for pages of usual sizes serves them."""
+def test_rows_become_pages_as_large_as_possible(shape, page_size):
+    """So that a kernel for pages of usual sizes can be used."""
     caches = torch.randn(2, *shape, KV_HEADS, DIM)
-    cache = located(torch.randn(1, 1, HEADS, DIM), *caches, None, None, None)
+    cache = locate_cache(torch.randn(1, 1, HEADS, DIM), *caches, None, None, None)
     assert cache.page_size == page_size and cache.capacity == shape[1]
 
 
-def test_no_new_tokens_turn_the_queries_alone():
-    scene = Scene("rows", [19, 30], 3, 0)
+def test_no_new_tokens_rotate_the_queries_alone():
+    scene = CacheCase("rows", [19, 30], 3, 0)
     check(scene, True, rotary=tables(48, 16), causal=True)
 
 
 def test_one_split_does_not_depend_on_the_batch():
-    """num_splits=1, which people set to get the same bits for a sequence in any company."""
-    scene = Scene("pages of 16", [40, 3, 17], 1, 0)
+    """num_splits=1 gives the same bits for a sequence in any batch."""
+    scene = CacheCase("pages of 16", [40, 3, 17], 1, 0)
     scene.q, scene.k_cache, scene.v_cache = (
         t.float() for t in (scene.q, scene.k_cache, scene.v_cache)
     )
@@ -236,7 +236,7 @@ def test_one_split_does_not_depend_on_the_batch():
 
 
 def test_no_gradient_as_in_flash_attn():
-    scene = Scene("rows", [3], 1, 1)
+    scene = CacheCase("rows", [3], 1, 1)
     q = scene.q.requires_grad_()
     out = flash_attn_with_kvcache(q, scene.k_cache, scene.v_cache, cache_seqlens=3)
     assert not out.requires_grad
@@ -246,12 +246,12 @@ I32 = torch.int32
 REFUSED = {
     "k alone": ({"k": 1}, "v is missing"),
     "no lengths": ({"k": 1, "v": 1, "cache_seqlens": None}, "cache_seqlens is missing"),
-    "full": ({"k": 1, "v": 1, "cache_seqlens": 20}, "position 20, where the cache, with room for"),
+    "full": ({"k": 1, "v": 1, "cache_seqlens": 20}, "position 20, for which the cache of"),
     "rotary without keys": ({"rotary_cos": 30, "rotary_sin": 30}, "give k and v"),
-    "one table": ({"k": 1, "v": 1, "rotary_cos": 30}, "come together"),
+    "one table": ({"k": 1, "v": 1, "rotary_cos": 30}, "must be given together"),
     "short tables": ({"k": 1, "v": 1, "rotary_cos": 9, "rotary_sin": 9}, "has 9 rows"),
     "wide lengths": ({"cache_seqlens": torch.tensor([3, 3])}, "must be int32"),
-    "row": ({"cache_batch_idx": torch.tensor([0, 2], dtype=I32)}, "leaves the 2 rows"),
+    "row": ({"cache_batch_idx": torch.tensor([0, 2], dtype=I32)}, "exceeds the 2 rows"),
     "pages and rows": (
         {"block_table": torch.zeros(2, 1, dtype=I32), "cache_batch_idx": torch.zeros(2, dtype=I32)},
         "cache_batch_idx with block_table",
@@ -269,7 +269,7 @@ REFUSED = {
     ),
     "pad past the end": (
         {"cache_leftpad": torch.tensor([5, 6], dtype=I32)},
-        r"cache_leftpad\[1\]=6 lies behind the 5 tokens",
+        r"cache_leftpad\[1\]=6 exceeds the 5 tokens",
     ),
     "three windows": ({"window_size": (1, 2, 3)}, "must be two ints"),
     "long": ({"cache_seqlens": 21}, "must be between 0 and 20"),
@@ -277,7 +277,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_refusals_are_sentences(options, sentence):
+def test_wrong_arguments_are_refused(options, sentence):
     caches = torch.randn(2, 2, 20, KV_HEADS, DIM)
     before = caches.clone()
     made = {}
@@ -295,7 +295,7 @@ def test_refusals_are_sentences(options, sentence):
 
 @pytest.mark.parametrize("appends", [False, True])
 def test_lengths_beyond_the_block_table_are_a_runtime_error(appends):
-    """As upstream: one key more than the columns of block_table have room for. All of them is
+    """As upstream: one key more than the columns of block_table hold. All of them is
     served, and nothing is written by a call that is refused.
     """
     caches = torch.randn(2, 4, 8, KV_HEADS, DIM)
@@ -312,7 +312,7 @@ def test_lengths_beyond_the_block_table_are_a_runtime_error(appends):
     ).all()
 
 
-def test_more_sequences_than_rows_and_rows_that_lie_anyhow():
+def test_more_sequences_than_rows_and_rows_with_uneven_strides():
     q = torch.randn(3, 1, HEADS, DIM)
     caches = torch.randn(2, 2, 20, KV_HEADS, DIM)
     with pytest.raises(ValueError, match="batch 3, the cache has 2 rows"):
@@ -328,7 +328,7 @@ def test_more_sequences_than_rows_and_rows_that_lie_anyhow():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_the_gpu_as_on_the_cpu(kind, dtype):
-    scene = Scene(kind, [29, 0, 31], 3, 3, dtype)
+    scene = CacheCase(kind, [29, 0, 31], 3, 3, dtype)
     cos, sin = tables(48, 16, dtype)
 
     def run(device):
@@ -351,9 +351,9 @@ def test_on_the_gpu_as_on_the_cpu(kind, dtype):
 
 
 @pytest.mark.gpu
-def test_rows_that_only_fill_a_batch_write_and_read_nothing():
+def test_padding_rows_of_a_batch_write_and_read_nothing():
     """As batches of a fixed size are padded: length -1, pages of -1; and no call synchronises."""
-    scene = Scene("pages of 16", [29, 7], 1, 1, torch.float16)
+    scene = CacheCase("pages of 16", [29, 7], 1, 1, torch.float16)
     caches = [scene.k_cache.cuda(), scene.v_cache.cuda()]
     before = [c.clone() for c in caches]
     table = scene.extra["block_table"].cuda()
@@ -381,7 +381,7 @@ def test_every_kind_of_cache_gives_the_same():
     outs = []
     for kind in KINDS:
         torch.manual_seed(1)
-        scene = Scene(kind, [21], 2, 2)
+        scene = CacheCase(kind, [21], 2, 2)
         scene.pad = [0]
         scene.extra.pop("cache_leftpad", None)
         torch.manual_seed(2)

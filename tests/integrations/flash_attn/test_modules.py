@@ -1,4 +1,4 @@
-"""What flash_attn has around attention: losses, norms, modules. Right and differentiable."""
+"""flash_attn's losses, norms and modules: correct and differentiable."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ def test_z_loss_is_added_and_returned():
     assert not z_loss.requires_grad
     with pytest.raises(NotImplementedError, match="reduction='max' must be"):
         losses.CrossEntropyLoss(reduction="max")
-    with pytest.raises(UnsupportedError, match="dealt to several ranks is not served"):
+    with pytest.raises(UnsupportedError, match="on several ranks is not supported"):
         losses.cross_entropy_loss(logits, labels, process_group=SimpleNamespace(size=lambda: 2))
 
 
@@ -75,11 +75,11 @@ def test_norms_round_once_and_keep_the_residual_wide():
     assert out.dtype == torch.bfloat16 and total.dtype == torch.float32
     assert torch.equal(out, F.rms_norm(x.float(), (32,), eps=1e-6).bfloat16())
     assert norms.rms_norm_fn(x, weight, None, x.float(), prenorm=True)[1].dtype == torch.float32
-    with pytest.raises(UnsupportedError, match="out= and residual_out= are not served"):
+    with pytest.raises(UnsupportedError, match="out= and residual_out= are not supported"):
         norms.layer_norm_fn(x, weight, None, out=x)
 
 
-def test_dropout_before_a_norm_says_what_it_took():
+def test_dropout_before_a_norm_returns_its_mask():
     torch.manual_seed(1)
     x, residual, scale = torch.randn(64, 16), torch.randn(64, 16), torch.rand(16)
     weight, bias = torch.randn(16), torch.randn(16)
@@ -122,7 +122,7 @@ def test_mlps():
 
 @pytest.mark.parametrize("flash", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_mha_is_its_projections_around_attention(kv_heads, flash):
+def test_mha_equals_projections_around_attention(kv_heads, flash):
     module = mha.MHA(32, 4, kv_heads, causal=True, rotary_emb_dim=8, use_flash_attn=flash)
     x = torch.randn(2, 9, 32, requires_grad=True)
     q, k, v = module.Wqkv(x).unflatten(-1, (-1, 8)).split((4, kv_heads, kv_heads), 2)
@@ -138,7 +138,7 @@ def test_mha_is_its_projections_around_attention(kv_heads, flash):
 
 
 def test_mha_generates_token_by_token():
-    """From a cache: what all tokens at once give."""
+    """From a cache, with the same results as all tokens at once."""
     module = mha.MHA(
         32, 4, 2, causal=True, rotary_emb_dim=8, use_flash_attn=True, layer_idx=3
     ).eval()
@@ -204,15 +204,15 @@ def test_alibi_slopes_of_any_number_of_heads():
 
 
 def test_rotary_functions_agree():
-    """apply_rotary turns back with conjugate; the plain function has tables for its own tokens."""
+    """apply_rotary(conjugate=True) is the inverse; the torch function has a table row a token."""
     x, angle = torch.randn(2, 6, 3, 16), torch.rand(6, 4)
     cos, sin = angle.cos(), angle.sin()
     for interleaved in (False, True):
         want = rotary.apply_rotary_emb(x, cos, sin, interleaved)
         assert_same([rotary.apply_rotary_emb_torch(x, cos, sin, interleaved)], [want])
-        turned = rotary.apply_rotary(x, cos, sin, interleaved=interleaved)
-        back = rotary.apply_rotary(turned, cos, sin, interleaved=interleaved, conjugate=True)
-        assert_same([turned, back], [want, x])
+        rotated = rotary.apply_rotary(x, cos, sin, interleaved=interleaved)
+        back = rotary.apply_rotary(rotated, cos, sin, interleaved=interleaved, conjugate=True)
+        assert_same([rotated, back], [want, x])
     assert rotary.apply_rotary_emb_torch(x.bfloat16(), cos, sin).dtype == torch.float32
     with pytest.raises(ValueError, match="cos has 9 columns, x has head_dim=16"):
         rotary.apply_rotary_emb_torch(x, torch.ones(6, 9), torch.ones(6, 9))
@@ -226,7 +226,7 @@ def test_bias_of_the_triton_function():
     assert_same([biased.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), bias, True)], [want])
     qkv = torch.stack([q, k, v], 2)
     assert_same([biased.flash_attn_qkvpacked_func(qkv, bias, True)], [want])
-    with pytest.raises(UnsupportedError, match="9 queries over 5 keys are not served"):
+    with pytest.raises(UnsupportedError, match="9 queries over 5 keys are not supported"):
         biased.flash_attn_func(q, k[:, :5], v[:, :5], None, True)
 
 

@@ -1,4 +1,4 @@
-"""The passes that programs with a gradient of their own import: rings, sequence parallelism."""
+"""The single passes for programs with a gradient of their own: rings, sequence parallelism."""
 
 import inspect
 
@@ -69,7 +69,7 @@ def test_signatures_are_upstreams(passes, name):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_dense_passes_are_the_function_and_its_gradient(passes, options):
+def test_dense_passes_equal_the_function_and_its_gradient(passes, options):
     made = ot.make_qkv(2, 21, 33, num_heads=4, num_kv_heads=2, head_dim=20, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in made]
     torch.manual_seed(3)
@@ -91,7 +91,7 @@ def test_dense_passes_are_the_function_and_its_gradient(passes, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_packed_passes_are_the_function_and_its_gradient(passes, options):
+def test_packed_passes_equal_the_function_and_its_gradient(passes, options):
     x = ot.make_packed([7, 0, 20], [7, 5, 30], num_heads=4, num_kv_heads=2, dtype=torch.float64)
     inputs, lengths = [t.requires_grad_() for t in x[:3]], (*x[3:], 20, 30)
     torch.manual_seed(4)
@@ -208,15 +208,15 @@ def test_keys_that_are_not_used(passes, paged):
     assert_same([out, lse], [torch.cat(want), torch.cat(want_lse, -1)])
 
 
-def test_refusals_of_the_passes_are_sentences(passes):
+def test_wrong_arguments_of_the_passes_are_refused(passes):
     q, k, v, cu, _ = ot.make_packed([3, 4], num_heads=2)
     args = q, k, v, cu, cu, 4, 4
     with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
         passes._flash_attn_varlen_forward(*args, **score({}), num_splits=2)
-    with pytest.raises(UnsupportedError, match="zero_tensors=True is not served"):
+    with pytest.raises(UnsupportedError, match="zero_tensors=True is not supported"):
         passes._flash_attn_varlen_forward(*args, **score({}), zero_tensors=True)
     used = torch.tensor([3, 4], dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 with block_table, leftpad_k or seq"):
+    with pytest.raises(UnsupportedError, match=r"dropout_p=0.1 is not supported with block_table"):
         passes._flash_attn_varlen_forward(*args, **score({"dropout_p": 0.1}), seqused_k=used)
     dense = [t[None] for t in (q, q, k, v, q)]
     with pytest.raises(ValueError, match="dropout_p=0.1 needs the rng_state of the forward"):
@@ -227,7 +227,7 @@ def test_refusals_of_the_passes_are_sentences(passes):
 
 
 def test_the_extension_has_the_same_passes_in_its_own_order():
-    """flash_attn_2_cuda, which programs call for an argument that flash_attn_interface hides."""
+    """flash_attn_2_cuda, which programs call for arguments that flash_attn_interface hides."""
     q, k, v = ot.make_qkv(1, 9, num_heads=2, dtype=torch.float64)
     tail = None, 0.0, 0.3, True, -1, -1, 0.0
     out, lse, _, rng_state = extension.fwd(q, k, v, None, *tail, False, None)

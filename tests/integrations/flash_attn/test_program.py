@@ -30,7 +30,7 @@ def by_hand(model, ids):
     def attend(_, attention, x):
         q, k, v = attention.qkv(x).unflatten(-1, (3, attention.heads, -1)).unbind(1)
         at = torch.arange(len(x))
-        q, k = (plain.turned(t, at, attention.cos, attention.sin, False) for t in (q, k))
+        q, k = (plain.rotated(t, at, attention.cos, attention.sin, False) for t in (q, k))
         return attention.out(plain.attention(q, k, v, causal=True)[0].flatten(1))
 
     return model.blocks(model.embed(ids), attend)
@@ -59,7 +59,7 @@ def learn_and_count(program, device, dtype, steps):
     return losses, found, model, prompts
 
 
-def test_it_learns_to_count_and_decodes_what_it_learned(program):
+def test_it_trains_on_counting_and_decodes_counts(program):
     losses, found, model, prompts = learn_and_count(program, "cpu", torch.float32, 120)
     assert losses[0] > 3 and losses[-1] < 1.0
     model = model.double()

@@ -21,12 +21,12 @@ def tables(rows=40, dim=12, dtype=torch.float64):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("offsets", [0, 7, torch.tensor([3, 0])])
 @pytest.mark.parametrize("dim", [12, 20])
-def test_tokens_turn_by_their_positions(interleaved, offsets, dim):
+def test_tokens_are_rotated_by_their_positions(interleaved, offsets, dim):
     x, (cos, sin) = torch.randn(2, 9, 3, 20, dtype=torch.float64), tables(dim=dim)
     got = apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=offsets)
     for b in range(2):
         start = int(offsets[b]) if isinstance(offsets, torch.Tensor) else offsets
-        want = plain.turned(x[b], start + torch.arange(9), cos, sin, interleaved)
+        want = plain.rotated(x[b], start + torch.arange(9), cos, sin, interleaved)
         torch.testing.assert_close(got[b], want)
 
 
@@ -41,7 +41,7 @@ def test_packed_positions_begin_anew_with_each_sequence(interleaved, offsets):
     )
     for b, (lo, hi) in enumerate([(0, 7), (7, 7), (7, 16)]):
         start = int(offsets[b]) if isinstance(offsets, torch.Tensor) else offsets
-        want = plain.turned(x[lo:hi], start + torch.arange(hi - lo), cos, sin, interleaved)
+        want = plain.rotated(x[lo:hi], start + torch.arange(hi - lo), cos, sin, interleaved)
         torch.testing.assert_close(got[lo:hi], want)
 
 
@@ -62,7 +62,7 @@ def test_in_place_is_the_same_tensor():
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_q_and_k_of_one_tensor_turn_in_place(grouped):
+def test_q_and_k_of_one_tensor_are_rotated_in_place(grouped):
     cos, sin = tables()
     tables_k = tables(dim=8)
     parts = [
@@ -83,8 +83,8 @@ def test_q_and_k_of_one_tensor_turn_in_place(grouped):
 
 
 @pytest.mark.parametrize("scale_base", [None, 16])
-def test_the_module_turns_by_frequencies(scale_base):
-    """Scores depend on how far a key is from a query, not on where both are."""
+def test_the_module_rotates_by_frequencies(scale_base):
+    """Scores depend on the distance of a key from a query, not on their positions."""
     module = RotaryEmbedding(12, base=50.0, scale_base=scale_base)
     token = torch.randn(1, 1, 1, 16, dtype=torch.float64).expand(1, 30, 1, 16)
     q, kv = module(token.clone(), torch.stack([token, token], 2))
@@ -107,7 +107,7 @@ def test_tables_of_the_module_grow_and_follow_the_type():
         late = module(torch.ones(1, 3, 3, 2, 16), seqlen_offset=offset, **options)
         torch.testing.assert_close(late, whole[:, 7:10])
     assert module(torch.ones(1, 50, 3, 2, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="need max_seqlen"):
+    with pytest.raises(ValueError, match="needs max_seqlen"):
         RotaryEmbedding(16)(torch.ones(1, 3, 3, 2, 16), seqlen_offset=torch.tensor([7]))
     with pytest.raises(ValueError, match="num_heads_q=None"):
         module(torch.ones(1, 3, 8, 16))
@@ -125,7 +125,7 @@ def test_sixteen_bits_are_rounded_once():
     cos, sin = tables(dtype=torch.bfloat16)
     x = torch.randn(2, 9, 3, 20, dtype=torch.bfloat16)
     got = apply_rotary_emb(x, cos, sin)
-    want = plain.turned(x[0], torch.arange(9), cos, sin, False)
+    want = plain.rotated(x[0], torch.arange(9), cos, sin, False)
     assert got.dtype == x.dtype
     torch.testing.assert_close(got[0].double(), want, rtol=2**-8, atol=1e-6)
 
@@ -133,12 +133,12 @@ def test_sixteen_bits_are_rounded_once():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"seqlen_offsets": 35}, "positions 35 to 43 leave the 40 rows"),
+        ({"seqlen_offsets": 35}, "positions 35 to 43 exceed the 40 rows"),
         ({"cos": torch.randn(40, 11), "sin": torch.randn(40, 11)}, "rotary_dim <= head_dim=20"),
         ({"cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}, "max_seqlen=None"),
     ],
 )
-def test_refusals_are_sentences(change, sentence):
+def test_wrong_arguments_are_refused(change, sentence):
     cos, sin = tables()
     with pytest.raises(ValueError, match=sentence):
         apply_rotary_emb(torch.randn(2, 9, 3, 20), **({"cos": cos, "sin": sin} | change))
