@@ -3,7 +3,7 @@
 import pytest
 
 from onchip.engine import Request
-from onchip.engine.line import Line
+from onchip.engine.request_queue import Line
 
 
 def test_who_leaves_and_returns_stands_where_it_stood():
