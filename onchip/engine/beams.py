@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from onchip.engine.kv_manager import Residence
 from onchip.engine.params import BeamSearchParams
 from onchip.engine.request import Request, Sample, Status
-from onchip.engine.residence import Residence
 
 
 class Branch(NamedTuple):

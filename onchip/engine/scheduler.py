@@ -32,9 +32,9 @@ from itertools import count
 
 from onchip.engine import beams
 from onchip.engine.costs import Costs
+from onchip.engine.kv_manager import Cache, Chunk, Residence, Tier
 from onchip.engine.request import Drawn, Request, RequestMetrics, Sample, Status
 from onchip.engine.request_queue import Line
-from onchip.engine.residence import Cache, Chunk, Residence, Tier
 from onchip.engine.step import Limits, Refused, Run, Step
 from onchip.kvcache.pool import NoRoom
 
