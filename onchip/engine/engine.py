@@ -14,10 +14,10 @@ from itertools import count
 import torch
 
 from onchip.engine.costs import Costs
+from onchip.engine.model_runner import Flight, Runner
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.reports import Reports
 from onchip.engine.request import Request, RequestOutput, Status
-from onchip.engine.runner import Flight, Runner
 from onchip.engine.scheduler import Scheduler
 from onchip.engine.stats import Meter, Stats
 from onchip.engine.step import Limits, Refused

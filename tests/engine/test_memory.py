@@ -7,7 +7,7 @@ import torch
 
 from onchip import LLM
 from onchip.engine import ByteTokenizer, Engine, Limits, SamplingParams, memory
-from onchip.engine.runner import _used_bytes
+from onchip.engine.model_runner import _used_bytes
 from onchip.kvcache.host import CHUNK_BYTES
 
 

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from onchip.engine import Drawn, Limits, Request, SamplingParams, Scheduler
-from onchip.engine.runner import _tokens, _words
+from onchip.engine.model_runner import _tokens, _words
 from onchip.engine.sampler import Drawers
 from onchip.kvcache import KVCache, Spec
 
