@@ -19,8 +19,8 @@ from onchip.engine.params import SamplingParams
 
 from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
+from .auth import Guard
 from .bodies import BodyMemory, Intake, body_route
-from .guard import Guard
 from .invalid import explain
 from .keys import Keyring
 from .live import Watch

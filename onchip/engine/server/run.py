@@ -16,7 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of headers
 
 from .app import Server
-from .guard import LOCAL_NAMES, MAX_HEAD_BYTES
+from .auth import LOCAL_NAMES, MAX_HEAD_BYTES
 from .refusal import Refusal
 
 LOG = logging.getLogger("onchip.serve")

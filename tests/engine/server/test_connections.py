@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from onchip.engine.server.app import Options, Server
-from onchip.engine.server.guard import MAX_HEAD_BYTES
+from onchip.engine.server.auth import MAX_HEAD_BYTES
 from onchip.engine.server.run import Background
 
 COMPLETIONS = "/v1/completions"
