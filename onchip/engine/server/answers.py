@@ -12,7 +12,7 @@ from typing import Protocol
 from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 
 from . import protocol
-from .refusal import Refusal
+from .errors import Refusal
 from .texts import Token, offsets
 
 ReadToken = Callable[[int], Token]

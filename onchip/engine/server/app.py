@@ -21,6 +21,7 @@ from . import protocol
 from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .auth import Guard
 from .bodies import BodyMemory, Intake, body_route
+from .errors import Refusal, refuse
 from .invalid import explain
 from .keys import Keyring
 from .live import Watch
@@ -34,7 +35,6 @@ from .protocol import (
     Sampling,
     TokenizeRequest,
 )
-from .refusal import Refusal, refuse
 from .replies import Order, StreamReply, WholeReply
 from .service import Engine, Service, State
 from .texts import Texts

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from .errors import Refusal, refuse
 from .keys import Keyring
-from .refusal import Refusal, refuse
 
 # The page is the same for everybody and holds no data; probes are answered to anybody.
 OPEN_PATHS = frozenset({"/", "/live.css", "/live.js", "/health", "/ready"})

@@ -25,8 +25,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
+from .errors import Refusal
 from .invalid import explain
-from .refusal import Refusal
 from .replies import client_gone, unless
 from .tickets import Arrival
 

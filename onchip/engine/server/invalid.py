@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from .refusal import Refusal
+from .errors import Refusal
 
 _MAX_ERRORS = 64  # that are looked at
 _KINDS = {

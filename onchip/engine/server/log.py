@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onchip.engine.request import RequestOutput
 
+from .errors import CLIENT_GONE, Refusal, refuse
 from .metrics import Metrics
 from .protocol import Usage
-from .refusal import CLIENT_GONE, Refusal, refuse
 
 LOG = logging.getLogger("onchip.serve")
 HEADER = "x-request-id"

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of
 
 from .app import Server
 from .auth import LOCAL_NAMES, MAX_HEAD_BYTES
-from .refusal import Refusal
+from .errors import Refusal
 
 LOG = logging.getLogger("onchip.serve")
 

@@ -28,7 +28,7 @@ from onchip.engine.request import RequestOutput
 from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import Tokenizer
 
-from .refusal import Refusal
+from .errors import Refusal
 from .tickets import Arrival, Ask, Place, Standing, Ticket
 
 T = TypeVar("T")

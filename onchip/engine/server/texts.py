@@ -18,7 +18,7 @@ from onchip.engine.chat import template_of
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.engine.workers import JobEnded, Workers
 
-from .refusal import Refusal
+from .errors import Refusal
 
 PROCESSES = min(4, os.cpu_count() or 1)  # of each kind; a tokenizer may take 300 MiB
 

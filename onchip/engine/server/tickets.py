@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from onchip.engine.params import SamplingParams
 from onchip.engine.request import RequestOutput
 
-from .refusal import Refusal
+from .errors import Refusal
 
 
 @dataclass(frozen=True)

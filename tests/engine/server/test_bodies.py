@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from onchip.engine.server import bodies
 from onchip.engine.server.app import Options
+from onchip.engine.server.errors import Refusal
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
-from onchip.engine.server.refusal import Refusal
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SCHEMAS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
