@@ -282,7 +282,7 @@ def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
     """Items of the growing lists, tokens that are decoded, characters that are kept for later: so
     many for each token, however many came before.
     """
-    reader_of = pytest.importorskip("onchip.engine.server.answers").Reader
+    reader_of = pytest.importorskip("onchip.engine.server.responses").Reader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
     decoded, told, decode = 0, 0, ByteTokenizer.decode
 

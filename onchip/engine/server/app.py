@@ -18,7 +18,6 @@ import onchip
 from onchip.engine.params import SamplingParams
 
 from . import protocol
-from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .auth import Guard
 from .bodies import BodyMemory, Intake, body_route
 from .errors import Refusal, refuse
@@ -36,6 +35,7 @@ from .protocol import (
     TokenizeRequest,
 )
 from .replies import Order, StreamReply, WholeReply
+from .responses import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .service import Engine, Service, State
 from .texts import Texts
 from .tickets import Ask

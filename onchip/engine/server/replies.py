@@ -19,11 +19,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from .answers import Format, Piece, Reader, failure_of, usage
 from .errors import Refusal, refuse
 from .log import record_of
 from .metrics import Metrics
 from .protocol import CompletionLogprobs, Usage
+from .responses import Format, Piece, Reader, failure_of, usage
 from .service import Service
 from .tickets import Ticket
 

@@ -8,7 +8,7 @@ import pytest
 from onchip.engine import workers
 from onchip.engine.request import Logprob
 from onchip.engine.server import texts
-from onchip.engine.server.answers import CompletionFormat, Piece
+from onchip.engine.server.responses import CompletionFormat, Piece
 from onchip.engine.server.texts import Texts, Token, offsets
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
 
