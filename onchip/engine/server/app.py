@@ -34,9 +34,9 @@ from .protocol import (
     Sampling,
     TokenizeRequest,
 )
-from .replies import Order, StreamReply, WholeReply
 from .responses import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .service import Engine, Service, State
+from .streaming import Order, StreamReply, WholeReply
 from .texts import Texts
 from .tickets import Ask
 

@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope
 
 from .errors import Refusal
 from .invalid import explain
-from .replies import client_gone, unless
+from .streaming import client_gone, unless
 from .tickets import Arrival
 
 BODY_TIMEOUT_S = 30.0

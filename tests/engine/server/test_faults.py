@@ -336,7 +336,7 @@ class TestEngine:
             until(lambda: ask(url, "/ready")[0] == 200)
 
     def test_without_it_a_deadline_is_kept_too(self, serving, fake, ask, monkeypatch):
-        monkeypatch.setattr("onchip.engine.server.replies.GRACE_S", 0.1)
+        monkeypatch.setattr("onchip.engine.server.streaming.GRACE_S", 0.1)
         with serving(fake(step_s=1.0)) as (url, _):
             started = time.monotonic()
             assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 0.1})[0] == 408
