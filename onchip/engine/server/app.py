@@ -26,6 +26,7 @@ from .keys import Keyring
 from .live import Watch
 from .log import RequestLog
 from .metrics import Metrics
+from .pending import Ask
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -38,7 +39,6 @@ from .responses import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .service import Engine, Service, State
 from .streaming import Order, StreamReply, WholeReply
 from .texts import Texts
-from .tickets import Ask
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from starlette.types import Receive, Scope
 
 from .errors import Refusal
 from .invalid import explain
+from .pending import Arrival
 from .streaming import client_gone, unless
-from .tickets import Arrival
 
 BODY_TIMEOUT_S = 30.0
 PATIENCE = 8  # times the largest body

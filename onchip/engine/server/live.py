@@ -3,8 +3,8 @@
 import time
 from typing import Any, NamedTuple
 
+from .pending import Standing
 from .service import Service
-from .tickets import Standing
 
 MAX_SHOWN = 100  # requests that are listed; the others are counted
 MAX_MAPPED = 4096  # pages that are drawn one by one

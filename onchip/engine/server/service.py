@@ -29,7 +29,7 @@ from onchip.engine.step import Limits, Refused
 from onchip.engine.tokenizer import Tokenizer
 
 from .errors import Refusal
-from .tickets import Arrival, Ask, Place, Standing, Ticket
+from .pending import Arrival, Ask, Place, Standing, Ticket
 
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from .errors import Refusal, refuse
 from .log import record_of
 from .metrics import Metrics
+from .pending import Ticket
 from .protocol import CompletionLogprobs, Usage
 from .responses import Format, Piece, Reader, failure_of, usage
 from .service import Service
-from .tickets import Ticket
 
 T = TypeVar("T")
 PING_S = 15.0  # a comment in a silent stream: proxies keep it, and a dead client is noticed
