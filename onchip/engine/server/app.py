@@ -20,6 +20,7 @@ from onchip.engine.params import SamplingParams
 from . import protocol
 from .auth import Guard
 from .bodies import BodyMemory, Intake, body_route
+from .codec import Texts
 from .errors import Refusal, refuse
 from .invalid import explain
 from .keys import Keyring
@@ -38,7 +39,6 @@ from .protocol import (
 from .responses import ChatFormat, CompletionFormat, Echo, Format, Reader
 from .service import Engine, Service, State
 from .streaming import Order, StreamReply, WholeReply
-from .texts import Texts
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ from typing import Protocol
 from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 
 from . import protocol
+from .codec import Token, offsets
 from .errors import Refusal
-from .texts import Token, offsets
 
 ReadToken = Callable[[int], Token]
 Table = dict[int, Logprob]

@@ -8,13 +8,13 @@ import pytest
 
 from onchip.engine import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
+from onchip.engine.server.codec import Token
 from onchip.engine.server.errors import Refusal
 from onchip.engine.server.metrics import Metrics
 from onchip.engine.server.pending import Ask
 from onchip.engine.server.responses import ChatFormat, CompletionFormat, Reader
 from onchip.engine.server.service import Service
 from onchip.engine.server.streaming import Order, StreamReply, WholeReply
-from onchip.engine.server.texts import Token
 
 
 def test_a_choice_ends_when_it_ends_not_with_its_request(fake):

@@ -7,9 +7,9 @@ import pytest
 
 from onchip.engine import workers
 from onchip.engine.request import Logprob
-from onchip.engine.server import texts
+from onchip.engine.server import codec
+from onchip.engine.server.codec import Texts, Token, offsets
 from onchip.engine.server.responses import CompletionFormat, Piece
-from onchip.engine.server.texts import Texts, Token, offsets
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -66,7 +66,7 @@ def test_the_deadline_covers_the_line_before_the_template(
     monkeypatch.setattr(workers, "JOB_S", 3.0)
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: ask(url, CHATS, {"messages": HELLO})
-        threads = [threading.Thread(target=chat) for _ in range(texts.PROCESSES)]
+        threads = [threading.Thread(target=chat) for _ in range(codec.PROCESSES)]
         for thread in threads:
             thread.start()
         time.sleep(0.3)
