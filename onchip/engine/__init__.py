@@ -7,14 +7,14 @@
     finished = scheduler.update(step, runner.land(flight))
 """
 
-from .costs import Costs
-from .engine import Engine, EngineError, Pace
+from .costs import PreemptionCosts
+from .engine import Engine, EngineError, ExecutionConfig
 from .llm import LLM
 from .params import BeamSearchParams, SamplingParams
-from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
+from .request import CompletionOutput, Logprob, Request, RequestOutput, Sample, SampledToken, Status
 from .scheduler import Scheduler
-from .stats import Stats
-from .step import Limits, Refused, Run, Step
+from .stats import EngineStats
+from .step import Chunk, Limits, RejectedRequest, ScheduledStep
 from .tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -22,23 +22,23 @@ __all__ = [
     "BeamSearchParams",
     "ByteTokenizer",
     "CompletionOutput",
-    "Costs",
-    "Drawn",
+    "PreemptionCosts",
+    "SampledToken",
     "Engine",
     "EngineError",
     "FileTokenizer",
     "Limits",
     "Logprob",
-    "Pace",
-    "Refused",
+    "ExecutionConfig",
+    "RejectedRequest",
     "Request",
     "RequestOutput",
-    "Run",
+    "Chunk",
     "Sample",
     "SamplingParams",
     "Scheduler",
-    "Stats",
+    "EngineStats",
     "Status",
-    "Step",
+    "ScheduledStep",
     "Tokenizer",
 ]

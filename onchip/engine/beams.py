@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onchip.engine.kv_manager import Residence
+from onchip.engine.kv_manager import KVManager
 from onchip.engine.params import BeamSearchParams
 from onchip.engine.request import Request, Sample, Status
 
@@ -23,37 +23,37 @@ class Choice(NamedTuple):
     ended: list[Branch]
 
 
-def advance(request: Request, home: Residence) -> Status | None:
+def advance_beams(request: Request, kv: KVManager) -> Status | None:
     """One step of the search, when every beam has its candidates: how the request ends by it, None
     if it goes on. A beam's sequence goes on as the first of its branches, so there are never more
     sequences than beams.
     """
     width = request.beams.beam_width
-    choice = choose(request.live, width, request.ends)
+    choice = choose(request.unfinished, width, request.end_token_ids)
     ended = [s for s in request.samples if s.finished] + _finish(choice.ended, request)
-    heirs: dict[Sample, list[Branch]] = {beam: [] for beam in request.live}
+    branches_of: dict[Sample, list[Branch]] = {beam: [] for beam in request.unfinished}
     for branch in choice.alive:
-        heirs[branch.parent].append(branch)
-    for beam in [beam for beam, branches in heirs.items() if not branches]:
-        home.release(beam)
-        del heirs[beam]
-    grown = [sample for item in heirs.items() for sample in _grow(*item, home)]
+        branches_of[branch.parent].append(branch)
+    for beam in [beam for beam, branches in branches_of.items() if not branches]:
+        kv.release(beam)
+        del branches_of[beam]
+    grown = [sample for item in branches_of.items() for sample in _grow(*item, kv)]
     if len(grown) < len(choice.alive):
         request.error = "no room to fork a sequence: the cache is used from elsewhere"
         return Status.FINISHED_ERROR
-    request.samples = grown + best(ended, width)
-    return _end(request, grown, home)
+    request.samples = grown + select_best(ended, width)
+    return _end(request, grown, kv)
 
 
-def _grow(beam: Sample, branches: list[Branch], home: Residence) -> list[Sample]:
+def _grow(beam: Sample, branches: list[Branch], kv: KVManager) -> list[Sample]:
     """Samples for all branches of one beam, the first is the beam itself; fewer if there is no row
     for one. All are among the request's, which releases them.
     """
     grown = [beam]
     for _ in branches[1:]:
-        child = _twin(beam)
+        child = _copy_beam(beam)
         beam.request.samples.append(child)
-        if not home.fork(beam, child):
+        if not kv.fork(beam, child):
             return []
         grown.append(child)
     for sample, branch in zip(grown, branches, strict=True):
@@ -61,13 +61,13 @@ def _grow(beam: Sample, branches: list[Branch], home: Residence) -> list[Sample]
     return grown
 
 
-def _end(request: Request, grown: list[Sample], home: Residence) -> Status | None:
+def _end(request: Request, grown: list[Sample], kv: KVManager) -> Status | None:
     if grown and len(grown[0].token_ids) == request.max_tokens:
         return Status.FINISHED_LENGTH
-    if grown and not settled(request):
+    if grown and not can_stop(request):
         return None
     for beam in grown:  # it cannot be among the best any more
-        home.release(beam)
+        kv.release(beam)
     request.samples = [s for s in request.samples if s.finished]
     return Status.FINISHED_STOPPED
 
@@ -94,7 +94,7 @@ def score_of(sample: Sample) -> float:
     return score(sample.cumulative_logprob, len(sample.token_ids), sample.request.beams)
 
 
-def settled(request: Request) -> bool:
+def can_stop(request: Request) -> bool:
     """No live beam can still enter the best: its logprob only falls, and for a given logprob the
     score is monotone in the length, so the next length or the last one is the best it can have.
     """
@@ -104,7 +104,7 @@ def settled(request: Request) -> bool:
         return False
     reach = max(
         score(sample.cumulative_logprob, length, beams)
-        for sample in request.live
+        for sample in request.unfinished
         for length in (len(sample.token_ids) + 1, request.max_tokens)
     )
     return reach <= ended[beams.beam_width - 1]
@@ -114,7 +114,7 @@ def _finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
     """Samples for branches that ended."""
     done = []
     for branch in branches:
-        sample = _twin(branch.parent)
+        sample = _copy_beam(branch.parent)
         _extend(sample, branch)
         sample.end = Status.FINISHED_STOPPED
         sample.stop_reason = None if branch.token in request.eos_token_ids else branch.token
@@ -122,7 +122,7 @@ def _finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
     return done
 
 
-def best(samples: Sequence[Sample], width: int) -> list[Sample]:
+def select_best(samples: Sequence[Sample], width: int) -> list[Sample]:
     """The `width` of the highest score, best first, numbered so."""
     ranked = sorted(samples, key=score_of, reverse=True)[:width]
     for index, sample in enumerate(ranked):
@@ -130,7 +130,7 @@ def best(samples: Sequence[Sample], width: int) -> list[Sample]:
     return ranked
 
 
-def _twin(beam: Sample) -> Sample:
+def _copy_beam(beam: Sample) -> Sample:
     """The same continuation once more, without a sequence."""
     return Sample(beam.request, beam.index, beam.token_ids.copy(), beam.cumulative_logprob)
 

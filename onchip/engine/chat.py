@@ -30,10 +30,12 @@ def render(
     """The prompt of a conversation. template: replaces the tokenizer's own; options: as of
     `render_template`.
     """
-    return render_template(template_of(tokenizer, template), messages, tokenizer.special, **options)
+    return render_template(
+        get_template(tokenizer, template), messages, tokenizer.special, **options
+    )
 
 
-def template_of(tokenizer: Tokenizer, template: str | None = None) -> str:
+def get_template(tokenizer: Tokenizer, template: str | None = None) -> str:
     template = template or tokenizer.chat_template
     if template is None:
         raise ValueError("the tokenizer has no chat_template: give one, or a prompt")

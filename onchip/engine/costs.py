@@ -8,7 +8,7 @@ _WEIGHT = 0.1  # of the newest measurement: some twenty steps are remembered
 
 
 @dataclass
-class Costs:
+class PreemptionCosts:
     """page_bytes: keys and values of a page, all layers. link_bytes_per_s: of copies between host
     and device, both ways alike; the default is what PCIe 5 x16 nearly reaches.
     prefill_tokens_per_s: a first guess, replaced by what `observe` sees.

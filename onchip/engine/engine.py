@@ -13,14 +13,14 @@ from itertools import count
 
 import torch
 
-from onchip.engine.costs import Costs
-from onchip.engine.model_runner import Flight, Runner
+from onchip.engine.costs import PreemptionCosts
+from onchip.engine.model_runner import InFlightStep, ModelRunner
 from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.reports import Reports
+from onchip.engine.reports import OutputProcessor
 from onchip.engine.request import Request, RequestOutput, Status
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.stats import Meter, Stats
-from onchip.engine.step import Limits, Refused
+from onchip.engine.stats import EngineStats, StatsRecorder
+from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
 from onchip.models import Model
@@ -37,7 +37,7 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Pace:
+class ExecutionConfig:
     """How steps follow one another. overlap: schedule a step while the one before is computed;
     None: where the device is not the host. graphs: replay recorded steps on a GPU. clock: by which
     requests come, and expire.
@@ -70,10 +70,10 @@ class Engine:
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
-        pace: Pace = Pace(),  # noqa: B008 (immutable)
+        execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 (immutable)
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
-        self.eos_token_ids = _ends_of(model, tokenizer, eos_token_ids)
+        self.eos_token_ids = _find_eos(model, tokenizer, eos_token_ids)
         spec = model.cache_spec(page_size, kv_dtype)
         self.cache = KVCache(
             spec,
@@ -83,18 +83,20 @@ class Engine:
             prefix_reuse=prefix_caching,
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
-        self.costs = Costs(spec.page_bytes) if host_pages else None
-        self._clock = pace.clock
-        self._runner = Runner(model, self.cache, pace.graphs)
-        self._overlap = self.cache.device.type == "cuda" if pace.overlap is None else pace.overlap
-        self._landed_at = 0.0
-        self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
+        self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
+        self._clock = execution.clock
+        self._runner = ModelRunner(model, self.cache, execution.graphs)
+        self._overlap = (
+            self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
+        )
+        self._collected_at = 0.0
+        self._seed, self._num_accepted = random.Random(seed).getrandbits(62), 0
         self._names = count()
-        self._meter = Meter(self.cache.pool, spec.page_bytes)
+        self._recorder = StatsRecorder(self.cache.pool, spec.page_bytes)
         self._failed: str | None = None
-        self._torn = False
-        self._lost: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told
-        self._open_lines()
+        self._inconsistent = False
+        self._aborted: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told
+        self._reset_scheduler()
 
     def __enter__(self) -> "Engine":
         return self
@@ -106,8 +108,8 @@ class Engine:
     def has_work(self) -> bool:
         if self._runner is None or self._failed:
             return False
-        unfinished = self.scheduler.has_work or self._flight is not None
-        return unfinished or self._torn or bool(self._lost)
+        unfinished = self.scheduler.has_work or self._in_flight is not None
+        return unfinished or self._inconsistent or bool(self._aborted)
 
     def add(
         self,
@@ -119,14 +121,14 @@ class Engine:
         deadline_s: float | None = None,
         salt: bytes = b"",
         stream: bool = True,
-    ) -> Request | Refused:
+    ) -> Request | RejectedRequest:
         """A request stands in line now, or is refused. ValueError: it asks for what has no answer.
 
         deadline_s: seconds from now, after which it is cut off. salt: prefixes are shared between
         requests of the same salt alone. stream: False if only its last output is wanted.
         """
         self._check_open()
-        self._mend()
+        self._recover()
         request = Request(
             f"request-{next(self._names)}" if request_id is None else request_id,
             self.encode(prompt) if isinstance(prompt, str) else prompt,
@@ -136,14 +138,14 @@ class Engine:
             salt=_salt(salt),
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.model.config.vocab_size,
-            draw_seed=self._seed + self._num_taken,
+            rng_seed=self._seed + self._num_accepted,
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
-        with self._all_or_torn():
+        with self._changing_state():
             refused = self.scheduler.add(request)
             if refused is None:
-                self._num_taken += 1  # of those that are taken alone: draws can be repeated
-                self._reports.watch(request, stream)
+                self._num_accepted += 1  # of those that are taken alone: draws can be repeated
+                self._output_processor.add_request(request, stream)
         return refused or request
 
     def encode(self, prompt: str) -> list[int]:
@@ -168,13 +170,13 @@ class Engine:
         """
         if self._runner is None:
             return False
-        self._mend()
-        self._lost.pop(request_id, None)
+        self._recover()
+        self._aborted.pop(request_id, None)
         request = self.scheduler.find(request_id)
         if request is None:
             return False
-        with self._all_or_torn():
-            self._reports.forget(request)
+        with self._changing_state():
+            self._output_processor.drop_request(request)
             return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
@@ -184,31 +186,31 @@ class Engine:
         engine goes on with what is added then.
         """
         self._check_open()
-        self._mend()
+        self._recover()
         started = time.monotonic()
         try:
-            with self._all_or_torn():
-                outputs = [*self._lost.values(), *self._turn()]
-                self._lost.clear()
-                self._meter.look(self.scheduler, self.cache.pool, started)
+            with self._changing_state():
+                outputs = [*self._aborted.values(), *self._run_step()]
+                self._aborted.clear()
+                self._recorder.record_turn(self.scheduler, self.cache.pool, started)
         except Exception as error:
             raise self._fail(error) from error
         return outputs
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         """How the engine was at the end of its last step."""
-        return self._meter.latest
+        return self._recorder.latest
 
     def close(self) -> None:
         """Cancel what there is and give all memory back. The engine is of no use afterwards."""
         if self._runner is None:
             return
-        self._mend()
+        self._recover()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
-        self._flight = self._runner = None
-        del self.model, self.cache, self.tier, self.scheduler, self._reports
+        self._in_flight = self._runner = None
+        del self.model, self.cache, self.tier, self.scheduler, self._output_processor
         if on_gpu:
             torch.cuda.empty_cache()  # what this process keeps for itself, others may have
 
@@ -219,42 +221,42 @@ class Engine:
             raise EngineError(f"the engine has failed: {self._failed}")
 
     @contextmanager
-    def _all_or_torn(self) -> Iterator[None]:
+    def _changing_state(self) -> Iterator[None]:
         """Inside, lines and pages change. An error leaves them to whoever raised it; where an
         interrupt has cut a change in two, nobody knows, so they are torn.
         """
-        self._torn = True
+        self._inconsistent = True
         try:
             yield
         except Exception:
-            self._torn = False
+            self._inconsistent = False
             raise
-        self._torn = False
+        self._inconsistent = False
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """If lines and pages are torn, every request is over, and they are as new. Interrupted
         itself, this is done again.
         """
-        if not self._torn:
+        if not self._inconsistent:
             return
-        over = self.scheduler.collapse(Status.FINISHED_ABORTED, "a step was interrupted")
-        self._lost |= {request.request_id: request.output() for request in over}
+        over = self.scheduler.abandon_all(Status.FINISHED_ABORTED, "a step was interrupted")
+        self._aborted |= {request.request_id: request.output() for request in over}
         self.cache.reset()
         if self.tier is not None:
             self.tier.reset()
         before = self.scheduler
-        self._open_lines()
+        self._reset_scheduler()
         self.scheduler.totals = before.totals
         self.scheduler.num_cached_tokens = before.num_cached_tokens
-        self._torn = False
+        self._inconsistent = False
 
-    def _open_lines(self) -> None:
+    def _reset_scheduler(self) -> None:
         """Nobody stands in line, nothing is under way."""
-        self._flight: Flight | None = None
+        self._in_flight: InFlightStep | None = None
         self.scheduler = Scheduler(
             self.cache, self.limits, tier=self.tier, costs=self.costs, clock=self._clock
         )
-        self._reports = Reports(self.tokenizer, self.scheduler.stop)
+        self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
 
     def _deadline(self, seconds: float | None) -> float | None:
         """On the scheduler's clock."""
@@ -271,45 +273,47 @@ class Engine:
         if request.params.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer; there is stop_token_ids")
 
-    def _turn(self) -> list[RequestOutput]:
+    def _run_step(self) -> list[RequestOutput]:
         """The next step is on its way before the last one is looked at, where that can be."""
         step = self.scheduler.schedule()
-        flight = self._runner.launch(step) if step.runs else None
-        self.scheduler.advance(step)
-        outputs = self._reports.tell(step.ended)
-        if self._flight is not None:
-            outputs += self._land(self._flight)
-        self._flight = flight
-        if flight is None:
-            self.scheduler.resolve(step, ())
-        elif not self._overlap or self.scheduler.must_resolve:
-            self._flight = None
-            outputs += self._land(flight)
+        in_flight = self._runner.launch(step) if step.chunks else None
+        self.scheduler.mark_launched(step)
+        outputs = self._output_processor.make_outputs(step.ended)
+        if self._in_flight is not None:
+            outputs += self._collect(self._in_flight)
+        self._in_flight = in_flight
+        if in_flight is None:
+            self.scheduler.apply_tokens(step, ())
+        elif not self._overlap or self.scheduler.must_collect:
+            self._in_flight = None
+            outputs += self._collect(in_flight)
         return outputs
 
-    def _land(self, flight: Flight) -> list[RequestOutput]:
+    def _collect(self, in_flight: InFlightStep) -> list[RequestOutput]:
         started = time.monotonic()
-        flight.wait()
+        in_flight.wait()
         waited_s = time.monotonic() - started
-        drawn = self._runner.land(flight)
-        self._observe(flight, waited_s)
-        finished = self.scheduler.resolve(flight.step, drawn)
-        return self._reports.drawn([sample for _, sample in flight.step.draws], finished)
+        tokens = self._runner.collect(in_flight)
+        self._observe(in_flight, waited_s)
+        finished = self.scheduler.apply_tokens(in_flight.step, tokens)
+        return self._output_processor.process_sampled(
+            [sample for _, sample in in_flight.step.rows_to_sample], finished
+        )
 
-    def _observe(self, flight: Flight, waited_s: float) -> None:
+    def _observe(self, in_flight: InFlightStep, waited_s: float) -> None:
         """The step has come home: what it did, and how long after the one before."""
-        now, tokens = time.monotonic(), flight.step.num_tokens
-        seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
-        self._meter.count(flight.step, waited_s)
-        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
+        now, tokens = time.monotonic(), in_flight.step.num_tokens
+        seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
+        self._recorder.count_step(in_flight.step, waited_s)
+        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
             self.costs.observe(tokens, seconds)
 
     def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}".removesuffix(": ")
-        failed = self.scheduler.collapse(Status.FINISHED_ERROR, self._failed)
+        failed = self.scheduler.abandon_all(Status.FINISHED_ERROR, self._failed)
         outputs = [request.output() for request in failed]
-        self._reports.clear()
-        self._flight = None
+        self._output_processor.clear()
+        self._in_flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
 
 
@@ -320,7 +324,7 @@ def _salt(salt: bytes) -> str:
     return salt.decode("latin-1")
 
 
-def _ends_of(
+def _find_eos(
     model: Model, tokenizer: Tokenizer | None, named: Sequence[int] | None
 ) -> tuple[int, ...]:
     """End tokens, each of which is one of the model's."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.engine.step import Step
+from onchip.engine.step import ScheduledStep
 from onchip.kvcache import KVCache, PagedBatch, Shape
 from onchip.models import Decoder, positions_of
 from onchip.models.rotary import frequencies
@@ -21,10 +21,10 @@ _SIZE_STEP = 32
 # take (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _TRIALS = 4  # recordings to judge all by
-_one_at_a_time = threading.Lock()  # torch can record one graph in a process, whoever's it is
+_capture_lock = threading.Lock()  # torch can record one graph in a process, whoever's it is
 
 
-class Recorded(NamedTuple):
+class RecordedGraph(NamedTuple):
     """A step of a static batch, and where the hidden states are that are drawn from."""
 
     graph: "torch.cuda.CUDAGraph"
@@ -32,7 +32,7 @@ class Recorded(NamedTuple):
     hidden: Tensor
 
 
-class Graphs:
+class StepGraphs:
     """Graphs of a model on a GPU. Those of steps that only decode by batch size, those of others by
     their tokens. Smaller batches are padded: with sequences of no tokens, which read and write
     nothing, and with tokens that nobody looks at. How long sequences are, kernels read on the
@@ -46,23 +46,23 @@ class Graphs:
 
     def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
         self._model, self._cache, self._last = model, cache, last
-        self.sizes = sizes_up_to(cache.max_seqs)
+        self.sizes = batch_sizes(cache.max_seqs)
         self._table = cache.static_table()
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
-        self._recorded: dict[Shape, Recorded] = {}
+        self._recorded: dict[Shape, RecordedGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
     def shapes(self, most_tokens: int) -> list[Shape]:
         """Of the batches that steps of at most so many tokens need, the largest first: what is
         recorded after it fits into its memory.
         """
-        found = [self._mixed(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
-        found += [self._decoding(size) for size in self.sizes]
-        return sorted(found, key=lambda shape: shape.num_tokens, reverse=True)
+        shapes = [self._mixed_shape(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
+        shapes += [self._decode_shape(size) for size in self.sizes]
+        return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
     def record_all(self, most_tokens: int) -> None:
         for shape in self.shapes(most_tokens):
-            self._find(shape)
+            self._get_graph(shape)
 
     def estimate_bytes(self, most_tokens: int, used_bytes: Callable[[], int]) -> int:
         """What `record_all` would take of the device, after a few recordings: the first brings the
@@ -70,65 +70,65 @@ class Graphs:
         """
         shapes, marks = self.shapes(most_tokens), [used_bytes()]
         for shape in shapes[:_TRIALS]:
-            self._find(shape)
+            self._get_graph(shape)
             marks.append(used_bytes())
         first, *others = [after - before for before, after in pairwise(marks)]
         return first + (len(shapes) - 1) * max(others, default=0)
 
-    def takes(self, num_tokens: int) -> bool:
+    def has_graph_for(self, num_tokens: int) -> bool:
         """Whether a step of so many tokens has a graph, whatever they are."""
         return num_tokens <= _TOKENS[-1]
 
-    def replay(self, step: Step, ids: Tensor) -> Tensor:
+    def replay(self, step: ScheduledStep, ids: Tensor) -> Tensor:
         """Hidden states of a step of one token for each run; ids: as `filled_in` takes them."""
-        recorded = self._find(self._decoding(len(ids)))
+        recorded = self._get_graph(self._decode_shape(len(ids)))
         self._cache.view(step.sequences, out=recorded.batch, extra=ids)
         recorded.graph.replay()
         return recorded.hidden[: len(ids)]
 
-    def replay_mixed(self, step: Step, ids: Tensor, rows: Tensor) -> Tensor:
+    def replay_mixed(self, step: ScheduledStep, ids: Tensor, rows: Tensor) -> Tensor:
         """Hidden states of these rows of any step that `takes` allows."""
-        shape = self._mixed(len(ids))
+        shape = self._mixed_shape(len(ids))
         extra = torch.zeros(shape.num_extra, dtype=torch.int32)
         extra[: len(ids)] = ids
         extra[shape.num_tokens : shape.num_tokens + len(rows)] = rows
-        recorded = self._find(shape)
+        recorded = self._get_graph(shape)
         self._cache.view(step.sequences, out=recorded.batch, extra=extra)
         recorded.graph.replay()
         return recorded.hidden[: len(rows)]
 
-    def _decoding(self, num_seqs: int) -> Shape:
+    def _decode_shape(self, num_seqs: int) -> Shape:
         """The static batch for so many sequences of one token each: ids come along."""
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         return Shape(size, size, self._table.shape[1], 1, size)
 
-    def _mixed(self, num_tokens: int) -> Shape:
+    def _mixed_shape(self, num_tokens: int) -> Shape:
         """The one for so many tokens of any sequences: ids and rows come along."""
         tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
         return Shape(seqs, tokens, width, tokens, tokens + seqs)
 
-    def _find(self, shape: Shape) -> Recorded:
+    def _get_graph(self, shape: Shape) -> RecordedGraph:
         if shape not in self._recorded:
             self._recorded[shape] = self._record(shape)
         return self._recorded[shape]
 
-    def _record(self, shape: Shape) -> Recorded:
+    def _record(self, shape: Shape) -> RecordedGraph:
         """The batch shows no sequence yet, so recording touches no page of anybody."""
         batch = self._cache.static_batch(shape, self._table)
         graph = torch.cuda.CUDAGraph()
         stream = recording_stream(self._cache.device)
         # thread_local: what other threads allocate meanwhile, for another engine, breaks nothing.
         how = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
-        with _one_at_a_time, torch.cuda.device(self._cache.device):
+        with _capture_lock, torch.cuda.device(self._cache.device):
             self._forward(batch)  # kernels are compiled, and frequencies computed, before
             with torch.cuda.graph(graph, **how):
                 hidden = self._forward(batch)
-        return Recorded(graph, batch, hidden)
+        return RecordedGraph(graph, batch, hidden)
 
     def _forward(self, batch: PagedBatch) -> Tensor:
         """In the batch of a mixed step, rows follow the ids."""
         num_tokens = batch.slot_mapping.shape[0]
-        tokens = filled_in(batch.extra[:num_tokens], self._last)
+        tokens = fill_in_sampled(batch.extra[:num_tokens], self._last)
         rows = None if batch.max_seqlen_q == 1 else batch.extra[num_tokens:]
         return self._model(tokens, positions_of(batch), batch, self._cache, rows)
 
@@ -142,12 +142,12 @@ def recording_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)
 
 
-def sizes_up_to(most: int) -> list[int]:
+def batch_sizes(most: int) -> list[int]:
     """Batch sizes worth a graph: close together where a padded batch would cost most."""
     steps = range(_FIRST_SIZES[-1] + _SIZE_STEP, most, _SIZE_STEP)
     return [size for size in (*_FIRST_SIZES, *steps) if size < most] + [most]
 
 
-def filled_in(ids: Tensor, last: Tensor) -> Tensor:
+def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:
     """Token ids; ~i stands for the i-th token that the last step drew."""
     return torch.where(ids < 0, last[(~ids).clamp_(min=0)], ids)

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from onchip.engine.costs import Costs
+from onchip.engine.costs import PreemptionCosts
 from onchip.engine.request import Request, Sample, Status
-from onchip.engine.step import Run
+from onchip.engine.step import Chunk
 from onchip.kvcache.pool import NoRoom
 
-Chunk = tuple[Sample, int]  # a sample, and how many tokens it computes
+ScheduledTokens = tuple[Sample, int]  # a sample, and how many tokens it computes
 
 
-class Pages(Protocol):
+class PagePool(Protocol):
     """What the scheduler asks of a pool."""
 
     page_size: int
@@ -23,7 +23,7 @@ class Pages(Protocol):
     def num_free(self) -> int: ...
 
 
-class Cache(Protocol):
+class PagedCache(Protocol):
     """What the scheduler asks of a cache; `onchip.kvcache.KVCache` is one. Its sequences have
     `computed`, `length`, `tokens` and `hit_tokens`.
     """
@@ -32,7 +32,7 @@ class Cache(Protocol):
     max_seqlen: int
 
     @property
-    def pool(self) -> Pages: ...
+    def pool(self) -> PagePool: ...
     def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
     def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
     def reserve_each(self, sequences: Sequence[Any]) -> NoRoom | None: ...
@@ -43,7 +43,7 @@ class Cache(Protocol):
     def free(self, sequence: Any) -> None: ...
 
 
-class Tier(Protocol):
+class SwapTier(Protocol):
     """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
     `sequences`, `pages` and `leaving`.
     """
@@ -51,20 +51,20 @@ class Tier(Protocol):
     capacity: int
 
     def swap_out(self, sequences: Sequence[Any]) -> Any: ...
-    def swap_in(self, family: Any) -> NoRoom | None: ...
-    def discard(self, family: Any) -> None: ...
+    def swap_in(self, group: Any) -> NoRoom | None: ...
+    def discard(self, group: Any) -> None: ...
     def poll(self) -> None: ...
     def synchronize(self) -> None: ...
 
 
-class Residence:
+class KVManager:
     """The cache and the host tier as requests see them. A request that leaves becomes SWAPPED (its
     pages travel to the host) or RECOMPUTE (they are given up), whichever costs less.
     """
 
-    def __init__(self, cache: Cache, tier: Tier | None, costs: Costs | None):
+    def __init__(self, cache: PagedCache, tier: SwapTier | None, costs: PreemptionCosts | None):
         self._cache, self._tier, self.costs = cache, tier, costs
-        self._too_full: tuple[Request, int] | None = None
+        self._last_misfit: tuple[Request, int] | None = None
 
     @property
     def num_free(self) -> int:
@@ -79,15 +79,15 @@ class Residence:
         if self._tier is not None:
             self._tier.synchronize()
 
-    def append(self, chunks: Sequence[Chunk]) -> NoRoom | None:
+    def append(self, scheduled: Sequence[ScheduledTokens]) -> NoRoom | None:
         """Slots for the next tokens of these samples, all or none."""
-        if not chunks:
+        if not scheduled:
             return None
-        sequences = [sample.sequence for sample, _ in chunks]
-        if full := self._cache.reserve_all(sequences, [count for _, count in chunks]):
+        sequences = [sample.sequence for sample, _ in scheduled]
+        if full := self._cache.reserve_all(sequences, [count for _, count in scheduled]):
             return full
-        for sample, _ in chunks:
-            self.tell(sample)
+        for sample, _ in scheduled:
+            self._append_known(sample)
         return None
 
     def append_each(self, samples: Sequence[Sample]) -> NoRoom | None:
@@ -96,24 +96,26 @@ class Residence:
             return full
         for sample in samples:
             if not sample.pending:
-                self.tell(sample)
+                self._append_known(sample)
         return None
 
-    def tell(self, sample: Sample) -> None:
+    def _append_known(self, sample: Sample) -> None:
         """What is known of the tokens of a sample that have slots."""
         sequence = sample.sequence
         self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
 
-    def tell_last(self, samples: Iterable[Sample]) -> None:
+    def append_last(self, samples: Iterable[Sample]) -> None:
         """The last token of each is known now; those that went on have a slot for it already."""
         for sample in samples:
             sequence = sample.sequence
             if sequence is not None and len(sequence.tokens) < sequence.length:
                 self._cache.tell(sequence, (sample.token_ids[-1],))
 
-    def commit(self, runs: Sequence[Run]) -> None:
+    def commit(self, chunks: Sequence[Chunk]) -> None:
         """What these runs compute is written."""
-        self._cache.commit_all([run.sample.sequence for run in runs], [run.stop for run in runs])
+        self._cache.commit_all(
+            [chunk.sample.sequence for chunk in chunks], [chunk.stop for chunk in chunks]
+        )
 
     def fork(self, parent: Sample, child: Sample) -> bool:
         """The child goes on where the parent is. False: there is no row for one more sequence."""
@@ -125,41 +127,45 @@ class Residence:
 
     def release(self, sample: Sample) -> None:
         """Give back what a sample holds on the device; on the host families stay together."""
-        if sample.sequence is not None and sample.request.family is None:
+        if sample.sequence is not None and sample.request.host_group is None:
             self._cache.free(sample.sequence)
             sample.sequence = None
 
     def release_all(self, request: Request) -> None:
         """Give back what a request holds, wherever it is."""
-        if request.family is not None:
-            self._tier.discard(request.family)
-            request.family = None
+        if request.host_group is not None:
+            self._tier.discard(request.host_group)
+            request.host_group = None
         else:
             for sample in request.samples:
                 self.release(sample)
         for sample in request.samples:
             sample.sequence, sample.candidates = None, ()
 
-    def leave(self, request: Request) -> None:
-        for sample in request.rooted:  # slots of a step that is not going to happen
+    def preempt(self, request: Request) -> None:
+        for sample in request.resident:  # slots of a step that is not going to happen
             self._cache.truncate(sample.sequence, sample.sequence.computed)
-        request.family = self._swap_out(request)
+        request.host_group = self._swap_out(request)
         request.status = Status.SWAPPED
-        if request.family is None:
-            self.give_up(request)
+        if request.host_group is None:
+            self.discard(request)
 
-    def give_up(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """It is computed again, wherever it is now."""
         self.release_all(request)
         request.status = Status.RECOMPUTE
 
-    def enter(self, request: Request, seats: int) -> bool:
+    def make_resident(self, request: Request, num_running: int) -> bool:
         """Whether it is there now, beside `seats` samples that run; 0: it has the device alone."""
-        return self._return(request, seats) if request.family else self._open(request, seats)
+        return (
+            self._swap_in(request, num_running)
+            if request.host_group
+            else self._start(request, num_running)
+        )
 
     def _swap_out(self, request: Request) -> Any:
         """The family on the host; None if that is not possible or not worth it."""
-        sequences = [s.sequence for s in request.rooted]
+        sequences = [s.sequence for s in request.resident]
         longest = max((s.computed for s in sequences), default=0)
         pages = request.pages(self._cache.pool.page_size, longest)
         if self._tier is None or not longest or pages > self._tier.capacity:
@@ -168,50 +174,50 @@ class Residence:
         tokens = shared + sum(max(0, s.computed - shared) for s in sequences)
         if not self.costs.prefers_swap(pages, tokens):
             return None
-        family = self._tier.swap_out(sequences)
-        return None if isinstance(family, NoRoom) else family
+        group = self._tier.swap_out(sequences)
+        return None if isinstance(group, NoRoom) else group
 
-    def _return(self, request: Request, seats: int) -> bool:
+    def _swap_in(self, request: Request, num_running: int) -> bool:
         """Bring it home from the host."""
-        family = request.family
-        if seats and len(family.pages) + len(family.sequences) + seats > self.num_free:
+        group = request.host_group
+        if num_running and len(group.pages) + len(group.sequences) + num_running > self.num_free:
             return False
-        if isinstance(self._tier.swap_in(family), NoRoom):
+        if isinstance(self._tier.swap_in(group), NoRoom):
             return False
-        request.family = None
+        request.host_group = None
         for sample in request.samples:
             if sample.finished:  # it was stopped while it was away
                 self.release(sample)
         return True
 
-    def _open(self, request: Request, seats: int) -> bool:
+    def _start(self, request: Request, num_running: int) -> bool:
         """Begin, or begin again: the first sample starts with what is cached."""
-        if seats and self._too_full == (request, self.num_free):
+        if num_running and self._last_misfit == (request, self.num_free):
             return False  # nothing was freed since it did not fit
-        sequence = self._cache.open(_findable(request), salt=request.salt)
+        sequence = self._cache.open(_cacheable_tokens(request), salt=request.salt)
         if isinstance(sequence, NoRoom):
             return False
-        if seats and not self._fits(request, sequence, seats):
+        if num_running and not self._fits(request, sequence, num_running):
             self._cache.free(sequence)
-            self._too_full = (request, self.num_free)
+            self._last_misfit = (request, self.num_free)
             return False
-        request.live[0].sequence = sequence
+        request.unfinished[0].sequence = sequence
         return True
 
-    def _fits(self, request: Request, sequence: Any, seats: int) -> bool:
+    def _fits(self, request: Request, sequence: Any, num_running: int) -> bool:
         """All that is known of the request and one token more finds room beside those that run, if
         each of them takes one page more: prompts that are let in too early are preempted again.
         """
         size = self._cache.pool.page_size
-        need = request.pages(size, request.live[0].length + 1) - -(-sequence.length // size)
-        return need + seats <= self.num_free
+        need = request.pages(size, request.unfinished[0].length + 1) - -(-sequence.length // size)
+        return need + num_running <= self.num_free
 
 
-def _findable(request: Request) -> list[int]:
+def _cacheable_tokens(request: Request) -> list[int]:
     """The tokens of its first sample that need not be computed if the cache has them. Others fork
     from it at the end of the prompt; and log probabilities of a prompt need all of its logits.
     """
-    first, prompt = request.live[0], len(request.prompt_token_ids)
+    first, prompt = request.unfinished[0], len(request.prompt_token_ids)
     if request.params.prompt_logprobs is not None and not first.token_ids:
         return []
-    return first.tokens(0, prompt if len(request.live) > 1 else first.length)
+    return first.tokens(0, prompt if len(request.unfinished) > 1 else first.length)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.engine.engine import Engine, Pace
+from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
@@ -15,7 +15,7 @@ from onchip.models import Model
 
 _HOST_SHARE = 0.25  # of the memory that is free where the CPU computes: it belongs to others too
 _TRIAL_TOKENS = 4096  # of a sequence: as long as it takes for kernels to use all their scratch
-_EVERYTHING = SamplingParams(
+_ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
     ignore_eos=True,
     temperature=0.7,
@@ -44,14 +44,14 @@ def device_pages(
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        room = _room_on_gpu(model, limits, paging, utilization, graphs)
+        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs)
     else:
-        room = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    pages = min(most, spec.pages_in(max(0, room)))
+        free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    pages = min(most, spec.pages_in(max(0, free_bytes)))
     if pages < 2:
         raise ValueError(
             f"there is no room for pages of {spec.page_bytes:,} bytes on {spec.device}: of what it"
-            f" may use, {max(0, room):,} bytes are left"
+            f" may use, {max(0, free_bytes):,} bytes are left"
         )
     return pages
 
@@ -63,7 +63,7 @@ def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
     return min(spec.pages_in(int(swap_space * 2**30)), num_pages)
 
 
-def _room_on_gpu(
+def _free_gpu_bytes(
     model: Model, limits: Limits, paging: Paging, utilization: float, graphs: bool
 ) -> int:
     if not 0 < utilization <= 1:
@@ -85,14 +85,18 @@ def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
     pages = 2 + count * -(-(length + 2) // paging.page_size)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    options = {**paging._asdict(), "prefix_caching": False, "pace": Pace(graphs=False)}
+    options = {
+        **paging._asdict(),
+        "prefix_caching": False,
+        "execution": ExecutionConfig(graphs=False),
+    }
     torch.cuda.empty_cache()
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        engine.add([0] * length, replace(_EVERYTHING, prompt_logprobs=MAX_LOGPROBS))
+        engine.add([0] * length, replace(_ALL_SAMPLING_OPTIONS, prompt_logprobs=MAX_LOGPROBS))
         for i in range(1, count):
-            engine.add([i % 2] * length, _EVERYTHING)
+            engine.add([i % 2] * length, _ALL_SAMPLING_OPTIONS)
         while engine.has_work:
             engine.step()
         return torch.cuda.max_memory_reserved(device) - held

@@ -10,29 +10,29 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from onchip.engine.graphs import Graphs, filled_in
+from onchip.engine.graphs import StepGraphs, fill_in_sampled
 from onchip.engine.params import SamplingParams
-from onchip.engine.request import Drawn, Request, Sample
-from onchip.engine.sampler import Drawers, Sampled, report, sample
-from onchip.engine.step import Run, Step
-from onchip.engine.threads import Threads
+from onchip.engine.request import Request, Sample, SampledToken
+from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
+from onchip.engine.step import Chunk, ScheduledStep
+from onchip.engine.threads import StepThreads
 from onchip.kvcache import KVCache
 from onchip.models import Decoder, Model, positions_of
 
-_NOTHING = torch.empty(0)
-_WAYS_TO_DRAW = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
+_EMPTY = torch.empty(0)
+_WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
 _PROMPT_ROWS = 256  # logits of a prompt that exist at a time: they are vocab_size wide
 
 
 @dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step that is queued on the device, and what it sends back. event: when that is there; None
     on the CPU, where it is there already. prompts: log probabilities of chunks of prompts.
     """
 
-    step: Step
-    sampled: Sampled | None
-    prompts: Sequence[tuple[Request, Sampled]]
+    step: ScheduledStep
+    sampled: SamplerOutput | None
+    prompts: Sequence[tuple[Request, SamplerOutput]]
     event: "torch.cuda.Event | None"
     launched_at: float
 
@@ -41,7 +41,7 @@ class Flight:
             self.event.synchronize()
 
 
-class Runner:
+class ModelRunner:
     """Computes the steps of a scheduler. Nothing here waits for the device except `land`.
 
     Tokens that a step draws stay on the device: the next step finds those it needs there. So steps
@@ -51,11 +51,14 @@ class Runner:
 
     def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
         self._model, self._cache, self._device = model, cache, cache.device
-        self._last = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
-        self._drawers, self._threads = Drawers(cache.device), Threads(model)
+        self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
+        self._metadata_cache, self._threads = (
+            SamplingMetadataCache(cache.device),
+            StepThreads(model),
+        )
         # Modules of transformers may look at values while they compute: no graph holds that.
         replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
-        self._graphs = Graphs(model, cache, self._last) if replayed else None
+        self._graphs = StepGraphs(model, cache, self._last_tokens) if replayed else None
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
@@ -68,9 +71,9 @@ class Runner:
             self._graphs.record_all(most_tokens)
         model = self._model
         hidden = torch.zeros(1, model.width, dtype=model.dtype, device=model.device)
-        for params in _WAYS_TO_DRAW:
-            rows = self._drawers.rows([Request("", [0], params).samples[0]])
-            sample(model.logits(hidden, wide=False), rows)
+        for params in _WARM_UP_PARAMS:
+            metadata = self._metadata_cache.make([Request("", [0], params).samples[0]])
+            sample(model.logits(hidden, wide=False), metadata)
 
     @torch.inference_mode()
     def graph_bytes(self, most_tokens: int) -> int:
@@ -82,88 +85,103 @@ class Runner:
         return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Flight:
+    def launch(self, step: ScheduledStep) -> InFlightStep:
         """Queue a step: forward, draws, and their copies to the host."""
-        with self._threads.of(step):
+        with self._threads.limit_for(step):
             return self._launch(step)
 
-    def _launch(self, step: Step) -> Flight:
+    def _launch(self, step: ScheduledStep) -> InFlightStep:
         started, prompts, sampled = time.monotonic(), [], None
         graphs = self._graphs
-        if graphs is not None and _only_decodes(step):
-            hidden = graphs.replay(step, _words(_tokens(step.runs)))
-        elif graphs is not None and graphs.takes(step.num_tokens) and not _asks(step):
-            words = _words(_tokens(step.runs) + _rows(step))
-            hidden = graphs.replay_mixed(step, *words.split([step.num_tokens, len(step.draws)]))
+        if graphs is not None and _is_decode_only(step):
+            hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)))
+        elif (
+            graphs is not None
+            and graphs.has_graph_for(step.num_tokens)
+            and not _needs_prompt_logprobs(step)
+        ):
+            words = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
+            hidden = graphs.replay_mixed(
+                step, *words.split([step.num_tokens, len(step.rows_to_sample)])
+            )
         else:
             hidden, prompts = self._forward(step)
-        if step.draws:
-            sampled = self._draw(hidden, [sample for _, sample in step.draws])
-        return self._send(Flight(step, sampled, prompts, None, started))
+        if step.rows_to_sample:
+            sampled = self._sample(hidden, [sample for _, sample in step.rows_to_sample])
+        return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
 
-    def land(self, flight: Flight) -> list[Drawn]:
-        """Wait for what was drawn, in the order of `step.draws`."""
-        flight.wait()
-        for request, chunk in flight.prompts:
-            _keep_prompt(request, chunk)
-        if flight.sampled is None:
+    def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
+        """Wait for what was drawn, in the order of `step.rows_to_sample`."""
+        in_flight.wait()
+        for request, logprobs in in_flight.prompts:
+            _store_prompt_logprobs(request, logprobs)
+        if in_flight.sampled is None:
             return []
-        return flight.sampled.drawn([sample for _, sample in flight.step.draws])
+        return in_flight.sampled.to_tokens([sample for _, sample in in_flight.step.rows_to_sample])
 
-    def _forward(self, step: Step) -> tuple[Tensor, list[tuple[Request, Sampled]]]:
+    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
         """Hidden states of the rows that are drawn from (forks draw from one), and what was asked
         about prompts.
         """
-        tokens, rows, ends = _tokens(step.runs), _rows(step), _ends(step.runs)
-        batch = self._cache.view(step.sequences, extra=_words(tokens + rows))
+        tokens, rows, ends = _token_ids(step.chunks), _logit_rows(step), _chunk_ends(step.chunks)
+        batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
         ids, at = batch.extra.split([len(tokens), len(rows)])
         if min(tokens) < 0:
-            ids = filled_in(ids, self._last)
-        asked = [(run, end) for run, end in zip(step.runs, ends, strict=True) if _asked(run)]
+            ids = fill_in_sampled(ids, self._last_tokens)
+        asked = [
+            (chunk, end)
+            for chunk, end in zip(step.chunks, ends, strict=True)
+            if _prompt_logprob_range(chunk)
+        ]
         if not asked:
             return self._model(ids, positions_of(batch), batch, self._cache, at), []
         hidden = self._model(ids, positions_of(batch), batch, self._cache)
         prompts = [
-            (run.sample.request, self._prompt_logprobs(run, hidden[end - run.num_tokens : end]))
-            for run, end in asked
+            (
+                chunk.sample.request,
+                self._prompt_logprobs(chunk, hidden[end - chunk.num_tokens : end]),
+            )
+            for chunk, end in asked
         ]
         return hidden.index_select(0, at), prompts
 
-    def _draw(self, hidden: Tensor, samples: Sequence[Sample]) -> Sampled:
-        for place, one in enumerate(samples):
-            one.place = place
+    def _sample(self, hidden: Tensor, samples: Sequence[Sample]) -> SamplerOutput:
+        for row, one in enumerate(samples):
+            one.row = row
         logits = self._model.logits(hidden, wide=False)  # the sampler widens them as it reads
-        rows = self._drawers.rows(samples)
-        sampled = sample(logits, rows)
-        self._last[: len(samples)].copy_(sampled.token)
-        if rows.num_top is None:  # nobody asks for more than tokens: nothing more travels
-            return Sampled(sampled.token, sampled.logprob, _NOTHING, _NOTHING, _NOTHING)
+        metadata = self._metadata_cache.make(samples)
+        sampled = sample(logits, metadata)
+        self._last_tokens[: len(samples)].copy_(sampled.token)
+        if metadata.num_top is None:  # nobody asks for more than tokens: nothing more travels
+            return SamplerOutput(sampled.token, sampled.logprob, _EMPTY, _EMPTY, _EMPTY)
         return sampled
 
-    def _prompt_logprobs(self, run: Run, hidden: Tensor) -> Sampled:
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> SamplerOutput:
         """Of the tokens of the prompt that the rows of a run predict and nobody knows yet."""
-        request, asked = run.sample.request, _asked(run)
-        hidden = hidden[asked.start - 1 - run.start : asked.stop - 1 - run.start]
-        tokens = _words(request.prompt_token_ids[asked.start : asked.stop]).long()
+        request, asked = chunk.sample.request, _prompt_logprob_range(chunk)
+        hidden = hidden[asked.start - 1 - chunk.start : asked.stop - 1 - chunk.start]
+        tokens = _int32_tensor(request.prompt_token_ids[asked.start : asked.stop]).long()
         tokens = tokens if self._device.type == "cpu" else tokens.pin_memory()
         tokens = tokens.to(self._device, non_blocking=True)
         parts = [
-            report(self._model.logits(rows), some, request.params.prompt_logprobs)
+            compute_logprobs(self._model.logits(rows), some, request.params.prompt_logprobs)
             for rows, some in zip(
                 hidden.split(_PROMPT_ROWS), tokens.split(_PROMPT_ROWS), strict=True
             )
         ]
-        return Sampled(*(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True)))
+        return SamplerOutput(
+            *(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True))
+        )
 
-    def _send(self, flight: Flight) -> Flight:
+    def _copy_results(self, in_flight: InFlightStep) -> InFlightStep:
         """What was drawn, on its way to the host."""
         if self._device.type != "cuda":
-            return flight
-        home = None if flight.sampled is None else _to_host(flight.sampled)
-        prompts = [(request, _to_host(chunk)) for request, chunk in flight.prompts]
+            return in_flight
+        host_output = None if in_flight.sampled is None else _to_host(in_flight.sampled)
+        prompts = [(request, _to_host(logprobs)) for request, logprobs in in_flight.prompts]
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        return replace(flight, sampled=home, prompts=prompts, event=event)
+        return replace(in_flight, sampled=host_output, prompts=prompts, event=event)
 
 
 def _used_bytes(device: torch.device) -> int:
@@ -174,71 +192,71 @@ def _used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def _only_decodes(step: Step) -> bool:
+def _is_decode_only(step: ScheduledStep) -> bool:
     """One token for each run, and each draws: rows of hidden states are rows of logits."""
-    runs = step.runs
-    return step.num_tokens == len(runs) and all([len(run.draws) == 1 for run in runs])
+    chunks = step.chunks
+    return step.num_tokens == len(chunks) and all([len(chunk.sampled_by) == 1 for chunk in chunks])
 
 
-def _tokens(runs: Sequence[Run]) -> list[int]:
+def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
     """Token ids of the runs; ~i for the i-th that the last step drew."""
     tokens = []
-    for one, start, stop, _ in runs:
+    for one, start, stop, _ in chunks:
         if one.pending:  # decoding, and its only token was drawn by the last step
-            tokens.append(~one.place)
+            tokens.append(~one.row)
         else:
             tokens += one.tokens(start, stop)
     return tokens
 
 
-def _words(values: Sequence[int]) -> Tensor:
+def _int32_tensor(values: Sequence[int]) -> Tensor:
     """int32, which token ids and rows fit into."""
     return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
-def _rows(step: Step) -> list[int]:
+def _logit_rows(step: ScheduledStep) -> list[int]:
     """Which of its tokens each draw follows."""
-    ends = _ends(step.runs)
-    return [ends[run] - 1 for run, _ in step.draws]
+    ends = _chunk_ends(step.chunks)
+    return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
 
 
-def _ends(runs: Sequence[Run]) -> list[int]:
+def _chunk_ends(chunks: Sequence[Chunk]) -> list[int]:
     """Where each run ends among the tokens of the step."""
-    return list(accumulate(run.num_tokens for run in runs))
+    return list(accumulate(chunk.num_tokens for chunk in chunks))
 
 
-def _asks(step: Step) -> bool:
-    return any(_asked(run) for run in step.runs)
+def _needs_prompt_logprobs(step: ScheduledStep) -> bool:
+    return any(_prompt_logprob_range(chunk) for chunk in step.chunks)
 
 
-def _asked(run: Run) -> range:
+def _prompt_logprob_range(chunk: Chunk) -> range:
     """Positions of the prompt whose log probabilities were asked for, are not known yet, and are
     predicted by rows of this run.
     """
-    request = run.sample.request
+    request = chunk.sample.request
     if request.prompt_logprobs is None:
         return range(0)
-    last = min(run.stop, len(request.prompt_token_ids) - 1)
-    return range(max(run.start + 1, len(request.prompt_logprobs)), last + 1)
+    last = min(chunk.stop, len(request.prompt_token_ids) - 1)
+    return range(max(chunk.start + 1, len(request.prompt_logprobs)), last + 1)
 
 
-def _keep_prompt(request: Request, chunk: Sampled) -> None:
-    rows = zip(*(column.tolist() for column in _columns(chunk)), strict=True)
+def _store_prompt_logprobs(request: Request, logprobs: SamplerOutput) -> None:
+    rows = zip(*(column.tolist() for column in _columns(logprobs)), strict=True)
     for token, logprob, rank, ids, tops in rows:
-        drawn = Drawn(token, logprob, rank, tuple(zip(ids, tops, strict=True)))
-        request.prompt_logprobs.append(drawn.logprobs())
+        sampled = SampledToken(token, logprob, rank, tuple(zip(ids, tops, strict=True)))
+        request.prompt_logprobs.append(sampled.logprobs())
 
 
-def _columns(sampled: Sampled) -> tuple[Tensor, ...]:
+def _columns(sampled: SamplerOutput) -> tuple[Tensor, ...]:
     return tuple(vars(sampled).values())
 
 
-def _to_host(sampled: Sampled) -> Sampled:
+def _to_host(sampled: SamplerOutput) -> SamplerOutput:
     """Copies that nobody waits for here."""
-    return Sampled(*(_copy_out(column) for column in _columns(sampled)))
+    return SamplerOutput(*(_copy_to_host(column) for column in _columns(sampled)))
 
 
-def _copy_out(column: Tensor) -> Tensor:
+def _copy_to_host(column: Tensor) -> Tensor:
     if not column.is_cuda:
         return column
     host = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.numel() > 0)

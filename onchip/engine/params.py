@@ -32,12 +32,12 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        _check_integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _flag("ignore_eos", self.ignore_eos)
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_flag("ignore_eos", self.ignore_eos)
         _check_temperature(self.temperature)
-        _number("length_penalty", self.length_penalty, -10, 10)
+        _check_number("length_penalty", self.length_penalty, -10, 10)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         """Tokens that came before change the logits."""
         counted = self.presence_penalty or self.frequency_penalty
         return bool(counted or self.repetition_penalty != 1)
@@ -101,7 +101,7 @@ class SamplingParams:
     @cached_property
     def edits(self) -> bool:
         """Single logits may be changed."""
-        return bool(self.penalised or self.logit_bias or self.min_tokens)
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
     @property
     def beams(self) -> BeamSearchParams | None:
@@ -120,59 +120,61 @@ class SamplingParams:
                     raise ValueError(f"{name} names token {token}; {vocab_size=}")
 
     def _check_counts(self) -> None:
-        _integer("n", self.n, 1, MAX_SAMPLES)
+        _check_integer("n", self.n, 1, MAX_SAMPLES)
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_SAMPLES)
+            _check_integer("best_of", self.best_of, self.n, MAX_SAMPLES)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
 
     def _check_shape_of_distribution(self) -> None:
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_temperature(self.temperature)
-        _number("top_p", self.top_p, 0, 1)
+        _check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p=0 keeps no token: it must be above 0, and at most 1")
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0, 1)
+        _check_integer("top_k", self.top_k, -1)
+        _check_number("min_p", self.min_p, 0, 1)
 
     def _check_ends(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        _at_most("stop", stop, MAX_STOPS)
+        _check_max_entries("stop", stop, MAX_STOPS)
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 raise ValueError(
                     f"every stop must be a text of 1 to {MAX_STOP_CHARS} characters, one is"
-                    f" {_short(text)}"
+                    f" {_shorten(text)}"
                 )
-        ids = _several("stop_token_ids", self.stop_token_ids)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
-        _at_most("stop_token_ids", ids, MAX_STOP_TOKENS)
+        _check_max_entries("stop_token_ids", ids, MAX_STOP_TOKENS)
         for token in ids:
-            _integer("a token id of stop_token_ids", token, 0)
-        _flag("ignore_eos", self.ignore_eos)
-        _flag("skip_special_tokens", self.skip_special_tokens)
+            _check_integer("a token id of stop_token_ids", token, 0)
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_flag("skip_special_tokens", self.skip_special_tokens)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias or {}, Mapping):
-            raise ValueError(f"logit_bias={_short(self.logit_bias)} must map token ids to numbers")
+            raise ValueError(
+                f"logit_bias={_shorten(self.logit_bias)} must map token ids to numbers"
+            )
         bias = dict(self.logit_bias or {})
         object.__setattr__(self, "logit_bias", bias)
-        _at_most("logit_bias", bias, MAX_BIASES)
+        _check_max_entries("logit_bias", bias, MAX_BIASES)
         for token, value in bias.items():
-            _integer("a token id of logit_bias", token, 0)
-            _number(f"logit_bias[{token}]", value, -100, 100)
+            _check_integer("a token id of logit_bias", token, 0)
+            _check_number(f"logit_bias[{token}]", value, -100, 100)
 
     def _check_beams(self) -> None:
-        _number("length_penalty", self.length_penalty, -10, 10)
+        _check_number("length_penalty", self.length_penalty, -10, 10)
         plain = SamplingParams()
         for name in _NOT_WITH_BEAMS:
             value = getattr(self, name)
@@ -203,45 +205,45 @@ _NOT_WITH_BEAMS = (
 )
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{name}={_short(value)} must be a whole number, {bounds}")
+        raise ValueError(f"{name}={_shorten(value)} must be a whole number, {bounds}")
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not real or not low <= value <= high:  # NaN fails too: it is not within anything
-        raise ValueError(f"{name}={_short(value)} must be a number from {low} to {high}")
+        raise ValueError(f"{name}={_shorten(value)} must be a number from {low} to {high}")
 
 
 def _check_temperature(value: Any) -> None:
-    _number("temperature", value, 0, MAX_TEMPERATURE)
+    _check_number("temperature", value, 0, MAX_TEMPERATURE)
     if 0 < value < MIN_TEMPERATURE:
         raise ValueError(f"temperature={value} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
 
 
-def _flag(name: str, value: object) -> None:
+def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={_short(value)} must be True or False")
+        raise ValueError(f"{name}={_shorten(value)} must be True or False")
 
 
-def _several(name: str, value: object) -> tuple:
+def _as_tuple(name: str, value: object) -> tuple:
     """None is none."""
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={_short(value)} must be a list")
+        raise ValueError(f"{name}={_shorten(value)} must be a list")
     return tuple(value)
 
 
-def _at_most(name: str, many: Sequence | Mapping, most: int) -> None:
+def _check_max_entries(name: str, many: Sequence | Mapping, most: int) -> None:
     if len(many) > most:
         raise ValueError(f"{name} has {len(many)} entries, at most {most} are served")
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """A value in a sentence: what a client sent may be megabytes."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"(a number of {value.bit_length()} bits)"

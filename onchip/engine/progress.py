@@ -4,7 +4,7 @@ import sys
 import time
 
 
-class Bar:
+class ProgressBar:
     """A block; rich draws it on a terminal, elsewhere nothing is printed."""
 
     def __init__(self, total: int, wanted: bool):
@@ -13,7 +13,7 @@ class Bar:
         self._tokens, self._started = 0, time.monotonic()
         self._bar = None
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         if self._wanted:
             from rich.console import Console
             from rich.progress import Progress

@@ -45,13 +45,13 @@ class Ranks:
         self._job: Any = None
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self._world_size == 1
 
     @property
     def clock(self) -> Callable[[], float]:
         """The same on all ranks: seconds for one alone, else how often it was asked."""
-        return time.monotonic if self.alone else count().__next__
+        return time.monotonic if self.is_single else count().__next__
 
     def load(
         self,
@@ -61,15 +61,15 @@ class Ranks:
     ) -> Model:
         """The model, or the part of this rank."""
         if not isinstance(model, (str, Path)):
-            return self._whole(model)
+            return self._check_single(model)
         device, chosen = self._device(device), _dtype(dtype)
         if model == builtin.NAME:
-            return self._whole(builtin.tiny(device, chosen or torch.float32))
+            return self._check_single(builtin.tiny(device, chosen or torch.float32))
         if not is_native(model):
-            return self._foreign(model, device, chosen)
+            return self._load_foreign(model, device, chosen)
         checkpoint = inspect(model)
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
-        if self.alone:
+        if self.is_single:
             return load(checkpoint, device, chosen)
         # Imported by those who need it: torch.distributed takes its time.
         tensor = import_module("onchip.parallel.tensor")
@@ -77,18 +77,18 @@ class Ranks:
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
-    def agree(self, number: int) -> int:
+    def take_minimum(self, number: int) -> int:
         """The smallest of all ranks."""
-        return number if self.alone else self._job.smallest(number)
+        return number if self.is_single else self._job.smallest(number)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         if self._job is not None:
             self._job.leave()
 
-    def _foreign(
+    def _load_foreign(
         self, folder: str | Path, device: torch.device, dtype: torch.dtype | None
     ) -> Model:
-        if not self.alone:
+        if not self.is_single:
             raise ValueError(
                 f"tensor_parallel_size={self._world_size} cuts models of our own; that of {folder}"
                 " runs through transformers, on one device"
@@ -96,8 +96,8 @@ class Ranks:
         stored = inspect_foreign(folder, dtype).dtype
         return load_foreign(folder, device, _computed_dtype(stored, device, dtype))
 
-    def _whole(self, model: Model) -> Model:
-        if not self.alone:
+    def _check_single(self, model: Model) -> Model:
+        if not self.is_single:
             raise ValueError(
                 f"tensor_parallel_size={self._world_size} cuts the checkpoint of a folder into"
                 " parts: name one"
@@ -107,7 +107,7 @@ class Ranks:
     def _device(self, device: str | torch.device | None) -> torch.device:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        own = not self.alone and str(device) == "cuda"  # each rank has one; it touches no other
+        own = not self.is_single and str(device) == "cuda"  # each rank has one; it touches no other
         found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if own else device)
         if own:
             torch.cuda.set_device(found)

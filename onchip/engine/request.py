@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.text import Text
+from onchip.engine.text import GrowingText
 from onchip.kvcache.prefix import words
 
 MAX_PRIORITY = 100
@@ -41,7 +41,7 @@ class Logprob(NamedTuple):
     decoded_token: str | None = None
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """What one row of logits gave: a token with its logprob, and the most probable ones if asked
     for, best first. A row that holds NaN or inf gives a logprob that is not finite: its sample
     fails alone.
@@ -75,13 +75,13 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def since(self, chars: int, tokens: int) -> "News":
+    def since(self, chars: int, tokens: int) -> "OutputDelta":
         """What is new for somebody who has seen so many characters and tokens."""
         tables = None if self.logprobs is None else self.logprobs[tokens:]
-        return News(self.text[chars:], self.token_ids[tokens:], tables)
+        return OutputDelta(self.text[chars:], self.token_ids[tokens:], tables)
 
 
-class News(NamedTuple):
+class OutputDelta(NamedTuple):
     """The end of a CompletionOutput."""
 
     text: str
@@ -95,7 +95,7 @@ class _Snapshot(CompletionOutput):
     pays for that: a stream costs as much as it is long. A pickle or a copy is a CompletionOutput.
     """
 
-    _grown: tuple[Text, list[int], list[dict[int, Logprob]] | None]
+    _grown: tuple[GrowingText, list[int], list[dict[int, Logprob]] | None]
     _lengths: tuple[int, int]  # of text and token_ids
 
     @classmethod
@@ -123,11 +123,11 @@ class _Snapshot(CompletionOutput):
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # pyright: ignore
         return self.since(self._lengths[0], 0).logprobs
 
-    def since(self, chars: int, tokens: int) -> News:
+    def since(self, chars: int, tokens: int) -> OutputDelta:
         text, ids, tables = self._grown
         new = slice(tokens, self._lengths[1])
         shown = text.part(chars, self._lengths[0])
-        return News(shown, tuple(ids[new]), None if tables is None else tables[new])
+        return OutputDelta(shown, tuple(ids[new]), None if tables is None else tables[new])
 
     def __reduce__(self) -> tuple:
         return CompletionOutput, tuple(getattr(self, one.name) for one in fields(self))
@@ -174,16 +174,16 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    text: Text = field(default_factory=Text)
+    text: GrowingText = field(default_factory=GrowingText)
     stop_reason: int | str | None = None
     end: Status | None = None
     sequence: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
     pending: int = 0
-    place: int = 0
-    draw_key: int = 0
-    reader: Any = None
-    complete: bool = False
+    row: int = 0
+    rng_key: int = 0
+    detokenizer: Any = None
+    has_full_text: bool = False
 
     @property
     def status(self) -> Status:
@@ -204,7 +204,7 @@ class Sample:
         return len(self.request.prompt_token_ids) + len(self.token_ids) + self.pending
 
     @property
-    def goal(self) -> int:
+    def target_length(self) -> int:
         """Tokens to compute: all but the last one it may have, from which nothing follows."""
         request = self.request
         count = min(len(self.token_ids) + self.pending, request.max_tokens - 1)
@@ -217,20 +217,20 @@ class Sample:
             return self.token_ids[start - len(prompt) : stop - len(prompt)]
         return [*prompt[start:stop], *self.token_ids[: max(0, stop - len(prompt))]]
 
-    def take(self, drawn: Drawn) -> None:
+    def append(self, sampled: SampledToken) -> None:
         """One more token is known; `end` is set if it is the last one."""
         if self.pending:
             self.pending -= 1
-        if not math.isfinite(drawn.logprob):
+        if not math.isfinite(sampled.logprob):
             self.finish(Status.FINISHED_ERROR, "the logits are not finite")
             return
         request, token_ids = self.request, self.token_ids
-        token_ids.append(drawn.token)
-        self.cumulative_logprob += drawn.logprob
+        token_ids.append(sampled.token)
+        self.cumulative_logprob += sampled.logprob
         if request.params.logprobs is not None:
-            self.logprobs.append(drawn.logprobs())
-        if drawn.token in request.ends or len(token_ids) == request.max_tokens:
-            end, reason = request.end_of(self)
+            self.logprobs.append(sampled.logprobs())
+        if sampled.token in request.end_token_ids or len(token_ids) == request.max_tokens:
+            end, reason = request.find_end(self)
             if end is not None:
                 self.finish(end, reason)
 
@@ -263,7 +263,7 @@ class Request:
         salt: str = "",
         eos_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
-        draw_seed: int = 0,
+        rng_seed: int = 0,
     ):
         params = params or SamplingParams()
         self.beams = params if isinstance(params, BeamSearchParams) else params.beams
@@ -273,19 +273,19 @@ class Request:
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
         self.eos_token_ids = frozenset(eos_token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.ends = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
-        self.draw_seed = draw_seed if self.params.seed is None else self.params.seed
-        self.needs_tokens = bool(self.beams or self.params.penalised)
+        self.end_token_ids = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
+        self.rng_seed = rng_seed if self.params.seed is None else self.params.seed
+        self.needs_tokens = bool(self.beams or self.params.has_penalties)
         self._check(vocab_size)
         self.status = Status.WAITING
         self.error: str | None = None
         self.samples = [
             Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
         ]
-        self.solo = self.samples[0] if len(self.samples) == 1 and not self.beams else None
+        self.single_sample = self.samples[0] if len(self.samples) == 1 and not self.beams else None
         self.max_tokens = params.max_tokens or 0  # 0: until the scheduler knows the room
-        self.family: Any = None  # of sequences on the host, while SWAPPED
-        self.rank: tuple[float, int] = (0.0, 0)  # its place in every line, given once
+        self.host_group: Any = None  # of sequences on the host, while SWAPPED
+        self.order_key: tuple[float, int] = (0.0, 0)  # its place in every line, given once
         self.prompt: str | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens = 0
@@ -299,47 +299,47 @@ class Request:
         return self.status.finished
 
     @property
-    def live(self) -> list[Sample]:
+    def unfinished(self) -> list[Sample]:
         """Samples that grow."""
         return [s for s in self.samples if s.end is None]
 
     @property
-    def rooted(self) -> list[Sample]:
+    def resident(self) -> list[Sample]:
         """Live samples that have a sequence."""
         return [s for s in self.samples if s.end is None and s.sequence is not None]
 
     @property
-    def width(self) -> int:
+    def num_seqs(self) -> int:
         """Rows of a batch that it may take."""
-        return self.beams.beam_width if self.beams else len(self.live)
+        return self.beams.beam_width if self.beams else len(self.unfinished)
 
     @property
-    def chosen_last(self) -> bool:
+    def is_ranked_at_end(self) -> bool:
         """Which samples are its outputs is known when it ends, not before."""
         return bool(self.beams) or len(self.samples) > self.params.n
 
     @property
-    def widest(self) -> int:
+    def max_seqs(self) -> int:
         """`width` at its beginning."""
         return self.beams.beam_width if self.beams else len(self.samples)
 
-    def chunks(self, budget: int) -> Iterator[tuple[Sample, int]]:
+    def next_tokens(self, budget: int) -> Iterator[tuple[Sample, int]]:
         """(sample, how many tokens it computes next), at most budget tokens in all. The first
         sample stops at the end of the prompt while others wait to fork from it there.
         """
-        rooted = self.rooted
-        end = len(self.prompt_token_ids) if len(rooted) < len(self.live) else None
-        for sample in rooted:
-            stop = sample.goal if end is None else end
+        resident = self.resident
+        end = len(self.prompt_token_ids) if len(resident) < len(self.unfinished) else None
+        for sample in resident:
+            stop = sample.target_length if end is None else end
             count = min(stop - sample.sequence.computed, budget)
             if count > 0:
                 budget -= count
                 yield sample, count
 
-    def end_of(self, sample: Sample) -> tuple[Status | None, int | None]:
+    def find_end(self, sample: Sample) -> tuple[Status | None, int | None]:
         """How the last token of a sample ends it: (status, stop_reason), (None, None) if not."""
         last, count = sample.token_ids[-1], len(sample.token_ids)
-        if last in self.ends and count >= self.params.min_tokens and not self.beams:
+        if last in self.end_token_ids and count >= self.params.min_tokens and not self.beams:
             silent = last in self.eos_token_ids and not self.params.ignore_eos
             return Status.FINISHED_STOPPED, None if silent else last
         return (Status.FINISHED_LENGTH, None) if count == self.max_tokens else (None, None)
@@ -349,7 +349,7 @@ class Request:
         the prompt are shared by all, whatever has been forked, swapped or computed again.
         """
         shared = min(len(self.prompt_token_ids), length) // page_size
-        return shared + self.width * (-(-length // page_size) - shared)
+        return shared + self.num_seqs * (-(-length // page_size) - shared)
 
     def outputs(self) -> list[CompletionOutput]:
         """The n that were asked for: the most probable ones if more are drawn."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from onchip.engine.request import Request
 
 
-def _rank(request: Request) -> tuple[float, int]:
-    return request.rank
+def _order_key(request: Request) -> tuple[float, int]:
+    return request.order_key
 
 
-class Line:
+class RequestQueue:
     """Ranks are unique and never change, so a request that leaves a line and returns stands where
     it stood, before everyone who came after it.
     """
@@ -25,14 +25,14 @@ class Line:
         """Those in line now: it may change meanwhile."""
         return iter(tuple(self._requests))
 
-    def __getitem__(self, place: int) -> Request:
-        return self._requests[place]
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_rank)
+        insort(self._requests, request, key=_order_key)
 
     def remove(self, request: Request) -> None:
-        place = bisect_left(self._requests, request.rank, key=_rank)
-        if place == len(self) or self._requests[place] is not request:
+        index = bisect_left(self._requests, request.order_key, key=_order_key)
+        if index == len(self) or self._requests[index] is not request:
             raise ValueError(f"{request} is not in this line")
-        del self._requests[place]
+        del self._requests[index]

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from onchip.engine.request import Drawn, Request, Sample
+from onchip.engine.request import Request, Sample, SampledToken
 from onchip.problem import device_info
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
@@ -35,7 +35,7 @@ _DIGITS = (
 
 
 @dataclass(frozen=True)
-class Edits:
+class LogitEdits:
     """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors), of
     tokens that were seen before: positive logits are divided, negative ones multiplied.
     """
@@ -61,7 +61,7 @@ class Edits:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SamplingMetadata:
     """How to draw from each row of a batch of logits: tensors on the device, made by `rows_of`.
 
     random: rows that are drawn from, the others are greedy; temperature, min_p, top_k, top_p,
@@ -70,7 +70,7 @@ class Rows:
     do not search.
     """
 
-    edits: Edits
+    edits: LogitEdits
     random: Tensor | None
     temperature: Tensor
     uniform: Tensor
@@ -82,7 +82,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplerOutput:
     """(rows,) token, logprob and rank (from 1; 0: not asked for); (rows, num_top) top_tokens and
     top_logprobs. Log probabilities are the model's: before temperature, penalties and truncation.
     """
@@ -93,16 +93,16 @@ class Sampled:
     top_tokens: Tensor
     top_logprobs: Tensor
 
-    def drawn(self, samples: Sequence[Sample]) -> list[Drawn]:
+    def to_tokens(self, samples: Sequence[Sample]) -> list[SampledToken]:
         """For `Scheduler.update`. Waits for the device."""
         if not any(
             [one.request.beams or one.request.params.logprobs is not None for one in samples]
         ):
-            return list(map(Drawn, self.token.tolist(), self.logprob.tolist()))
+            return list(map(SampledToken, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
         rows = zip(samples, *(column.tolist() for column in columns), strict=True)
         return [
-            Drawn(
+            SampledToken(
                 token,
                 logprob,
                 rank or None,
@@ -118,35 +118,37 @@ def num_top(request: Request) -> int | None:
     return 2 * beams.beam_width if beams else request.params.logprobs
 
 
-def uniforms(samples: Sequence[Sample]) -> Tensor:
+def draw_uniforms(samples: Sequence[Sample]) -> Tensor:
     """The numbers in [0, 1) that draw the next token of each sample, fp64: 53 bits of SplitMix64
     (Steele, Lea, Flood 2014), which starts from a hash of seed and sample and steps by tokens.
     """
-    keys = _words([s.draw_key or _key(s) for s in samples])
-    z = keys + (_words([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
-    z = (z ^ _shifted(z, 30)) * _MIX[0]
-    z = (z ^ _shifted(z, 27)) * _MIX[1]
-    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
+    keys = _int64_tensor([s.rng_key or _make_rng_key(s) for s in samples])
+    z = keys + (_int64_tensor([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
+    z = (z ^ _shift_right(z, 30)) * _MIX[0]
+    z = (z ^ _shift_right(z, 27)) * _MIX[1]
+    return _shift_right(z ^ _shift_right(z, 31), 11).double() * 2.0**-53
 
 
-def _key(sample: Sample) -> int:
-    words = (sample.request.draw_seed, sample.index)
+def _make_rng_key(sample: Sample) -> int:
+    words = (sample.request.rng_seed, sample.index)
     data = b"".join(word.to_bytes(9, "little", signed=True) for word in words)
     digest = blake2b(data, digest_size=8, person=b"onchip.draw").digest()
-    sample.draw_key = int.from_bytes(digest, "little", signed=True)
-    return sample.draw_key
+    sample.rng_key = int.from_bytes(digest, "little", signed=True)
+    return sample.rng_key
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """To the right, as if it had no sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _words(values: Sequence[int]) -> Tensor:
+def _int64_tensor(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
+def make_sampling_metadata(
+    samples: Sequence[Sample], device: torch.device | str
+) -> SamplingMetadata:
     """One row for each sample, in order."""
     device = torch.device(device)
     requests = [s.request for s in samples]
@@ -154,20 +156,24 @@ def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
     params = [requests[i].params for i in random]
     searched = any([r.beams for r in requests])
     tops = {num_top(r) for r in requests if r.beams or r.params.logprobs is not None}
-    return Rows(
-        _edits(samples, device),
-        _to(random, torch.int64, device) if random else None,
-        _to([p.temperature for p in params], torch.float32, device),
-        _sent(uniforms([samples[i] for i in random]) if random else torch.zeros(0), device),
-        _column([p.min_p for p in params], 0, torch.float32, device),
-        _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
-        _column([p.top_p for p in params], 1, torch.float64, device),
+    return SamplingMetadata(
+        _make_edits(samples, device),
+        _make_tensor(random, torch.int64, device) if random else None,
+        _make_tensor([p.temperature for p in params], torch.float32, device),
+        _copy_to_device(
+            draw_uniforms([samples[i] for i in random]) if random else torch.zeros(0), device
+        ),
+        _make_column([p.min_p for p in params], 0, torch.float32, device),
+        _make_column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
+        _make_column([p.top_p for p in params], 1, torch.float64, device),
         max(tops, default=None),
-        _to(list(map(_beam_temperature, requests)), torch.float32, device) if searched else None,
+        _make_tensor(list(map(_beam_temperature, requests)), torch.float32, device)
+        if searched
+        else None,
     )
 
 
-class Drawers:
+class SamplingMetadataCache:
     """`rows_of` for batches that follow one another: while the same samples draw, only the numbers
     that they draw with change.
     """
@@ -175,78 +181,96 @@ class Drawers:
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
         self._samples: Sequence[Sample] = ()
-        self._rows: Rows | None = None
+        self._metadata: SamplingMetadata | None = None
         self._random: list[Sample] = []
 
-    def rows(self, samples: Sequence[Sample]) -> Rows:
-        if self._rows is not None and samples == self._samples:
+    def make(self, samples: Sequence[Sample]) -> SamplingMetadata:
+        if self._metadata is not None and samples == self._samples:
             if not self._random:
-                return self._rows
-            return replace(self._rows, uniform=_sent(uniforms(self._random), self._device))
-        rows = rows_of(samples, self._device)
+                return self._metadata
+            return replace(
+                self._metadata, uniform=_copy_to_device(draw_uniforms(self._random), self._device)
+            )
+        metadata = make_sampling_metadata(samples, self._device)
         edited = any([one.request.params.edits for one in samples])
-        self._samples, self._rows = samples, None if edited else rows
+        self._samples, self._metadata = samples, None if edited else metadata
         drawing = [one for one in samples if not one.request.beams]
         self._random = [one for one in drawing if not one.request.params.greedy]
-        return rows
+        return metadata
 
 
-def sample(logits: Tensor, rows: Rows) -> Sampled:
+def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
     """logits: (rows, vocab_size), any float type, not changed."""
     raw = logits
-    if rows.beam_temperature is not None:
-        raw = logits.float() / rows.beam_temperature[:, None]
-    if (kernel := _kernel(raw)) and len(raw):
-        return _draw(kernel, raw, rows)
+    if metadata.beam_temperature is not None:
+        raw = logits.float() / metadata.beam_temperature[:, None]
+    if (kernel := _find_kernel(raw)) and len(raw):
+        return _sample_with_kernel(kernel, raw, metadata)
     raw = raw.float()
-    return report(raw, _choose(rows.edits.apply(raw), rows), rows.num_top)
+    return compute_logprobs(
+        raw, _choose_tokens(metadata.edits.apply(raw), metadata), metadata.num_top
+    )
 
 
-def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
+def compute_logprobs(logits: Tensor, token: Tensor, num_top: int | None) -> SamplerOutput:
     """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
     nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
     """
     logits = logits.float()
-    return _report(logits, token, logits.logsumexp(-1), num_top)
+    return _gather_logprobs(logits, token, logits.logsumexp(-1), num_top)
 
 
-def _report(logits: Tensor, token: Tensor, lse: Tensor, num_top: int | None) -> Sampled:
+def _gather_logprobs(
+    logits: Tensor, token: Tensor, lse: Tensor, num_top: int | None
+) -> SamplerOutput:
     chosen, norm = logits.gather(1, token[:, None]), lse[:, None]
     rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
     top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
-    return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
+    return SamplerOutput(token, (chosen - norm)[:, 0], rank, ids, top - norm)
 
 
-def _draw(kernel: ModuleType, raw: Tensor, rows: Rows) -> Sampled:
+def _sample_with_kernel(
+    kernel: ModuleType, raw: Tensor, metadata: SamplingMetadata
+) -> SamplerOutput:
     """`sample` by one pass over the logits in the type that they have."""
     raw = raw if raw.stride(-1) == 1 else raw.contiguous()
-    logits = rows.edits.apply(raw)
+    logits = metadata.edits.apply(raw)
     asked = None if logits is raw else raw
-    token, logprob, lse = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
-    if rows.num_top is not None:
-        return _report(raw.float(), token, lse, rows.num_top)
+    token, logprob, lse = kernel.draw(
+        logits, asked, *_kernel_columns(metadata, len(raw), raw.device)
+    )
+    if metadata.num_top is not None:
+        return _gather_logprobs(raw.float(), token, lse, metadata.num_top)
     nothing = token.new_empty(len(raw), 0)
-    return Sampled(token, logprob, torch.zeros_like(token), nothing, nothing.float())
+    return SamplerOutput(token, logprob, torch.zeros_like(token), nothing, nothing.float())
 
 
-def _columns(rows: Rows, count: int, device: torch.device) -> list[Tensor | None]:
+def _kernel_columns(
+    metadata: SamplingMetadata, count: int, device: torch.device
+) -> list[Tensor | None]:
     """temperature, uniform, min_p, top_k and top_p of all rows: 0 is the temperature of the greedy
     ones, which keep all their tokens.
     """
-    if rows.random is None:
+    if metadata.random is None:
         zeros = torch.zeros(count, dtype=torch.float64, device=device)
         return [zeros.float(), zeros, None, None, None]
-    values = [rows.temperature, rows.uniform, rows.min_p, rows.top_k, rows.top_p]
-    if len(rows.random) == count:
+    values = [
+        metadata.temperature,
+        metadata.uniform,
+        metadata.min_p,
+        metadata.top_k,
+        metadata.top_p,
+    ]
+    if len(metadata.random) == count:
         return values
-    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, rows.random, t)
+    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, metadata.random, t)
     return [
         None if t is None else spread(t, off)
         for t, off in zip(values, (0, 0, 0, 0, 1), strict=True)
     ]
 
 
-def _kernel(logits: Tensor) -> ModuleType | None:
+def _find_kernel(logits: Tensor) -> ModuleType | None:
     """The module that draws in few launches, where Triton runs."""
     device = logits.device
     if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
@@ -254,33 +278,33 @@ def _kernel(logits: Tensor) -> ModuleType | None:
     return import_module("onchip.kernels.triton.draw")
 
 
-def _choose(logits: Tensor, rows: Rows) -> Tensor:
+def _choose_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """A token for each row. A pass reads rows x vocab_size numbers: only those that a row needs."""
-    if rows.random is None:
+    if metadata.random is None:
         return logits.argmax(-1)
-    if len(rows.random) == len(logits):
-        return pick(masses_of(logits, rows), rows.uniform)
-    drawn = pick(masses_of(logits[rows.random], rows), rows.uniform)
-    return logits.argmax(-1).index_copy_(0, rows.random, drawn)
+    if len(metadata.random) == len(logits):
+        return pick(compute_masses(logits, metadata), metadata.uniform)
+    drawn = pick(compute_masses(logits[metadata.random], metadata), metadata.uniform)
+    return logits.argmax(-1).index_copy_(0, metadata.random, drawn)
 
 
-def masses_of(logits: Tensor, rows: Rows) -> Tensor:
+def compute_masses(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
     """The integer probabilities of the tokens that may be drawn, 0 for the others, (rows, vocab);
     logits: of the random rows.
     """
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.div_(rows.temperature[:, None]).exp_()
+    weights = logits.div_(metadata.temperature[:, None]).exp_()
     keys = weights.view(torch.int32)  # of numbers that are not negative: the same order
     masses = (weights * _UNIT).round_().long()  # a power of two: exact
-    if rows.min_p is not None:
-        masses.masked_fill_(weights < rows.min_p[:, None], 0)
-    if rows.top_k is not None:
-        count = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1])
-        floor = threshold(keys, torch.ones_like(masses), count)
+    if metadata.min_p is not None:
+        masses.masked_fill_(weights < metadata.min_p[:, None], 0)
+    if metadata.top_k is not None:
+        count = torch.where(metadata.top_k > 0, metadata.top_k, logits.shape[-1])
+        floor = find_threshold(keys, torch.ones_like(masses), count)
         masses.masked_fill_(keys < floor[:, None], 0)
-    if rows.top_p is not None:
-        wanted = (masses.sum(-1) * rows.top_p).ceil().long()
-        floor = threshold(keys, masses, wanted)
+    if metadata.top_p is not None:
+        wanted = (masses.sum(-1) * metadata.top_p).ceil().long()
+        floor = find_threshold(keys, masses, wanted)
         masses.masked_fill_(keys < floor[:, None], 0)
     return masses
 
@@ -293,7 +317,7 @@ def pick(masses: Tensor, uniform: Tensor) -> Tensor:
     return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN points nowhere
 
 
-def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
+def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
     """The largest key such that the masses of all keys from it on sum up to `wanted` (or to all
     there is), per row. keys: int32 (rows, n), not negative; masses: int64.
     """
@@ -313,7 +337,7 @@ def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
     return found
 
 
-def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
+def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
     edited = [(row, one) for row, one in enumerate(samples) if one.request.params.edits]
@@ -324,24 +348,24 @@ def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
             for token, count in Counter(one.token_ids).items():
                 values[token] -= params.presence_penalty + params.frequency_penalty * count
         if one.num_tokens < params.min_tokens:
-            values.update(dict.fromkeys(request.ends, float("-inf")))
+            values.update(dict.fromkeys(request.end_token_ids, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:
             seen = {*request.prompt_token_ids, *one.token_ids}
             repeat |= {(row, token): params.repetition_penalty for token in seen}
-    return Edits(_cells(add, device), _cells(repeat, device))
+    return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device))
 
 
-def _cells(
+def _edit_tensors(
     values: dict[tuple[int, int], float], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if not values:
         return None
     rows, tokens = zip(*values, strict=True)
     return (
-        _to(rows, torch.int64, device),
-        _to(tokens, torch.int64, device),
-        _to(list(values.values()), torch.float32, device),
+        _make_tensor(rows, torch.int64, device),
+        _make_tensor(tokens, torch.int64, device),
+        _make_tensor(list(values.values()), torch.float32, device),
     )
 
 
@@ -349,16 +373,18 @@ def _beam_temperature(request: Request) -> float:
     return (request.beams.temperature or 1.0) if request.beams else 1.0
 
 
-def _column(values: list, off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _make_column(
+    values: list, off: float, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """None if no row asks for anything."""
-    return None if values.count(off) == len(values) else _to(values, dtype, device)
+    return None if values.count(off) == len(values) else _make_tensor(values, dtype, device)
 
 
-def _to(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _sent(torch.tensor(values, dtype=dtype), device)
+def _make_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _copy_to_device(torch.tensor(values, dtype=dtype), device)
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
+def _copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """To the device behind the work that is queued there: from pinned memory nobody waits."""
     staged = values.pin_memory() if device.type == "cuda" else values
     return staged.to(device, non_blocking=True)

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 
 from onchip.engine.request import Request
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.step import Step
+from onchip.engine.step import ScheduledStep
 from onchip.kvcache import Pool
 
 _REFRESH_S = 0.2  # how old what is said about single requests may be
 
 
 @dataclass(frozen=True)
-class Stats:
+class EngineStats:
     """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: those that
     can be had, pages_cached of them hold a prefix; pages_shared: those that sharing saves.
     request_pages: of those that run. These two take a walk over all requests, and are up to 0.2 s
@@ -40,26 +40,26 @@ class Stats:
     last_step_at: float = 0.0
 
 
-class Meter:
+class StatsRecorder:
     """Makes `latest`, which others read at any time: it is replaced, never changed."""
 
     def __init__(self, pool: Pool, page_bytes: int):
         self._refreshed_at = 0.0
         free = pool.num_free
-        self.latest = Stats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
+        self.latest = EngineStats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
 
-    def count(self, step: Step, waited_s: float) -> None:
+    def count_step(self, step: ScheduledStep, waited_s: float) -> None:
         """A step has been computed, and was waited for so long."""
-        old, drawing = self.latest, sum([bool(run.draws) for run in step.runs])
+        old, drawing = self.latest, sum([bool(chunk.sampled_by) for chunk in step.chunks])
         self.latest = replace(
             old,
-            tokens_generated=old.tokens_generated + len(step.draws),
+            tokens_generated=old.tokens_generated + len(step.rows_to_sample),
             tokens_prefilled=old.tokens_prefilled + step.num_tokens - drawing,
             steps=old.steps + 1,
             waited_s=old.waited_s + waited_s,
         )
 
-    def look(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
+    def record_turn(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
         """A turn has ended that began at this time."""
         now = time.monotonic()
         self.latest = replace(
@@ -83,5 +83,5 @@ class Meter:
 
 def _num_pages(request: Request) -> int:
     """Pages that its samples hold, each once."""
-    tables = [sample.sequence.table for sample in request.rooted]
+    tables = [sample.sequence.table for sample in request.resident]
     return len(tables[0]) if len(tables) == 1 else len({p for t in tables for p in t.pages})

@@ -33,16 +33,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedRequest:
     """The answer to a request that is not taken. later: the queue is full, ask again; otherwise it
     can never be served.
     """
 
     reason: str
-    later: bool = False
+    is_retryable: bool = False
 
 
-class Run(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
     its next token from the logits of the last one.
     """
@@ -50,7 +50,7 @@ class Run(NamedTuple):
     sample: Sample
     start: int
     stop: int
-    draws: tuple[Sample, ...]
+    sampled_by: tuple[Sample, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -58,14 +58,14 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledStep:
     """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
 
     swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
     ended: requests that got their end meanwhile: their deadline passed, or they failed.
     """
 
-    runs: tuple[Run, ...]
+    chunks: tuple[Chunk, ...]
     swapped_out: tuple[Request, ...] = ()
     swapped_in: tuple[Request, ...] = ()
     recomputed: tuple[Request, ...] = ()
@@ -73,18 +73,18 @@ class Step:
 
     @property
     def sequences(self) -> list[Any]:
-        return [run.sample.sequence for run in self.runs]
+        return [chunk.sample.sequence for chunk in self.chunks]
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum([run.stop - run.start for run in self.runs])
+        return sum([chunk.stop - chunk.start for chunk in self.chunks])
 
     @cached_property
     def needs_tokens(self) -> bool:
         """Some of those who draw cannot go on before they know what was drawn."""
-        return any([sample.request.needs_tokens for _, sample in self.draws])
+        return any([sample.request.needs_tokens for _, sample in self.rows_to_sample])
 
     @cached_property
-    def draws(self) -> list[tuple[int, Sample]]:
-        """(which run, who draws from its last row), in the order in which `update` takes them."""
-        return [(i, sample) for i, run in enumerate(self.runs) for sample in run.draws]
+    def rows_to_sample(self) -> list[tuple[int, Sample]]:
+        """(which run, a sample that draws there), in `apply_tokens`' order."""
+        return [(i, sample) for i, chunk in enumerate(self.chunks) for sample in chunk.sampled_by]

@@ -15,7 +15,7 @@ _LONGEST = 64  # tokens that are no text: no character is so long
 _HALF = "\ufffd"
 
 
-class Text:
+class GrowingText:
     """A text that grows at its end and is otherwise never changed. Every character is stored once,
     and any part can be had for what that part is long.
     """
@@ -44,7 +44,7 @@ class Text:
         return "".join(self._pieces[first:last])[start - before : stop - before]
 
 
-class Reader:
+class Detokenizer:
     """Grows a text by tokens. It never shows half a character, nor what may become a stop text:
     `text` is what can be shown.
 
@@ -59,7 +59,7 @@ class Reader:
         stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
     ):
-        self._decode, self._stops = _decoder(tokenizer, skip_special_tokens), tuple(stops)
+        self._decode, self._stops = _make_decoder(tokenizer, skip_special_tokens), tuple(stops)
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
         self._window, context = _context(self._decode, prompt)
         self._shown = len(context)  # characters of the window's text that were taken from it
@@ -67,7 +67,7 @@ class Reader:
         self.num_tokens = 0
         self._held = ""  # what follows `text`
         self._floor = 0  # where the text begins that may hold a stop
-        self.text = Text()
+        self.text = GrowingText()
 
     def push(self, token_ids: Sequence[int], search: bool = True) -> str | None:
         """More tokens; the stop text that appears with them, if one does: the text ends before it.
@@ -114,19 +114,19 @@ class Reader:
         return stop
 
 
-def text_of(
+def decode_text(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     token_ids: Sequence[int],
     skip_special_tokens: bool = True,
 ) -> str:
     """The text of a whole continuation."""
-    decode = _decoder(tokenizer, skip_special_tokens)
+    decode = _make_decoder(tokenizer, skip_special_tokens)
     window, context = _context(decode, prompt)
     return decode([*window, *token_ids])[len(context) :]
 
 
-def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decode:
+def _make_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decode:
     if skip_special_tokens:
         return tokenizer.decode
     return partial(tokenizer.decode, skip_special_tokens=False)

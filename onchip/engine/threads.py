@@ -10,14 +10,14 @@ from contextlib import contextmanager
 
 import torch
 
-from onchip.engine.step import Step
+from onchip.engine.step import ScheduledStep
 from onchip.models import Model
 
-WORTHWHILE = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
-_READ = 16  # a weight that comes from memory takes as long as so many of them
+MIN_PARALLEL_MACS = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
+_READ_MACS = 16  # a weight that comes from memory takes as long as so many of them
 
 
-class Threads:
+class StepThreads:
     """The threads of the steps of a model. Others keep theirs: torch counts threads for each thread
     that asks, but one that asks torch for the first time during a small step is given one, too.
     """
@@ -29,20 +29,20 @@ class Threads:
         self._pair = 2 * config.num_heads * config.head_dim
         self._head = config.vocab_size * config.hidden_size
 
-    def work(self, step: Step) -> int:
+    def estimate_work(self, step: ScheduledStep) -> int:
         """In multiply-adds, of a layer or of the head, whichever is more."""
-        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.runs])
-        layer = (step.num_tokens + _READ) * self._layer + pairs * self._pair
-        return max(layer, (len(step.draws) + _READ) * self._head)
+        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.chunks])
+        layer = (step.num_tokens + _READ_MACS) * self._layer + pairs * self._pair
+        return max(layer, (len(step.rows_to_sample) + _READ_MACS) * self._head)
 
     @contextmanager
-    def of(self, step: Step) -> Iterator[None]:
+    def limit_for(self, step: ScheduledStep) -> Iterator[None]:
         """Inside, torch computes with as many threads as the step is worth."""
-        if not self._on_cpu or (given := torch.get_num_threads()) == 1:
+        if not self._on_cpu or (before := torch.get_num_threads()) == 1:
             yield
             return
-        torch.set_num_threads(given if self.work(step) >= WORTHWHILE else 1)
+        torch.set_num_threads(before if self.estimate_work(step) >= MIN_PARALLEL_MACS else 1)
         try:
             yield
         finally:
-            torch.set_num_threads(given)
+            torch.set_num_threads(before)

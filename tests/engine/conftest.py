@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.engine import Costs, Drawn, Limits, Refused, Scheduler
+from onchip.engine import Limits, PreemptionCosts, RejectedRequest, SampledToken, Scheduler
 from onchip.kvcache import HostTier, KVCache, Spec
 
 VOCAB = 13
@@ -34,10 +34,10 @@ def rank_tokens(numbers, sample_key):
 
 def next_token(numbers, request, index):
     """Beams see the same candidates whoever they are; samples of one request differ."""
-    key = None if request.beams else (request.draw_seed, index)
+    key = None if request.beams else (request.rng_seed, index)
     ranked = rank_tokens(numbers, key)
     top = tuple(ranked) if request.beams else ()
-    return Drawn(*ranked[0], 1, top)
+    return SampledToken(*ranked[0], 1, top)
 
 
 def numbers_of(request, tokens):
@@ -120,18 +120,18 @@ class Engine:
         self.late = late
         if late:
             self.delay(self.tier)
-        costs = Costs(spec.page_bytes, link_bytes_per_s) if host_pages else None
+        costs = PreemptionCosts(spec.page_bytes, link_bytes_per_s) if host_pages else None
         self.now = 0.0
         self.scheduler = Scheduler(
             self.cache, limits, tier=self.tier, costs=costs, clock=lambda: self.now
         )
-        self.ahead, self.flying = ahead, None
+        self.ahead, self.in_flight = ahead, None
         self.steps = 0
         self.finished = []
 
     def add(self, request):
         answer = self.scheduler.add(request)
-        assert not isinstance(answer, Refused), answer
+        assert not isinstance(answer, RejectedRequest), answer
         self.now += 0.001
         return request
 
@@ -140,25 +140,25 @@ class Engine:
         batch = self.cache.view(step.sequences)
         pages, size = self.cache.layer(0)[0].view(-1), self.cache.spec.page_size
         table = batch.page_table.cpu()
-        assert batch.cu_seqlens_q.diff().tolist() == [run.num_tokens for run in step.runs]
-        assert batch.cache_seqlens.tolist() == [run.stop for run in step.runs]
+        assert batch.cu_seqlens_q.diff().tolist() == [chunk.num_tokens for chunk in step.chunks]
+        assert batch.cache_seqlens.tolist() == [chunk.stop for chunk in step.chunks]
         slots, asked = batch.slot_mapping.tolist(), []
         assert len(set(slots)) == len(slots), "two tokens share a slot"
-        for row, run in enumerate(step.runs):
-            places = torch.arange(run.stop)
+        for row, chunk in enumerate(step.chunks):
+            places = torch.arange(chunk.stop)
             at = table[row, places // size].long() * size + places % size
             numbers = pages[at.to(pages.device)].tolist()
-            request = run.sample.request
-            tokens = run.sample.tokens(run.start, run.stop)
-            if run.sample.pending:
-                draws = [sample for _, sample in self.flying[0].draws]
-                tokens.append(self.flying[1][draws.index(run.sample)].token)
-            for i, token in zip(range(run.start, run.stop), tokens, strict=True):
+            request = chunk.sample.request
+            tokens = chunk.sample.tokens(chunk.start, chunk.stop)
+            if chunk.sample.pending:
+                draws = [sample for _, sample in self.in_flight[0].rows_to_sample]
+                tokens.append(self.in_flight[1][draws.index(chunk.sample)].token)
+            for i, token in zip(range(chunk.start, chunk.stop), tokens, strict=True):
                 numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
-            new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
-            assert new == at[run.start :].tolist()
+            new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
+            assert new == at[chunk.start :].tolist()
             pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
-            asked += [(numbers, s) for s in run.draws]
+            asked += [(numbers, s) for s in chunk.sampled_by]
         return self.draw(asked)
 
     def draw(self, asked):
@@ -171,32 +171,32 @@ class Engine:
         scheduler = self.scheduler
         step = scheduler.schedule()
         assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
-        assert step.num_tokens or self.flying or not scheduler.has_work
-        drawn = self.compute(step)
+        assert step.num_tokens or self.in_flight or not scheduler.has_work
+        tokens = self.compute(step)
         if between:
             between(step)
         if self.ahead:
-            self.fly(step, drawn)
+            self.fly(step, tokens)
         else:
-            self.finished += scheduler.update(step, drawn)
+            self.finished += scheduler.update(step, tokens)
         self.steps += 1
         self.check()
         return step
 
-    def fly(self, step, drawn):
+    def fly(self, step, tokens):
         """What the step before it drew is told only now."""
-        self.scheduler.advance(step)
+        self.scheduler.mark_launched(step)
         self.check()
-        before, self.flying = self.flying, (step, drawn)
+        before, self.in_flight = self.in_flight, (step, tokens)
         if before:
-            self.finished += self.scheduler.resolve(*before)
-        if self.scheduler.must_resolve or not step.runs:
-            self.land()
+            self.finished += self.scheduler.apply_tokens(*before)
+        if self.scheduler.must_collect or not step.chunks:
+            self.collect()
 
-    def land(self):
-        if self.flying:
-            self.finished += self.scheduler.resolve(*self.flying)
-            self.flying = None
+    def collect(self):
+        if self.in_flight:
+            self.finished += self.scheduler.apply_tokens(*self.in_flight)
+            self.in_flight = None
 
     def drain(self, limit=3000):
         while self.scheduler.has_work:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from onchip.engine import BeamSearchParams, Refused, Request, SamplingParams, Status
+from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
 
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
@@ -29,7 +29,7 @@ class Blast:
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
-            self.scheduler._home.costs = Coin(self.random)
+            self.scheduler._kv.costs = Coin(self.random)
         self.alone = alone
         self.requests = []
         self.number = 0
@@ -67,9 +67,9 @@ class Blast:
             deadline_s=self.engine.now + draw.random() if draw.random() < 0.15 else None,
             salt=draw.choice(("blue", "gold")),
             eos_token_ids=(7, 8),
-            draw_seed=draw.randrange(5),
+            rng_seed=draw.randrange(5),
         )
-        if isinstance(self.scheduler.add(request), Refused):
+        if isinstance(self.scheduler.add(request), RejectedRequest):
             self.seen["refused"] += 1
         else:
             self.requests.append(request)

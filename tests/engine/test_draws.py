@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.engine import BeamSearchParams, Request, SamplingParams
-from onchip.engine.sampler import rows_of, sample
+from onchip.engine.sampler import make_sampling_metadata, sample
 
 VOCAB = 63
 PARAMS = [
@@ -25,7 +25,11 @@ def sampling(engine):
         def draw(self, asked):
             logits = torch.stack([self.logits(numbers) for numbers, _ in asked] or [torch.ones(0)])
             samples = [one for _, one in asked]
-            return sample(logits, rows_of(samples, "cpu")).drawn(samples) if samples else []
+            return (
+                sample(logits, make_sampling_metadata(samples, "cpu")).to_tokens(samples)
+                if samples
+                else []
+            )
 
         def logits(self, numbers):
             seed = int(sum(numbers)) % 2**62

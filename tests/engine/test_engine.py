@@ -14,9 +14,9 @@ from onchip.engine import (
     BeamSearchParams,
     ByteTokenizer,
     EngineError,
+    ExecutionConfig,
     Limits,
-    Pace,
-    Refused,
+    RejectedRequest,
     SamplingParams,
     Status,
 )
@@ -183,9 +183,9 @@ def test_forks_draw_what_copies_draw(tiny):
 @pytest.mark.parametrize(
     "params, order",
     [
-        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "land"]),
-        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "land", "launch"]),
-        (BeamSearchParams(2, 6), ["launch", "land", "launch"]),
+        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "collect"]),
+        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "collect", "launch"]),
+        (BeamSearchParams(2, 6), ["launch", "collect", "launch"]),
     ],
     ids=["draws", "penalties", "beams"],
 )
@@ -193,7 +193,7 @@ def test_a_step_is_launched_before_the_one_before_is_looked_at(tiny, monkeypatch
     """Except where somebody must know: beams and penalties."""
     calls = []
     with tiny.engine(overlap=True) as one:
-        for name in ("launch", "land"):
+        for name in ("launch", "collect"):
             real = getattr(one._runner, name)
             spy = lambda x, name=name, real=real: (calls.append(name), real(x))[1]
             monkeypatch.setattr(one._runner, name, spy)
@@ -239,11 +239,11 @@ def test_stream_grows_and_ends_as_the_whole(tiny, expected, overlap):
     assert tiny.told(last) == expected
     seen = dict.fromkeys(itertools.product(requests, range(3)), "")
     for output in outputs:
-        if requests[output.request_id].chosen_last:
+        if requests[output.request_id].is_ranked_at_end:
             assert output.finished
         for c in output.outputs:
             before = seen[output.request_id, c.index]
-            assert c.text.startswith(before) or requests[output.request_id].chosen_last
+            assert c.text.startswith(before) or requests[output.request_id].is_ranked_at_end
             assert c.finished or not c.text.endswith("\ufffd")
             seen[output.request_id, c.index] = c.text
 
@@ -298,8 +298,10 @@ def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
         sample.token_ids, sample.logprobs = Counted(), Counted()
         while one.has_work:
             told += sum(len(piece.text) for piece in reader.news(one.step()))
-            if sample.reader is not None:
-                kept = [len(x) for x in vars(sample.reader).values() if isinstance(x, (str, list))]
+            if sample.detokenizer is not None:
+                kept = [
+                    len(x) for x in vars(sample.detokenizer).values() if isinstance(x, (str, list))
+                ]
                 assert max(kept) < 80
     assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
     assert Counted.asked < 12 * 200 and decoded < 80 * 200
@@ -385,7 +387,7 @@ def test_a_deadline_cuts_a_request_off(tiny):
 
 def test_refusals_and_errors_are_sentences(tiny):
     with tiny.engine() as one:
-        assert isinstance(one.add("x" * 200, SamplingParams(max_tokens=100)), Refused)
+        assert isinstance(one.add("x" * 200, SamplingParams(max_tokens=100)), RejectedRequest)
         for prompt, params, match in (
             ("", None, "the prompt is empty"),
             ([], None, "the prompt is empty"),
@@ -464,7 +466,7 @@ def test_a_row_that_is_not_finite_fails_alone(tiny, expected):
         sick.embed[ord("~")] = float("nan")
     limits = Limits(256, 40, 12)
     options = {"num_pages": 300, "page_size": 4, "eos_token_ids": tiny.EOS, "seed": 1}
-    options["pace"] = Pace(overlap=True)
+    options["execution"] = ExecutionConfig(overlap=True)
     with tiny.Engine(sick, ByteTokenizer(), limits=limits, **options) as one:
         bad = one.add("a ~", SamplingParams(max_tokens=5))
         tiny.ask(one)
@@ -519,7 +521,7 @@ def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypa
         assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
         assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
         assert not one.has_work and one.stats().tokens_generated > generated
-        one._num_taken = 0
+        one._num_accepted = 0
         tiny.ask(one)
         assert tiny.told(tiny.drain(one)[0]) == expected
 

@@ -160,7 +160,7 @@ def test_interrupted_at_any_line_it_serves_the_next_call(tiny, start):
         told = lambda: [[c.token_ids for c in o.outputs] for o in one.generate(prompts, how)]
         expected, place = told(), start
         while interrupted_at(place, lambda: one.generate(prompts, how)):
-            assert not one._jobs and len(one.engine.scheduler.waiting) == 0
+            assert not one._batches and len(one.engine.scheduler.waiting) == 0
             assert told() == expected
             tiny.check(one.engine)
             tiny.check_empty(one.engine)

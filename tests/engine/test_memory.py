@@ -70,11 +70,11 @@ def test_what_is_not_for_pages_is_counted(tiny, monkeypatch, graphs):
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    room = memory._room_on_gpu(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
+    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = 4 * 12 * -(-250 // 16)
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
-    assert len(drawn) == 12 and all(one.logprobs and one.penalised for one in drawn)
+    assert len(drawn) == 12 and all(one.logprobs and one.has_penalties for one in drawn)
     assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to
-from onchip.engine.model_runner import _only_decodes, _words
+from onchip.engine.graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
+from onchip.engine.model_runner import _int32_tensor, _is_decode_only
 from onchip.kvcache import PagedBatch
 from onchip.kvcache import batch as batches
 
@@ -27,14 +27,14 @@ WAYS = {
 
 
 def test_tokens_that_were_drawn_last_are_filled_in():
-    ids, last = _words([5, ~2, 0, ~0, 7]), torch.tensor([10, 11, 12, 13])
-    assert filled_in(ids, last).tolist() == [5, 12, 0, 10, 7]
+    ids, last = _int32_tensor([5, ~2, 0, ~0, 7]), torch.tensor([10, 11, 12, 13])
+    assert fill_in_sampled(ids, last).tolist() == [5, 12, 0, 10, 7]
     assert ids.tolist() == [5, -3, 0, -1, 7]
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 33, 128, 129, 256, 300, 1000])
 def test_graphs_for_every_batch_size(most):
-    sizes = sizes_up_to(most)
+    sizes = batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
     for count in range(1, most + 1):
         size = next(s for s in sizes if s >= count)
@@ -71,9 +71,9 @@ def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
         one.warm_up()
         tiny.ask(one)
         tiny.drain(one)  # everything is compiled
-        one._num_taken = 0
+        one._num_accepted = 0
         tiny.ask(one)
-        monkeypatch.setattr(Graphs, "_record", None)
+        monkeypatch.setattr(StepGraphs, "_record", None)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -147,8 +147,8 @@ def test_a_step_is_queued_while_the_one_before_runs(tiny):
         for _ in range(5):
             one.step()
         torch.cuda._sleep(200_000_000)  # some 0.1 s
-        flight = one._runner.launch(one.scheduler.schedule())
-        assert not flight.event.query()
+        in_flight = one._runner.launch(one.scheduler.schedule())
+        assert not in_flight.event.query()
         torch.cuda.synchronize()
 
 
@@ -174,7 +174,7 @@ def test_close_gives_the_memory_of_a_gpu_back(tiny):
     assert held[1][0] - held[0][0] < 2**20 and held[1][1] - held[0][1] < 64 * 2**20
 
 
-class Replayed(Graphs):
+class Replayed(StepGraphs):
     """Graphs as the CPU can have them: a replay computes what the static batch shows. The padding,
     which a GPU computes and nobody looks at, is left out.
     """
@@ -186,7 +186,7 @@ class Replayed(Graphs):
     def _record(self, shape):
         batch = self._cache.static_batch(shape, self._table)
         hidden = torch.full((shape.num_seqs, self._model.config.hidden_size), float("nan"))
-        return Recorded(Again(lambda: self._compute(batch, hidden)), batch, hidden)
+        return RecordedGraph(Again(lambda: self._compute(batch, hidden)), batch, hidden)
 
     def _compute(self, batch, hidden):
         seqs, tokens = int((batch.cu_seqlens_q.diff() > 0).sum()), int(batch.cu_seqlens_q[-1])
@@ -218,7 +218,7 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, s
             one.cache.pages.k.fill_(float("nan"))
             one.cache.pages.v.fill_(float("nan"))
             if graphs:
-                one._runner._graphs = Replayed(one.model, one.cache, one._runner._last)
+                one._runner._graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
                 one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
                 monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
@@ -234,7 +234,7 @@ def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
-        graphs = Replayed(one.model, one.cache, one._runner._last)
+        graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
         used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
         found = lambda: graphs._recorded
         estimate = graphs.estimate_bytes(4096, used)
@@ -250,7 +250,10 @@ def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decodin
         one.add("x", SamplingParams(n=2, max_tokens=2))
         one.add("y" * 30, SamplingParams(max_tokens=2))
         step = one.scheduler.schedule()
-        assert [(run.num_tokens, len(run.draws)) for run in step.runs] == [(1, 2), (11, 0)]
-        short = replace(step, runs=(step.runs[0], step.runs[1]._replace(stop=1)))
-        assert len(short.draws) == len(short.runs) == short.num_tokens
-        assert not _only_decodes(short)
+        assert [(chunk.num_tokens, len(chunk.sampled_by)) for chunk in step.chunks] == [
+            (1, 2),
+            (11, 0),
+        ]
+        short = replace(step, chunks=(step.chunks[0], step.chunks[1]._replace(stop=1)))
+        assert len(short.rows_to_sample) == len(short.chunks) == short.num_tokens
+        assert not _is_decode_only(short)

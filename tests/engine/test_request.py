@@ -5,7 +5,14 @@ import pickle
 
 import pytest
 
-from onchip.engine import BeamSearchParams, CompletionOutput, Drawn, Request, SamplingParams, Status
+from onchip.engine import (
+    BeamSearchParams,
+    CompletionOutput,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Status,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ def taken(params, tokens, **options):
     request.max_tokens = params.max_tokens
     sample = request.samples[0]
     for token in tokens:
-        sample.take(Drawn(token, -0.5, 1, ((token, -0.5), (0, -1.5))))
+        sample.append(SampledToken(token, -0.5, 1, ((token, -0.5), (0, -1.5))))
     return sample
 
 
@@ -68,7 +75,7 @@ def test_an_output_stays_what_it_was():
     early, untouched = sample.output(), sample.output()
     assert early.token_ids == (4, 5)
     sample.text.add("cd")
-    sample.take(Drawn(6, -1.0))
+    sample.append(SampledToken(6, -1.0))
     for output in (early, untouched):
         assert (output.text, output.token_ids, len(output.logprobs)) == ("ab", (4, 5), 2)
         assert output.cumulative_logprob == -1.0 and output == untouched
@@ -82,7 +89,7 @@ def test_an_output_stays_what_it_was():
 
 def test_logits_that_are_not_finite_end_the_sample_alone():
     sample = taken(SamplingParams(), (4,))
-    sample.take(Drawn(5, float("nan")))
+    sample.append(SampledToken(5, float("nan")))
     assert sample.end is Status.FINISHED_ERROR and sample.token_ids == [4]
 
 
@@ -101,7 +108,7 @@ def test_best_of_returns_the_most_probable():
     request = Request("r", (1,), SamplingParams(n=2, best_of=3, max_tokens=1))
     request.max_tokens = 1
     for sample, logprob in zip(request.samples, (-3.0, -1.0, -2.0), strict=True):
-        sample.take(Drawn(4, logprob))
+        sample.append(SampledToken(4, logprob))
     request.status = Status.FINISHED_LENGTH
     assert [o.index for o in request.output().outputs] == [1, 2]
 

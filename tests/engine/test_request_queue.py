@@ -3,17 +3,17 @@
 import pytest
 
 from onchip.engine import Request
-from onchip.engine.request_queue import Line
+from onchip.engine.request_queue import RequestQueue
 
 
 def test_who_leaves_and_returns_stands_where_it_stood():
-    line, requests = Line(), [Request(str(i), (1,)) for i in range(5)]
+    queue, requests = RequestQueue(), [Request(str(i), (1,)) for i in range(5)]
     for i in (3, 0, 4, 1, 2):
-        requests[i].rank = (i // 2, i)
-        line.add(requests[i])
-    assert list(line) == requests and line[-1] is requests[4]
-    line.remove(requests[1])
+        requests[i].order_key = (i // 2, i)
+        queue.add(requests[i])
+    assert list(queue) == requests and queue[-1] is requests[4]
+    queue.remove(requests[1])
     with pytest.raises(ValueError, match="not in this line"):
-        line.remove(requests[1])
-    line.add(requests[1])
-    assert list(line) == requests and len(line) == 5
+        queue.remove(requests[1])
+    queue.add(requests[1])
+    assert list(queue) == requests and len(queue) == 5

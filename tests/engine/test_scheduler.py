@@ -6,9 +6,9 @@ import pytest
 
 from onchip.engine import (
     BeamSearchParams,
-    Costs,
     Limits,
-    Refused,
+    PreemptionCosts,
+    RejectedRequest,
     Request,
     SamplingParams,
     Scheduler,
@@ -45,7 +45,9 @@ def test_what_can_never_fit_is_refused_and_others_go_on(engine, request_, match)
     """vllm #39734: it waits forever and everybody behind it; vllm #40302: it kills the engine."""
     one = engine(max_model_len=200)
     answer = one.scheduler.add(request_)
-    assert isinstance(answer, Refused) and not answer.later and match in answer.reason
+    assert (
+        isinstance(answer, RejectedRequest) and not answer.is_retryable and match in answer.reason
+    )
     one.add(ask("other"))
     one.drain()
 
@@ -54,7 +56,7 @@ def test_what_fits_exactly_is_served(engine, assert_same):
     """29 pages of 4: the last token needs no slot."""
     one = engine(max_model_len=200)
     request = one.add(ask(prompt=100, tokens=17))
-    assert isinstance(one.scheduler.add(ask("more", 100, 18)), Refused)
+    assert isinstance(one.scheduler.add(ask("more", 100, 18)), RejectedRequest)
     one.drain()
     assert_same(request)
 
@@ -71,7 +73,7 @@ def test_max_tokens_none_fills_the_model(engine):
     request = one.add(ask(params=SamplingParams(max_tokens=None, ignore_eos=True)))
     one.drain()
     assert len(request.samples[0].token_ids) == 15
-    assert isinstance(one.scheduler.add(ask("full", 20, params=SamplingParams())), Refused)
+    assert isinstance(one.scheduler.add(ask("full", 20, params=SamplingParams())), RejectedRequest)
 
 
 def test_the_queue_is_bounded_in_requests_and_tokens(engine):
@@ -79,10 +81,10 @@ def test_the_queue_is_bounded_in_requests_and_tokens(engine):
     one = engine(max_queued_requests=2, max_queued_tokens=30)
     one.add(ask("a", 20))
     full = one.scheduler.add(ask("b", 11))
-    assert full.later and "tokens are waiting" in full.reason
+    assert full.is_retryable and "tokens are waiting" in full.reason
     one.add(ask("b", 10))
     full = one.scheduler.add(ask("c", 1))
-    assert full.later and "2 requests are waiting" in full.reason
+    assert full.is_retryable and "2 requests are waiting" in full.reason
     one.step()
     one.add(ask("c", 1))
     one.drain()
@@ -107,12 +109,12 @@ def test_steps_and_updates_alternate(engine):
         one.scheduler.schedule()
     with pytest.raises(ValueError, match="under way"):
         one.scheduler.preempt(one.scheduler.running[0])
-    drawn = one.compute(step)
-    with pytest.raises(ValueError, match="0 tokens for 1 draws"):
+    tokens = one.compute(step)
+    with pytest.raises(ValueError, match="0 tokens for 1 rows to sample"):
         one.scheduler.update(step, [])
-    one.scheduler.update(step, drawn)
+    one.scheduler.update(step, tokens)
     with pytest.raises(ValueError, match="once"):
-        one.scheduler.update(step, drawn)
+        one.scheduler.update(step, tokens)
     one.scheduler.preempt(request)
     with pytest.raises(ValueError, match="it is preempted, to be computed again"):
         one.scheduler.preempt(request)
@@ -123,29 +125,29 @@ def test_steps_under_way_are_resolved_in_order(engine):
     request = one.add(ask(tokens=3))
     scheduler = one.scheduler
     first = scheduler.schedule()
-    with pytest.raises(ValueError, match="resolve takes the oldest"):
-        scheduler.resolve(first, one.compute(first))
-    drawn = one.compute(first)
-    scheduler.advance(first)
-    with pytest.raises(ValueError, match="advance takes the step that was scheduled last"):
-        scheduler.advance(first)
+    with pytest.raises(ValueError, match="apply_tokens takes the oldest"):
+        scheduler.apply_tokens(first, one.compute(first))
+    tokens = one.compute(first)
+    scheduler.mark_launched(first)
+    with pytest.raises(ValueError, match="mark_launched takes the step that was scheduled last"):
+        scheduler.mark_launched(first)
     assert request.samples[0].num_tokens == 1 and not request.samples[0].token_ids
     second = scheduler.schedule()
-    one.flying = first, drawn
+    one.in_flight = first, tokens
     more = one.compute(second)
     with pytest.raises(ValueError, match="update takes the step that was scheduled last"):
         scheduler.update(second, more)
-    scheduler.advance(second)
-    assert scheduler.must_resolve
-    with pytest.raises(ValueError, match="tokens must be known: resolve it first"):
+    scheduler.mark_launched(second)
+    assert scheduler.must_collect
+    with pytest.raises(ValueError, match="tokens must be known: collect it first"):
         scheduler.schedule()
-    with pytest.raises(ValueError, match="resolve takes the oldest"):
-        scheduler.resolve(second, more)
-    with pytest.raises(ValueError, match="0 tokens for 1 draws"):
-        scheduler.resolve(first, [])
-    scheduler.resolve(first, drawn)
+    with pytest.raises(ValueError, match="apply_tokens takes the oldest"):
+        scheduler.apply_tokens(second, more)
+    with pytest.raises(ValueError, match="0 tokens for 1 rows to sample"):
+        scheduler.apply_tokens(first, [])
+    scheduler.apply_tokens(first, tokens)
     assert request.samples[0].num_tokens == 2 and len(request.samples[0].token_ids) == 1
-    scheduler.resolve(second, more)
+    scheduler.apply_tokens(second, more)
     one.drain()
 
 
@@ -154,12 +156,12 @@ def test_who_looks_at_tokens_waits_for_them(engine, params):
     one = engine()
     one.add(ask(params=params))
     step = one.scheduler.schedule()
-    drawn = one.compute(step)
-    one.scheduler.advance(step)
-    assert one.scheduler.must_resolve
+    tokens = one.compute(step)
+    one.scheduler.mark_launched(step)
+    assert one.scheduler.must_collect
     with pytest.raises(ValueError, match="tokens must be known"):
         one.scheduler.schedule()
-    one.scheduler.resolve(step, drawn)
+    one.scheduler.apply_tokens(step, tokens)
     one.drain()
 
 
@@ -194,7 +196,7 @@ def test_a_scheduler_needs_rows_and_both_tier_and_costs(engine):
     with pytest.raises(ValueError, match="exceeds the cache's"):
         Scheduler(one.cache, Limits(100, max_num_seqs=9))
     with pytest.raises(ValueError, match="a tier needs costs"):
-        Scheduler(one.cache, Limits(100, max_num_seqs=8), costs=Costs(1))
+        Scheduler(one.cache, Limits(100, max_num_seqs=8), costs=PreemptionCosts(1))
 
 
 # Steps
@@ -210,7 +212,7 @@ def test_a_prompt_comes_in_chunks_and_decoding_never_waits_for_it(engine, assert
     while not long.samples[0].token_ids:
         step = one.step()
         assert step.num_tokens == 8 or long.samples[0].token_ids
-        counts = {run.sample.request: run.num_tokens for run in step.runs}
+        counts = {chunk.sample.request: chunk.num_tokens for chunk in step.chunks}
         assert counts[short] == 1
         chunks.append(counts[long])
     assert sum(chunks) == 50 and chunks[0] == 7
@@ -228,7 +230,7 @@ def test_an_older_prompt_does_not_wait_for_newer_decoders(engine):
         one.add(ask(f"s{i}", 1, 30))
     while not long.finished:
         step = one.step()
-        assert any(run.sample.request is long for run in step.runs)
+        assert any(chunk.sample.request is long for chunk in step.chunks)
     one.drain()
 
 
@@ -237,10 +239,10 @@ def test_samples_of_a_request_share_one_prefill(engine, assert_same):
     one = engine()
     request = one.add(ask(prompt=13, params=wide(4)))
     step = one.step()
-    assert [run.num_tokens for run in step.runs] == [13] and len(step.draws) == 4
+    assert [chunk.num_tokens for chunk in step.chunks] == [13] and len(step.rows_to_sample) == 4
     step = one.step()
-    assert [run.num_tokens for run in step.runs] == [1] * 4
-    tables = [s.sequence.table.pages for s in request.live]
+    assert [chunk.num_tokens for chunk in step.chunks] == [1] * 4
+    tables = [s.sequence.table.pages for s in request.unfinished]
     assert len({pages[:3] for pages in tables}) == 1 and len({pages[3] for pages in tables}) == 4
     one.drain()
     assert_same(request)
@@ -313,7 +315,7 @@ def test_the_newest_makes_room_and_stands_where_it_stood(engine, assert_same):
         step = one.step()
         for request in step.recomputed:
             survivors = [r for r in before if r.status is Status.RUNNING]
-            assert all(request.rank > r.rank for r in survivors)
+            assert all(request.order_key > r.order_key for r in survivors)
             preempted.append(request)
     assert preempted and requests[0] not in preempted
     finished = [r.metrics.finished_s for r in requests]
@@ -377,10 +379,10 @@ def test_beams_that_are_computed_again_twice_forget_what_they_had_found(engine, 
     """With a budget of three tokens they catch up one after the other."""
     one = engine(budget=3, max_num_seqs=3, prefix_reuse=False)
     request = one.add(ask(params=BeamSearchParams(3, 12)))
-    while len(request.live[0].token_ids) < 8:
+    while len(request.unfinished[0].token_ids) < 8:
         one.step()
     one.scheduler.preempt(request)
-    while len({bool(beam.candidates) for beam in request.live}) == 1:
+    while len({bool(beam.candidates) for beam in request.unfinished}) == 1:
         one.step()
     one.scheduler.preempt(request)
     one.drain()
@@ -388,7 +390,7 @@ def test_beams_that_are_computed_again_twice_forget_what_they_had_found(engine, 
 
 
 def test_costs_choose_between_the_link_and_the_prefill():
-    costs = Costs(page_bytes=1000, link_bytes_per_s=1e6, prefill_tokens_per_s=1000)
+    costs = PreemptionCosts(page_bytes=1000, link_bytes_per_s=1e6, prefill_tokens_per_s=1000)
     assert costs.swap_s(5) == 0.01 and costs.recompute_s(20) == 0.02
     assert costs.prefers_swap(5, 20) and not costs.prefers_swap(5, 9)
     for _ in range(100):
@@ -397,7 +399,7 @@ def test_costs_choose_between_the_link_and_the_prefill():
     assert 4999 < costs.prefill_tokens_per_s < 5000
     assert not costs.prefers_swap(5, 20)
     with pytest.raises(ValueError, match="link_bytes_per_s=0"):
-        Costs(1, 0)
+        PreemptionCosts(1, 0)
 
 
 def test_what_is_larger_than_the_host_is_computed_again(engine, assert_same):
@@ -446,7 +448,7 @@ def test_nobody_takes_the_pages_that_another_waits_for(engine):
     one.scheduler.preempt(one.scheduler.running[0])
     first = one.add(ask("first", 28, priority=-1))
     second = one.add(ask("second", 4, priority=-1))
-    assert [run.sample.request for run in one.step().runs] == [first, second]
+    assert [chunk.sample.request for chunk in one.step().chunks] == [first, second]
     one.drain()
 
 
@@ -456,7 +458,7 @@ def test_whoever_is_put_out_does_not_return_in_the_same_step(engine):
         one.add(ask(f"r{i}", 8, 20))
     while one.scheduler.has_work:
         step = one.step()
-        assert not {run.sample.request for run in step.runs} & set(step.recomputed)
+        assert not {chunk.sample.request for chunk in step.chunks} & set(step.recomputed)
 
 
 # Order
@@ -495,7 +497,7 @@ def test_a_preempted_request_is_before_those_that_came_later(engine):
     one.scheduler.preempt(second)
     assert one.scheduler.waiting == (second, *later)
     step = one.step()
-    assert {run.sample.request for run in step.runs} == {first, second}
+    assert {chunk.sample.request for chunk in step.chunks} == {first, second}
     one.drain()
 
 
@@ -517,7 +519,7 @@ def test_a_request_that_waits_pins_no_seat(engine):
     one.step()
     one.add(ask("large", [9] * 33, 2))
     one.step()
-    assert one.scheduler._seats() == 1
+    assert one.scheduler._num_running_seqs() == 1
     assert len(one.cache.host_table.free_rows) == one.cache.max_seqs - 1
     one.drain()
 
@@ -537,7 +539,7 @@ def test_cancelled_at_any_step_its_pages_are_free_at_once(engine, params, when):
     one.check_empty()
     assert not one.scheduler.abort("r") and not one.scheduler.has_work
     assert {s.end for s in request.samples} == {Status.FINISHED_ABORTED}
-    assert not one.scheduler.schedule().runs
+    assert not one.scheduler.schedule().chunks
     again = engine(budget=8)
     again.add(ask(prompt=13, params=params))
     for _ in range(when):
@@ -585,7 +587,7 @@ def test_the_first_sample_is_stopped_before_others_forked_from_it(engine, assert
         one.step()
     one.scheduler.preempt(request)
     one.step()
-    assert len(request.rooted) == 1
+    assert len(request.resident) == 1
     one.step(between=lambda step: one.scheduler.stop(request.samples[0], "x"))
     one.drain()
     assert [len(s.token_ids) for s in request.samples] == [3, 6, 6]
@@ -609,9 +611,9 @@ def test_one_bad_row_fails_alone(engine, assert_same):
     one = engine()
     bad, good = one.add(ask("bad")), one.add(ask("good"))
     step = one.scheduler.schedule()
-    drawn = one.compute(step)
-    drawn[0] = drawn[0]._replace(logprob=float("nan"))
-    assert one.scheduler.update(step, drawn) == [bad]
+    tokens = one.compute(step)
+    tokens[0] = tokens[0]._replace(logprob=float("nan"))
+    assert one.scheduler.update(step, tokens) == [bad]
     one.drain()
     assert bad.status is Status.FINISHED_ERROR and bad.error == "the logits are not finite"
     assert bad.outputs()[0].finish_reason == "error"
@@ -622,8 +624,8 @@ def test_a_beam_without_candidates_fails_alone(engine):
     one = engine()
     request = one.add(ask(params=BeamSearchParams(2)))
     step = one.scheduler.schedule()
-    drawn = [d._replace(top=()) for d in one.compute(step)]
-    assert one.scheduler.update(step, drawn) == [request]
+    tokens = [d._replace(top=()) for d in one.compute(step)]
+    assert one.scheduler.update(step, tokens) == [request]
     assert "no finite candidates" in request.error
     one.check_empty()
 
@@ -671,7 +673,7 @@ def test_chunks_count_from_what_is_found_not_from_what_was_planned(engine, asser
         one.step()
     one.scheduler.preempt(first)
     step = one.step()
-    assert step.runs[0].start == first.samples[0].sequence.hit_tokens > 30
+    assert step.chunks[0].start == first.samples[0].sequence.hit_tokens > 30
     one.drain()
     assert_same(first)
 

@@ -8,8 +8,8 @@ from onchip.engine import (
     BeamSearchParams,
     ByteTokenizer,
     Engine,
+    ExecutionConfig,
     Limits,
-    Pace,
     Request,
     SamplingParams,
 )
@@ -50,7 +50,7 @@ PARAMS = [
 ]
 
 
-PACE = {"overlap", "graphs", "clock"}
+EXECUTION = {"overlap", "graphs", "clock"}
 
 
 @cache
@@ -63,7 +63,9 @@ def model(device="cpu"):
 def engine(device="cpu", budget=40, max_num_seqs=12, num_pages=300, **options):
     limits = Limits(256, budget, max_num_seqs)
     fixed = {"page_size": 4, "eos_token_ids": EOS, "seed": 1} | options
-    fixed["pace"] = Pace(**{name: fixed.pop(name) for name in PACE & fixed.keys()})
+    fixed["execution"] = ExecutionConfig(
+        **{name: fixed.pop(name) for name in EXECUTION & fixed.keys()}
+    )
     return Engine(model(device), ByteTokenizer(), limits=limits, num_pages=num_pages, **fixed)
 
 
@@ -103,7 +105,7 @@ def check_empty(one):
     if one.tier:
         one.tier.synchronize()
         assert not one.tier.families and one.tier.num_free == one.tier.capacity
-    assert not len(one._reports) and one._flight is None
+    assert not len(one._output_processor) and one._in_flight is None
 
 
 def told(outputs):

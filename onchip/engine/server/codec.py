@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
-from onchip.engine.chat import template_of
+from onchip.engine.chat import get_template
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.engine.workers import JobEnded, Workers
 
@@ -115,7 +115,7 @@ class Texts:
         """The text of a conversation. options: as of chat.render_template."""
         tokenizer = self._given()
         try:
-            template = template_of(tokenizer)
+            template = get_template(tokenizer)
         except ValueError as error:
             raise Refusal(400, str(error)) from None
         work = partial(

@@ -128,7 +128,7 @@ def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:
     pages = range(1, pool.num_pages)
     owners: list[tuple[str | int, int]] = [(CACHED if pool.filled(p) else BLANK, 0) for p in pages]
     for request in engine.scheduler.running:
-        for sample in request.rooted:
+        for sample in request.resident:
             for page in sample.sequence.table.pages:
                 owners[page - 1] = (request.request_id, pool.refs(page))
     return owners

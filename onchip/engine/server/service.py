@@ -25,7 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import RequestOutput
-from onchip.engine.step import Limits, Refused
+from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
 
 from .errors import Refusal
@@ -331,9 +331,9 @@ class Service:
         except Exception as error:
             LOG.exception("a request could not be added")
             return Refusal(500, f"the engine could not take the request: {type(error).__name__}")
-        if not isinstance(answer, Refused):
+        if not isinstance(answer, RejectedRequest):
             return None
-        if answer.later:
+        if answer.is_retryable:
             return Refusal(429, answer.reason, code="queue_full", retry_after_s=RETRY_AFTER_S)
         return Refusal(400, answer.reason, code="context_length_exceeded")
 

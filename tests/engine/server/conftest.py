@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from onchip.engine import CompletionOutput, Logprob, Refused, RequestOutput, SamplingParams
+from onchip.engine import CompletionOutput, Logprob, RejectedRequest, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
 from onchip.engine.step import Limits
 from onchip.engine.tokenizer import ByteTokenizer
@@ -98,9 +98,9 @@ class FakeEngine:
         if bytes(prompt) == b"break me":
             raise KeyError("a bug")
         if len(prompt) + (params.max_tokens or 1) > 4096:
-            return Refused(f"{len(prompt)} tokens are too many")
+            return RejectedRequest(f"{len(prompt)} tokens are too many")
         if len(self.requests) >= self.seats + self.queue:
-            return Refused("the queue is full", later=True)
+            return RejectedRequest("the queue is full", is_retryable=True)
         self.salts.append(salt)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self.requests[request_id] = FakeRequest(request_id, prompt, params, deadline, salt, stream)

@@ -77,7 +77,7 @@ BODIES = {
 }
 
 
-def text_of(reply):
+def decode_text(reply):
     """The text of a whole answer, or of a stream."""
     if isinstance(reply, dict):
         return reply["choices"][0]["message"]["content"]
@@ -91,7 +91,7 @@ def text_of(reply):
 def test_what_they_send_is_answered(shared, ask, name, messages):
     status, answer, _ = ask(shared, CHATS, BODIES[name] | {"messages": messages})
     assert status == 200, answer
-    assert text_of(answer) == ("user: he" if messages is HELLO else "system: ")
+    assert decode_text(answer) == ("user: he" if messages is HELLO else "system: ")
 
 
 def test_every_parameter_of_the_openai_client_has_a_name_here():
@@ -170,7 +170,7 @@ def test_the_last_message_is_continued(shared, ask):
     messages = [*HELLO, {"role": "assistant", "content": "Well, I"}]
     body = {"messages": messages, "continue_final_message": True, "max_tokens": 40}
     status, answer, _ = ask(shared, CHATS, body)
-    assert status == 200 and text_of(answer).startswith("user: hello\nassistant: Well, Iuser:")
+    assert status == 200 and decode_text(answer).startswith("user: hello\nassistant: Well, Iuser:")
 
 
 def test_tools_are_shown_if_none_may_be_called(shared, ask):

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from onchip.engine import Engine, SamplingParams, Stats
+from onchip.engine import Engine, EngineStats, SamplingParams
 from onchip.engine.llm import LLM
 
 PATH = "/v1/completions"
@@ -100,7 +100,7 @@ def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
 def test_the_engine_of_the_fault_tests_has_the_shape_of_the_real_one(fake):
     names = lambda function: set(inspect.signature(function).parameters) - {"self"}
     assert names(fake.add) == names(Engine.add)
-    assert set(vars(fake().stats())) == {field.name for field in fields(Stats)}
+    assert set(vars(fake().stats())) == {field.name for field in fields(EngineStats)}
     members = ("has_work", "cancel", "step", "stats", "close")
     assert all(hasattr(fake, name) and hasattr(Engine, name) for name in members)
 

@@ -12,7 +12,7 @@ def client(shared):
         yield client
 
 
-def text_of(stream):
+def decode_text(stream):
     chunks = list(stream)
     return "".join(c.choices[0].text for c in chunks if c.choices), chunks
 
@@ -54,7 +54,7 @@ class TestCompletions:
 
     def test_a_stream_ends_with_its_usage_if_asked(self, client):
         asked = {"model": "fake", "prompt": "abc", "max_tokens": 5, "stream": True}
-        _, chunks = text_of(
+        _, chunks = decode_text(
             client.completions.create(**asked, stream_options={"include_usage": True})
         )
         assert not chunks[-1].choices and chunks[-1].usage.completion_tokens == 5
@@ -88,7 +88,7 @@ class TestCompletions:
         asked = {"model": "fake", "prompt": ["abc", [120, 121]], "max_tokens": 2, "echo": True}
         done = client.completions.create(**{**asked, "prompt": "abc"})
         assert done.choices[0].text == "abcab"
-        streamed, _ = text_of(
+        streamed, _ = decode_text(
             client.completions.create(**{**asked, "prompt": [120, 121]}, stream=True)
         )
         assert streamed == "xyxy"
