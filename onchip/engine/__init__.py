@@ -1,10 +1,11 @@
-"""Requests served from pages: what is asked, who computes what in each step, and the draws.
+"""Continuous batching over a paged KV cache: requests, scheduler, model runner, sampler.
 
-`LLM` is the offline interface, `Engine` what it and a server drive. One turn of an engine:
+`LLM` is the offline interface. `LLM` and the server both drive an `Engine`. One step of an engine:
 
-    step = scheduler.schedule()
-    flight = runner.launch(step)  # forward and draws are queued on the device
-    finished = scheduler.update(step, runner.land(flight))
+    step = scheduler.schedule()             # which tokens each request computes; slots are taken
+    in_flight = model_runner.launch(step)   # forward pass and sampling, queued on the device
+    tokens = model_runner.collect(in_flight)  # wait for the sampled tokens
+    finished = scheduler.update(step, tokens)
 """
 
 from .costs import PreemptionCosts

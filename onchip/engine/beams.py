@@ -9,7 +9,7 @@ from onchip.engine.request import Request, Sample, Status
 
 
 class Branch(NamedTuple):
-    """A beam and one token more."""
+    """A beam and one more token."""
 
     parent: Sample
     token: int
@@ -17,16 +17,16 @@ class Branch(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What goes on, best first, and what has ended."""
+    """Branches that continue, best first, and branches that ended."""
 
     alive: list[Branch]
     ended: list[Branch]
 
 
 def advance_beams(request: Request, kv: KVManager) -> Status | None:
-    """One step of the search, when every beam has its candidates: how the request ends by it, None
-    if it goes on. A beam's sequence goes on as the first of its branches, so there are never more
-    sequences than beams.
+    """One step of the search, once every beam has its candidates. Return the final status, or None
+    if the search continues. A beam's sequence continues as its first branch, so sequences never
+    outnumber beams.
     """
     width = request.beams.beam_width
     choice = choose(request.unfinished, width, request.end_token_ids)
@@ -39,15 +39,15 @@ def advance_beams(request: Request, kv: KVManager) -> Status | None:
         del branches_of[beam]
     grown = [sample for item in branches_of.items() for sample in _grow(*item, kv)]
     if len(grown) < len(choice.alive):
-        request.error = "no room to fork a sequence: the cache is used from elsewhere"
+        request.error = "no free row to fork a sequence: the cache is used from elsewhere"
         return Status.FINISHED_ERROR
     request.samples = grown + select_best(ended, width)
     return _end(request, grown, kv)
 
 
 def _grow(beam: Sample, branches: list[Branch], kv: KVManager) -> list[Sample]:
-    """Samples for all branches of one beam, the first is the beam itself; fewer if there is no row
-    for one. All are among the request's, which releases them.
+    """Samples for all branches of one beam; the first is the beam itself. Return [] if a fork finds
+    no free row. All new samples belong to the request, which releases them.
     """
     grown = [beam]
     for _ in branches[1:]:
@@ -66,15 +66,15 @@ def _end(request: Request, grown: list[Sample], kv: KVManager) -> Status | None:
         return Status.FINISHED_LENGTH
     if grown and not can_stop(request):
         return None
-    for beam in grown:  # it cannot be among the best any more
+    for beam in grown:  # none can still enter the best
         kv.release(beam)
     request.samples = [s for s in request.samples if s.finished]
     return Status.FINISHED_STOPPED
 
 
 def choose(beams: Sequence[Sample], width: int, ends: frozenset[int]) -> Choice:
-    """The `width` most probable continuations that go on, and those that ended among the 2 * width
-    most probable of all. Every beam has its 2 * width candidates: as many as can end or win.
+    """The `width` most probable branches that continue, and the branches that ended among the 2 *
+    width most probable. Every beam has 2 * width candidates: no more can end or win.
     """
     branches = [
         Branch(beam, token, beam.cumulative_logprob + logprob)
@@ -95,19 +95,19 @@ def score_of(sample: Sample) -> float:
 
 
 def can_stop(request: Request) -> bool:
-    """No live beam can still enter the best: its logprob only falls, and for a given logprob the
-    score is monotone in the length, so the next length or the last one is the best it can have.
+    """No unfinished beam can still enter the best: its logprob only falls, and for a fixed logprob
+    the score is monotone in the length, so its best score is at the next length or the last one.
     """
     beams = request.beams
     ended = sorted((score_of(s) for s in request.samples if s.finished), reverse=True)
     if len(ended) < beams.beam_width:
         return False
-    reach = max(
+    best_possible = max(
         score(sample.cumulative_logprob, length, beams)
         for sample in request.unfinished
         for length in (len(sample.token_ids) + 1, request.max_tokens)
     )
-    return reach <= ended[beams.beam_width - 1]
+    return best_possible <= ended[beams.beam_width - 1]
 
 
 def _finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
@@ -123,7 +123,7 @@ def _finish(branches: Sequence[Branch], request: Request) -> list[Sample]:
 
 
 def select_best(samples: Sequence[Sample], width: int) -> list[Sample]:
-    """The `width` of the highest score, best first, numbered so."""
+    """The `width` samples with the highest score, best first, renumbered."""
     ranked = sorted(samples, key=score_of, reverse=True)[:width]
     for index, sample in enumerate(ranked):
         sample.index = index
@@ -131,7 +131,7 @@ def select_best(samples: Sequence[Sample], width: int) -> list[Sample]:
 
 
 def _copy_beam(beam: Sample) -> Sample:
-    """The same continuation once more, without a sequence."""
+    """A copy of the continuation, without a sequence."""
     return Sample(beam.request, beam.index, beam.token_ids.copy(), beam.cumulative_logprob)
 
 

@@ -1,7 +1,16 @@
-"""An engine: a model, its cache, and the requests that are served from it.
+"""An engine: a model, its paged cache, and the requests it serves.
 
-One thread drives an engine: `add`, `cancel` and `step` are its calls. Nothing is global, so a
-process may have several. `stats` may be called from any thread.
+    add ------> scheduler.schedule() --> ScheduledStep
+                     ^                        |
+                     |                model_runner.launch()     forward, sample (on the device)
+      apply_tokens   |                        |
+                     +--- collect() <-- InFlightStep
+                     |
+                     +--> output processor --> RequestOutput
+
+With overlap, step n + 1 is scheduled and launched before step n is collected, so the device never
+waits for the host. One thread drives an engine with `add`, `cancel` and `step`. Nothing is global:
+a process may have several engines. `stats` may be called from any thread.
 """
 
 import random
@@ -25,11 +34,11 @@ from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
 from onchip.models import Model
 
-_MOSTLY_PREFILL = 8  # tokens for each run of a step whose time is that of its tokens
+_MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of prefill
 
 
 class EngineError(RuntimeError):
-    """A step failed, and with it every request; outputs: what those had so far."""
+    """A step failed, and all requests with it. outputs: their outputs so far."""
 
     def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()):
         super().__init__(message)
@@ -38,9 +47,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """How steps follow one another. overlap: schedule a step while the one before is computed;
-    None: where the device is not the host. graphs: replay recorded steps on a GPU. clock: by which
-    requests come, and expire.
+    """overlap: schedule a step while the one before runs; None: only on a GPU. graphs: replay steps
+    from CUDA graphs. clock: time of arrivals and deadlines.
     """
 
     overlap: bool | None = None
@@ -49,12 +57,12 @@ class ExecutionConfig:
 
 
 class Engine:
-    """Serves a model. tokenizer: None if prompts are token ids and texts are not wanted.
+    """tokenizer: None if prompts are token ids and no texts are needed.
 
-    num_pages: of the device, page 0 among them is never used; kv_dtype: "fp8" or "int8" for pages
-    of 8 bits, None for the model's own dtype; host_pages: room for requests that are preempted, 0:
-    they are always computed again. eos_token_ids: None for the tokenizer's and
-    the model's own. seed: of requests that bring none; None: another each time.
+    num_pages: pages on the device; page 0 is the null page and never used. kv_dtype: "fp8" or
+    "int8" for 8-bit pages, None for the model's dtype. host_pages: pages of host memory for
+    preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
+    tokenizer and the model. seed: for requests without one; None: a new one each time.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class Engine:
         self._recorder = StatsRecorder(self.cache.pool, spec.page_bytes)
         self._failed: str | None = None
         self._inconsistent = False
-        self._aborted: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told
+        self._aborted: dict[str, RequestOutput] = {}  # ended by an interrupt, not reported yet
         self._reset_scheduler()
 
     def __enter__(self) -> "Engine":
@@ -122,10 +130,10 @@ class Engine:
         salt: bytes = b"",
         stream: bool = True,
     ) -> Request | RejectedRequest:
-        """A request stands in line now, or is refused. ValueError: it asks for what has no answer.
+        """Queue a request, or reject it. ValueError: the prompt or a parameter is invalid.
 
-        deadline_s: seconds from now, after which it is cut off. salt: prefixes are shared between
-        requests of the same salt alone. stream: False if only its last output is wanted.
+        deadline_s: seconds from now after which the request is cut off. salt: prefixes are shared
+        only between requests with the same salt. stream: False reports only the last output.
         """
         self._check_open()
         self._recover()
@@ -144,29 +152,29 @@ class Engine:
         with self._changing_state():
             refused = self.scheduler.add(request)
             if refused is None:
-                self._num_accepted += 1  # of those that are taken alone: draws can be repeated
+                self._num_accepted += 1  # rejected requests do not count: seeds stay reproducible
                 self._output_processor.add_request(request, stream)
         return refused or request
 
     def encode(self, prompt: str) -> list[int]:
         """The token ids of a prompt."""
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: give the prompt as token ids")
+            raise ValueError("the engine has no tokenizer: give the prompt as token ids")
         return self.tokenizer.encode(prompt)
 
     def warm_up(self) -> None:
-        """Prepare now what the first requests would wait for."""
+        """Record graphs and compile kernels, so that the first requests do not wait for them."""
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
 
     def graph_bytes(self) -> int:
-        """What `warm_up` would keep on a GPU, estimated from a part of it; none on the CPU."""
+        """Estimate the GPU memory that `warm_up` would take from a few recordings; 0 on the CPU."""
         self._check_open()
         return self._runner.graph_bytes(self.limits.max_num_batched_tokens)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now: its pages are free when this returns, and no step reports it any
-        more. False: there is no such request, or it is done.
+        """End a request now. Its pages are free when this returns, and no later step reports it.
+        Return False if no unfinished request has this id.
         """
         if self._runner is None:
             return False
@@ -180,10 +188,10 @@ class Engine:
             return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """One turn: computes something if there is work. Answers the requests that gained tokens
-        or ended, cumulative. EngineError: every request has failed, and the engine with them.
-        Interrupted (KeyboardInterrupt), it ends every request, as the next step tells, and the
-        engine goes on with what is added then.
+        """Run one step if there is work. Return cumulative outputs of the requests that gained
+        tokens or ended. EngineError: all requests have failed, and the engine cannot continue. A
+        KeyboardInterrupt inside a step ends all requests; the next step reports them, and the
+        engine continues.
         """
         self._check_open()
         self._recover()
@@ -198,11 +206,11 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """How the engine was at the end of its last step."""
+        """The state of the engine at the end of its last step."""
         return self._recorder.latest
 
     def close(self) -> None:
-        """Cancel what there is and give all memory back. The engine is of no use afterwards."""
+        """Cancel all requests and free all memory. The engine cannot be used afterwards."""
         if self._runner is None:
             return
         self._recover()
@@ -212,7 +220,7 @@ class Engine:
         self._in_flight = self._runner = None
         del self.model, self.cache, self.tier, self.scheduler, self._output_processor
         if on_gpu:
-            torch.cuda.empty_cache()  # what this process keeps for itself, others may have
+            torch.cuda.empty_cache()  # return torch's cached memory to the device
 
     def _check_open(self) -> None:
         if self._runner is None:
@@ -222,8 +230,9 @@ class Engine:
 
     @contextmanager
     def _changing_state(self) -> Iterator[None]:
-        """Inside, lines and pages change. An error leaves them to whoever raised it; where an
-        interrupt has cut a change in two, nobody knows, so they are torn.
+        """Inside this block queues and pages change. After an exception the code that raised it
+        leaves them consistent. After an interrupt they may be half changed: they stay marked as
+        inconsistent.
         """
         self._inconsistent = True
         try:
@@ -234,8 +243,8 @@ class Engine:
         self._inconsistent = False
 
     def _recover(self) -> None:
-        """If lines and pages are torn, every request is over, and they are as new. Interrupted
-        itself, this is done again.
+        """If an interrupt left queues and pages inconsistent, end all requests and reset both. If
+        this is interrupted too, the next call repeats it.
         """
         if not self._inconsistent:
             return
@@ -251,7 +260,7 @@ class Engine:
         self._inconsistent = False
 
     def _reset_scheduler(self) -> None:
-        """Nobody stands in line, nothing is under way."""
+        """Start with empty queues and no step in flight."""
         self._in_flight: InFlightStep | None = None
         self.scheduler = Scheduler(
             self.cache, self.limits, tier=self.tier, costs=self.costs, clock=self._clock
@@ -259,7 +268,7 @@ class Engine:
         self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
 
     def _deadline(self, seconds: float | None) -> float | None:
-        """On the scheduler's clock."""
+        """Convert to a time of the scheduler's clock."""
         if seconds is None:
             return None
         if not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -269,12 +278,12 @@ class Engine:
     def _prepare(self, request: Request, prompt: str | None) -> None:
         request.prompt = prompt
         if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # the first token follows nothing
+            request.prompt_logprobs = [None]  # no logits precede the first token
         if request.params.stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer; there is stop_token_ids")
+            raise ValueError("stop texts need a tokenizer; stop_token_ids does not")
 
     def _run_step(self) -> list[RequestOutput]:
-        """The next step is on its way before the last one is looked at, where that can be."""
+        """Launch the next step before collecting the last one, unless the next needs its tokens."""
         step = self.scheduler.schedule()
         in_flight = self._runner.launch(step) if step.chunks else None
         self.scheduler.mark_launched(step)
@@ -301,7 +310,7 @@ class Engine:
         )
 
     def _observe(self, in_flight: InFlightStep, waited_s: float) -> None:
-        """The step has come home: what it did, and how long after the one before."""
+        """Record a collected step, and the prefill rate if it mostly prefilled."""
         now, tokens = time.monotonic(), in_flight.step.num_tokens
         seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
         self._recorder.count_step(in_flight.step, waited_s)
@@ -318,7 +327,7 @@ class Engine:
 
 
 def _salt(salt: bytes) -> str:
-    """As the cache takes it; different bytes are different texts."""
+    """The cache takes text; latin-1 maps different bytes to different texts."""
     if not isinstance(salt, bytes):
         raise ValueError(f"salt={salt!r:.60} must be bytes")
     return salt.decode("latin-1")
@@ -327,11 +336,11 @@ def _salt(salt: bytes) -> str:
 def _find_eos(
     model: Model, tokenizer: Tokenizer | None, named: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """End tokens, each of which is one of the model's."""
+    """End tokens; each must be in the model's vocabulary."""
     if named is None:
         named = (*model.config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     vocab_size = model.config.vocab_size
     for token in named:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"the end token {token} is none of the model's: {vocab_size=}")
+            raise ValueError(f"the end token {token} is not in the vocabulary: {vocab_size=}")
     return tuple(dict.fromkeys(named))

@@ -1,4 +1,4 @@
-"""Steps that were recorded once and are replayed: a launch instead of hundreds."""
+"""CUDA graphs of steps: one launch instead of hundreds."""
 
 import threading
 from bisect import bisect_left
@@ -17,15 +17,15 @@ from onchip.models.rotary import frequencies
 
 _FIRST_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _SIZE_STEP = 32
-# Tokens of a step that also prefills. Longer ones keep a GPU busy for longer than their launches
-# take (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
+# Tokens of a step that also prefills. Longer steps take the GPU longer than their launches take
+# the host (H200, Qwen3-0.6B, 2026-11-15: 20 ms, as long as some 8,000 tokens).
 _TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-_TRIALS = 4  # recordings to judge all by
-_capture_lock = threading.Lock()  # torch can record one graph in a process, whoever's it is
+_TRIALS = 4  # recordings from which the memory of all is estimated
+_capture_lock = threading.Lock()  # torch can record only one graph at a time in a process
 
 
 class RecordedGraph(NamedTuple):
-    """A step of a static batch, and where the hidden states are that are drawn from."""
+    """A graph, its static batch, and the hidden states of the rows to sample."""
 
     graph: "torch.cuda.CUDAGraph"
     batch: PagedBatch
@@ -33,15 +33,15 @@ class RecordedGraph(NamedTuple):
 
 
 class StepGraphs:
-    """Graphs of a model on a GPU. Those of steps that only decode by batch size, those of others by
-    their tokens. Smaller batches are padded: with sequences of no tokens, which read and write
-    nothing, and with tokens that nobody looks at. How long sequences are, kernels read on the
-    device: a graph serves all lengths, so that none has to be recorded while requests wait.
+    """The CUDA graphs of a model: one per batch size for decode-only steps, one per number of
+    tokens for all others. Smaller batches are padded with empty sequences, which read and write
+    nothing, and with tokens whose results are ignored. Kernels read sequence lengths on the device,
+    so a graph serves all lengths and none is recorded while requests wait.
 
-    A graph holds addresses: of the weights, of the pages, of the frequencies of rotary embeddings,
-    of `last` (the tokens drawn last), of one page table for all graphs, as wide as any sequence may
-    get, and of a batch of its own. All of them live as long as this object. Graphs share one memory
-    pool: they are replayed one after another, and hidden states are used before the next replay.
+    A graph holds addresses: of the weights, the pages, the rotary frequencies, `last` (the tokens
+    sampled last), one page table for all graphs, as wide as the longest sequence, and its own
+    batch. This object keeps all of them alive. Graphs share one memory pool: they are replayed one
+    after another, and hidden states are used before the next replay.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, last: Tensor):
@@ -53,8 +53,8 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def shapes(self, most_tokens: int) -> list[Shape]:
-        """Of the batches that steps of at most so many tokens need, the largest first: what is
-        recorded after it fits into its memory.
+        """Shapes of the batches for steps of at most this many tokens, largest first: later
+        recordings fit into its memory.
         """
         shapes = [self._mixed_shape(n) for n in _TOKENS[: bisect_left(_TOKENS, most_tokens) + 1]]
         shapes += [self._decode_shape(size) for size in self.sizes]
@@ -65,8 +65,8 @@ class StepGraphs:
             self._get_graph(shape)
 
     def estimate_bytes(self, most_tokens: int, used_bytes: Callable[[], int]) -> int:
-        """What `record_all` would take of the device, after a few recordings: the first brings the
-        memory that all of them share, another what is its own, of which the most counts.
+        """Estimate the memory of `record_all` from a few recordings. The first includes the memory
+        that all graphs share; the largest of the others is the memory of each further graph.
         """
         shapes, marks = self.shapes(most_tokens), [used_bytes()]
         for shape in shapes[:_TRIALS]:
@@ -76,18 +76,18 @@ class StepGraphs:
         return first + (len(shapes) - 1) * max(others, default=0)
 
     def has_graph_for(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens has a graph, whatever they are."""
+        """Whether any step with this many tokens has a graph."""
         return num_tokens <= _TOKENS[-1]
 
     def replay(self, step: ScheduledStep, ids: Tensor) -> Tensor:
-        """Hidden states of a step of one token for each run; ids: as `filled_in` takes them."""
+        """Hidden states of a decode-only step; ids: as for `fill_in_sampled`."""
         recorded = self._get_graph(self._decode_shape(len(ids)))
         self._cache.view(step.sequences, out=recorded.batch, extra=ids)
         recorded.graph.replay()
         return recorded.hidden[: len(ids)]
 
     def replay_mixed(self, step: ScheduledStep, ids: Tensor, rows: Tensor) -> Tensor:
-        """Hidden states of these rows of any step that `takes` allows."""
+        """Hidden states of these rows, for any step that `has_graph_for` allows."""
         shape = self._mixed_shape(len(ids))
         extra = torch.zeros(shape.num_extra, dtype=torch.int32)
         extra[: len(ids)] = ids
@@ -98,12 +98,12 @@ class StepGraphs:
         return recorded.hidden[: len(rows)]
 
     def _decode_shape(self, num_seqs: int) -> Shape:
-        """The static batch for so many sequences of one token each: ids come along."""
+        """The static batch for this many sequences of one token each; it includes the ids."""
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         return Shape(size, size, self._table.shape[1], 1, size)
 
     def _mixed_shape(self, num_tokens: int) -> Shape:
-        """The one for so many tokens of any sequences: ids and rows come along."""
+        """The static batch for this many tokens of any sequences; it includes ids and rows."""
         tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
         return Shape(seqs, tokens, width, tokens, tokens + seqs)
 
@@ -113,14 +113,16 @@ class StepGraphs:
         return self._recorded[shape]
 
     def _record(self, shape: Shape) -> RecordedGraph:
-        """The batch shows no sequence yet, so recording touches no page of anybody."""
+        """Record a graph. The static batch holds no sequence yet, so recording touches no page in
+        use.
+        """
         batch = self._cache.static_batch(shape, self._table)
         graph = torch.cuda.CUDAGraph()
         stream = recording_stream(self._cache.device)
-        # thread_local: what other threads allocate meanwhile, for another engine, breaks nothing.
+        # thread_local: allocations of other threads do not break the capture.
         how = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         with _capture_lock, torch.cuda.device(self._cache.device):
-            self._forward(batch)  # kernels are compiled, and frequencies computed, before
+            self._forward(batch)  # compile kernels and compute frequencies before the capture
             with torch.cuda.graph(graph, **how):
                 hidden = self._forward(batch)
         return RecordedGraph(graph, batch, hidden)
@@ -135,19 +137,19 @@ class StepGraphs:
 
 @cache
 def recording_stream(device: torch.device) -> "torch.cuda.Stream":
-    """One for each device, for good: libraries keep memory for every stream that they have seen.
-    Torch's own is on the device that was current when anybody recorded first, and records nothing
-    of another.
+    """One stream per device, never freed: libraries keep memory for every stream they have seen.
+    Torch's own capture stream belongs to the device of the first capture and cannot capture on
+    another.
     """
     return torch.cuda.Stream(device)
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Batch sizes worth a graph: close together where a padded batch would cost most."""
+    """Batch sizes with a graph, denser where padding would cost most."""
     steps = range(_FIRST_SIZES[-1] + _SIZE_STEP, most, _SIZE_STEP)
     return [size for size in (*_FIRST_SIZES, *steps) if size < most] + [most]
 
 
 def fill_in_sampled(ids: Tensor, last: Tensor) -> Tensor:
-    """Token ids; ~i stands for the i-th token that the last step drew."""
+    """Replace each id ~i by the i-th token that the last step sampled."""
     return torch.where(ids < 0, last[(~ids).clamp_(min=0)], ids)

@@ -1,4 +1,4 @@
-"""Which requests have pages on the device, and how they come and go. No tensors here."""
+"""Requests and their pages: allocation, forks, swapping and recomputation. No tensors here."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -8,11 +8,11 @@ from onchip.engine.request import Request, Sample, Status
 from onchip.engine.step import Chunk
 from onchip.kvcache.pool import NoRoom
 
-ScheduledTokens = tuple[Sample, int]  # a sample, and how many tokens it computes
+ScheduledTokens = tuple[Sample, int]  # a sample, and how many of its tokens the step computes
 
 
 class PagePool(Protocol):
-    """What the scheduler asks of a pool."""
+    """The interface of a pool that the scheduler needs."""
 
     page_size: int
 
@@ -24,8 +24,8 @@ class PagePool(Protocol):
 
 
 class PagedCache(Protocol):
-    """What the scheduler asks of a cache; `onchip.kvcache.KVCache` is one. Its sequences have
-    `computed`, `length`, `tokens` and `hit_tokens`.
+    """The interface of a cache that the scheduler needs; `onchip.kvcache.KVCache` implements it. A
+    sequence has `computed`, `length`, `tokens` and `hit_tokens`.
     """
 
     max_seqs: int
@@ -44,8 +44,8 @@ class PagedCache(Protocol):
 
 
 class SwapTier(Protocol):
-    """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
-    `sequences`, `pages` and `leaving`.
+    """The interface of host memory for preempted sequences; `onchip.kvcache.HostTier` implements
+    it. A group of swapped sequences has `sequences`, `pages` and `leaving`.
     """
 
     capacity: int
@@ -58,8 +58,8 @@ class SwapTier(Protocol):
 
 
 class KVManager:
-    """The cache and the host tier as requests see them. A request that leaves becomes SWAPPED (its
-    pages travel to the host) or RECOMPUTE (they are given up), whichever costs less.
+    """The cache and the host tier, by request. A preempted request becomes SWAPPED (its pages are
+    copied to the host) or RECOMPUTE (its pages are freed), whichever costs less.
     """
 
     def __init__(self, cache: PagedCache, tier: SwapTier | None, costs: PreemptionCosts | None):
@@ -75,12 +75,14 @@ class KVManager:
             self._tier.poll()
 
     def synchronize(self) -> None:
-        """Wait until every page that leaves has left."""
+        """Wait until every swap-out under way has finished."""
         if self._tier is not None:
             self._tier.synchronize()
 
     def append(self, scheduled: Sequence[ScheduledTokens]) -> NoRoom | None:
-        """Slots for the next tokens of these samples, all or none."""
+        """Reserve slots for the next tokens of all these samples; if pages are missing, reserve
+        none.
+        """
         if not scheduled:
             return None
         sequences = [sample.sequence for sample, _ in scheduled]
@@ -91,7 +93,7 @@ class KVManager:
         return None
 
     def append_each(self, samples: Sequence[Sample]) -> NoRoom | None:
-        """A slot for the next token of each of these samples, all or none."""
+        """Reserve one slot for each of these samples; if pages are missing, reserve none."""
         if full := self._cache.reserve_each([sample.sequence for sample in samples]):
             return full
         for sample in samples:
@@ -100,25 +102,25 @@ class KVManager:
         return None
 
     def _append_known(self, sample: Sample) -> None:
-        """What is known of the tokens of a sample that have slots."""
+        """Give the cache the known tokens of a sample that have slots and are new to it."""
         sequence = sample.sequence
         self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
 
     def append_last(self, samples: Iterable[Sample]) -> None:
-        """The last token of each is known now; those that went on have a slot for it already."""
+        """Give the cache the last token of each sample that already has a slot for it."""
         for sample in samples:
             sequence = sample.sequence
             if sequence is not None and len(sequence.tokens) < sequence.length:
                 self._cache.tell(sequence, (sample.token_ids[-1],))
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
-        """What these runs compute is written."""
+        """Mark the tokens of these chunks as written."""
         self._cache.commit_all(
             [chunk.sample.sequence for chunk in chunks], [chunk.stop for chunk in chunks]
         )
 
     def fork(self, parent: Sample, child: Sample) -> bool:
-        """The child goes on where the parent is. False: there is no row for one more sequence."""
+        """Fork the parent's sequence for the child. Return False if the batch has no free row."""
         sequence = self._cache.fork(parent.sequence)
         if isinstance(sequence, NoRoom):
             return False
@@ -126,13 +128,15 @@ class KVManager:
         return True
 
     def release(self, sample: Sample) -> None:
-        """Give back what a sample holds on the device; on the host families stay together."""
+        """Free a sample's sequence on the device. On the host, the sequences of a request stay
+        together.
+        """
         if sample.sequence is not None and sample.request.host_group is None:
             self._cache.free(sample.sequence)
             sample.sequence = None
 
     def release_all(self, request: Request) -> None:
-        """Give back what a request holds, wherever it is."""
+        """Free all pages of a request, on the device or on the host."""
         if request.host_group is not None:
             self._tier.discard(request.host_group)
             request.host_group = None
@@ -143,7 +147,8 @@ class KVManager:
             sample.sequence, sample.candidates = None, ()
 
     def preempt(self, request: Request) -> None:
-        for sample in request.resident:  # slots of a step that is not going to happen
+        """Swap a request out, or free its pages."""
+        for sample in request.resident:  # free the slots of tokens that no step computes
             self._cache.truncate(sample.sequence, sample.sequence.computed)
         request.host_group = self._swap_out(request)
         request.status = Status.SWAPPED
@@ -151,12 +156,14 @@ class KVManager:
             self.discard(request)
 
     def discard(self, request: Request) -> None:
-        """It is computed again, wherever it is now."""
+        """Free all pages of a request, which is then recomputed."""
         self.release_all(request)
         request.status = Status.RECOMPUTE
 
     def make_resident(self, request: Request, num_running: int) -> bool:
-        """Whether it is there now, beside `seats` samples that run; 0: it has the device alone."""
+        """Bring a request onto the device. num_running: sequences that run now; 0 skips the check
+        that leaves pages for them. Return False if the request does not fit.
+        """
         return (
             self._swap_in(request, num_running)
             if request.host_group
@@ -164,7 +171,7 @@ class KVManager:
         )
 
     def _swap_out(self, request: Request) -> Any:
-        """The family on the host; None if that is not possible or not worth it."""
+        """Copy a request to the host. Return None if the host is full or recomputing is cheaper."""
         sequences = [s.sequence for s in request.resident]
         longest = max((s.computed for s in sequences), default=0)
         pages = request.pages(self._cache.pool.page_size, longest)
@@ -178,7 +185,6 @@ class KVManager:
         return None if isinstance(group, NoRoom) else group
 
     def _swap_in(self, request: Request, num_running: int) -> bool:
-        """Bring it home from the host."""
         group = request.host_group
         if num_running and len(group.pages) + len(group.sequences) + num_running > self.num_free:
             return False
@@ -186,14 +192,14 @@ class KVManager:
             return False
         request.host_group = None
         for sample in request.samples:
-            if sample.finished:  # it was stopped while it was away
+            if sample.finished:  # stopped while it was on the host
                 self.release(sample)
         return True
 
     def _start(self, request: Request, num_running: int) -> bool:
-        """Begin, or begin again: the first sample starts with what is cached."""
+        """Open the sequence of the first sample, starting with its cached prefix."""
         if num_running and self._last_misfit == (request, self.num_free):
-            return False  # nothing was freed since it did not fit
+            return False  # no page was freed since the last attempt
         sequence = self._cache.open(_cacheable_tokens(request), salt=request.salt)
         if isinstance(sequence, NoRoom):
             return False
@@ -205,8 +211,9 @@ class KVManager:
         return True
 
     def _fits(self, request: Request, sequence: Any, num_running: int) -> bool:
-        """All that is known of the request and one token more finds room beside those that run, if
-        each of them takes one page more: prompts that are let in too early are preempted again.
+        """Whether all known tokens of the request and one more fit while each running sequence
+        still gets one more page. Prompts admitted without this reserve would be preempted again
+        soon.
         """
         size = self._cache.pool.page_size
         need = request.pages(size, request.unfinished[0].length + 1) - -(-sequence.length // size)
@@ -214,8 +221,9 @@ class KVManager:
 
 
 def _cacheable_tokens(request: Request) -> list[int]:
-    """The tokens of its first sample that need not be computed if the cache has them. Others fork
-    from it at the end of the prompt; and log probabilities of a prompt need all of its logits.
+    """The tokens of the first sample that may come from the prefix cache. The other samples fork at
+    the end of the prompt, so nothing beyond it may be cached. Prompt logprobs need the logits of
+    the whole prompt, so nothing may be.
     """
     first, prompt = request.unfinished[0], len(request.prompt_token_ids)
     if request.params.prompt_logprobs is not None and not first.token_ids:

@@ -28,20 +28,20 @@ Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
-    """A model that generates text, served from pages. Arguments as vLLM's where they exist.
+    """A model that generates text from a paged KV cache. Arguments as in vLLM where they exist.
 
-    model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, see
-    `models.builtin`), or a model of `onchip.models`; families that those do not have run through
-    transformers, slower. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
+    model: a folder with config.json, safetensors and tokenizer.json, "tiny" (built in, see
+    `models.builtin`), or a model of `onchip.models`; other families run through transformers,
+    slower. tokenizer: another folder, or a Tokenizer. max_model_len: tokens of prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
-    host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. kv_dtype:
-    "fp8" (e4m3) or "int8" for pages of 8 bits, of which twice as many fit; None for dtype. seed: of
-    the draws of requests that bring none. enforce_eager: replay no CUDA graphs. num_pages: of the
-    cache; None for what fits.
+    host memory for preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8"
+    (e4m3) or "int8" for 8-bit pages, of which twice as many fit; None for dtype. seed: for requests
+    without one. enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many
+    as fit.
 
-    tensor_parallel_size: torchrun starts as many processes, which all make the same calls. They
-    decide alike, so nothing in them may depend on time: no swapping, no graphs, and metrics count
-    calls instead of seconds.
+    tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
+    ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
+    count calls instead of seconds.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LLM:
         loaded = ranks.load(model, device, dtype)
         longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
-            raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
+            raise ValueError(f"{max_model_len=} must be in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
         graphs = ranks.is_single and not enforce_eager
         spec = loaded.cache_spec(block_size, kv_dtype)
@@ -103,7 +103,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._templates.close()
         self.engine.close()
         self._ranks.shut_down()
@@ -120,15 +120,15 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The continuations of each prompt, in the order of the prompts: texts, lists of token ids,
-        or {"prompt": ...} and {"prompt_token_ids": ...}. sampling_params: one for all, or one for
-        each. use_tqdm: show progress where a terminal is. Ctrl-C cancels the prompts, and the next
-        call finds everything in order.
+        """The continuations of each prompt, in the order of the prompts. A prompt is a text, a list
+        of token ids, {"prompt": ...} or {"prompt_token_ids": ...}. sampling_params: one for all
+        prompts, or one for each. use_tqdm: show progress on a terminal. Ctrl-C cancels the prompts;
+        later calls are not affected.
         """
         prompts = _as_list(prompts)
         done: dict[int, RequestOutput] = {}
         outputs = self._generate(prompts, sampling_params, stream=False)
-        # Closed by hand: a traceback, which a prompt of Python keeps, would keep it open.
+        # Closed explicitly: an interactive session keeps the traceback, which would keep it open.
         with closing(outputs), ProgressBar(len(prompts), use_tqdm) as bar:
             for index, output in outputs:
                 done[index] = output
@@ -140,8 +140,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Outputs as they grow, cumulative, of all prompts in turns; `request_id` tells which: the
-        place of the prompt. Leaving the loop cancels what is left.
+        """Cumulative outputs of all prompts as they grow; `request_id` is the index of the prompt.
+        Leaving the loop cancels the rest.
         """
         with closing(self._generate(_as_list(prompts), sampling_params, stream=True)) as outputs:
             for index, output in outputs:
@@ -167,16 +167,15 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        """The prompt that a conversation becomes: text and token ids. options: as of
-        chat.render_template, and chat_template. A template runs in a process of its own, for 10 s
-        at most.
+        """The prompt of a conversation: text and token ids. options: as for chat.render_template,
+        and chat_template. The template runs in its own process, for 10 s at most.
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise ValueError("there is no tokenizer, so no chat template: give token ids")
+            raise ValueError("the model has no tokenizer, so no chat template: give token ids")
         template = get_template(tokenizer, options.pop("chat_template", None))
         text = self._templates.render(template, list(messages), tokenizer.special, options)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes them
         return {"prompt": text, "prompt_token_ids": ids}
 
     def beam_search(
@@ -191,9 +190,10 @@ class LLM:
         params: Params | Sequence[Params] | None,
         stream: bool,
     ) -> Generator[tuple[int, RequestOutput]]:
-        """(place of the prompt, output) until all prompts are done. As many stand in line as may;
-        if this is left early, all are cancelled. Another call may come between two outputs; if that
-        is interrupted within a step, the prompts of this one end, too (finish_reason "abort").
+        """(index of the prompt, output) until all prompts are done. As many requests are queued as
+        the engine accepts; closing the generator cancels them. Other calls may run between two
+        outputs: if one of them is interrupted inside a step, the prompts of this call end, too
+        (finish_reason "abort").
         """
         pairs = zip(prompts, _params_per_prompt(params, len(prompts)), strict=True)
         batch = _PromptBatch([(self._parse_prompt(prompt), params) for prompt, params in pairs])
@@ -214,7 +214,7 @@ class LLM:
     def _step_engine(self) -> None:
         outputs = self.engine.step()
         if not outputs and not self.engine.has_work:
-            raise EngineError("the last outputs of this call were lost: another was interrupted")
+            raise EngineError("outputs of this call were lost: another call was interrupted")
         for output in outputs:
             if output.request_id in self._batches:
                 self._batches[output.request_id].outputs.append(output)
@@ -247,8 +247,8 @@ class LLM:
 
 
 class _PromptBatch:
-    """Prompts of one call: places of those that stand in line, by request, and outputs to hand
-    over.
+    """The prompts of one call: indices of the queued ones by request id, and outputs not yielded
+    yet.
     """
 
     def __init__(self, prompts: list[tuple[tuple[str | None, Sequence[int]], Params | None]]):
@@ -271,22 +271,22 @@ def _tokenizer(
 
 
 def _load_tokenizer(folder: str | Path) -> FileTokenizer:
-    """First in a process with bounded memory: a tokenizer.json that ends its process by being
-    loaded does not end this one.
+    """Load it first in a process with bounded memory: a tokenizer.json that crashes or exhausts
+    memory while loading then ends that process, not this one.
     """
     Worker(folder).close()
     return FileTokenizer(folder)
 
 
 def _eos(model: str | Path | Model) -> tuple[int, ...] | None:
-    """generation_config.json overrides what config.json and the tokenizer say."""
+    """generation_config.json overrides config.json and the tokenizer."""
     if not isinstance(model, (str, Path)) or model == builtin.NAME:
         return None
     return generation_eos(model) or None
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one; a list of numbers is one prompt."""
+    """A single prompt becomes a list of one; a list of numbers is a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     several: list[Any] = list(prompts)

@@ -1,4 +1,14 @@
-"""The tensors of a step: what goes to the device, the model's forward, and the draws."""
+"""The tensors of a step: inputs to the device, forward pass, sampling, results back to the host.
+
+    ScheduledStep
+      token ids, page table, slots ----one copy----> device
+                                                     forward (CUDA graph, or eager)
+                                                     logits of the last rows
+                                                     sample -> last_tokens (input of the next step)
+      SampledToken <------ event, two copies --------+
+
+The host waits for the device in `ModelRunner.collect` only.
+"""
 
 import time
 from array import array
@@ -21,13 +31,13 @@ from onchip.models import Decoder, Model, positions_of
 
 _EMPTY = torch.empty(0)
 _WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
-_PROMPT_ROWS = 256  # logits of a prompt that exist at a time: they are vocab_size wide
+_PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_size wide
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that is queued on the device, and what it sends back. event: when that is there; None
-    on the CPU, where it is there already. prompts: log probabilities of chunks of prompts.
+    """A step queued on the device, and its results. event: set when the results have arrived on the
+    host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
     """
 
     step: ScheduledStep
@@ -42,11 +52,11 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Computes the steps of a scheduler. Nothing here waits for the device except `land`.
+    """Runs the steps of a scheduler. Only `collect` waits for the device.
 
-    Tokens that a step draws stay on the device: the next step finds those it needs there. So steps
-    are launched in order, and a sample whose last token is not known yet is in the next step or in
-    none before it is. graphs: replay the steps that `Graphs` takes (of a Decoder, on a GPU).
+    Sampled tokens stay on the device, where the next step reads them. Steps must therefore be
+    launched in order, and a sample with an unknown last token may only be in the next step. graphs:
+    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU).
     """
 
     def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
@@ -56,14 +66,14 @@ class ModelRunner:
             SamplingMetadataCache(cache.device),
             StepThreads(model),
         )
-        # Modules of transformers may look at values while they compute: no graph holds that.
+        # Modules of transformers may branch on tensor values, which a graph cannot record.
         replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
         self._graphs = StepGraphs(model, cache, self._last_tokens) if replayed else None
 
     @torch.inference_mode()
     def warm_up(self, most_tokens: int) -> None:
-        """Record the graphs of ordinary steps, which have `most_tokens` at most, and have the
-        kernels of draws compiled.
+        """Record the graphs of steps with at most `most_tokens` tokens, and compile the sampling
+        kernels.
         """
         if self._device.type == "cpu":
             return
@@ -77,8 +87,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def graph_bytes(self, most_tokens: int) -> int:
-        """What the graphs of `warm_up` would take of a GPU, estimated by recording a few of them:
-        to be asked before anything is recorded.
+        """Estimate the GPU memory of `warm_up`'s graphs by recording a few. Call it before anything
+        is recorded.
         """
         if self._graphs is None:
             return 0
@@ -86,7 +96,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> InFlightStep:
-        """Queue a step: forward, draws, and their copies to the host."""
+        """Queue a step: forward pass, sampling, and the copies to the host."""
         with self._threads.limit_for(step):
             return self._launch(step)
 
@@ -111,7 +121,7 @@ class ModelRunner:
         return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
 
     def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
-        """Wait for what was drawn, in the order of `step.rows_to_sample`."""
+        """Wait for the sampled tokens, in the order of `step.rows_to_sample`."""
         in_flight.wait()
         for request, logprobs in in_flight.prompts:
             _store_prompt_logprobs(request, logprobs)
@@ -120,20 +130,18 @@ class ModelRunner:
         return in_flight.sampled.to_tokens([sample for _, sample in in_flight.step.rows_to_sample])
 
     def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
-        """Hidden states of the rows that are drawn from (forks draw from one), and what was asked
-        about prompts.
-        """
+        """Hidden states of the rows to sample (forks share one), and requested prompt logprobs."""
         tokens, rows, ends = _token_ids(step.chunks), _logit_rows(step), _chunk_ends(step.chunks)
         batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
         ids, at = batch.extra.split([len(tokens), len(rows)])
         if min(tokens) < 0:
             ids = fill_in_sampled(ids, self._last_tokens)
-        asked = [
+        requested = [
             (chunk, end)
             for chunk, end in zip(step.chunks, ends, strict=True)
             if _prompt_logprob_range(chunk)
         ]
-        if not asked:
+        if not requested:
             return self._model(ids, positions_of(batch), batch, self._cache, at), []
         hidden = self._model(ids, positions_of(batch), batch, self._cache)
         prompts = [
@@ -141,31 +149,31 @@ class ModelRunner:
                 chunk.sample.request,
                 self._prompt_logprobs(chunk, hidden[end - chunk.num_tokens : end]),
             )
-            for chunk, end in asked
+            for chunk, end in requested
         ]
         return hidden.index_select(0, at), prompts
 
     def _sample(self, hidden: Tensor, samples: Sequence[Sample]) -> SamplerOutput:
-        for row, one in enumerate(samples):
-            one.row = row
-        logits = self._model.logits(hidden, wide=False)  # the sampler widens them as it reads
+        for row, owner in enumerate(samples):
+            owner.row = row
+        logits = self._model.logits(hidden, wide=False)  # the sampler converts to fp32 as it reads
         metadata = self._metadata_cache.make(samples)
         sampled = sample(logits, metadata)
         self._last_tokens[: len(samples)].copy_(sampled.token)
-        if metadata.num_top is None:  # nobody asks for more than tokens: nothing more travels
+        if metadata.num_top is None:  # only tokens were requested: copy nothing else
             return SamplerOutput(sampled.token, sampled.logprob, _EMPTY, _EMPTY, _EMPTY)
         return sampled
 
     def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> SamplerOutput:
-        """Of the tokens of the prompt that the rows of a run predict and nobody knows yet."""
-        request, asked = chunk.sample.request, _prompt_logprob_range(chunk)
-        hidden = hidden[asked.start - 1 - chunk.start : asked.stop - 1 - chunk.start]
-        tokens = _int32_tensor(request.prompt_token_ids[asked.start : asked.stop]).long()
+        """Logprobs of the prompt tokens that this chunk predicts and that are not stored yet."""
+        request, requested = chunk.sample.request, _prompt_logprob_range(chunk)
+        hidden = hidden[requested.start - 1 - chunk.start : requested.stop - 1 - chunk.start]
+        tokens = _int32_tensor(request.prompt_token_ids[requested.start : requested.stop]).long()
         tokens = tokens if self._device.type == "cpu" else tokens.pin_memory()
         tokens = tokens.to(self._device, non_blocking=True)
         parts = [
-            compute_logprobs(self._model.logits(rows), some, request.params.prompt_logprobs)
-            for rows, some in zip(
+            compute_logprobs(self._model.logits(rows), predicted, request.params.prompt_logprobs)
+            for rows, predicted in zip(
                 hidden.split(_PROMPT_ROWS), tokens.split(_PROMPT_ROWS), strict=True
             )
         ]
@@ -174,7 +182,7 @@ class ModelRunner:
         )
 
     def _copy_results(self, in_flight: InFlightStep) -> InFlightStep:
-        """What was drawn, on its way to the host."""
+        """Start the copies of the results to the host."""
         if self._device.type != "cuda":
             return in_flight
         host_output = None if in_flight.sampled is None else _to_host(in_flight.sampled)
@@ -185,7 +193,7 @@ class ModelRunner:
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Of a GPU, by whomever, but for what torch keeps for itself."""
+    """Used GPU memory of all processes, without torch's cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -193,35 +201,35 @@ def _used_bytes(device: torch.device) -> int:
 
 
 def _is_decode_only(step: ScheduledStep) -> bool:
-    """One token for each run, and each draws: rows of hidden states are rows of logits."""
+    """Each chunk has one token and one sampled row, so hidden states are the rows to sample."""
     chunks = step.chunks
     return step.num_tokens == len(chunks) and all([len(chunk.sampled_by) == 1 for chunk in chunks])
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
-    """Token ids of the runs; ~i for the i-th that the last step drew."""
+    """Token ids of the chunks; ~i stands for the i-th token sampled by the last step."""
     tokens = []
-    for one, start, stop, _ in chunks:
-        if one.pending:  # decoding, and its only token was drawn by the last step
-            tokens.append(~one.row)
+    for owner, start, stop, _ in chunks:
+        if owner.pending:  # a decode: the last step sampled its only token
+            tokens.append(~owner.row)
         else:
-            tokens += one.tokens(start, stop)
+            tokens += owner.tokens(start, stop)
     return tokens
 
 
 def _int32_tensor(values: Sequence[int]) -> Tensor:
-    """int32, which token ids and rows fit into."""
+    """int32 holds both token ids and row indices."""
     return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
 def _logit_rows(step: ScheduledStep) -> list[int]:
-    """Which of its tokens each draw follows."""
+    """The row of the step's last token before each sampled one."""
     ends = _chunk_ends(step.chunks)
     return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
 
 
 def _chunk_ends(chunks: Sequence[Chunk]) -> list[int]:
-    """Where each run ends among the tokens of the step."""
+    """Where each chunk ends among the tokens of the step."""
     return list(accumulate(chunk.num_tokens for chunk in chunks))
 
 
@@ -230,8 +238,8 @@ def _needs_prompt_logprobs(step: ScheduledStep) -> bool:
 
 
 def _prompt_logprob_range(chunk: Chunk) -> range:
-    """Positions of the prompt whose log probabilities were asked for, are not known yet, and are
-    predicted by rows of this run.
+    """Prompt positions with requested logprobs that are not stored yet and that this chunk
+    predicts.
     """
     request = chunk.sample.request
     if request.prompt_logprobs is None:
@@ -252,7 +260,7 @@ def _columns(sampled: SamplerOutput) -> tuple[Tensor, ...]:
 
 
 def _to_host(sampled: SamplerOutput) -> SamplerOutput:
-    """Copies that nobody waits for here."""
+    """Start copies to the host without waiting for them."""
     return SamplerOutput(*(_copy_to_host(column) for column in _columns(sampled)))
 
 

@@ -1,5 +1,5 @@
-"""What a request may ask for. Everything is checked when the object is made: what it holds from
-then on can be served, and no number in it is clipped, rounded or ignored.
+"""Parameters of a request. All are checked when the object is made: every value can be served as it
+is, and no number is clipped, rounded or ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-MAX_SAMPLES = 128  # n, best_of, beam_width: each holds pages and a row of the batch
-MAX_STOPS = 16  # every one is searched for in every piece of text
+MAX_SAMPLES = 128  # n, best_of, beam_width: each sample holds pages and a row of the batch
+MAX_STOPS = 16  # each is searched for in every new piece of text
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_TEMPERATURE = 2.0
-MIN_TEMPERATURE = 1e-20  # what is smaller could vanish in fp32; 0 is greedy
+MIN_TEMPERATURE = 1e-20  # smaller values could underflow in fp32; 0 is greedy
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Search for the most probable continuations, beam_width at a time.
 
-    A continuation scores cumulative_logprob / (generated tokens ** length_penalty). temperature
-    divides the logits (0 as 1: the model's own probabilities).
+    The score of a continuation is cumulative_logprob / (generated tokens ** length_penalty).
+    temperature divides the logits (0 as 1: the model's own probabilities).
     """
 
     beam_width: int
@@ -42,15 +42,15 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are drawn, and when it ends. Names and meanings are vLLM's.
+    """How tokens are sampled, and when a request ends. Names and meanings are vLLM's.
 
-    best_of: draw so many samples, return the n most probable. use_beam_search: search with
-    best_of (or n) beams instead of drawing. temperature 0 is greedy. top_k 0 or -1, top_p 1 and
-    min_p 0 are off. max_tokens None: as many as the model has room for. stop_token_ids end a sample
-    as eos does; ignore_eos ignores eos, not them; neither is drawn before min_tokens. logprobs k:
-    those of the k most probable tokens and of the one drawn. logit_bias: added to the logits of
-    these token ids. seed: the same tokens for the same seed, whatever else is in the batch.
-    skip_special_tokens: False writes special tokens into the text.
+    best_of: sample this many continuations and return the n most probable. use_beam_search: search
+    with best_of (or n) beams instead of sampling. temperature 0 is greedy. top_k 0 or -1, top_p 1
+    and min_p 0 are off. max_tokens None: up to the model's limit. stop_token_ids end a sample as
+    eos does; ignore_eos ignores eos but not them; before min_tokens neither is sampled. logprobs k:
+    of the k most probable tokens and of the sampled one. logit_bias: added to the logits of these
+    token ids. seed: the same tokens for the same seed, in any batch. skip_special_tokens: False
+    writes special tokens into the text.
     """
 
     n: int = 1
@@ -85,7 +85,7 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """How many are drawn."""
+        """The number of samples."""
         return self.best_of or self.n
 
     @property
@@ -94,7 +94,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Tokens that came before change the logits."""
+        """Earlier tokens change the logits."""
         counted = self.presence_penalty or self.frequency_penalty
         return bool(counted or self.repetition_penalty != 1)
 
@@ -105,7 +105,7 @@ class SamplingParams:
 
     @property
     def beams(self) -> BeamSearchParams | None:
-        """The search that use_beam_search asks for."""
+        """The parameters of the search if use_beam_search is set."""
         if not self.use_beam_search:
             return None
         return BeamSearchParams(
@@ -113,7 +113,7 @@ class SamplingParams:
         )
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Every token id it names is one of the model's."""
+        """Every token id must be in the vocabulary."""
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(self, name):
                 if token >= vocab_size:
@@ -214,7 +214,7 @@ def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not low <= value <= high:  # NaN fails too: it is not within anything
+    if not real or not low <= value <= high:  # NaN fails too: all comparisons are False
         raise ValueError(f"{name}={_shorten(value)} must be a number from {low} to {high}")
 
 
@@ -230,7 +230,7 @@ def _check_flag(name: str, value: object) -> None:
 
 
 def _as_tuple(name: str, value: object) -> tuple:
-    """None is none."""
+    """None becomes an empty tuple."""
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
@@ -244,7 +244,7 @@ def _check_max_entries(name: str, many: Sequence | Mapping, most: int) -> None:
 
 
 def _shorten(value: object) -> str:
-    """A value in a sentence: what a client sent may be megabytes."""
+    """A value for an error message: a client may have sent megabytes."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"(a number of {value.bit_length()} bits)"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""One process, or the ranks of a job that hold a model together."""
+"""One process, or the ranks that hold a model together."""
 
 import logging
 import os
@@ -34,13 +34,13 @@ _DTYPES = {
 
 
 class Ranks:
-    """As many processes as parts of a model; one is alone, and communicates with nobody."""
+    """One process per part of a model. A single process does not communicate."""
 
     def __init__(self, world_size: int, seed: int | None):
         if not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"tensor_parallel_size={world_size!r} must be a number from 1 on")
         if world_size > 1 and seed is None:
-            raise ValueError("the ranks of a model must draw alike: give a seed")
+            raise ValueError("all ranks must sample the same tokens: give a seed")
         self._world_size = world_size
         self._job: Any = None
 
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The same on all ranks: seconds for one alone, else how often it was asked."""
+        """The same on all ranks: seconds for a single process, otherwise the number of calls."""
         return time.monotonic if self.is_single else count().__next__
 
     def load(
@@ -59,7 +59,7 @@ class Ranks:
         device: str | torch.device | None,
         dtype: str | torch.dtype,
     ) -> Model:
-        """The model, or the part of this rank."""
+        """Load the model, or the part of this rank."""
         if not isinstance(model, (str, Path)):
             return self._check_single(model)
         device, chosen = self._device(device), _dtype(dtype)
@@ -71,14 +71,14 @@ class Ranks:
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
         if self.is_single:
             return load(checkpoint, device, chosen)
-        # Imported by those who need it: torch.distributed takes its time.
+        # Imported only here: torch.distributed takes long to import.
         tensor = import_module("onchip.parallel.tensor")
         self._job = tensor.join(self._world_size, device)
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
     def take_minimum(self, number: int) -> int:
-        """The smallest of all ranks."""
+        """The smallest value of all ranks."""
         return number if self.is_single else self._job.smallest(number)
 
     def shut_down(self) -> None:
@@ -90,7 +90,7 @@ class Ranks:
     ) -> Model:
         if not self.is_single:
             raise ValueError(
-                f"tensor_parallel_size={self._world_size} cuts models of our own; that of {folder}"
+                f"tensor_parallel_size={self._world_size} needs a native model; the one of {folder}"
                 " runs through transformers, on one device"
             )
         stored = inspect_foreign(folder, dtype).dtype
@@ -99,37 +99,37 @@ class Ranks:
     def _check_single(self, model: Model) -> Model:
         if not self.is_single:
             raise ValueError(
-                f"tensor_parallel_size={self._world_size} cuts the checkpoint of a folder into"
-                " parts: name one"
+                f"tensor_parallel_size={self._world_size} needs the folder of a checkpoint, which"
+                " the ranks load in parts"
             )
         return model
 
     def _device(self, device: str | torch.device | None) -> torch.device:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        own = not self.is_single and str(device) == "cuda"  # each rank has one; it touches no other
-        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if own else device)
-        if own:
+        is_own = not self.is_single and str(device) == "cuda"  # each rank uses one device only
+        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
+        if is_own:
             torch.cuda.set_device(found)
         return found
 
 
 def _computed_dtype(
-    stored: torch.dtype, device: torch.device, asked: torch.dtype | None
+    stored: torch.dtype, device: torch.device, requested: torch.dtype | None
 ) -> torch.dtype | None:
-    """The dtype of a model's weights; None for the one that they are stored in. A CPU without
-    16-bit instructions takes fp32 unless another dtype is asked for.
+    """The dtype of a model's weights; None for the stored one. A CPU without 16-bit instructions
+    uses fp32 unless another dtype is requested.
     """
-    dtype = asked or stored
+    dtype = requested or stored
     if device.type != "cpu" or matmul_dtype(dtype) == dtype:
-        return asked
+        return requested
     name = str(dtype).removeprefix("torch.")
-    if asked is None:
+    if requested is None:
         LOG.warning("this CPU has no instructions for %s: the model is computed in float32", name)
         return torch.float32
     LOG.warning("this CPU has no instructions for %s: float32 would be many times faster", name)
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch says the same in a C++ trace
-    return asked
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch's own warning is a C++ trace
+    return requested
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""What the users of an engine are told, and when: texts, and outputs of their requests."""
+"""Outputs for the users of an engine: detokenized texts, stop strings, logprobs."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,12 +6,12 @@ from onchip.engine.request import Request, RequestOutput, Sample, Status
 from onchip.engine.text import Detokenizer, decode_text
 from onchip.engine.tokenizer import Tokenizer
 
-Stop = Callable[[Sample, str], None]  # a sample ends because of this text
+Stop = Callable[[Sample, str], None]  # ends a sample because of this stop string
 
 
 class OutputProcessor:
-    """Knows who streams, and whose text may end it: these are read in every step, the others once,
-    at their end. tokenizer: None, and there are no texts.
+    """Requests that stream or have stop strings are detokenized in every step, all others once,
+    when they end. tokenizer: None for no texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Stop):
@@ -20,11 +20,11 @@ class OutputProcessor:
         self._watched: set[Request] = set()
 
     def __len__(self) -> int:
-        """Requests that are read in every step."""
+        """Requests that are detokenized in every step."""
         return len(self._watched)
 
     def add_request(self, request: Request, stream: bool) -> None:
-        """A new request. Of which samples are chosen in the end nothing can be shown before."""
+        """Register a new request. Samples that are ranked at the end are not streamed."""
         if stream and not request.is_ranked_at_end:
             self._streamed.add(request)
         if request in self._streamed or request.params.stop:
@@ -41,7 +41,9 @@ class OutputProcessor:
     def process_sampled(
         self, samples: Iterable[Sample], finished: Iterable[Request]
     ) -> list[RequestOutput]:
-        """These samples have grown, and these requests are finished by it; texts may end more."""
+        """Detokenize new tokens. finished: requests that these tokens finished; stop strings may
+        finish more.
+        """
         grown = {sample.request: None for sample in samples} if self._watched else {}
         reported = dict.fromkeys(finished)
         for request in [request for request in grown if request in self._watched]:
@@ -51,7 +53,7 @@ class OutputProcessor:
         return self.make_outputs(reported)
 
     def make_outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Their outputs; complete, of those that are finished."""
+        """Outputs of these requests, with complete texts for finished ones."""
         requests = list(requests)
         for request in requests:
             if request.finished:
@@ -61,17 +63,17 @@ class OutputProcessor:
         return [request.output() for request in requests]
 
     def _detokenize(self, request: Request) -> None:
-        """The texts of the samples that grow."""
+        """Extend the texts that are not complete, and stop samples at stop strings."""
         unread = [s for s in request.samples if not s.has_full_text]
         for sample in unread if self._tokenizer is not None else ():
             try:
                 stop = _push_new_tokens(sample, self._tokenizer)
             except ValueError as error:
-                self._stop(sample, str(error))  # its pages are free
+                self._stop(sample, str(error))  # frees its pages
                 _fail(sample, error)
                 continue
             if stop is not None:
-                if sample.finished:  # by its length, with the same token
+                if sample.finished:  # the same token reached the maximum length
                     sample.finish(Status.FINISHED_STOPPED, stop)
                 self._stop(sample, stop)
 
@@ -87,7 +89,7 @@ class OutputProcessor:
 
 
 def _push_new_tokens(sample: Sample, tokenizer: Tokenizer) -> str | None:
-    """The text of its new tokens; the stop text that they complete."""
+    """Detokenize the new tokens. Return the stop string that they complete."""
     request = sample.request
     if sample.detokenizer is None:
         params = request.params
@@ -102,7 +104,9 @@ def _push_new_tokens(sample: Sample, tokenizer: Tokenizer) -> str | None:
 
 
 def _finish_text(sample: Sample, tokenizer: Tokenizer) -> None:
-    """The whole text of a sample, with what was held back; or what comes before its stop text."""
+    """Complete the text of a sample, including characters held back; a stop string and all text
+    after it are left out.
+    """
     if sample.detokenizer is None:
         request = sample.request
         skip = request.params.skip_special_tokens
@@ -119,7 +123,7 @@ def _fail(sample: Sample, error: ValueError) -> None:
 
 
 def _decode_logprobs(tables: Sequence, tokenizer: Tokenizer) -> None:
-    """Logprobs that were not shown yet, the last ones, say which texts they are about."""
+    """Add the token texts to the newest logprobs, which have none yet."""
     for table in reversed(tables):
         if table is None or next(iter(table.values())).decoded_token is not None:
             return

@@ -1,4 +1,4 @@
-"""Requests in the order of their ranks."""
+"""A queue of requests, sorted by their order keys."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ def _order_key(request: Request) -> tuple[float, int]:
 
 
 class RequestQueue:
-    """Ranks are unique and never change, so a request that leaves a line and returns stands where
-    it stood, before everyone who came after it.
+    """Order keys are unique and never change. A request that is removed and added again therefore
+    returns to its old position, before all requests that arrived later.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class RequestQueue:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
-        """Those in line now: it may change meanwhile."""
+        """Iterate over a copy: the queue may change during the loop."""
         return iter(tuple(self._requests))
 
     def __getitem__(self, index: int) -> Request:
@@ -34,5 +34,5 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         index = bisect_left(self._requests, request.order_key, key=_order_key)
         if index == len(self) or self._requests[index] is not request:
-            raise ValueError(f"{request} is not in this line")
+            raise ValueError(f"{request} is not in this queue")
         del self._requests[index]

@@ -1,14 +1,15 @@
-"""Draws the next token of every row of a batch, on the device, without sorting and without waiting.
-What is said here in torch is two or three launches where a GPU has Triton: kernels/triton/draw.py.
+"""Sample the next token of every row of a batch on the device, without sorting or synchronizing. On
+a GPU with Triton the same takes two or three launches: kernels/triton/draw.py.
 
-Probabilities are integers here: the weight exp(s - max s) of a token is rounded to a multiple of
-2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
-tokens whatever else is in the batch. The smallest set of top tokens that holds a mass (top_p) or a
-count (top_k) is found by three histograms over the bits of the weights instead of a sort; tokens of
-equal weight stay or go together. The draw itself is one uniform number per row, made of the
-request's seed, the sample and the position, looked up in the running sum.
+    logits -> bias, penalties, min_tokens -> temperature -> min_p -> top_k -> top_p -> token
+                                                                         (order as in vLLM)
 
-Order of things, as vLLM's: bias, penalties, minimum length; temperature; min_p; top_k; top_p.
+Probabilities are integers: the weight exp(s - max s) of a token is rounded to a multiple of 2^-40.
+Integer sums do not depend on the order of their terms, so a row keeps and samples the same tokens
+in any batch. The smallest set of top tokens that holds a mass (top_p) or a count (top_k) is found
+by three histograms over the bits of the weights instead of a sort; tokens of equal weight are kept
+or dropped together. One uniform number per row, derived from the request's seed, the sample and the
+position, is looked up in the running sum.
 """
 
 from array import array
@@ -31,21 +32,21 @@ _DIGITS = (
     (20, 11),
     (10, 10),
     (0, 10),
-)  # (shift, bits): the 31 bits of a float that is not negative
+)  # (shift, bits): the 31 bits of a non-negative float
 
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors), of
-    tokens that were seen before: positive logits are divided, negative ones multiplied.
+    """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors) for
+    tokens that occurred before: positive logits are divided, negative ones multiplied.
     """
 
     add: tuple[Tensor, Tensor, Tensor] | None
     repeat: tuple[Tensor, Tensor, Tensor] | None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits with the changes, in fp32, or as they came if there are none; no (row, token)
-        is named twice in one list.
+        """The edited logits in fp32, or the input itself if there are no edits. No (row, token)
+        occurs twice in one list.
         """
         if self.repeat is None and self.add is None:
             return logits
@@ -62,12 +63,13 @@ class LogitEdits:
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How to draw from each row of a batch of logits: tensors on the device, made by `rows_of`.
+    """How to sample each row of a batch of logits: tensors on the device, made by
+    `make_sampling_metadata`.
 
-    random: rows that are drawn from, the others are greedy; temperature, min_p, top_k, top_p,
-    uniform: for these rows alone, None where no row asks for it. num_top: how many of the most
-    probable tokens to report, None if no row asks. beam_temperature: of all rows, 1 for those that
-    do not search.
+    random: rows that are sampled; the others are greedy. temperature, min_p, top_k, top_p, uniform:
+    for the random rows only; None if no row uses the option. num_top: how many of the most probable
+    tokens to report; None if no row reports any. beam_temperature: of all rows, 1 for rows without
+    a search.
     """
 
     edits: LogitEdits
@@ -83,7 +85,7 @@ class SamplingMetadata:
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """(rows,) token, logprob and rank (from 1; 0: not asked for); (rows, num_top) top_tokens and
+    """(rows,) token, logprob and rank (from 1; 0: not computed); (rows, num_top) top_tokens and
     top_logprobs. Log probabilities are the model's: before temperature, penalties and truncation.
     """
 
@@ -94,7 +96,7 @@ class SamplerOutput:
     top_logprobs: Tensor
 
     def to_tokens(self, samples: Sequence[Sample]) -> list[SampledToken]:
-        """For `Scheduler.update`. Waits for the device."""
+        """The rows for `Scheduler.apply_tokens`. Waits for the device."""
         if not any(
             [one.request.beams or one.request.params.logprobs is not None for one in samples]
         ):
@@ -113,14 +115,15 @@ class SamplerOutput:
 
 
 def num_top(request: Request) -> int | None:
-    """How many of the most probable tokens are wanted; None: nothing about them."""
+    """How many of the most probable tokens a request reports; None: neither tokens nor ranks."""
     beams = request.beams
     return 2 * beams.beam_width if beams else request.params.logprobs
 
 
 def draw_uniforms(samples: Sequence[Sample]) -> Tensor:
-    """The numbers in [0, 1) that draw the next token of each sample, fp64: 53 bits of SplitMix64
-    (Steele, Lea, Flood 2014), which starts from a hash of seed and sample and steps by tokens.
+    """The numbers in [0, 1), fp64, with which each sample samples its next token: 53 bits of
+    SplitMix64 (Steele, Lea, Flood 2014), seeded by a hash of seed and sample and advanced by
+    tokens.
     """
     keys = _int64_tensor([s.rng_key or _make_rng_key(s) for s in samples])
     z = keys + (_int64_tensor([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
@@ -138,7 +141,7 @@ def _make_rng_key(sample: Sample) -> int:
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """To the right, as if it had no sign."""
+    """Logical shift, ignoring the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -174,8 +177,8 @@ def make_sampling_metadata(
 
 
 class SamplingMetadataCache:
-    """`rows_of` for batches that follow one another: while the same samples draw, only the numbers
-    that they draw with change.
+    """`make_sampling_metadata` for consecutive batches: while the same samples continue, only their
+    uniform numbers change.
     """
 
     def __init__(self, device: torch.device | str):
@@ -200,7 +203,7 @@ class SamplingMetadataCache:
 
 
 def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-    """logits: (rows, vocab_size), any float type, not changed."""
+    """Sample one token per row. logits: (rows, vocab_size), any float type, not modified."""
     raw = logits
     if metadata.beam_temperature is not None:
         raw = logits.float() / metadata.beam_temperature[:, None]
@@ -213,8 +216,8 @@ def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
 
 
 def compute_logprobs(logits: Tensor, token: Tensor, num_top: int | None) -> SamplerOutput:
-    """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
-    nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
+    """Log probabilities of these tokens, (rows,), and of the num_top most probable ones; None: no
+    ranks. Also used for the rows of a prompt and the tokens that follow them.
     """
     logits = logits.float()
     return _gather_logprobs(logits, token, logits.logsumexp(-1), num_top)
@@ -232,12 +235,12 @@ def _gather_logprobs(
 def _sample_with_kernel(
     kernel: ModuleType, raw: Tensor, metadata: SamplingMetadata
 ) -> SamplerOutput:
-    """`sample` by one pass over the logits in the type that they have."""
+    """`sample` in one pass over the logits in their own dtype."""
     raw = raw if raw.stride(-1) == 1 else raw.contiguous()
     logits = metadata.edits.apply(raw)
-    asked = None if logits is raw else raw
+    unedited = None if logits is raw else raw
     token, logprob, lse = kernel.draw(
-        logits, asked, *_kernel_columns(metadata, len(raw), raw.device)
+        logits, unedited, *_kernel_columns(metadata, len(raw), raw.device)
     )
     if metadata.num_top is not None:
         return _gather_logprobs(raw.float(), token, lse, metadata.num_top)
@@ -248,8 +251,8 @@ def _sample_with_kernel(
 def _kernel_columns(
     metadata: SamplingMetadata, count: int, device: torch.device
 ) -> list[Tensor | None]:
-    """temperature, uniform, min_p, top_k and top_p of all rows: 0 is the temperature of the greedy
-    ones, which keep all their tokens.
+    """temperature, uniform, min_p, top_k and top_p of all rows. Greedy rows have temperature 0 and
+    keep all tokens.
     """
     if metadata.random is None:
         zeros = torch.zeros(count, dtype=torch.float64, device=device)
@@ -271,7 +274,7 @@ def _kernel_columns(
 
 
 def _find_kernel(logits: Tensor) -> ModuleType | None:
-    """The module that draws in few launches, where Triton runs."""
+    """The Triton module that samples in few launches, if it runs here."""
     device = logits.device
     if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
         return None
@@ -279,7 +282,9 @@ def _find_kernel(logits: Tensor) -> ModuleType | None:
 
 
 def _choose_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """A token for each row. A pass reads rows x vocab_size numbers: only those that a row needs."""
+    """A token for each row. Each pass reads rows x vocab_size numbers, so passes that no row needs
+    are skipped.
+    """
     if metadata.random is None:
         return logits.argmax(-1)
     if len(metadata.random) == len(logits):
@@ -289,12 +294,12 @@ def _choose_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def compute_masses(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """The integer probabilities of the tokens that may be drawn, 0 for the others, (rows, vocab);
+    """Integer probabilities of the tokens that may be sampled, 0 for the others, (rows, vocab).
     logits: of the random rows.
     """
     logits = logits - logits.amax(-1, keepdim=True)
     weights = logits.div_(metadata.temperature[:, None]).exp_()
-    keys = weights.view(torch.int32)  # of numbers that are not negative: the same order
+    keys = weights.view(torch.int32)  # of non-negative floats: the same order
     masses = (weights * _UNIT).round_().long()  # a power of two: exact
     if metadata.min_p is not None:
         masses.masked_fill_(weights < metadata.min_p[:, None], 0)
@@ -314,12 +319,12 @@ def pick(masses: Tensor, uniform: Tensor) -> Tensor:
     running = masses.cumsum(-1)
     place = (running[:, -1] * uniform).long()  # below the total, as uniform is at most 1 - 2^-53
     token = torch.searchsorted(running, place[:, None], right=True)[:, 0]
-    return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN points nowhere
+    return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN finds no token
 
 
 def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
-    """The largest key such that the masses of all keys from it on sum up to `wanted` (or to all
-    there is), per row. keys: int32 (rows, n), not negative; masses: int64.
+    """The largest key, per row, such that the masses of all keys from it on add up to `wanted` (or
+    to the total). keys: int32 (rows, n), not negative; masses: int64.
     """
     wanted = wanted.clamp(max=masses.sum(-1))
     found = torch.zeros_like(wanted)
@@ -376,7 +381,7 @@ def _beam_temperature(request: Request) -> float:
 def _make_column(
     values: list, off: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """None if no row asks for anything."""
+    """None if no row uses the option."""
     return None if values.count(off) == len(values) else _make_tensor(values, dtype, device)
 
 
@@ -385,6 +390,6 @@ def _make_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """To the device behind the work that is queued there: from pinned memory nobody waits."""
+    """Copy asynchronously from pinned memory, behind the work queued on the device."""
     staged = values.pin_memory() if device.type == "cuda" else values
     return staged.to(device, non_blocking=True)

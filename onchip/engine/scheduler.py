@@ -1,25 +1,36 @@
-"""Who computes which tokens in the next step. No tensors here.
+"""Which tokens each request computes in the next step. No tensors here.
 
-There are no phases: a sample is so far computed, and catches up with what is known of it. A step
-has one budget of tokens. First come the running samples that lack one token, then prompts (and
-samples that are computed again) with what is left, in chunks, then requests that wait. Every line
-is in the order of ranks:
+    waiting --admit--> running --schedule--> step --launch--> in flight --collect--> finished
+       ^                  |                                                 |
+       +---- preempt -----+ <---------------- one token more ---------------+
 
-    rank = arrival + priority * aging
+There is no prefill/decode split, as in vLLM: a sample has `computed` of `length` known tokens, and
+each step computes some of the difference. A step has one token budget. Running samples that lack
+one token (decode) come first, then prompts and recomputed samples in chunks, then waiting requests.
 
-so a request is overtaken only by those that arrive within (its priority - theirs) * aging after it,
-and nobody starves. When pages run out, the running request of the last rank makes room. Its pages
-travel to the host or are given up and computed again, whichever is estimated to be cheaper; either
-way it stands in line where it stood.
+Example: max_num_batched_tokens=8, request A decodes, request B arrives with a prompt of 10 tokens.
 
-A step takes its time on the device. `advance` says that it is under way: from then on its tokens
-count, though nobody knows which they are, and the next step may be scheduled. `resolve` tells them
-when they are there. A sample that is then found to have ended leaves what was computed for it in
-vain. Beams and penalties look at tokens: while such a request draws, steps follow one another.
+    step 1   A 1 token   B tokens 0-6
+    step 2   A 1 token   B tokens 7-9, and B samples its first token
+    step 3   A 1 token   B 1 token
 
-Progress: while there are requests and no step is under way, every step computes at least one token.
-Each request fits into the pool alone (checked when it is added), the first in line is never
-preempted for another, and for it even requests on the host give up the pages they still share.
+Both queues are sorted by
+
+    order key = arrival time + priority * aging_s
+
+A request can be overtaken only by requests that arrive within (its priority - theirs) * aging_s
+seconds after it, so no request starves. When pages run out, the running request with the largest
+order key is preempted. Its pages are swapped to the host or recomputed later, whichever is
+estimated to be cheaper, and it keeps its position in the queue.
+
+Steps overlap. `mark_launched` counts a step's tokens, though their values are not known yet, and
+the next step may be scheduled. `apply_tokens` supplies the values once the device has them. A
+sample that ends there has been computed once in vain, and that token is dropped. Beam search and
+penalties need the values: while such a request samples, steps do not overlap.
+
+Progress: while there are requests and no step is in flight, every step computes at least one token.
+Each request fits into the pool alone (checked in `add`), the first running request is never
+preempted for another, and swapped requests free the pages they share if it needs them.
 """
 
 import math
@@ -38,16 +49,16 @@ from onchip.engine.request_queue import RequestQueue
 from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
 from onchip.kvcache.pool import NoRoom
 
-_ELSEWHERE = "though nobody else has any: the cache is used from elsewhere"
+_ELSEWHERE = "though no other request holds any: the cache is used from elsewhere"
 
 
 class _Plan:
-    """A step in the making."""
+    """A step being built."""
 
     def __init__(self, budget: int):
         self.budget = budget
         self.chunks: dict[Request, list[Chunk]] = {}
-        self.blocked = False  # somebody lacks pages: nobody new may take them
+        self.blocked = False  # a running request lacks pages: admit no other
 
     def add(self, chunks: dict[Request, list[Chunk]]) -> None:
         self.chunks |= chunks
@@ -58,13 +69,15 @@ class _Plan:
 
     def step(self, events: dict[str, list[Request]]) -> ScheduledStep:
         chunks = tuple([chunk for many in self.chunks.values() for chunk in many])
-        return ScheduledStep(chunks, **{what: tuple(who) for what, who in events.items()})
+        return ScheduledStep(
+            chunks, **{event: tuple(requests) for event, requests in events.items()}
+        )
 
 
 class Scheduler:
-    """Takes requests, gives steps, takes what was drawn: `add`, then `schedule` and `update` in
-    turns; or `schedule`, `advance` and later `resolve`. cache and tier belong to it alone. tier and
-    costs: none, and preempted requests are always computed again.
+    """Call `add`, then `schedule` and `update` in turns; or, to overlap steps, `schedule`,
+    `mark_launched` and later `apply_tokens`. The scheduler owns cache and tier. Without tier and
+    costs, preempted requests are always recomputed.
     """
 
     def __init__(
@@ -85,15 +98,15 @@ class Scheduler:
         self.limits, self.clock = limits, clock
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
         self._kv = KVManager(cache, tier, costs)
-        self.totals = Counter[str]()  # how often what a Step tells has happened
-        self.num_cached_tokens = 0  # of prompts, found in the cache when they came first
+        self.totals = Counter[str]()  # events of all steps, by name
+        self.num_cached_tokens = 0  # of prompts, found in the cache when they were first scheduled
         self._requests: dict[str, Request] = {}
         self._waiting, self._running = RequestQueue(), RequestQueue()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._queued_tokens = 0
-        self._step: ScheduledStep | None = None  # scheduled last, not under way yet
-        self._in_flight: deque[ScheduledStep] = deque()  # under way, oldest first
+        self._step: ScheduledStep | None = None  # scheduled, not launched yet
+        self._in_flight: deque[ScheduledStep] = deque()  # launched, oldest first
         self._events: dict[str, list[Request]] = {}
 
     @property
@@ -102,7 +115,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Those that never ran and those that were preempted, next first."""
+        """New and preempted requests, the next to run first."""
         return tuple(self._waiting)
 
     @property
@@ -111,21 +124,21 @@ class Scheduler:
 
     @property
     def must_collect(self) -> bool:
-        """The next step cannot be scheduled before the oldest one under way is resolved."""
+        """The oldest step in flight must be collected before the next step can be scheduled."""
         in_flight = self._in_flight
         return len(in_flight) > 1 or (bool(in_flight) and in_flight[0].needs_tokens)
 
     def find(self, request_id: str) -> Request | None:
-        """The request of this name, if it is not done."""
+        """The unfinished request with this id."""
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> RejectedRequest | None:
-        """None if it is in line now."""
+        """Queue a request. Return None if it was accepted."""
         if request.request_id in self._requests or request.order_key[1]:
             raise ValueError(f"request {request.request_id!r} was added before")
         if not request.max_tokens:
-            room = self.limits.max_model_len - len(request.prompt_token_ids)
-            request.max_tokens = max(1, room)
+            remaining = self.limits.max_model_len - len(request.prompt_token_ids)
+            request.max_tokens = max(1, remaining)
         if reason := self._check_feasible(request) or self._check_queue_limits(request):
             return reason
         now, number = self.clock(), next(self._numbers) + 1
@@ -138,8 +151,8 @@ class Scheduler:
         return None
 
     def abort(self, request_id: str) -> bool:
-        """Cancel a request, between two steps or while one is computed; its pages are free when
-        this returns. False: there is no such request, or it is done.
+        """Cancel a request, between two steps or during one. Its pages are free when this returns.
+        Return False if no unfinished request has this id.
         """
         request = self._requests.get(request_id)
         if request is not None:
@@ -147,14 +160,14 @@ class Scheduler:
         return request is not None
 
     def fail(self, request: Request, error: str) -> None:
-        """End one request because of an error of its own; the others go on."""
+        """End one request with an error; the others continue."""
         if not request.finished:
             request.error = error
             self._finish(request, Status.FINISHED_ERROR)
 
     def abandon_all(self, end: Status, error: str) -> list[Request]:
-        """End all requests where they stand, after what leaves nothing to rely on: lines and pages
-        are not tidied up, and the scheduler is of no use afterwards.
+        """End all requests after an unrecoverable error. Queues and pages are not cleaned up: the
+        scheduler must not be used afterwards.
         """
         requests = list(self._requests.values())
         for request in requests:
@@ -167,7 +180,7 @@ class Scheduler:
         return requests
 
     def stop(self, sample: Sample, stop_reason: str | int | None = None) -> None:
-        """End a sample (a stop text was seen); its pages are free when this returns."""
+        """End a sample (its text contains a stop string). Its pages are free when this returns."""
         if sample.finished:
             return
         sample.finish(Status.FINISHED_STOPPED, stop_reason)
@@ -176,10 +189,10 @@ class Scheduler:
         if not request.unfinished:
             self._finish(request, Status.FINISHED_STOPPED)
         elif request.status is Status.RUNNING and not request.resident:
-            self._preempt(request)  # the others were to fork from this one
+            self._preempt(request)  # the others would have forked from this sample
 
     def preempt(self, request: Request) -> None:
-        """Take a running request off the device between two steps."""
+        """Preempt a running request between two steps."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
         if request.status is not Status.RUNNING:
@@ -187,23 +200,24 @@ class Scheduler:
         self._preempt(request)
 
     def schedule(self) -> ScheduledStep:
-        """The next step; empty only if there is no request, or if a step is under way."""
+        """Build the next step. It is empty only if there is no request or a step is in flight."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
         if self.must_collect:
-            raise ValueError("a step is under way whose tokens must be known: collect it first")
+            raise ValueError("a step in flight must be collected first: its tokens are needed")
         self._expire()
         plan = self._build_plan()
         if not plan.chunks and self._requests and not self._in_flight:
-            self._kv.synchronize()  # everyone waits for pages that are on their way out
+            self._kv.synchronize()  # all requests wait for pages of swap-outs under way
             plan = self._build_plan()
         self._step = plan.step(self._events)
         self._events.clear()
         return self._step
 
     def update(self, step: ScheduledStep, sampled: Iterable[SampledToken]) -> list[Request]:
-        """The step was computed, and this was drawn for `step.rows_to_sample`. Answers the requests
-        that are finished by it. Whoever was cancelled meanwhile is passed over.
+        """Apply the sampled tokens of a step that ran without overlap, one for each of its
+        `rows_to_sample`. Return the requests that finished. Requests cancelled meanwhile are
+        skipped.
         """
         if step is not self._step or self._in_flight:
             raise ValueError("update takes the step that was scheduled last, once")
@@ -212,9 +226,7 @@ class Scheduler:
         return self.apply_tokens(step, sampled)
 
     def mark_launched(self, step: ScheduledStep) -> None:
-        """The step is on its way, and everything that is queued on the device from now on comes
-        after it.
-        """
+        """Count the step's tokens. Work queued on the device from now on runs after it."""
         if step is not self._step:
             raise ValueError("mark_launched takes the step that was scheduled last, once")
         self._step = None
@@ -229,8 +241,8 @@ class Scheduler:
                 sample.pending += 1
 
     def apply_tokens(self, step: ScheduledStep, sampled: Iterable[SampledToken]) -> list[Request]:
-        """This was drawn for `step.rows_to_sample`, of the oldest step under way. Answers the
-        requests that are finished by it.
+        """Apply the sampled tokens of the oldest step in flight, one for each of its
+        `rows_to_sample`. Return the requests that finished.
         """
         if not self._in_flight or step is not self._in_flight[0]:
             raise ValueError("apply_tokens takes the oldest step that is under way, once")
@@ -251,30 +263,31 @@ class Scheduler:
         return [request for request in touched if request.finished]
 
     def check(self) -> None:
-        """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
+        """Raise AssertionError unless queues, limits, pages and states agree (for tests)."""
         running, waiting = set(self._running), set(self._waiting)
         _check_invariant(not running & waiting, "a request runs and waits")
         _check_invariant(
-            running | waiting == set(self._requests.values()), "a request is in no line"
+            running | waiting == set(self._requests.values()), "a request is in no queue"
         )
         _check_invariant(
-            all(r.status is Status.RUNNING for r in running), "a status in the running line"
+            all(r.status is Status.RUNNING for r in running), "a status in the running queue"
         )
         _check_invariant(
             not any(r.resident for r in waiting if not r.host_group),
-            "a request that waits has pages",
+            "a waiting request holds pages",
         )
         _check_invariant(
-            all(bool(r.host_group) == (r.status is Status.SWAPPED) for r in waiting), "families"
+            all(bool(r.host_group) == (r.status is Status.SWAPPED) for r in waiting),
+            "a swapped request without its group",
         )
         _check_invariant(
-            self._num_running_seqs() <= self.limits.max_num_seqs, "more samples than seats"
+            self._num_running_seqs() <= self.limits.max_num_seqs, "more sequences than max_num_seqs"
         )
         tokens = sum(len(r.prompt_token_ids) for r in waiting)
-        _check_invariant(tokens == self._queued_tokens, "the count of tokens that wait")
+        _check_invariant(tokens == self._queued_tokens, "the count of queued tokens")
 
     def _check_feasible(self, request: Request) -> RejectedRequest | None:
-        """Why it can never run. Only so are the others sure to get their turn."""
+        """Reject a request that can never run: otherwise it would block the queue forever."""
         prompt, limits, pool = len(request.prompt_token_ids), self.limits, self._pool
         total = prompt + request.max_tokens
         longest = min(limits.max_model_len, self._max_seqlen + 1)
@@ -333,8 +346,8 @@ class Scheduler:
         return plan
 
     def _schedule_decodes(self, plan: _Plan) -> None:
-        """One token for each sample that lacks one, with one call to the cache if there is room
-        for all of them: prompts never hold them up.
+        """Schedule one token for each sample that lacks exactly one, with one call to the cache if
+        all fit. Decodes come first, so prompts never delay them.
         """
         ready = {r: chunks for r in self._running if (chunks := _decode_chunks(r))}
         samples = [chunk.sample for chunks in ready.values() for chunk in chunks]
@@ -346,7 +359,9 @@ class Scheduler:
                 self._schedule_request(request, plan)
 
     def _schedule_request(self, request: Request, plan: _Plan) -> None:
-        """Slots for its next tokens; whoever stands behind it makes room."""
+        """Reserve slots for the request's next tokens, preempting requests behind it if pages run
+        out.
+        """
         while scheduled := list(request.next_tokens(plan.budget)):
             full = self._kv.append(scheduled)
             if full is None:
@@ -357,9 +372,9 @@ class Scheduler:
                 return
 
     def _free_pages_for(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
-        """Whether to try again; if not, the request is not served in this step."""
+        """Preempt a request. Return True to try again, False to skip this request in this step."""
         if full.needed - full.free <= self._pages_swapping_out():
-            return False  # preempting more would empty the device while copies are under way
+            return False  # wait for copies under way: preempting more would empty the device
         last = self._running[-1]
         if last is not request:
             plan.drop(last)
@@ -374,7 +389,9 @@ class Scheduler:
         return False
 
     def _fail_now(self, request: Request, lack: str) -> None:
-        """It is promised that a request that has the device alone fits."""
+        """Fail a request that does not fit alone, which `_check_feasible` rules out for an unshared
+        cache.
+        """
         self.fail(request, f"{lack}, {_ELSEWHERE}")
         self._record_event("ended", request)
 
@@ -383,7 +400,7 @@ class Scheduler:
         return sum(len(group.pages) for group in groups if group.leaving)
 
     def _drop_last_swapped(self) -> bool:
-        """Give up what the last request on the host holds: pages it shares stay on the device."""
+        """Free the pages of the last swapped request: it still holds shared pages on the device."""
         swapped = [r for r in self._waiting if r.host_group]
         if swapped:
             self._kv.discard(swapped[-1])
@@ -399,18 +416,18 @@ class Scheduler:
         self._enqueue(request)
 
     def _record_event(self, what: str, request: Request) -> None:
-        """In the next step that is scheduled."""
+        """Report the event in the next scheduled step."""
         self.totals[what] += 1
         self._events.setdefault(what, []).append(request)
 
     def _admit_waiting(self, plan: _Plan) -> None:
-        """Requests that wait, strictly in line: the first one that has no room stops the others,
-        or large ones would never find any.
+        """Admit waiting requests strictly in order. The first that does not fit stops the loop:
+        otherwise small requests would overtake large ones forever.
         """
         while self._waiting and plan.budget and not plan.blocked:
             request = self._waiting[0]
             if any(sample.pending for sample in request.samples):
-                return  # its last token is on its way
+                return  # its last token is not known yet
             if self._num_running_seqs() + request.num_seqs > self.limits.max_num_seqs:
                 return
             if not self._make_resident(request):
@@ -425,15 +442,15 @@ class Scheduler:
             self._schedule_request(request, plan)
 
     def _make_resident(self, request: Request) -> bool:
-        """Whether it is on the device now. If nobody runs it must be: others on the host give up
-        what they still share, and in the end the request does.
+        """Bring a waiting request onto the device. If no request runs it must succeed: swapped
+        requests free the pages they share, and if that does not suffice the request fails.
         """
         away = request.host_group
         while not self._kv.make_resident(request, self._num_running_seqs()):
             if self._running or self._pages_swapping_out():
                 return False
             if not self._drop_last_swapped():
-                self._fail_now(request, "no room for one more sequence")
+                self._fail_now(request, "no free row for one more sequence")
                 return False
         if away is not None and request.status is Status.SWAPPED:
             self._record_event("swapped_in", request)
@@ -443,17 +460,17 @@ class Scheduler:
         return sum(request.num_seqs for request in self._running)
 
     def _fork(self, chunk: Chunk) -> None:
-        """The prompt is there: the other samples fork."""
+        """Fork the other samples once the prompt is computed."""
         parent, request = chunk.sample, chunk.sample.request
         if chunk.stop != len(request.prompt_token_ids) or parent.sequence is None:
             return
         for other in request.unfinished:
             if other.sequence is None and not self._kv.fork(parent, other):
-                self.fail(request, f"no room to fork a sequence, {_ELSEWHERE}")
+                self.fail(request, f"no free row to fork a sequence, {_ELSEWHERE}")
                 return
 
     def _finish_rows(self, step: ScheduledStep) -> None:
-        """Tokens of a step are known: the sample leaves, or the cache is told."""
+        """Release finished samples and give the cache the tokens of the others."""
         for _, sample in step.rows_to_sample:
             if sample.end is not None:
                 self._kv.release(sample)
@@ -469,7 +486,9 @@ class Scheduler:
             self.fail(beam.request, f"no finite candidates for a beam: {sampled}")
 
     def _finish_if_done(self, request: Request) -> None:
-        """After a draw: beams that are complete are chosen from, and the request may be done."""
+        """After sampling: choose among beams once all have candidates, and finish a request when
+        all of its samples have ended.
+        """
         if request.finished:
             return
         if request.beams and all(s.candidates for s in request.unfinished):
@@ -481,7 +500,7 @@ class Scheduler:
             self._finish(request, failed[0].end if failed else request.samples[-1].end)
 
     def _finish(self, request: Request, status: Status) -> None:
-        """A request leaves, with everything it holds."""
+        """Finish a request and free everything it holds."""
         self._kv.release_all(request)
         for sample in request.unfinished:
             sample.finish(status)
@@ -498,7 +517,7 @@ class Scheduler:
 
 
 def _decode_chunks(request: Request) -> list[Chunk]:
-    """Its samples that lack one token, if none lacks more."""
+    """The chunks of a request whose samples lack at most one token each; otherwise none."""
     if (single_sample := request.single_sample) is not None:
         start, stop = single_sample.sequence.computed, single_sample.target_length
         return [Chunk(single_sample, start, stop, (single_sample,))] if stop - start == 1 else []
@@ -512,8 +531,8 @@ def _decode_chunks(request: Request) -> list[Chunk]:
 
 
 def _make_chunks(request: Request, scheduled: Sequence[ScheduledTokens]) -> list[Chunk]:
-    """Who draws: all of whom everything that is known is computed. Before the prompt is, all
-    samples draw from the run of the first.
+    """A sample samples its next token if the chunk reaches its last known token. Until the prompt
+    is computed, all samples of a request sample from the chunk of the first.
     """
     live = request.unfinished
     forks = any([sample.sequence is None for sample in live])

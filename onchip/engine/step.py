@@ -1,4 +1,4 @@
-"""What a scheduler is told, and what it answers."""
+"""The scheduler's limits, and its outputs: steps and rejected requests."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +9,9 @@ from onchip.engine.request import Request, Sample
 
 @dataclass(frozen=True)
 class Limits:
-    """max_num_batched_tokens: the budget of a step. max_num_seqs: samples that run at a time; a
-    request counts as all of its samples. max_model_len: prompt and continuation together.
-    aging_s: how much earlier one level of priority lets a request arrive.
+    """max_num_batched_tokens: token budget of a step. max_num_seqs: samples that run at a time; a
+    request counts with all of its samples. max_model_len: tokens of prompt and continuation
+    together. aging_s: seconds of waiting that one level of priority is worth.
     """
 
     max_model_len: int
@@ -34,8 +34,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class RejectedRequest:
-    """The answer to a request that is not taken. later: the queue is full, ask again; otherwise it
-    can never be served.
+    """Returned for a request that is not accepted. is_retryable: the queue is full now, a later
+    attempt may succeed; otherwise the request can never run.
     """
 
     reason: str
@@ -43,8 +43,9 @@ class RejectedRequest:
 
 
 class Chunk(NamedTuple):
-    """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
-    its next token from the logits of the last one.
+    """One sample computes tokens start to stop - 1 of its sequence. Every sample in `sampled_by`
+    samples its next token from the logits of the chunk's last token: several do after the prompt of
+    a request with n > 1, none before the chunk reaches the end of the known tokens.
     """
 
     sample: Sample
@@ -59,10 +60,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
+    """The work of one step. Its tokens have their slots; `cache.view(step.sequences)` is the batch.
 
-    swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
-    ended: requests that got their end meanwhile: their deadline passed, or they failed.
+    swapped_out, swapped_in, recomputed: requests that were swapped, or lost their pages, since the
+    last step. ended: requests that expired or failed since the last step.
     """
 
     chunks: tuple[Chunk, ...]
@@ -81,10 +82,12 @@ class ScheduledStep:
 
     @cached_property
     def needs_tokens(self) -> bool:
-        """Some of those who draw cannot go on before they know what was drawn."""
+        """A sample of this step needs its sampled token before its next step can be scheduled."""
         return any([sample.request.needs_tokens for _, sample in self.rows_to_sample])
 
     @cached_property
     def rows_to_sample(self) -> list[tuple[int, Sample]]:
-        """(which run, a sample that draws there), in `apply_tokens`' order."""
+        """(index of the chunk, sample) for each row of logits, in the order that `apply_tokens`
+        takes.
+        """
         return [(i, sample) for i, chunk in enumerate(self.chunks) for sample in chunk.sampled_by]

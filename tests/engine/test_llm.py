@@ -240,7 +240,7 @@ def test_a_folder_without_a_tokenizer(folder):
         assert one.get_tokenizer() is None
         (output,) = one.generate([5, 6], GREEDY)
         assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 5
-        with pytest.raises(ValueError, match="there is no tokenizer"):
+        with pytest.raises(ValueError, match="has no tokenizer"):
             one.chat([{"role": "user", "content": "hello"}])
 
 
@@ -248,13 +248,13 @@ def test_a_folder_without_a_tokenizer(folder):
     "options, match",
     [
         ({"dtype": "int8"}, "dtype='int8' is not one of auto, bfloat16"),
-        ({"max_model_len": 257}, r"max_model_len=257 must lie in \[2, 256\]"),
+        ({"max_model_len": 257}, r"max_model_len=257 must be in \[2, 256\]"),
         ({"block_size": 5}, "must be a power of two"),
         ({"swap_space": -1}, "swap_space=-1 must be"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be above 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor_parallel_size": 2}, "torchrun --nproc-per-node 2"),
-        ({"tensor_parallel_size": 2, "seed": None}, "must draw alike: give a seed"),
+        ({"tensor_parallel_size": 2, "seed": None}, "must sample the same tokens: give a seed"),
     ],
 )
 def test_what_cannot_be_is_refused(folder, options, match):
@@ -279,7 +279,7 @@ def test_a_device_that_is_not_here_is_refused():
 
 
 def test_the_built_in_model_is_whole():
-    with pytest.raises(ValueError, match="cuts the checkpoint of a folder"):
+    with pytest.raises(ValueError, match="needs the folder of a checkpoint"):
         LLM(builtin.NAME, tensor_parallel_size=2)
 
 

@@ -22,7 +22,7 @@ def test_a_quarter_of_what_the_host_has_free(tiny, monkeypatch):
     monkeypatch.setattr(memory.os, "sysconf", free.__getitem__)
     assert memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9) == 100
     free["SC_AVPHYS_PAGES"] = 7
-    with pytest.raises(ValueError, match="there is no room for pages of 4,096 bytes on cpu"):
+    with pytest.raises(ValueError, match="no page of 4,096 bytes fits on cpu"):
         memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9)
 
 
@@ -115,5 +115,5 @@ def test_a_gpu_is_used_as_far_as_it_was_said(tiny, eager):
         assert len(outputs) == 50 and pool < 0.06 * total
         free, total = torch.cuda.mem_get_info()
         assert (total - free) / total < share + 0.01
-    with pytest.raises(ValueError, match="gpu_memory_utilization=1.5 must lie above 0"):
+    with pytest.raises(ValueError, match="gpu_memory_utilization=1.5 must be above 0"):
         LLM(decoder, tokenizer=ByteTokenizer(), gpu_memory_utilization=1.5)

@@ -13,7 +13,7 @@ def test_who_leaves_and_returns_stands_where_it_stood():
         queue.add(requests[i])
     assert list(queue) == requests and queue[-1] is requests[4]
     queue.remove(requests[1])
-    with pytest.raises(ValueError, match="not in this line"):
+    with pytest.raises(ValueError, match="not in this queue"):
         queue.remove(requests[1])
     queue.add(requests[1])
     assert list(queue) == requests and len(queue) == 5

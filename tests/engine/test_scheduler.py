@@ -116,7 +116,7 @@ def test_steps_and_updates_alternate(engine):
     with pytest.raises(ValueError, match="once"):
         one.scheduler.update(step, tokens)
     one.scheduler.preempt(request)
-    with pytest.raises(ValueError, match="it is preempted, to be computed again"):
+    with pytest.raises(ValueError, match="it is preempted, to be recomputed"):
         one.scheduler.preempt(request)
 
 
@@ -139,7 +139,7 @@ def test_steps_under_way_are_resolved_in_order(engine):
         scheduler.update(second, more)
     scheduler.mark_launched(second)
     assert scheduler.must_collect
-    with pytest.raises(ValueError, match="tokens must be known: collect it first"):
+    with pytest.raises(ValueError, match="must be collected first: its tokens are needed"):
         scheduler.schedule()
     with pytest.raises(ValueError, match="apply_tokens takes the oldest"):
         scheduler.apply_tokens(second, more)
@@ -159,7 +159,7 @@ def test_who_looks_at_tokens_waits_for_them(engine, params):
     tokens = one.compute(step)
     one.scheduler.mark_launched(step)
     assert one.scheduler.must_collect
-    with pytest.raises(ValueError, match="tokens must be known"):
+    with pytest.raises(ValueError, match="its tokens are needed"):
         one.scheduler.schedule()
     one.scheduler.apply_tokens(step, tokens)
     one.drain()

@@ -41,7 +41,7 @@ def test_a_folder_that_says_nothing_more(folder):
 @pytest.mark.parametrize(
     "name, content, match",
     [
-        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
         ("tokenizer_config.json", "[1]", "holds no object"),
         ("tokenizer_config.json", "{", "is not JSON"),
     ],
