@@ -282,7 +282,7 @@ def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
     """Items of the growing lists, tokens that are decoded, characters that are kept for later: so
     many for each token, however many came before.
     """
-    reader_of = pytest.importorskip("onchip.engine.server.responses").Reader
+    reader_of = pytest.importorskip("onchip.engine.server.responses").DeltaReader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
     decoded, told, decode = 0, 0, ByteTokenizer.decode
 
@@ -297,7 +297,7 @@ def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
         (sample,), reader = one.add("x", params).samples, reader_of(1)
         sample.token_ids, sample.logprobs = Counted(), Counted()
         while one.has_work:
-            told += sum(len(piece.text) for piece in reader.news(one.step()))
+            told += sum(len(delta.text) for delta in reader.read_new(one.step()))
             if sample.detokenizer is not None:
                 kept = [
                     len(x) for x in vars(sample.detokenizer).values() if isinstance(x, (str, list))

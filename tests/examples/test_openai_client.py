@@ -17,12 +17,12 @@ SPEC.loader.exec_module(example)
 
 def test_it_completes_streams_and_walks_away(capsys):
     from onchip.engine.llm import LLM
-    from onchip.engine.server.app import Options, Server
-    from onchip.engine.server.run import Background
+    from onchip.engine.server.app import Server, ServerOptions
+    from onchip.engine.server.run import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
-    server = Server(llm.engine, Options("tiny"))
-    with Background(server) as url:
+    server = Server(llm.engine, ServerOptions("tiny"))
+    with BackgroundServer(server) as url:
         example.main(url)
         end = time.monotonic() + 10
         while server.service.num_open or server.service.stats.running:

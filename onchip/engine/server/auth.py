@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import Refusal, refuse
+from .errors import APIError, error_response
 from .keys import Keyring
 
 # The page is the same for everybody and holds no data; probes are answered to anybody.
@@ -18,7 +18,7 @@ MAX_HEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Guard:
+class AuthMiddleware:
     """hosts: names under which this server may be called, None for any. A server on the loopback
     without keys trusts whoever reaches it, so a page in a browser must not reach it under a name of
     its own (DNS rebinding).
@@ -32,20 +32,20 @@ class Guard:
         if scope["type"] == "http":
             try:
                 self._check(scope)
-            except Refusal as refusal:
-                await refuse(refusal)(scope, receive, send)
+            except APIError as error:
+                await error_response(error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         _check_head(scope, headers)
-        host = _name(headers.get(b"host", b"").decode("latin-1"))
+        host = _strip_port(headers.get(b"host", b"").decode("latin-1"))
         if self.hosts is not None and host not in self.hosts:
-            raise Refusal(421, f"this server is not {host[:100]!r}", code="unknown_host")
-        salt = self.keys.salt(headers.get(b"authorization"))
+            raise APIError(421, f"this server is not {host[:100]!r}", code="unknown_host")
+        salt = self.keys.find_salt(headers.get(b"authorization"))
         if salt is None and scope["path"] not in OPEN_PATHS:
-            raise Refusal(401, "send a key: Authorization: Bearer KEY", code="invalid_api_key")
+            raise APIError(401, "send a key: Authorization: Bearer KEY", code="invalid_api_key")
         scope.setdefault("state", {})["salt"] = salt
 
 
@@ -56,15 +56,15 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     """
     size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size + len(scope.get("raw_path", b"")) + len(scope["query_string"]) > MAX_HEAD_BYTES:
-        raise Refusal(431, f"the head is larger than {MAX_HEAD_BYTES} bytes", closes=True)
+        raise APIError(431, f"the head is larger than {MAX_HEAD_BYTES} bytes", closes=True)
     if b"transfer-encoding" not in headers:
         return
     if b"content-length" in headers or scope["http_version"] == "1.0":
         both = "Content-Length" if b"content-length" in headers else "HTTP/1.0"
-        raise Refusal(400, f"Transfer-Encoding and {both} exclude one another", closes=True)
+        raise APIError(400, f"Transfer-Encoding and {both} exclude one another", closes=True)
 
 
-def _name(host: str) -> str:
+def _strip_port(host: str) -> str:
     """Without the port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()

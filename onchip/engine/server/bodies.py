@@ -25,13 +25,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.types import Receive, Scope
 
-from .errors import Refusal
-from .invalid import explain
-from .pending import Arrival
-from .streaming import client_gone, unless
+from .errors import APIError
+from .invalid import explain_errors
+from .pending import IncomingRequest
+from .streaming import run_until, watch_disconnect
 
 BODY_TIMEOUT_S = 30.0
-PATIENCE = 8  # times the largest body
+MAX_DISCARD_FACTOR = 8  # times the largest body
 SMALL_BYTES = 16 << 10  # of each body: not counted, so that large uploads shut out no small request
 INLINE_BYTES = 64 << 10  # parsed on the loop: a few ms at worst
 MAX_STRUCTURES = 65_536  # lists, objects and names of a body
@@ -52,16 +52,16 @@ class BodyMemory:
         self.max_bytes, self.used = max_bytes, 0
 
     @contextmanager
-    def hold(self) -> Iterator["Hold"]:
-        hold = Hold(self)
+    def reserve(self) -> Iterator["BodyReservation"]:
+        reservation = BodyReservation(self)
         try:
-            yield hold
+            yield reservation
         finally:
-            hold.clear()
+            reservation.clear()
 
 
 @dataclass
-class Hold:
+class BodyReservation:
     """The share of one body."""
 
     memory: BodyMemory
@@ -82,52 +82,52 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Intake:
+class BodyReader:
     """What routes with a body need. arriving: a block around one request until it is submitted,
     which raises a Refusal before the body is read if there is no room. workers: for large bodies.
     """
 
     max_bytes: int
     memory: BodyMemory
-    arriving: Callable[[], AbstractContextManager[Arrival]]
+    track_incoming: Callable[[], AbstractContextManager[IncomingRequest]]
     workers: Executor
 
-    async def read(self, request: Request, hold: Hold) -> bytes:
+    async def read(self, request: Request, reservation: BodyReservation) -> bytes:
         """A body for which there is no room is read and dropped, because a client that is still
         sending does not listen; with a much larger one the connection ends.
         """
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(request, hold)
+                return await self._read(request, reservation)
         except TimeoutError:
             message = f"the body did not arrive in {BODY_TIMEOUT_S:.0f} s"
-            raise Refusal(408, message, closes=True) from None
+            raise APIError(408, message, closes=True) from None
 
-    async def _read(self, request: Request, hold: Hold) -> bytes:
-        too_large = Refusal(413, f"the body is larger than {self.max_bytes} bytes", closes=True)
-        if int(request.headers.get("content-length", "0")) > PATIENCE * self.max_bytes:
+    async def _read(self, request: Request, reservation: BodyReservation) -> bytes:
+        too_large = APIError(413, f"the body is larger than {self.max_bytes} bytes", closes=True)
+        if int(request.headers.get("content-length", "0")) > MAX_DISCARD_FACTOR * self.max_bytes:
             raise too_large
-        body, total, refusal = bytearray(), 0, None
+        body, total, error = bytearray(), 0, None
         async for chunk in request.stream():
             total += len(chunk)
             if total > self.max_bytes:
-                refusal = too_large
-            elif refusal is None and not hold.grow(total):
-                refusal = self._full()
-            if refusal is None:
+                error = too_large
+            elif error is None and not reservation.grow(total):
+                error = self._memory_error()
+            if error is None:
                 body += chunk
             else:
                 body.clear()
-                hold.clear()
-            if total > PATIENCE * self.max_bytes:
+                reservation.clear()
+            if total > MAX_DISCARD_FACTOR * self.max_bytes:
                 break
-        if refusal is not None:
-            raise refusal
+        if error is not None:
+            raise error
         return bytes(body)
 
-    def _full(self) -> Refusal:
+    def _memory_error(self) -> APIError:
         message = f"bodies of other requests fill the {self.memory.max_bytes} bytes for all of them"
-        return Refusal(503, message, code="bodies_full", retry_after_s=1, closes=True)
+        return APIError(503, message, code="bodies_full", retry_after_s=1, closes=True)
 
     async def parse(self, body: bytes, model: type[BaseModel]) -> BaseModel:
         if len(body) <= INLINE_BYTES:
@@ -136,7 +136,7 @@ class Intake:
         return await loop.run_in_executor(self.workers, parse, body, model)
 
 
-def body_route(intake: Intake) -> type[APIRoute]:
+def body_route(reader: BodyReader) -> type[APIRoute]:
     """Routes whose bodies this intake reads. The client is watched from there on: hanging up ends
     what is done for it, wherever it waits.
     """
@@ -149,12 +149,14 @@ def body_route(intake: Intake) -> type[APIRoute]:
             model = self.body_field.field_info.annotation
 
             async def bounded(request: Request) -> Response:
-                with intake.arriving() as arrival, intake.memory.hold() as hold:
-                    request.state.arrival = arrival
-                    body = await unless(intake.read(request, hold), arrival.failed())
-                    parsed = ParsedRequest(request.scope, request.receive, body, intake, model)
-                    ends = arrival.failed(), client_gone(request.receive)
-                    return await unless(handle(parsed), *ends)
+                with reader.track_incoming() as incoming, reader.memory.reserve() as reservation:
+                    request.state.incoming = incoming
+                    body = await run_until(
+                        reader.read(request, reservation), incoming.wait_for_failure()
+                    )
+                    parsed = ParsedRequest(request.scope, request.receive, body, reader, model)
+                    ends = incoming.wait_for_failure(), watch_disconnect(request.receive)
+                    return await run_until(handle(parsed), *ends)
 
             return bounded
 
@@ -169,14 +171,14 @@ class ParsedRequest(Request):
         scope: Scope,
         receive: Receive,
         body: bytes,
-        intake: Intake,
+        reader: BodyReader,
         model: type[BaseModel],
     ):
         super().__init__(scope, receive)
-        self._body, self._intake, self._model = body, intake, model
+        self._body, self._reader, self._model = body, reader, model
 
     async def json(self) -> BaseModel:
-        return await self._intake.parse(self._body, self._model)
+        return await self._reader.parse(self._body, self._model)
 
 
 def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
@@ -185,7 +187,7 @@ def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False), value, model.model_fields) from None
+        raise explain_errors(error.errors(include_url=False), value, model.model_fields) from None
 
 
 def load(body: bytes) -> Any:
@@ -197,7 +199,7 @@ def load(body: bytes) -> Any:
         # The parser keeps names of fields in a cache of the process, but no other text.
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+        raise APIError(400, f"the body is not JSON: {error}") from None
     if body.count(b":") > MAX_NAMES:
         check_names(value)
     return value
@@ -209,9 +211,9 @@ def check_structures(body: bytes) -> None:
     """
     if sum(body.count(one) for one in (b"[", b"{", b":")) <= MAX_STRUCTURES:
         return
-    found = (match for match in _STRUCTURE.finditer(body) if match[1])
-    if next(islice(found, MAX_STRUCTURES, None), None):
-        raise Refusal(400, f"the JSON has more than {MAX_STRUCTURES} lists, objects and names")
+    matches = (match for match in _STRUCTURE.finditer(body) if match[1])
+    if next(islice(matches, MAX_STRUCTURES, None), None):
+        raise APIError(400, f"the JSON has more than {MAX_STRUCTURES} lists, objects and names")
 
 
 def check_names(value: Any) -> None:
@@ -221,7 +223,7 @@ def check_names(value: Any) -> None:
         if isinstance(value, dict):
             if len(value) > MAX_NAMES:
                 message = f"an object of the body has {len(value)} names, at most {MAX_NAMES} fit"
-                raise Refusal(400, message)
+                raise APIError(400, message)
             value = value.values()
         elif not isinstance(value, list):
             continue

@@ -18,12 +18,12 @@ from onchip.engine.chat import get_template
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from onchip.engine.workers import JobEnded, Workers
 
-from .errors import Refusal
+from .errors import APIError
 
 PROCESSES = min(4, os.cpu_count() or 1)  # of each kind; a tokenizer may take 300 MiB
 
 
-class Lane:
+class WorkerQueue:
     """As many threads as processes: what is more waits in line, and leaves it at its deadline."""
 
     def __init__(self, name: str, workers: Workers):
@@ -44,16 +44,16 @@ class Lane:
             except JobEnded as error:
                 if error.late and time.monotonic() >= deadline_s:
                     raise TimeoutError from None
-                raise Refusal(400, str(error), code="text_limit") from None
+                raise APIError(400, str(error), code="text_limit") from None
             except ValueError as error:
-                raise Refusal(400, str(error)) from None
+                raise APIError(400, str(error)) from None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.workers.close()
 
 
-class Token(NamedTuple):
+class TokenText(NamedTuple):
     """One token by itself. text: as OpenAI writes it, `bytes:\\xe2\\x82` for part of a character.
     hidden: a special token, which no text shows.
     """
@@ -63,7 +63,7 @@ class Token(NamedTuple):
     hidden: bool = False
 
 
-class Texts:
+class Codec:
     """A tokenizer, or none: then prompts are token ids, and texts are empty. max_tokens: of a
     prompt.
 
@@ -74,86 +74,86 @@ class Texts:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
         folder = tokenizer.folder if isinstance(tokenizer, FileTokenizer) else None
         self._from_folder = folder is not None
-        self._templates = Lane("template", Workers(PROCESSES))
-        self._tokens = Lane("tokenizer", Workers(PROCESSES, folder))
-        self._known: dict[int, Token] = {}
+        self._template_queue = WorkerQueue("template", Workers(PROCESSES))
+        self._tokenizer_queue = WorkerQueue("tokenizer", Workers(PROCESSES, folder))
+        self._token_cache: dict[int, TokenText] = {}
 
     def start(self) -> None:
         """Start a process of each kind, so that the first request need not wait for it."""
         if self._tokenizer is not None and self._tokenizer.chat_template is not None:
-            self._templates.workers.start()
+            self._template_queue.workers.start()
         if self._from_folder:
-            self._tokens.workers.start()
+            self._tokenizer_queue.workers.start()
 
     def close(self) -> None:
-        self._templates.close()
-        self._tokens.close()
+        self._template_queue.close()
+        self._tokenizer_queue.close()
 
     async def encode(
         self, text: str, deadline_s: float, add_special_tokens: bool, bounded: bool = True
     ) -> list[int]:
         """bounded: False also for more than a prompt may have."""
-        tokenizer = self._given()
+        tokenizer = self._require_tokenizer()
         if bounded:
             self._check_length(text)
         if self._from_folder:
-            work = partial(self._tokens.workers.encode, text, add_special_tokens)
+            work = partial(self._tokenizer_queue.workers.encode, text, add_special_tokens)
         else:
-            work = _timeless(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return await self._tokens.run(work, deadline_s)
+            work = _ignore_timeout(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._tokenizer_queue.run(work, deadline_s)
 
     async def decode_prompt(self, token_ids: Sequence[int], deadline_s: float) -> str:
         if self._from_folder:
-            work = partial(self._tokens.workers.decode, token_ids)
+            work = partial(self._tokenizer_queue.workers.decode, token_ids)
         else:
-            work = _timeless(self.decode, token_ids)
-        return await self._tokens.run(work, deadline_s)
+            work = _ignore_timeout(self.decode, token_ids)
+        return await self._tokenizer_queue.run(work, deadline_s)
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], deadline_s: float
     ) -> str:
         """The text of a conversation. options: as of chat.render_template."""
-        tokenizer = self._given()
+        tokenizer = self._require_tokenizer()
         try:
             template = get_template(tokenizer)
         except ValueError as error:
-            raise Refusal(400, str(error)) from None
+            raise APIError(400, str(error)) from None
         work = partial(
-            self._templates.workers.render, template, messages, tokenizer.special, options
+            self._template_queue.workers.render, template, messages, tokenizer.special, options
         )
-        return await self._templates.run(work, deadline_s)
+        return await self._template_queue.run(work, deadline_s)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
-    def token(self, token_id: int) -> Token:
+    def token(self, token_id: int) -> TokenText:
         """What one token writes."""
-        if token_id not in self._known:
-            self._known[token_id] = self._read_token(token_id)
-        return self._known[token_id]
+        if token_id not in self._token_cache:
+            self._token_cache[token_id] = self._read_token(token_id)
+        return self._token_cache[token_id]
 
-    def _read_token(self, token_id: int) -> Token:
+    def _read_token(self, token_id: int) -> TokenText:
         if not isinstance(self._tokenizer, (FileTokenizer, ByteTokenizer)):  # of the user's own
             text = self.decode([token_id])
-            return Token(text, text.encode())
+            return TokenText(text, text.encode())
         data = self._tokenizer.token_bytes(token_id)
         hidden = self._tokenizer.is_special(token_id)
         try:
-            return Token(data.decode(), data, hidden)
+            return TokenText(data.decode(), data, hidden)
         except UnicodeDecodeError:
             written = "".join(f"\\x{byte:02x}" for byte in data)
-            return Token(f"bytes:{written}", data, hidden)
+            return TokenText(f"bytes:{written}", data, hidden)
 
-    def _given(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise Refusal(400, "the model has no tokenizer: give the prompt as token ids")
+            raise APIError(400, "the model has no tokenizer: give the prompt as token ids")
         return self._tokenizer
 
     def _check_length(self, text: str) -> None:
         """Before the tokenizer runs: a BPE takes seconds for a word of a few MiB."""
         per_token = getattr(self._tokenizer, "chars_per_token", None)
         if per_token is not None and len(text) > per_token * self._max_tokens:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"{len(text)} characters are too many: a token has {per_token} at most, and the"
                 f" model takes {self._max_tokens} tokens",
@@ -161,17 +161,17 @@ class Texts:
             )
 
 
-def offsets(tokens: Sequence[Token], start: int) -> list[int]:
+def text_offsets(tokens: Sequence[TokenText], start: int) -> list[int]:
     """Where the text of each token begins, in characters, if the first begins at `start`. Bytes of
     one character begin where that does.
     """
-    reader, places = codecs.getincrementaldecoder("utf-8")("ignore"), []
+    decoder, starts = codecs.getincrementaldecoder("utf-8")("ignore"), []
     for token in tokens:
-        places.append(start)
-        start += 0 if token.hidden else len(reader.decode(token.data))
-    return places
+        starts.append(start)
+        start += 0 if token.hidden else len(decoder.decode(token.data))
+    return starts
 
 
-def _timeless(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def _ignore_timeout(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Work in this process, which nothing can end before it is done."""
     return lambda seconds: work(*args, **kwargs)

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse
 CLIENT_GONE = 499  # no status of HTTP: for logs alone, a client that hung up reads none
 
 
-class Refusal(HTTPException):
+class APIError(HTTPException):
     """One request fails, with a status of HTTP and a sentence. param: the field at fault.
     retry_after_s: when to ask again. closes: the connection ends with the answer, because the rest
     of the request is not read.
@@ -59,6 +59,6 @@ _KINDS = {
 }
 
 
-def refuse(refusal: Refusal) -> JSONResponse:
+def error_response(error: APIError) -> JSONResponse:
     """The answer."""
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+    return JSONResponse(error.body, error.status, error.headers)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from .errors import Refusal
+from .errors import APIError
 
 _MAX_ERRORS = 64  # that are looked at
 _KINDS = {
@@ -38,7 +38,9 @@ _BOUNDS = {
 }
 
 
-def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]) -> Refusal:
+def explain_errors(
+    errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]
+) -> APIError:
     """pydantic's errors about a body as one sentence, located from the body on. fields: of the
     body's model, by name.
 
@@ -49,15 +51,15 @@ def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str,
     error = max(same, key=lambda one: len(_path(one["loc"], body)))
     path = _path(error["loc"], body)
     if not path:
-        return Refusal(400, "the body is no request: send an object as application/json")
+        return APIError(400, "the body is no request: send an object as application/json")
     name = ".".join(map(str, path))[:100]
     if error["type"] == "extra_forbidden":
-        return Refusal(400, _unknown(name, path, fields), param=name)
+        return APIError(400, _unknown(name, path, fields), param=name)
     if error["type"] == "missing":
-        return Refusal(400, f"{name} is missing: it must be given", param=name)
+        return APIError(400, f"{name} is missing: it must be given", param=name)
     wanted = _wanted(error, path, fields)
     given = describe(error.get("input"))
-    return Refusal(400, f"{name}={given} is not served: send {wanted}", param=name)
+    return APIError(400, f"{name}={given} is not served: send {wanted}", param=name)
 
 
 def describe(value: Any) -> str:

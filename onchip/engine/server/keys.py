@@ -32,18 +32,18 @@ class Keyring:
         self._hashes = frozenset(self._hash(b"key", key.encode()) for key in keys)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Nobody is asked for a key."""
         return not self._hashes
 
-    def salt(self, authorization: bytes | None) -> bytes | None:
+    def find_salt(self, authorization: bytes | None) -> bytes | None:
         """The salt of whoever sent this Authorization header; None: it is nobody we know."""
-        if self.open:
+        if self.is_open:
             return b""
         scheme, _, key = (authorization or b"").partition(b" ")
         presented = self._hash(b"key", key.strip())
-        known = [hmac.compare_digest(presented, one) for one in self._hashes]
-        if scheme.lower() != b"bearer" or not any(known):
+        matches = [hmac.compare_digest(presented, one) for one in self._hashes]
+        if scheme.lower() != b"bearer" or not any(matches):
             return None
         return self._hash(b"salt", key.strip())
 
@@ -60,8 +60,8 @@ def read_keys(file: str | Path | None) -> tuple[list[str], list[str]]:
         if Path(file).stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
             warnings.append(f"others on this machine can read {file}: chmod 600 {file}")
         lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-        found = [line for line in lines if line and not line.startswith("#")]
-        if not found:
+        file_keys = [line for line in lines if line and not line.startswith("#")]
+        if not file_keys:
             raise ValueError(f"{file} holds no API key: one a line is expected")
-        keys += found
+        keys += file_keys
     return [key for key in keys if key], warnings

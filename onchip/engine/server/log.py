@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onchip.engine.request import RequestOutput
 
-from .errors import CLIENT_GONE, Refusal, refuse
+from .errors import CLIENT_GONE, APIError, error_response
 from .metrics import Metrics
 from .protocol import Usage
 
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What is known of one request. status: None until the answer begins. first_token_s: on the
     clock of started_s.
     """
@@ -57,9 +57,9 @@ class Record:
         return " ".join(words)
 
 
-def record_of(scope: Scope) -> Record:
+def get_record(scope: Scope) -> RequestRecord:
     """The record that RequestLog put there, or one that is not logged."""
-    return scope.get("state", {}).get("record") or Record("-")
+    return scope.get("state", {}).get("record") or RequestRecord("-")
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = Record(_request_id(scope))
+        record = RequestRecord(_request_id(scope))
         scope.setdefault("state", {})["record"] = record
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if record.status is None:
                     record.status = message["status"]
@@ -87,21 +87,23 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, named)
+            await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            self.metrics.hung_up()
+            self.metrics.count_disconnect()
             record.status = CLIENT_GONE
         except Exception:
-            await self._fail(record, scope, receive, named)
+            await self._fail(record, scope, receive, send_with_id)
         finally:
             _write(scope, record)
 
-    async def _fail(self, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(
+        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         LOG.exception("the server failed at request %s", record.request_id)
-        refusal = Refusal(500, "the server failed at this request")
-        self.metrics.refused(refusal.status)
+        error = APIError(500, "the server failed at this request")
+        self.metrics.count_failure(error.status)
         if record.status is None:
-            await refuse(refusal)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:
@@ -110,7 +112,7 @@ def _request_id(scope: Scope) -> str:
     return given if _NAME.fullmatch(given) else uuid.uuid4().hex
 
 
-def _write(scope: Scope, record: Record) -> None:
+def _write(scope: Scope, record: RequestRecord) -> None:
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if LOG.isEnabledFor(level):
         path = quote(scope["path"])[:MAX_PATH_CHARS]  # neither a blank nor a line break

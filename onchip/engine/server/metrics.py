@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from onchip.engine.request import RequestOutput
 
-from .service import Service, State
+from .service import Service, ServiceState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
@@ -74,10 +74,10 @@ class Metrics:
         if steps > 0 and finished_s is not None:
             self._token.observe((finished_s - first_s) / steps)
 
-    def refused(self, status: int) -> None:
+    def count_failure(self, status: int) -> None:
         self._failed.labels(str(status)).inc()
 
-    def hung_up(self) -> None:
+    def count_disconnect(self) -> None:
         self._gone.inc()
 
     def render(self, service: Service) -> bytes:
@@ -86,7 +86,7 @@ class Metrics:
             self._gauges[name].set(read(stats))
         for name, (_, read) in _COUNTERS.items():
             self._advance(name, read(stats))
-        for state in State:
+        for state in ServiceState:
             self._state.labels(state.value).set(state is service.state)
         self._open.set(service.num_open)
         self._step_age.set(service.step_age_s)

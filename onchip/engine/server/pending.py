@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from onchip.engine.params import SamplingParams
 from onchip.engine.request import RequestOutput
 
-from .errors import Refusal
+from .errors import APIError
 
 
 @dataclass(frozen=True)
-class Ask:
+class EngineRequest:
     """One prompt. deadline_s: seconds it may take. stream: every output is wanted, not only the
     last.
     """
@@ -24,25 +24,25 @@ class Ask:
     stream: bool = True
 
 
-class Arrival:
+class IncomingRequest:
     """A request that is being read, up to its `submit`."""
 
     def __init__(self) -> None:
-        self._failure: Refusal | None = None
+        self._failure: APIError | None = None
         self._event = asyncio.Event()
 
-    def fail(self, failure: Refusal) -> None:
+    def fail(self, failure: APIError) -> None:
         self._failure = failure
         self._event.set()
 
-    async def failed(self) -> None:
+    async def wait_for_failure(self) -> None:
         """Waits until the server ends it, and raises why."""
         await self._event.wait()
         if self._failure is not None:
             raise self._failure
 
 
-class Ticket:
+class PendingCall:
     """What one caller holds: the newest output of each of its requests, or why there is none.
     taken: the engine's answer to the requests, None if it took them. released: the caller is gone.
     Lives on the event loop.
@@ -51,10 +51,10 @@ class Ticket:
     def __init__(self, request_ids: Sequence[str]):
         self.request_ids = tuple(request_ids)
         self.outputs: list[RequestOutput | None] = [None] * len(self.request_ids)
-        self.failure: Refusal | None = None
-        self.taken: asyncio.Future[Refusal | None] = asyncio.get_running_loop().create_future()
+        self.failure: APIError | None = None
+        self.accepted: asyncio.Future[APIError | None] = asyncio.get_running_loop().create_future()
         self.released = False
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
     @property
     def unfinished(self) -> list[str]:
@@ -62,29 +62,29 @@ class Ticket:
         return [name for name, output in pairs if output is None or not output.finished]
 
     @property
-    def settled(self) -> bool:
+    def is_done(self) -> bool:
         return self.failure is not None or not self.unfinished
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Until something is new since the last call."""
-        await self._news.wait()
-        self._news.clear()
+        await self._changed.wait()
+        self._changed.clear()
 
-    def put(self, place: int, output: RequestOutput) -> None:
-        self.outputs[place] = output
-        self._news.set()
+    def put(self, index: int, output: RequestOutput) -> None:
+        self.outputs[index] = output
+        self._changed.set()
 
-    def fail(self, failure: Refusal) -> None:
+    def fail(self, failure: APIError) -> None:
         """The first failure counts; what is settled stays so."""
-        if not self.settled:
+        if not self.is_done:
             self.failure = failure
-            self._news.set()
-            if not self.taken.done():  # the engine may be in a step that never ends
-                self.taken.set_result(failure)
+            self._changed.set()
+            if not self.accepted.done():  # the engine may be in a step that never ends
+                self.accepted.set_result(failure)
 
 
 @dataclass(frozen=True)
-class Standing:
+class OpenRequestInfo:
     """One open request. tokens: made so far, None if nobody looks before it is done."""
 
     request_id: str
@@ -95,22 +95,22 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Place:
+class OpenRequest:
     """Which output of which ticket a request is."""
 
-    ticket: Ticket
-    place: int
-    ask: Ask
+    pending: PendingCall
+    index: int
+    request: EngineRequest
     since_s: float
 
     @property
-    def standing(self) -> Standing:
-        output, params = self.ticket.outputs[self.place], self.ask.params
+    def info(self) -> OpenRequestInfo:
+        output, params = self.pending.outputs[self.index], self.request.params
         made = sum(len(c.token_ids) for c in output.outputs) if output else 0
-        return Standing(
-            self.ticket.request_ids[self.place],
+        return OpenRequestInfo(
+            self.pending.request_ids[self.index],
             self.since_s,
-            len(self.ask.prompt),
+            len(self.request.prompt),
             params.num_samples,
-            made if self.ask.stream else None,
+            made if self.request.stream else None,
         )

@@ -27,9 +27,9 @@ MAX_TOOL_CALLS = 128
 MAX_VARIABLES = 64
 MAX_DETOKENIZED = 1 << 20
 
-Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = Annotated[
     dict[
@@ -44,16 +44,16 @@ Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
 Off = Annotated[Literal[False] | None, Field(description="false, or leave it out")]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class Sampling(Strict):
+class SamplingFields(StrictModel):
     """What completions and chats have in common. Beyond OpenAI's: top_k, min_p,
     repetition_penalty, min_tokens, ignore_eos, stop_token_ids as vLLM names them; priority (0 to
     100, more is less urgent) and deadline_s (seconds from now).
@@ -73,7 +73,7 @@ class Sampling(Strict):
         Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None,
         Field(description="a text of 1 to 256 characters, or a list of up to 16 of them"),
     ] = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logit_bias: Annotated[
@@ -105,7 +105,7 @@ class Sampling(Strict):
     kv_transfer_params: Absent = None
     vllm_xargs: Absent = None
 
-    def salted(self, salt: bytes) -> bytes:
+    def derive_salt(self, salt: bytes) -> bytes:
         """The salt of the request's pages: of the caller's key, and of cache_salt."""
         return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
@@ -113,7 +113,7 @@ class Sampling(Strict):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int | None, **more: Any) -> SamplingParams:
+    def make_params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """As the engine takes it; ValueError if fields contradict one another."""
         asked = {name: getattr(self, name) for name in _PASSED_ON}
         asked["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
@@ -128,7 +128,7 @@ _PASSED_ON = (
 )
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions. max_tokens 0 with echo scores the prompt. use_beam_search and
     length_penalty as vLLM names them.
     """
@@ -163,7 +163,7 @@ class CompletionRequest(Sampling):
             raise ValueError("max_tokens=0 needs echo: otherwise there is nothing to answer")
         if self.echo and self.use_beam_search:
             raise ValueError("echo has no meaning for use_beam_search")
-        return self.sampling(
+        return self.make_params(
             # The prompt is scored by computing it, and that draws one token, which is not shown.
             1 if self.scores_only else self.max_tokens,
             best_of=self.best_of,
@@ -174,14 +174,14 @@ class CompletionRequest(Sampling):
         )
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Annotated[Literal["text"], Field(description='"text": images and audio are not')]
     text: str
     cache_control: dict[str, Any] | None = None  # other servers' caches; here prefixes are found
     prompt_cache_breakpoint: Any = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(StrictModel):
     name: Annotated[str, Field(max_length=256)]
     arguments: str
 
@@ -195,7 +195,7 @@ class FunctionCall(Strict):
         return {"name": self.name, "arguments": arguments}
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -209,7 +209,7 @@ class ToolCall(Strict):
 Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     """Also as clients send answers back: with every field of an answer, null where it was."""
 
     role: Annotated[
@@ -262,15 +262,17 @@ class Message(Strict):
             raise ValueError("a message of role tool needs tool_call_id, the call that it answers")
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class Conversation(Strict):
+class Conversation(StrictModel):
     """What a chat template is given. chat_template_kwargs: more variables of the template.
     add_generation_prompt: true unless continue_final_message, which lets the model go on with the
     last message.
@@ -315,7 +317,7 @@ class Conversation(Strict):
         }
 
 
-class ChatRequest(Sampling, Conversation):
+class ChatRequest(SamplingFields, Conversation):
     """POST /v1/chat/completions: text alone, no tools."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -378,7 +380,7 @@ class ChatRequest(Sampling, Conversation):
                 f"{len(self.tools)} tools were sent, and calls of tools are not served: leave tools"
                 ' out, or send tool_choice "none" to show them to the model only'
             )
-        return self.sampling(self._max_tokens(), logprobs=self._num_logprobs())
+        return self.make_params(self._max_tokens(), logprobs=self._num_logprobs())
 
     def _max_tokens(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -389,7 +391,7 @@ class ChatRequest(Sampling, Conversation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """POST /tokenize, as vLLM's: a prompt, or a conversation as of the chats."""
 
     model: Label | None = None
@@ -413,11 +415,11 @@ class TokenizeRequest(Strict):
         return Conversation.model_construct(**{name: getattr(self, name) for name in names})
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize, as vLLM's."""
 
     model: Label | None = None
-    tokens: Annotated[list[Token], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
 
 
 class Tokenized(BaseModel):
@@ -485,7 +487,7 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
-class Reply(BaseModel):
+class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -493,13 +495,13 @@ class Reply(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
-    message: Reply
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
 
 
-class Chat(BaseModel):
+class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -521,7 +523,7 @@ class ChunkChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatChunk(BaseModel):
+class ChatCompletionChunk(BaseModel):
     """A piece of a streamed chat."""
 
     id: str
@@ -532,7 +534,7 @@ class ChatChunk(BaseModel):
     usage: Usage | None = None
 
 
-class Model(BaseModel):
+class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -540,9 +542,9 @@ class Model(BaseModel):
     max_model_len: int
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class ErrorDetail(BaseModel):
@@ -552,5 +554,5 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
+class ErrorResponse(BaseModel):
     error: ErrorDetail

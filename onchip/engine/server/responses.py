@@ -12,16 +12,16 @@ from typing import Protocol
 from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
 
 from . import protocol
-from .codec import Token, offsets
-from .errors import Refusal
+from .codec import TokenText, text_offsets
+from .errors import APIError
 
-ReadToken = Callable[[int], Token]
+ReadToken = Callable[[int], TokenText]
 Table = dict[int, Logprob]
 Tokens = tuple[tuple[int, Table | None], ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChoiceDelta:
     """tokens: (id, what was probable there: None if nobody asked, or for the very first one).
     offset: characters that came before.
     """
@@ -43,7 +43,7 @@ class Echo:
 
 
 @dataclass
-class _Sent:
+class _SentCounts:
     """How much of a choice is on its way."""
 
     chars: int = 0
@@ -53,58 +53,64 @@ class _Sent:
 
 
 @dataclass
-class Reader:
+class DeltaReader:
     """Reads the outputs of one caller's requests; n: choices of each."""
 
     n: int
     echo: Echo | None = None
-    _sent: dict[tuple[int, int], _Sent] = field(default_factory=dict)
+    _sent: dict[tuple[int, int], _SentCounts] = field(default_factory=dict)
 
-    def news(self, outputs: Sequence[RequestOutput | None]) -> Iterator[Piece]:
+    def read_new(self, outputs: Sequence[RequestOutput | None]) -> Iterator[ChoiceDelta]:
         """What is new, by choice: those of a request are numbered as they stand."""
-        for place, output in enumerate(outputs):
+        for prompt_index, output in enumerate(outputs):
             for i, choice in enumerate(output.outputs if output else ()):
-                sent = self._sent.setdefault((place, i), _Sent())
-                piece = self._piece(place * self.n + i, sent, choice)
-                piece = self._after_echo(piece, sent, place, output)
+                sent = self._sent.setdefault((prompt_index, i), _SentCounts())
+                delta = self._read_delta(prompt_index * self.n + i, sent, choice)
+                delta = self._prepend_echo(delta, sent, prompt_index, output)
                 if choice.finished and not sent.finished:
                     sent.finished = True
-                    yield self._last(piece, choice)
-                elif piece.text or piece.tokens:
+                    yield self._mark_finished(delta, choice)
+                elif delta.text or delta.tokens:
                     sent.begun = True
-                    yield piece
+                    yield delta
 
-    def _piece(self, index: int, sent: _Sent, choice: CompletionOutput) -> Piece:
+    def _read_delta(self, index: int, sent: _SentCounts, choice: CompletionOutput) -> ChoiceDelta:
         if self._scores_only:
-            return Piece(index, "", (), 0)
+            return ChoiceDelta(index, "", (), 0)
         text, ids, tables = choice.since(sent.chars, sent.tokens)
         tokens = () if tables is None else tuple(zip(ids, tables, strict=True))
         offset, sent.chars = sent.chars, sent.chars + len(text)
         sent.tokens += len(ids)
-        return Piece(index, text, tokens, offset)
+        return ChoiceDelta(index, text, tokens, offset)
 
-    def _last(self, piece: Piece, choice: CompletionOutput) -> Piece:
+    def _mark_finished(self, delta: ChoiceDelta, choice: CompletionOutput) -> ChoiceDelta:
         reason = "length" if self._scores_only else choice.finish_reason
-        return replace(piece, finish_reason=reason, stop_reason=choice.stop_reason)
+        return replace(delta, finish_reason=reason, stop_reason=choice.stop_reason)
 
-    def _after_echo(self, piece: Piece, sent: _Sent, place: int, output: RequestOutput) -> Piece:
+    def _prepend_echo(
+        self, delta: ChoiceDelta, sent: _SentCounts, prompt_index: int, output: RequestOutput
+    ) -> ChoiceDelta:
         if self.echo is None:
-            return piece
-        ahead = self.echo.texts[place]
+            return delta
+        ahead = self.echo.texts[prompt_index]
         if sent.begun or sent.finished:
-            return replace(piece, offset=piece.offset + len(ahead))
-        return replace(piece, text=ahead + piece.text, tokens=(*_scored(output), *piece.tokens))
+            return replace(delta, offset=delta.offset + len(ahead))
+        return replace(
+            delta, text=ahead + delta.text, tokens=(*_prompt_tokens(output), *delta.tokens)
+        )
 
     @property
     def _scores_only(self) -> bool:
         return self.echo is not None and self.echo.scores_only
 
 
-def _scored(output: RequestOutput) -> Tokens:
+def _prompt_tokens(output: RequestOutput) -> Tokens:
     return tuple(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False))
 
 
-def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) -> protocol.Usage:
+def count_usage(
+    outputs: Sequence[RequestOutput | None], scores_only: bool = False
+) -> protocol.Usage:
     """Every prompt counts once, every choice for itself."""
     known = [o for o in outputs if o]
     prompt = sum(len(o.prompt_token_ids) for o in known)
@@ -119,35 +125,43 @@ def usage(outputs: Sequence[RequestOutput | None], scores_only: bool = False) ->
     )
 
 
-def failure_of(outputs: Sequence[RequestOutput | None], late: Refusal | None) -> Refusal | None:
+def find_failure(
+    outputs: Sequence[RequestOutput | None], deadline_error: APIError | None
+) -> APIError | None:
     """Why there will be no answer: a choice was cut off or failed. late: what to say if its
     deadline has passed.
     """
     for choice in (c for o in outputs if o for c in o.outputs):
         if choice.finish_reason == "error":
-            return Refusal(500, f"the model failed: {choice.stop_reason or 'no reason is known'}")
+            return APIError(500, f"the model failed: {choice.stop_reason or 'no reason is known'}")
         if choice.finish_reason == "abort":
-            return late or Refusal(503, "the request was cancelled", code="cancelled")
+            return deadline_error or APIError(503, "the request was cancelled", code="cancelled")
     return None
 
 
-class Format(Protocol):
+class ResponseBuilder(Protocol):
     """One of the two dialects."""
 
-    def whole(
-        self, pieces: Sequence[Piece], counted: protocol.Usage
-    ) -> protocol.Completion | protocol.Chat: ...
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.Completion | protocol.ChatCompletion: ...
 
-    def opening(self, num_choices: int) -> Iterator[protocol.Completion | protocol.ChatChunk]:
+    def build_opening(
+        self, num_choices: int
+    ) -> Iterator[protocol.Completion | protocol.ChatCompletionChunk]:
         """What a stream begins with."""
         ...
 
-    def chunk(self, piece: Piece) -> protocol.Completion | protocol.ChatChunk: ...
+    def build_chunk(
+        self, delta: ChoiceDelta
+    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
 
-    def closing(self, counted: protocol.Usage) -> protocol.Completion | protocol.ChatChunk: ...
+    def build_usage_chunk(
+        self, usage: protocol.Usage
+    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
 
 
-class _Names:
+class _Builder:
     """What stands at the top of each answer."""
 
     def __init__(self, prefix: str, model: str, read_token: ReadToken):
@@ -159,41 +173,43 @@ class _Names:
         self.read_token = read_token
 
 
-class CompletionFormat(_Names):
+class CompletionBuilder(_Builder):
     """/v1/completions."""
 
     def __init__(self, model: str, read_token: ReadToken):
         super().__init__("cmpl", model, read_token)
 
-    def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Completion:
-        choices = [self._choice(piece) for piece in pieces]
-        return protocol.Completion(**self.head, choices=choices, usage=counted)
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.Completion:
+        choices = [self._choice(delta) for delta in deltas]
+        return protocol.Completion(**self.head, choices=choices, usage=usage)
 
-    def opening(self, num_choices: int) -> Iterator[protocol.Completion]:
+    def build_opening(self, num_choices: int) -> Iterator[protocol.Completion]:
         return iter(())
 
-    def chunk(self, piece: Piece) -> protocol.Completion:
-        return protocol.Completion(**self.head, choices=[self._choice(piece)])
+    def build_chunk(self, delta: ChoiceDelta) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[self._choice(delta)])
 
-    def closing(self, counted: protocol.Usage) -> protocol.Completion:
-        return protocol.Completion(**self.head, choices=[], usage=counted)
+    def build_usage_chunk(self, usage: protocol.Usage) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[], usage=usage)
 
-    def _choice(self, piece: Piece) -> protocol.CompletionChoice:
+    def _choice(self, delta: ChoiceDelta) -> protocol.CompletionChoice:
         return protocol.CompletionChoice(
-            index=piece.index,
-            text=piece.text,
-            logprobs=self._logprobs(piece) if piece.tokens else None,
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
+            index=delta.index,
+            text=delta.text,
+            logprobs=self._logprobs(delta) if delta.tokens else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
-    def _logprobs(self, piece: Piece) -> protocol.CompletionLogprobs:
-        tokens = [self.read_token(token) for token, _ in piece.tokens]
+    def _logprobs(self, delta: ChoiceDelta) -> protocol.CompletionLogprobs:
+        tokens = [self.read_token(token) for token, _ in delta.tokens]
         return protocol.CompletionLogprobs(
             tokens=[token.text for token in tokens],
-            token_logprobs=[t and t[token].logprob for token, t in piece.tokens],
-            top_logprobs=[t and self._by_text(t) for _, t in piece.tokens],
-            text_offset=offsets(tokens, piece.offset),
+            token_logprobs=[t and t[token].logprob for token, t in delta.tokens],
+            top_logprobs=[t and self._by_text(t) for _, t in delta.tokens],
+            text_offset=text_offsets(tokens, delta.offset),
         )
 
     def _by_text(self, table: Table) -> dict[str, float]:
@@ -205,45 +221,49 @@ class CompletionFormat(_Names):
         return named
 
 
-class ChatFormat(_Names):
+class ChatBuilder(_Builder):
     """/v1/chat/completions; top: how many alternatives of a token are shown."""
 
     def __init__(self, model: str, read_token: ReadToken, top: int = 0):
         super().__init__("chatcmpl", model, read_token)
         self.top = top
 
-    def whole(self, pieces: Sequence[Piece], counted: protocol.Usage) -> protocol.Chat:
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.ChatCompletion:
         choices = [
-            protocol.ChatChoice(message=protocol.Reply(content=piece.text), **self._rest(piece))
-            for piece in pieces
+            protocol.ChatChoice(
+                message=protocol.AssistantMessage(content=delta.text), **self._rest(delta)
+            )
+            for delta in deltas
         ]
-        return protocol.Chat(**self.head, choices=choices, usage=counted)
+        return protocol.ChatCompletion(**self.head, choices=choices, usage=usage)
 
-    def opening(self, num_choices: int) -> Iterator[protocol.ChatChunk]:
+    def build_opening(self, num_choices: int) -> Iterator[protocol.ChatCompletionChunk]:
         for index in range(num_choices):
             delta = protocol.Delta(role="assistant", content="")
             choice = protocol.ChunkChoice(index=index, delta=delta, finish_reason=None)
-            yield protocol.ChatChunk(**self.head, choices=[choice])
+            yield protocol.ChatCompletionChunk(**self.head, choices=[choice])
 
-    def chunk(self, piece: Piece) -> protocol.ChatChunk:
-        delta = protocol.Delta(content=piece.text) if piece.text else protocol.Delta()
-        choice = protocol.ChunkChoice(delta=delta, **self._rest(piece))
-        return protocol.ChatChunk(**self.head, choices=[choice])
+    def build_chunk(self, delta: ChoiceDelta) -> protocol.ChatCompletionChunk:
+        content = protocol.Delta(content=delta.text) if delta.text else protocol.Delta()
+        choice = protocol.ChunkChoice(delta=content, **self._rest(delta))
+        return protocol.ChatCompletionChunk(**self.head, choices=[choice])
 
-    def closing(self, counted: protocol.Usage) -> protocol.ChatChunk:
-        return protocol.ChatChunk(**self.head, choices=[], usage=counted)
+    def build_usage_chunk(self, usage: protocol.Usage) -> protocol.ChatCompletionChunk:
+        return protocol.ChatCompletionChunk(**self.head, choices=[], usage=usage)
 
-    def _rest(self, piece: Piece) -> dict:
+    def _rest(self, delta: ChoiceDelta) -> dict:
         return {
-            "index": piece.index,
-            "logprobs": self._logprobs(piece) if piece.tokens else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "index": delta.index,
+            "logprobs": self._logprobs(delta) if delta.tokens else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
 
-    def _logprobs(self, piece: Piece) -> protocol.ChatLogprobs:
+    def _logprobs(self, delta: ChoiceDelta) -> protocol.ChatLogprobs:
         return protocol.ChatLogprobs(
-            content=[self._token(token, table) for token, table in piece.tokens if table]
+            content=[self._token(token, table) for token, table in delta.tokens if table]
         )
 
     def _token(self, token: int, table: Table) -> protocol.TokenLogprob:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of
 
 from .app import Server
 from .auth import LOCAL_NAMES, MAX_HEAD_BYTES
-from .errors import Refusal
+from .errors import APIError
 
 LOG = logging.getLogger("onchip.serve")
 
@@ -37,13 +37,13 @@ class Address:
     port: int = 8000
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def hosts(self) -> frozenset[str] | None:
         """The names that a client of a local server calls it by."""
-        return LOCAL_NAMES | {self.host} if self.local else None
+        return LOCAL_NAMES | {self.host} if self.is_local else None
 
     def bind(self) -> socket.socket:
         """Before the minutes of loading, not after; it listens when the server starts."""
@@ -67,7 +67,7 @@ def url_of(sock: socket.socket) -> str:
 
 
 @dataclass
-class Crowd:
+class ConnectionPool:
     """All connections of a server, at most `limit`. idle: those without a request, the one that has
     been so for longest first.
     """
@@ -84,20 +84,20 @@ class Connection(H11Protocol):
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any):
+    def __init__(self, *args: Any, pool: ConnectionPool, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._crowd = crowd
+        self._pool = pool
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         super().connection_made(transport)
         self._expect_request()
-        if len(self.connections) > self._crowd.limit:
-            self._make_room()
+        if len(self.connections) > self._pool.limit:
+            self._close_longest_idle()
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._crowd.idle.pop(self, None)
+            self._pool.idle.pop(self, None)
 
     def on_response_complete(self) -> None:
         self._expect_request()  # before: the next request may have arrived already
@@ -105,29 +105,31 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._crowd.idle.pop(self, None)
+        self._pool.idle.pop(self, None)
         self._cancel_timer()  # or it keeps the connection in memory until it rings
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Refusal(400, f"no HTTP, or a head of more than {MAX_HEAD_BYTES} bytes"))
+        self._respond_error(
+            APIError(400, f"no HTTP, or a head of more than {MAX_HEAD_BYTES} bytes")
+        )
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _respond_error(self, error: APIError) -> None:
         """Answer in place of the application, unless that has begun to; the connection ends."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(refusal.body).encode()
-            headers = {**(refusal.headers or {}), "content-type": "application/json"}
+            body = json.dumps(error.body).encode()
+            headers = {**(error.headers or {}), "content-type": "application/json"}
             headers |= {"content-length": str(len(body)), "connection": "close"}
-            start = h11.Response(status_code=refusal.status, headers=list(headers.items()))
+            start = h11.Response(status_code=error.status, headers=list(headers.items()))
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _make_room(self) -> None:
-        longest = next(iter(self._crowd.idle))
-        self._crowd.idle.pop(longest)
+    def _close_longest_idle(self) -> None:
+        longest = next(iter(self._pool.idle))
+        self._pool.idle.pop(longest)
         self.connections.discard(longest)  # now: it is lost only when the loop gets to that
         if longest is self:
-            self._refuse(Refusal(503, "all connections are in use", retry_after_s=1))
+            self._respond_error(APIError(503, "all connections are in use", retry_after_s=1))
         else:
             longest.transport.close()
 
@@ -136,8 +138,8 @@ class Connection(H11Protocol):
             self._timer.cancel()
 
     def _expect_request(self) -> None:
-        self._crowd.idle.pop(self, None)
-        self._crowd.idle[self] = None
+        self._pool.idle.pop(self, None)
+        self._pool.idle[self] = None
         self._cancel_timer()
         self._timer = self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
 
@@ -146,7 +148,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-class Process(uvicorn.Server):
+class ServerProcess(uvicorn.Server):
     """A first SIGTERM or SIGINT drains: nothing new is taken, what runs may finish for drain_s,
     what is left is answered with a sentence. A second one does not wait. announce: called once it
     listens. max_connections: at a time.
@@ -160,13 +162,13 @@ class Process(uvicorn.Server):
         max_connections: int | None = None,
     ):
         self.server, self.drain_s, self._announce = server, drain_s, announce
-        crowd = Crowd(max_connections or most_connections())
+        pool = ConnectionPool(max_connections or default_max_connections())
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 server.app,
-                http=partial(Connection, crowd=crowd),  # pyright: ignore (called, nothing else)
+                http=partial(Connection, pool=pool),  # pyright: ignore (called, nothing else)
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 lifespan="on",
@@ -241,7 +243,7 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_connections() -> int:
+def default_max_connections() -> int:
     """As many as there are files for, and some to spare."""
     try:
         import resource
@@ -253,7 +255,7 @@ def most_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
 
 
-class Background:
+class BackgroundServer:
     """A server in a thread of this process, as a block; installs no signal handlers.
 
     with Background(server) as url: ...
@@ -266,7 +268,7 @@ class Background:
         drain_s: float = 5.0,
         max_connections: int | None = None,
     ):
-        self.process = Process(server, drain_s, max_connections=max_connections)
+        self.process = ServerProcess(server, drain_s, max_connections=max_connections)
         self._socket = (address or Address(port=0)).bind()
         self.url = url_of(self._socket)
         self._thread = threading.Thread(target=self.process.run, args=([self._socket],))

@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import Refusal, refuse
-from .log import record_of
+from .errors import APIError, error_response
+from .log import get_record
 from .metrics import Metrics
-from .pending import Ticket
+from .pending import PendingCall
 from .protocol import CompletionLogprobs, Usage
-from .responses import Format, Piece, Reader, failure_of, usage
+from .responses import ChoiceDelta, DeltaReader, ResponseBuilder, count_usage, find_failure
 from .service import Service
 
 T = TypeVar("T")
@@ -35,92 +35,94 @@ SLICE = 64  # tokens whose logprobs are written in one go
 
 
 @dataclass(frozen=True)
-class Order:
+class AcceptedCall:
     """Everything about one accepted request. num_choices: of all its prompts. late: what to say
     when its deadline has passed, a time of time.monotonic(). workers: where large answers are
     built, None for the loop's own.
     """
 
     service: Service
-    ticket: Ticket
-    format: Format
-    reader: Reader
+    pending: PendingCall
+    builder: ResponseBuilder
+    reader: DeltaReader
     num_choices: int
     deadline_s: float
-    late: Refusal
+    deadline_error: APIError
     include_usage: bool = False
     workers: Executor | None = None
 
     @property
     def usage(self) -> Usage:
         echo = self.reader.echo
-        return usage(self.ticket.outputs, echo is not None and echo.scores_only)
+        return count_usage(self.pending.outputs, echo is not None and echo.scores_only)
 
     @property
-    def settled(self) -> bool:
+    def is_done(self) -> bool:
         """Nothing more will come, or nothing more is wanted: one choice failed, so all do."""
-        return self.ticket.settled or self.failure is not None
+        return self.pending.is_done or self.failure is not None
 
     @property
-    def failure(self) -> Refusal | None:
-        if self.ticket.failure:
-            return self.ticket.failure
+    def failure(self) -> APIError | None:
+        if self.pending.failure:
+            return self.pending.failure
         expired = time.monotonic() >= self.deadline_s
-        return failure_of(self.ticket.outputs, self.late if expired else None)
+        return find_failure(self.pending.outputs, self.deadline_error if expired else None)
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Until there is news, or the engine is so late that it will not cut the request off."""
         try:
             async with asyncio.timeout_at(_loop_time(self.deadline_s + GRACE_S)):
-                await self.ticket.changed()
+                await self.pending.wait_for_change()
         except TimeoutError:
-            self.ticket.fail(self.late)
+            self.pending.fail(self.deadline_error)
 
 
-class OrderReply(Response):
+class CallResponse(Response):
     """A response that serves an order; `respond` is what the two kinds differ in."""
 
-    def __init__(self, order: Order, metrics: Metrics):
+    def __init__(self, call: AcceptedCall, metrics: Metrics):
         super().__init__()
-        self.order, self.metrics = order, metrics
+        self.call, self.metrics = call, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless(self.respond(scope, receive, send), client_gone(receive))
+            await run_until(self.respond(scope, receive, send), watch_disconnect(receive))
         finally:
-            self.order.service.release(self.order.ticket)
-            record_of(scope).count(self.order.ticket.outputs, self.order.usage)
+            self.call.service.release(self.call.pending)
+            get_record(scope).count(self.call.pending.outputs, self.call.usage)
 
-    async def build(self, pieces: Sequence[Piece], work: Callable[[Sequence[Piece]], T]) -> T:
+    async def build(
+        self, deltas: Sequence[ChoiceDelta], work: Callable[[Sequence[ChoiceDelta]], T]
+    ) -> T:
         """What `work` makes of the pieces, on the loop if that is little."""
         if (
-            sum(1 + len(table or ()) for piece in pieces for _, table in piece.tokens)
+            sum(1 + len(table or ()) for delta in deltas for _, table in delta.tokens)
             < INLINE_ENTRIES
         ):
-            return work(pieces)
+            return work(deltas)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.order.workers, work, pieces)
+        return await loop.run_in_executor(self.call.workers, work, deltas)
 
-    def failure(self) -> Refusal | None:
+    def failure(self) -> APIError | None:
         """Counted."""
-        failure = self.order.failure
+        failure = self.call.failure
         if failure:
-            self.metrics.refused(failure.status)
+            self.metrics.count_failure(failure.status)
         return failure
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
 
-class WholeReply(OrderReply):
+class FullResponse(CallResponse):
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = self.order
-        while not order.settled:
-            await order.changed()
+        call = self.call
+        while not call.is_done:
+            await call.wait_for_change()
         if failure := self.failure():
-            await refuse(failure)(scope, receive, send)
+            await error_response(failure)(scope, receive, send)
             return
-        parts = await self.build(list(order.reader.news(order.ticket.outputs)), self._encode)
+        parts = await self.build(list(call.reader.read_new(call.pending.outputs)), self._encode)
         length = str(sum(map(len, parts))).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -128,123 +130,126 @@ class WholeReply(OrderReply):
             await _send(send, part)
         await _send(send, b"", more=False)
 
-    def _encode(self, pieces: Sequence[Piece]) -> list[bytes]:
+    def _encode(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
         """The whole answer: its head, then choice by choice."""
-        whole, counted = self.order.format.whole, self.order.usage
-        head, opening, tail = whole([], counted).model_dump_json().encode().partition(_CHOICES)
-        choice_of = lambda piece: whole([piece], counted).choices[0]
+        build_full, counted = self.call.builder.build_full, self.call.usage
+        head, opening, tail = build_full([], counted).model_dump_json().encode().partition(_CHOICES)
+        choice_of = lambda delta: build_full([delta], counted).choices[0]
         choices = [
-            with_logprobs(choice_of(replace(piece, tokens=())), piece, choice_of)
-            for piece in pieces
+            encode_with_logprobs(choice_of(replace(delta, tokens=())), delta, choice_of)
+            for delta in deltas
         ]
-        return [head + opening, *_separate(choices), tail]
+        return [head + opening, *_with_commas(choices), tail]
 
 
-class StreamReply(OrderReply):
+class SSEResponse(CallResponse):
     """Server-sent events: `data: {...}` each, `data: [DONE]` at the end. What fails after the
     beginning is an event with an `error`.
     """
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        order = self.order
+        call = self.call
         await send(_STREAM_START)
-        opening = order.format.opening(order.num_choices)
+        opening = call.builder.build_opening(call.num_choices)
         await _send_some(send, b"".join(map(self._event, opening)))
-        settled = False
-        while not settled:
+        is_done = False
+        while not is_done:
             await self._wait(send)
-            settled = order.settled  # more may come while this is written
+            is_done = call.is_done  # more may come while this is written
             # Of what has failed nothing more is shown.
-            pieces = [] if order.failure else list(order.reader.news(order.ticket.outputs))
-            await _send_some(send, await self.build(pieces, self._chunks))
+            deltas = [] if call.failure else list(call.reader.read_new(call.pending.outputs))
+            await _send_some(send, await self.build(deltas, self._chunks))
         if failure := self.failure():
             await _send(send, _event(JSONResponse(failure.body).body))
-        elif order.include_usage:
-            await _send(send, self._event(order.format.closing(order.usage)))
+        elif call.include_usage:
+            await _send(send, self._event(call.builder.build_usage_chunk(call.usage)))
         await _send(send, _event(b"[DONE]"), more=False)
 
-    def _chunks(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join(map(self._chunk, pieces))
+    def _chunks(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        return b"".join(map(self._chunk, deltas))
 
-    def _chunk(self, piece: Piece) -> bytes:
-        chunk = self.order.format.chunk
+    def _chunk(self, delta: ChoiceDelta) -> bytes:
+        chunk = self.call.builder.build_chunk
         choice_of = lambda part: chunk(part).choices[0]
         return _event(
-            with_logprobs(chunk(replace(piece, tokens=())), piece, choice_of, self._left_out)
+            encode_with_logprobs(chunk(replace(delta, tokens=())), delta, choice_of, self._excluded)
         )
 
     @property
-    def _left_out(self) -> set[str] | None:
-        return None if self.order.include_usage else {"usage"}
+    def _excluded(self) -> set[str] | None:
+        return None if self.call.include_usage else {"usage"}
 
     async def _wait(self, send: Send) -> None:
         while True:
             try:
                 async with asyncio.timeout(PING_S):
-                    return await self.order.changed()
+                    return await self.call.wait_for_change()
             except TimeoutError:
                 await _send(send, b": waiting\n\n")
 
     def _event(self, chunk: BaseModel) -> bytes:
-        return _event(chunk.model_dump_json(exclude=self._left_out).encode())
+        return _event(chunk.model_dump_json(exclude=self._excluded).encode())
 
 
-def with_logprobs(
+def encode_with_logprobs(
     bare: BaseModel,
-    piece: Piece,
-    choice_of: Callable[[Piece], Any],
-    left_out: set[str] | None = None,
+    delta: ChoiceDelta,
+    choice_of: Callable[[ChoiceDelta], Any],
+    excluded: set[str] | None = None,
 ) -> bytes:
     """JSON of a model that has one choice, or is one. bare: without the piece's tokens, which are
     written SLICE at a time. Otherwise all threads would wait: for what is written in one go, and
     for the garbage collector, which looks at every object that lives for long.
     """
-    text = bare.model_dump_json(exclude=left_out).encode()
-    if not piece.tokens:
+    text = bare.model_dump_json(exclude=excluded).encode()
+    if not delta.tokens:
         return text
     head, _, tail = text.partition(_NO_LOGPROBS)  # in a string its quotes would be escaped
     columns: dict[str, list[bytes]] = {}
-    offset = piece.offset
-    for start in range(0, len(piece.tokens), SLICE):
-        part = replace(piece, tokens=piece.tokens[start : start + SLICE], offset=offset)
+    offset = delta.offset
+    for start in range(0, len(delta.tokens), SLICE):
+        part = replace(delta, tokens=delta.tokens[start : start + SLICE], offset=offset)
         logprobs = choice_of(part).logprobs
         if isinstance(logprobs, CompletionLogprobs):
             offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         for name in type(logprobs).model_fields:
             value = to_json(getattr(logprobs, name), inf_nan_mode="null")
             columns.setdefault(name, []).append(value)
-    fields = [b'"%s":%s' % (name.encode(), _joined(parts)) for name, parts in columns.items()]
-    return b"".join([head, b'"logprobs":{', *_separate(fields), b"}", tail])
+    fields = [b'"%s":%s' % (name.encode(), _join_lists(parts)) for name, parts in columns.items()]
+    return b"".join([head, b'"logprobs":{', *_with_commas(fields), b"}", tail])
 
 
-def _joined(parts: list[bytes]) -> bytes:
+def _join_lists(parts: list[bytes]) -> bytes:
     """Lists as one list; anything else is the same in all parts."""
     if parts[0][:1] != b"[":
         return parts[0]
     return b"[" + b",".join([part[1:-1] for part in parts if part != b"[]"]) + b"]"
 
 
-def _separate(parts: Sequence[bytes]) -> Iterator[bytes]:
-    for place, part in enumerate(parts):
-        yield b"," + part if place else part
+def _with_commas(parts: Sequence[bytes]) -> Iterator[bytes]:
+    for index, part in enumerate(parts):
+        yield b"," + part if index else part
 
 
-async def unless(work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
+async def run_until(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None]) -> T:
     """The result of the work, which is cancelled as soon as one of `ends` raises."""
-    worker, watchers = asyncio.ensure_future(work), [asyncio.ensure_future(one) for one in ends]
+    worker, watcher_tasks = (
+        asyncio.ensure_future(work),
+        [asyncio.ensure_future(one) for one in watchers],
+    )
     try:
-        done, _ = await asyncio.wait([worker, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([worker, *watcher_tasks], return_when=asyncio.FIRST_COMPLETED)
         if worker not in done:
             for watcher in done:
                 watcher.result()
         return await worker
     finally:
-        for task in (worker, *watchers):
+        for task in (worker, *watcher_tasks):
             task.cancel()
-        await asyncio.gather(worker, *watchers, return_exceptions=True)
+        await asyncio.gather(worker, *watcher_tasks, return_exceptions=True)
 
 
-async def client_gone(receive: Receive) -> None:
+async def watch_disconnect(receive: Receive) -> None:
     """Raises when the client hangs up; the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -74,8 +74,8 @@ class FakeEngine:
     queue (how many run and wait), boom (the exception of the next step).
     """
 
-    def __init__(self, *, step_s=0.0, seats=8, queue=1000):
-        self.step_s, self.seats, self.queue = step_s, seats, queue
+    def __init__(self, *, step_s=0.0, max_running=8, max_waiting=1000):
+        self.step_s, self.max_running, self.max_waiting = step_s, max_running, max_waiting
         self.tokenizer, self.limits = ByteTokenizer(), Limits(4096)
         self.boom = None
         self.requests = {}
@@ -99,7 +99,7 @@ class FakeEngine:
             raise KeyError("a bug")
         if len(prompt) + (params.max_tokens or 1) > 4096:
             return RejectedRequest(f"{len(prompt)} tokens are too many")
-        if len(self.requests) >= self.seats + self.queue:
+        if len(self.requests) >= self.max_running + self.max_waiting:
             return RejectedRequest("the queue is full", is_retryable=True)
         self.salts.append(salt)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
@@ -116,7 +116,7 @@ class FakeEngine:
             self.requests.clear()
             raise self.boom
         self.steps += 1
-        told = [r for r in list(self.requests.values())[: self.seats] if self.grow(r)]
+        told = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
         for request in told:
             if request.end:
                 del self.requests[request.request_id]
@@ -141,7 +141,7 @@ class FakeEngine:
         return True
 
     def stats(self):
-        running = list(self.requests.values())[: self.seats]
+        running = list(self.requests.values())[: self.max_running]
         pages = {r.request_id: 1 + r.made // 16 for r in running}
         return SimpleNamespace(
             running=len(running),
@@ -174,12 +174,12 @@ def fake():
 
 @contextmanager
 def serve(engine, keys=(), drain_s=5.0, **options):
-    from onchip.engine.server.app import Options, Server
+    from onchip.engine.server.app import Server, ServerOptions
     from onchip.engine.server.keys import Keyring
-    from onchip.engine.server.run import Background
+    from onchip.engine.server.run import BackgroundServer
 
-    server = Server(engine, Options(MODEL, **options), Keyring(keys))
-    with Background(server, drain_s=drain_s) as url:
+    server = Server(engine, ServerOptions(MODEL, **options), Keyring(keys))
+    with BackgroundServer(server, drain_s=drain_s) as url:
         yield url, server
 
 

@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from onchip.engine.server import bodies
-from onchip.engine.server.app import Options
-from onchip.engine.server.errors import Refusal
+from onchip.engine.server.app import ServerOptions
+from onchip.engine.server.errors import APIError
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -88,7 +88,7 @@ def test_validation_ends_at_few_errors(path, field):
         sent = body(path, field, value(12_000))
         try:
             SCHEMAS[path].model_validate(bodies.load(sent))
-        except Refusal as refusal:
+        except APIError as refusal:
             assert refusal.status == 400 and len(refusal.message) < 500, kind
         except ValidationError as error:
             assert error.error_count() < MAX_ERRORS, kind
@@ -100,14 +100,14 @@ def test_structures_are_counted_outside_of_texts():
     for unit, each in {b"{}": 1, b"[]": 1, b'{"":1}': 2, b'{"a":"}"}': 2, b'[":"]': 1}.items():
         most = (bodies.MAX_STRUCTURES - 1) // each  # the list around them is one, too
         assert len(bodies.load(b"[" + b",".join([unit] * most) + b"]")) == most
-        with pytest.raises(Refusal, match="lists, objects and names"):
+        with pytest.raises(APIError, match="lists, objects and names"):
             bodies.load(b"[" + b",".join([unit] * (most + 1)) + b"]")
 
 
 def test_names_of_an_object_are_counted_wherever_it_is():
     for around in (b"%s", b"[1,%s]", b'{"a":[[%s]]}'):
         assert bodies.load(around % names(0, bodies.MAX_NAMES))
-        with pytest.raises(Refusal, match="513 names"):
+        with pytest.raises(APIError, match="513 names"):
             bodies.load(around % names(0, bodies.MAX_NAMES + 1))
 
 
@@ -179,7 +179,7 @@ def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask
     """In processor time: this machine may be busy with other things."""
     running, url = shared_process
     child = Child(running.pid)
-    size = Options("any").max_body_bytes - 2000
+    size = ServerOptions("any").max_body_bytes - 2000
     attack(child, ask, url, COMPLETIONS, body(COMPLETIONS, "prompt", b"[-1]"))
     for path, field, kind in WORST:
         cpu_s, mib = attack(child, ask, url, path, body(path, field, KINDS[kind](size)))
@@ -198,7 +198,7 @@ def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
     """Each field with some kinds, by turns, and those that hold lists with all of them."""
     running, url = shared_process
     child = Child(running.pid)
-    size = Options("any").max_body_bytes - 2000
+    size = ServerOptions("any").max_body_bytes - 2000
     values = {kind: value(size - 100) for kind, value in KINDS.items()}
     attack(child, ask, url, COMPLETIONS, body(COMPLETIONS, "prompt", b"[-1]"))
     for place, (path, field) in enumerate(CASES):

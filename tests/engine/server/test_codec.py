@@ -8,8 +8,8 @@ import pytest
 from onchip.engine import workers
 from onchip.engine.request import Logprob
 from onchip.engine.server import codec
-from onchip.engine.server.codec import Texts, Token, offsets
-from onchip.engine.server.responses import CompletionFormat, Piece
+from onchip.engine.server.codec import Codec, TokenText, text_offsets
+from onchip.engine.server.responses import ChoiceDelta, CompletionBuilder
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -89,7 +89,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ):
     engine = folder_engine(fake, tmp_path)
     with serving(engine) as (url, server):
-        monkeypatch.setattr(server.texts._tokens.workers, "encode", pytest.fail)
+        monkeypatch.setattr(server.codec._tokenizer_queue.workers, "encode", pytest.fail)
         status, answer, _ = ask(url, COMPLETIONS, {"prompt": "a" * (3 << 20)})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         # of this tokenizer the longest token is <|endoftext|>
@@ -168,21 +168,21 @@ class TestTokens:
 
     def test_two_tokens_of_one_text_are_two_keys(self):
         """As the byte token <0x41> and the token A of a SentencePiece vocabulary."""
-        form = CompletionFormat("m", lambda token: Token("A", b"A"))
+        builder = CompletionBuilder("m", lambda token: TokenText("A", b"A"))
         table = {7: Logprob(-0.1, 1), 65: Logprob(-2.0, 2), 66: Logprob(-3.0, 3)}
-        choice = form.chunk(Piece(0, "A", ((65, table),), 0)).choices[0]
+        choice = builder.build_chunk(ChoiceDelta(0, "A", ((65, table),), 0)).choices[0]
         assert choice.logprobs.top_logprobs == [
             {"A": -0.1, "token_id:65": -2.0, "token_id:66": -3.0}
         ]
 
     def test_offsets_count_characters_that_are_shown(self):
-        tokens = [Token("a", b"a"), Token("?", b"\xe2"), Token("?", b"\x82\xac!")]
-        tokens += [Token("<s>", b"<s>", hidden=True), Token("b", b"b")]
-        assert offsets(tokens, 5) == [5, 6, 6, 8, 8]
+        tokens = [TokenText("a", b"a"), TokenText("?", b"\xe2"), TokenText("?", b"\x82\xac!")]
+        tokens += [TokenText("<s>", b"<s>", hidden=True), TokenText("b", b"b")]
+        assert text_offsets(tokens, 5) == [5, 6, 6, 8, 8]
 
     def test_special_tokens_have_names(self, tmp_path):
         ByteTokenizer().save(tmp_path)
-        some = Texts(FileTokenizer(tmp_path), 100)
-        assert some.token(256) == Token("<|endoftext|>", b"<|endoftext|>", hidden=True)
-        assert some.token(0x82) == Token("bytes:\\x82", b"\x82")
+        some = Codec(FileTokenizer(tmp_path), 100)
+        assert some.token(256) == TokenText("<|endoftext|>", b"<|endoftext|>", hidden=True)
+        assert some.token(0x82) == TokenText("bytes:\\x82", b"\x82")
         some.close()

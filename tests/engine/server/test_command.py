@@ -44,7 +44,7 @@ def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
     keys = command._keyring(args, Address(args.host))
     said = capsys.readouterr().err
     assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
-    assert keys.open == ("--api-key" not in options)
+    assert keys.is_open == ("--api-key" not in options)
 
 
 @pytest.mark.parametrize("count", ["-1", "4097"])

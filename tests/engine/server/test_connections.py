@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from onchip.engine.server.app import Options, Server
+from onchip.engine.server.app import Server, ServerOptions
 from onchip.engine.server.auth import MAX_HEAD_BYTES
-from onchip.engine.server.run import Background
+from onchip.engine.server.run import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 
@@ -96,8 +96,8 @@ def test_nothing_a_client_sends_late_writes_a_traceback(shared, dial, caplog):
 
 def test_silent_connections_make_room_for_those_that_ask(fake, ask, dial):
     """More than may be open, all silent or dripping: the oldest of them end."""
-    server = Server(fake(), Options("fake"))
-    with Background(server, max_connections=20) as url:
+    server = Server(fake(), ServerOptions("fake"))
+    with BackgroundServer(server, max_connections=20) as url:
         silent = [dial(url, b"GET /health HTTP/1.1\r\nx: " * (i % 2)) for i in range(60)]
         for _ in range(3):
             assert ask(url, "/health")[0] == 200
@@ -110,7 +110,9 @@ def test_silent_connections_make_room_for_those_that_ask(fake, ask, dial):
 def test_a_connection_more_than_can_be_is_told_so(fake, ask, open_stream, dial, until):
     """All are busy: nobody is cut off for a newcomer."""
     engine = fake(step_s=0.02)
-    background = Background(Server(engine, Options("fake")), max_connections=3, drain_s=0.0)
+    background = BackgroundServer(
+        Server(engine, ServerOptions("fake")), max_connections=3, drain_s=0.0
+    )
     with background as url:
         streams = [open_stream(url, max_tokens=4000) for _ in range(3)]
         until(lambda: len(engine.requests) == 3)
@@ -124,11 +126,11 @@ def test_a_connection_more_than_can_be_is_told_so(fake, ask, open_stream, dial, 
 def test_a_body_that_arrives_at_the_end_is_answered(fake, dial, until, caplog):
     """SIGTERM while a client is sending: a sentence for it, and no traceback."""
     caplog.set_level(logging.INFO)
-    background = Background(Server(fake(), Options("fake")), drain_s=20.0)
+    background = BackgroundServer(Server(fake(), ServerOptions("fake")), drain_s=20.0)
     started = time.monotonic()
     with background as url:
         client = dial(url, post("content-length: 1000"))
-        until(lambda: background.process.server.service.num_arriving == 1)
+        until(lambda: background.process.server.service.num_incoming == 1)
         background.process.handle_exit(signal.SIGTERM)
         answer = read(client)
     assert b" 503 " in answer and b"shutting down" in answer
@@ -143,7 +145,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(
     caplog.set_level(logging.INFO)
     engine = fake()
     text = b'{"prompt": "abc", "max_tokens": 2000, "n": 32, "stream": true, "logprobs": 2}'
-    with Background(Server(engine, Options("fake")), drain_s=0.0) as url:
+    with BackgroundServer(Server(engine, ServerOptions("fake")), drain_s=0.0) as url:
         client = dial(url)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.sendall(post(f"content-length: {len(text)}", body=text))

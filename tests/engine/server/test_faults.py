@@ -213,7 +213,7 @@ class TestClients:
             assert events(other.getresponse())[-1] == "[DONE]"
 
     def test_a_full_queue_is_said_with_a_time(self, serving, fake, ask, open_stream, until):
-        engine = fake(step_s=0.002, seats=1, queue=2)
+        engine = fake(step_s=0.002, max_running=1, max_waiting=2)
         with serving(engine) as (url, _):
             taken = [open_stream(url, max_tokens=200, prompt="abc") for _ in range(3)]
             until(lambda: len(engine.requests) == 3)
@@ -223,7 +223,7 @@ class TestClients:
             assert all(events(c.getresponse())[-1] == "[DONE]" for c in taken)
 
     def test_all_prompts_of_a_request_find_room_or_none(self, serving, fake, ask):
-        engine = fake(seats=1, queue=2)
+        engine = fake(max_running=1, max_waiting=2)
         with serving(engine) as (url, _):
             status, _, _ = ask(url, COMPLETIONS, {"prompt": ["a"] * 4, "max_tokens": 4000})
             assert status == 429 and not engine.requests
@@ -252,19 +252,19 @@ class TestClients:
 
         with serving(fake(), max_open=120) as (url, server):
             service, slow = server.service, [upload(url) for _ in range(120)]
-            until(lambda: service.num_arriving == 120)
+            until(lambda: service.num_incoming == 120)
             late = [upload(url).getresponse() for _ in range(180)]
-            assert {answer.status for answer in late} == {429} and service.num_arriving == 120
+            assert {answer.status for answer in late} == {429} and service.num_incoming == 120
             assert all(int(answer.headers["retry-after"]) >= 1 for answer in late)
             assert ask(url, "/v1/models")[0] == ask(url, "/health")[0] == 200
             for connection in slow[60:]:
                 connection.close()
-            until(lambda: service.num_arriving == 60)
+            until(lambda: service.num_incoming == 60)
             assert ask(url, COMPLETIONS, body)[0] == 200
             for connection in slow[:60]:
                 connection.send(body[1:])
             assert {connection.getresponse().status for connection in slow[:60]} == {200}
-            until(lambda: service.num_arriving == service.num_open == 0)
+            until(lambda: service.num_incoming == service.num_open == 0)
 
     def test_a_server_of_one_request_takes_one(self, serving, fake, ask):
         """It does not count twice while it is read."""
@@ -290,7 +290,7 @@ class TestClients:
 
 class TestEngine:
     def test_if_it_dies_all_who_wait_are_told(self, serving, fake, ask, open_stream, until):
-        engine = fake(step_s=0.005, seats=2)
+        engine = fake(step_s=0.005, max_running=2)
         with serving(engine) as (url, server), ThreadPoolExecutor(4) as pool:
             waiting = [pool.submit(ask, url, COMPLETIONS, LONG) for _ in range(4)]
             streams = [open_stream(url, **LONG) for _ in range(4)]

@@ -58,7 +58,7 @@ class SlowToAdd:
 
 def test_a_crowd_that_leaves_holds_up_nobody(serving, fake, ask, post, until):
     """Those that are in the engine are cancelled at once, the others are never added."""
-    engine = fake(step_s=0.02, seats=4)
+    engine = fake(step_s=0.02, max_running=4)
     engine.add = SlowToAdd(engine, 0.03)
     with serving(engine) as (url, server):
         clients = [post(url) for _ in range(150)]
@@ -75,7 +75,7 @@ def test_a_crowd_that_leaves_holds_up_nobody(serving, fake, ask, post, until):
 
 def test_cancels_come_before_adds(serving, fake, post, until):
     """With the thread busy adding, those that left hold no seat at the next step."""
-    engine = fake(step_s=0.5, seats=100)
+    engine = fake(step_s=0.5, max_running=100)
     with serving(engine, drain_s=0.0) as (url, server):
         clients = [post(url) for _ in range(30)]
         until(lambda: len(engine.requests) == 30)

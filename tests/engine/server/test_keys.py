@@ -10,24 +10,24 @@ bearer = lambda key: f"Bearer {key}".encode()
 
 def test_a_key_has_one_salt_and_every_other_another():
     keys = Keyring([ANNA, BERT])
-    assert keys.salt(bearer(ANNA)) == keys.salt(b"bearer " + ANNA.encode())
-    assert keys.salt(bearer(ANNA)) != keys.salt(bearer(BERT))
-    assert len(keys.salt(bearer(ANNA))) == 32
+    assert keys.find_salt(bearer(ANNA)) == keys.find_salt(b"bearer " + ANNA.encode())
+    assert keys.find_salt(bearer(ANNA)) != keys.find_salt(bearer(BERT))
+    assert len(keys.find_salt(bearer(ANNA))) == 32
 
 
 def test_salts_are_those_of_one_process():
-    assert Keyring([ANNA]).salt(bearer(ANNA)) != Keyring([ANNA]).salt(bearer(ANNA))
+    assert Keyring([ANNA]).find_salt(bearer(ANNA)) != Keyring([ANNA]).find_salt(bearer(ANNA))
 
 
 @pytest.mark.parametrize(
     "header", [None, b"", b"Bearer", b"Bearer ", b"Basic " + ANNA.encode(), bearer(ANNA[:-1])]
 )
 def test_whoever_has_no_key_is_nobody(header):
-    assert Keyring([ANNA]).salt(header) is None
+    assert Keyring([ANNA]).find_salt(header) is None
 
 
 def test_without_keys_all_are_one():
-    assert Keyring().open and Keyring().salt(None) == b""
+    assert Keyring().is_open and Keyring().find_salt(None) == b""
 
 
 @pytest.mark.parametrize("key", ["short", "käse-käse-käse", "with\nnewline"])

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from onchip.engine.server import command
-from onchip.engine.server.app import Options, Server
-from onchip.engine.server.run import Background
+from onchip.engine.server.app import Server, ServerOptions
+from onchip.engine.server.run import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 KEY = "a-key-of-a-tenant"
@@ -79,7 +79,7 @@ def test_a_client_that_hung_up_is_noted(serving, fake, open_stream, lines, until
 
 def test_a_failure_of_the_server_is_answered_and_logged_once(serving, fake, ask, caplog):
     with serving(fake()) as (url, server):
-        server.watch.look = None
+        server.live_view.read_stats = None
         server.metrics.render = None
         status, answer, headers = ask(url, "/metrics")
         assert status == 500 and answer["error"]["message"] == "the server failed at this request"
@@ -90,7 +90,7 @@ def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     caplog.set_level(logging.DEBUG)
     from onchip.engine.server.keys import Keyring
 
-    with Background(Server(fake(), Options("fake"), Keyring([KEY]))) as url:
+    with BackgroundServer(Server(fake(), ServerOptions("fake"), Keyring([KEY]))) as url:
         bearer = {"authorization": f"Bearer {KEY}"}
         chat = {"messages": [{"role": "user", "content": SECRET}], "nonsense": SECRET}
         assert ask(url, COMPLETIONS, {"prompt": SECRET}, **bearer)[0] == 200

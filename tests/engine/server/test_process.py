@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onchip.engine.server.app import Options, Server
-from onchip.engine.server.run import Background
+from onchip.engine.server.app import Server, ServerOptions
+from onchip.engine.server.run import BackgroundServer
 
 CLIENT = """
 import sys
@@ -70,7 +70,7 @@ def drive(ask, url, max_tokens, stream):
 
 def test_a_second_signal_does_not_wait(fake, ask, until):
     engine = fake(step_s=0.01)
-    background = Background(Server(engine, Options("fake")), drain_s=60.0)
+    background = BackgroundServer(Server(engine, ServerOptions("fake")), drain_s=60.0)
     with background as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(drive, ask, url, 2000, False)
         until(lambda: engine.requests)

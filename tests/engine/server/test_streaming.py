@@ -8,13 +8,13 @@ import pytest
 
 from onchip.engine import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
-from onchip.engine.server.codec import Token
-from onchip.engine.server.errors import Refusal
+from onchip.engine.server.codec import TokenText
+from onchip.engine.server.errors import APIError
 from onchip.engine.server.metrics import Metrics
-from onchip.engine.server.pending import Ask
-from onchip.engine.server.responses import ChatFormat, CompletionFormat, Reader
+from onchip.engine.server.pending import EngineRequest
+from onchip.engine.server.responses import ChatBuilder, CompletionBuilder, DeltaReader
 from onchip.engine.server.service import Service
-from onchip.engine.server.streaming import Order, StreamReply, WholeReply
+from onchip.engine.server.streaming import AcceptedCall, FullResponse, SSEResponse
 
 
 def test_a_choice_ends_when_it_ends_not_with_its_request(fake):
@@ -22,13 +22,13 @@ def test_a_choice_ends_when_it_ends_not_with_its_request(fake):
     engine = fake()
     params = SamplingParams(n=2, max_tokens=9, stop=["bc"])
     engine.add(b"abcdefghijkl", params, request_id="r")
-    reader, ends = Reader(2), {}
+    reader, ends = DeltaReader(2), {}
     while engine.has_work:
         for output in engine.step():
-            for piece in reader.news([output]):
-                assert piece.index not in ends, "nothing follows the end of a choice"
-                if piece.finish_reason:
-                    ends[piece.index] = engine.steps, piece.finish_reason, piece.stop_reason
+            for delta in reader.read_new([output]):
+                assert delta.index not in ends, "nothing follows the end of a choice"
+                if delta.finish_reason:
+                    ends[delta.index] = engine.steps, delta.finish_reason, delta.stop_reason
     assert ends == {1: (2, "stop", "bc"), 0: (3, "stop", "bc")}
 
 
@@ -45,10 +45,12 @@ def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
             if len(sent) == 2:
                 await taken.wait()
 
-        ticket = await service.submit([Ask(b"abc", SamplingParams(max_tokens=500))])
-        form, late = CompletionFormat("m", read_token), Refusal(504, "late")
-        order = Order(service, ticket, form, Reader(1), 1, time.monotonic() + 9, late)
-        reply = asyncio.ensure_future(StreamReply(order, Metrics())({}, asyncio.Event().wait, send))
+        pending = await service.submit([EngineRequest(b"abc", SamplingParams(max_tokens=500))])
+        builder, late = CompletionBuilder("m", read_token), APIError(504, "late")
+        call = AcceptedCall(
+            service, pending, builder, DeltaReader(1), 1, time.monotonic() + 9, late
+        )
+        reply = asyncio.ensure_future(SSEResponse(call, Metrics())({}, asyncio.Event().wait, send))
         while engine.requests or len(sent) < 2:
             await asyncio.sleep(0.01)
         taken.set()
@@ -75,21 +77,21 @@ def answer_of(samples, tokens, tops):
 class Answered:
     """A ticket whose answer is there."""
 
-    failure, settled, unfinished = None, True, ()
+    failure, is_done, unfinished = None, True, ()
 
     def __init__(self, output):
         self.outputs = [output]
 
-    async def changed(self):
+    async def wait_for_change(self):
         pass
 
 
 class Nowhere:
-    def release(self, ticket):
+    def release(self, pending):
         pass
 
 
-async def reply_to(kind, form, output, turns=None):
+async def reply_to(kind, builder, output, turns=None):
     """What a client gets; turns: gets an entry whenever the loop has time for it."""
     sent = []
 
@@ -103,48 +105,56 @@ async def reply_to(kind, form, output, turns=None):
 
     watching = asyncio.ensure_future(watch()) if turns is not None else None
     samples = len(output.outputs)
-    order = Order(
-        Nowhere(), Answered(output), form, Reader(samples), samples, time.monotonic() + 99, None
+    call = AcceptedCall(
+        Nowhere(),
+        Answered(output),
+        builder,
+        DeltaReader(samples),
+        samples,
+        time.monotonic() + 99,
+        None,
     )
-    await kind(order, Metrics())({}, asyncio.Event().wait, send)
+    await kind(call, Metrics())({}, asyncio.Event().wait, send)
     if watching:
         watching.cancel()
     return b"".join(sent)
 
 
 def read_token(token):
-    return Token(f'"{token}', b'"%d' % token)
+    return TokenText(f'"{token}', b'"%d' % token)
 
 
-FORMATS = [lambda: CompletionFormat("m", read_token), lambda: ChatFormat("m", read_token, 20)]
+BUILDERS = [lambda: CompletionBuilder("m", read_token), lambda: ChatBuilder("m", read_token, 20)]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize(("samples", "tokens"), [(1, 0), (1, 3), (3, 200), (2, 128)])
-def test_an_answer_in_parts_is_the_whole_answer(form, samples, tokens):
-    form, output = form(), answer_of(samples, tokens, 5)
-    sent = asyncio.run(reply_to(WholeReply, form, output))
-    pieces = list(Reader(samples).news([output]))
+def test_an_answer_in_parts_is_the_whole_answer(builder, samples, tokens):
+    builder, output = builder(), answer_of(samples, tokens, 5)
+    sent = asyncio.run(reply_to(FullResponse, builder, output))
+    pieces = list(DeltaReader(samples).read_new([output]))
     counted = json.loads(sent)["usage"]
     assert counted["completion_tokens"] == samples * tokens
-    assert sent.decode() == form.whole(pieces, counted).model_dump_json()
+    assert sent.decode() == builder.build_full(pieces, counted).model_dump_json()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_large_piece_of_a_stream_is_whole(form):
-    form, output = form(), answer_of(2, 130, 5)
-    events = asyncio.run(reply_to(StreamReply, form, output)).decode().split("\n\n")
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_large_piece_of_a_stream_is_whole(builder):
+    builder, output = builder(), answer_of(2, 130, 5)
+    events = asyncio.run(reply_to(SSEResponse, builder, output)).decode().split("\n\n")
     sent = [json.loads(event.removeprefix("data: ")) for event in events[-4:-2]]
-    pieces = Reader(2).news([output])
-    wanted = [form.chunk(piece).model_dump(mode="json", exclude={"usage"}) for piece in pieces]
+    pieces = DeltaReader(2).read_new([output])
+    wanted = [
+        builder.build_chunk(delta).model_dump(mode="json", exclude={"usage"}) for delta in pieces
+    ]
     assert sent == wanted
 
 
-@pytest.mark.parametrize("kind", [WholeReply, StreamReply])
+@pytest.mark.parametrize("kind", [FullResponse, SSEResponse])
 def test_a_large_answer_is_built_off_the_loop(kind):
     """20,000 logprobs a choice: the loop goes round meanwhile. On the loop it would not, once."""
     turns = []
     sent = asyncio.run(
-        reply_to(kind, ChatFormat("m", read_token, 20), answer_of(2, 1000, 20), turns)
+        reply_to(kind, ChatBuilder("m", read_token, 20), answer_of(2, 1000, 20), turns)
     )
     assert len(sent) > 1_000_000 and len(turns) > 15
