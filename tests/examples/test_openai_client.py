@@ -34,4 +34,4 @@ def test_it_completes_streams_and_walks_away(capsys):
     prompt = len(example.PROMPT)
     assert first == f"4 samples, {first.split()[2]} tokens, 0 of {prompt} were cached"
     assert again.endswith(f"{prompt - 1} of {prompt} were cached")
-    assert last == "left after 5 pieces"
+    assert last == "left after 5 chunks"
