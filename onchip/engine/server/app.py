@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what each of them asks of the service."""
+"""The HTTP application: its routes and their handlers."""
 
 import asyncio
 import time
@@ -53,17 +53,17 @@ _PAGE = {
     "/live.js": ("live.js", "text/javascript"),
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": protocol.ErrorResponse, "description": "The request is at fault"},
-    "5XX": {"model": protocol.ErrorResponse, "description": "The server is"},
+    "4XX": {"model": protocol.ErrorResponse, "description": "An error of the request"},
+    "5XX": {"model": protocol.ErrorResponse, "description": "An error of the server"},
 }
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """model: the name it is served under. max_bodies_bytes: of all bodies that are being read.
-    max_request_s: no request may take longer. max_stall_s: a step older than this makes the server
-    not ready. hosts: as of Guard.
+    """model: the served name. max_bodies_bytes: limit for all bodies that are being read together.
+    max_request_s: time limit of any request. max_stall_s: a step older than this makes the server
+    not ready. hosts: as for AuthMiddleware.
     """
 
     model: str
@@ -93,7 +93,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class GenerationInput:
-    """What a body asks, however it was put."""
+    """A completion or chat request after parsing."""
 
     params: SamplingParams
     prompts: Sequence[str | Sequence[int]]
@@ -112,7 +112,7 @@ class GenerationInput:
 
 @dataclass(frozen=True)
 class Deadline:
-    """Until when a request may take, from its arrival on. asked_s: what the client set, if it did.
+    """Time limit of a request, from its arrival on. asked_s: the client's own limit, if it set one.
     at_s: a time of time.monotonic.
     """
 
@@ -126,7 +126,7 @@ class Deadline:
 
     @property
     def error(self) -> APIError:
-        """Whose fault it is depends on who set the deadline."""
+        """408 if the client set the deadline, 504 if the server did."""
         status = 408 if self.asked_s == self.allowed_s else 504
         return APIError(status, f"not done within {self.allowed_s:g} s", code="deadline")
 
@@ -138,8 +138,8 @@ class Deadline:
 
 
 class Server:
-    """One engine behind one application. `app` is ASGI; it starts the engine's thread when it
-    starts, and closes the engine when it ends.
+    """One engine behind one ASGI application, `app`, which starts the engine's thread and closes
+    the engine at the end.
     """
 
     def __init__(self, engine: EngineProtocol, options: ServerOptions, keys: Keyring | None = None):
@@ -150,7 +150,7 @@ class Server:
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
         self.live_view = LiveView(self.service, options.model)
         self._started = int(time.time())
-        # One thread each: bodies and answers take their turns, and none waits for the other kind.
+        # One thread each, so that bodies and responses do not wait for one another.
         self._parsers = ThreadPoolExecutor(1, "onchip-bodies")
         self._builders = ThreadPoolExecutor(1, "onchip-answers")
         self.app = self._application()
@@ -160,7 +160,7 @@ class Server:
             title="onchip",
             version=onchip.__version__,
             lifespan=self._lifespan,
-            docs_url=None,  # its page loads scripts from elsewhere
+            docs_url=None,  # its page would load scripts from another host
             redoc_url=None,
         )
         app.include_router(self._api())
@@ -168,7 +168,7 @@ class Server:
         for path, (file, kind) in _PAGE.items():
             app.add_api_route(path, _static(file, kind), include_in_schema=False)
         app.add_middleware(AuthMiddleware, keys=self.keys, hosts=self.options.hosts)
-        app.add_middleware(RequestLog, metrics=self.metrics)  # the last one is the outermost
+        app.add_middleware(RequestLog, metrics=self.metrics)  # added last: the outermost
         for kind in (APIError, HTTPException, RequestValidationError):
             app.add_exception_handler(kind, self._failed)
         return app
@@ -220,7 +220,7 @@ class Server:
         self._check_lengths(prompts)
         if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
             raise APIError(
-                400, "which choices are best is known at the end: they cannot be streamed"
+                400, "the best choices are known only at the end: they cannot be streamed"
             )
         echo = None
         if body.echo:
@@ -256,7 +256,7 @@ class Server:
             generation.builder,
             generation.reader,
             generation.num_choices,
-            deadline.at_s,  # a little before the engine's own
+            deadline.at_s,  # slightly before the engine's own deadline
             deadline.error,
             body.include_usage,
             self._builders,
@@ -288,7 +288,7 @@ class Server:
         )
 
     def _start_deadline(self, body: SamplingFields) -> Deadline:
-        """The clock of a request starts before its template and its tokenizer."""
+        """The time limit includes the chat template and the tokenizer."""
         self._check_model(body.model)
         return self._deadline(body.deadline_s)
 
@@ -316,7 +316,7 @@ class Server:
         return await self.codec.decode_prompt(prompt, deadline.at_s)
 
     def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
-        """Token ids that can never fit, before anything is done with them."""
+        """Reject token ids that can never fit, before any other work."""
         longest = max((len(p) for p in prompts if not isinstance(p, str)), default=0)
         if longest > self.limits.max_model_len:
             raise APIError(
@@ -330,7 +330,7 @@ class Server:
         if name not in (None, self.options.model):
             raise APIError(
                 404,
-                f"there is no model {name[:100]!r} here, only {self.options.model!r}",
+                f"there is no model {name[:100]!r}, only {self.options.model!r}",
                 code="model_not_found",
                 param="model",
             )
@@ -348,14 +348,14 @@ class Server:
         )
 
     async def _health(self) -> Response:
-        """503 when the engine has died: nothing but a restart helps."""
+        """503 once the engine has died: only a restart helps."""
         dead = self.service.state is ServiceState.DEAD
         body = {"status": "dead" if dead else "ok", "reason": self.service.death_cause}
         return JSONResponse(body, 503 if dead else 200)
 
     async def _ready(self) -> Response:
-        """200 while requests are taken and steps are made. last_step_age_s: since the last step
-        ended, None before the first; step_age_s: of the one under way, 0 if none is.
+        """200 while requests are accepted and steps run. last_step_age_s: since the last step
+        ended, None before the first; step_age_s: of the current step, 0 between steps.
         """
         state, age = self.service.state, self.service.step_age_s
         stalled = age > self.options.max_stall_s
@@ -387,7 +387,7 @@ def _or_400(make: Callable[[], Any]) -> Any:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Whatever goes wrong, in the API's words."""
+    """Any error as an APIError."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
@@ -398,7 +398,9 @@ def to_api_error(error: Exception) -> APIError:
 
 
 def _strip_body(error: RequestValidationError) -> list[dict[str, Any]]:
-    """FastAPI's errors, which begin with "body": of bodies that are not application/json."""
+    """FastAPI's errors about bodies that are not application/json have locations that begin with
+    "body".
+    """
     return [one | {"loc": one["loc"][1:]} for one in error.errors()]
 
 

@@ -1,7 +1,10 @@
-"""The door: who is let in, under which name, with which head.
+"""Authentication: API key, Host header and size of the head of every request.
 
-A pure ASGI middleware around everything, so that no route can be forgotten: what is not on the
-short list of open paths needs a key, if there are keys.
+    request -> head <= 64 KiB, one body length -> Host is allowed -> key is known -> app
+                 431, 400                           421                401
+
+A pure ASGI middleware around the whole application, so no route can be left unprotected: every path
+that is not in OPEN_PATHS needs a key, if there are keys.
 """
 
 from dataclasses import dataclass
@@ -11,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .errors import APIError, error_response
 from .keys import Keyring
 
-# The page is the same for everybody and holds no data; probes are answered to anybody.
+# The static page holds no data, and probes need no key.
 OPEN_PATHS = frozenset({"/", "/live.css", "/live.js", "/health", "/ready"})
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_HEAD_BYTES = 64 << 10
@@ -19,9 +22,8 @@ MAX_HEAD_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class AuthMiddleware:
-    """hosts: names under which this server may be called, None for any. A server on the loopback
-    without keys trusts whoever reaches it, so a page in a browser must not reach it under a name of
-    its own (DNS rebinding).
+    """hosts: Host names that are accepted, None for all. A server on the loopback without keys
+    trusts every client, so a web page must not reach it under a name of its own (DNS rebinding).
     """
 
     app: ASGIApp
@@ -50,9 +52,9 @@ class AuthMiddleware:
 
 
 def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
-    """h11 bounds a head only while it is incomplete, so one that arrives in one read is bounded
-    here. Two lengths of a body (RFC 9112, 6.1) are refused: a proxy in front may take the other one
-    and see a request where this server sees a body.
+    """h11 bounds a head only while it is incomplete, so a head that arrives in one read is checked
+    here. A request with two body lengths (RFC 9112, 6.1) is rejected: a proxy in front might use
+    the other length and see a second request in the body.
     """
     size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
     if size + len(scope.get("raw_path", b"")) + len(scope["query_string"]) > MAX_HEAD_BYTES:
@@ -65,6 +67,5 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
 
 
 def _strip_port(host: str) -> str:
-    """Without the port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()

@@ -1,12 +1,12 @@
-"""Bodies of requests: bounded in bytes and seconds, one by one and in all; parsed and validated
-within bounds of time and memory, and off the event loop where that takes long.
+"""Request bodies: bounded in bytes and seconds, each and together; parsed and validated within
+bounds of time and memory, off the event loop if they are large.
 
                  loop                           worker thread
     bytes -> BodyMemory -> whole body ----> structure, parse, names, validate
                                     small: the same on the loop
 
-A body of 4 MiB can hold 1.4 million values, and pydantic writes an error for each. So what is
-counted is counted before it is built: objects and names in the bytes, names of each object before
+A body of 4 MiB can hold 1.4 million values, and pydantic writes an error for each. Values are
+therefore counted before they are built: objects and names in the bytes, names of each object before
 validation. Long lists of the schema stop at their first error (`fail_fast` in protocol.py).
 """
 
@@ -31,15 +31,15 @@ from .pending import IncomingRequest
 from .streaming import run_until, watch_disconnect
 
 BODY_TIMEOUT_S = 30.0
-MAX_DISCARD_FACTOR = 8  # times the largest body
-SMALL_BYTES = 16 << 10  # of each body: not counted, so that large uploads shut out no small request
-INLINE_BYTES = 64 << 10  # parsed on the loop: a few ms at worst
+MAX_DISCARD_FACTOR = 8  # a larger multiple of the largest body is not read to its end
+SMALL_BYTES = 16 << 10  # not counted per body, so large uploads cannot shut out small requests
+INLINE_BYTES = 64 << 10  # bodies up to this size are parsed on the loop: a few ms at worst
 MAX_STRUCTURES = 65_536  # lists, objects and names of a body
-MAX_NAMES = 512  # of one object
+MAX_NAMES = 512  # names of one object
 
-# A list, an object or a name; or what is between them, with whole strings, at most 4,096 a match:
-# other threads run between two matches. Something matches at every position (a string without an
-# end extends to the end of the body), so a search takes time in proportion to the body.
+# A list, an object or a name; or the text between them, with whole strings, at most 4,096 per
+# match, because other threads run between two matches. Every position matches (an unterminated
+# string extends to the end of the body), so a search takes linear time.
 _STRUCTURE = re.compile(
     rb'([\[{:])|(?:[^"\[{:]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)){1,4096}+', re.DOTALL
 )
@@ -68,7 +68,7 @@ class BodyReservation:
     taken: int = 0
 
     def grow(self, size: int) -> bool:
-        """Whether there is room for a body of this size."""
+        """Grow to a body of this size. Return False if the memory is full."""
         more = max(0, size - SMALL_BYTES) - self.taken
         if self.memory.used + more > self.memory.max_bytes:
             return False
@@ -83,8 +83,9 @@ class BodyReservation:
 
 @dataclass(frozen=True)
 class BodyReader:
-    """What routes with a body need. arriving: a block around one request until it is submitted,
-    which raises a Refusal before the body is read if there is no room. workers: for large bodies.
+    """Reads and parses bodies for the routes. track_incoming: a block around one request until it
+    is submitted; raises an APIError before the body is read if too many requests are open. workers:
+    executor for large bodies.
     """
 
     max_bytes: int
@@ -93,8 +94,8 @@ class BodyReader:
     workers: Executor
 
     async def read(self, request: Request, reservation: BodyReservation) -> bytes:
-        """A body for which there is no room is read and dropped, because a client that is still
-        sending does not listen; with a much larger one the connection ends.
+        """A body that does not fit is read and discarded, because a client that is still sending
+        does not read the response; for a much larger body the connection is closed.
         """
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -137,8 +138,8 @@ class BodyReader:
 
 
 def body_route(reader: BodyReader) -> type[APIRoute]:
-    """Routes whose bodies this intake reads. The client is watched from there on: hanging up ends
-    what is done for it, wherever it waits.
+    """A route class that reads bodies with this reader. The client is watched from then on: if it
+    hangs up, the handler is cancelled wherever it waits.
     """
 
     class BodyRoute(APIRoute):
@@ -164,7 +165,9 @@ def body_route(reader: BodyReader) -> type[APIRoute]:
 
 
 class ParsedRequest(Request):
-    """A request whose JSON is an instance of its model: FastAPI takes such a body as it is."""
+    """A request with JSON that is already an instance of its model, which FastAPI accepts
+    as it is.
+    """
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class ParsedRequest(Request):
 
 
 def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
-    """A body as a model. A Refusal names the first thing that is wrong."""
+    """Parse a body as a model. APIError: names the first error."""
     value = load(body)
     try:
         return model.model_validate(value)
@@ -191,12 +194,12 @@ def parse(body: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 def load(body: bytes) -> Any:
-    """JSON to the letter (NaN and Infinity are none, the parser bounds the depth), of few enough
-    values that validation is cheap.
+    """Strict JSON (no NaN or Infinity, bounded depth) with few enough values that validation is
+    cheap.
     """
     check_structures(body)
     try:
-        # The parser keeps names of fields in a cache of the process, but no other text.
+        # The parser caches field names for the process, but no other strings.
         value = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise APIError(400, f"the body is not JSON: {error}") from None
@@ -206,8 +209,8 @@ def load(body: bytes) -> Any:
 
 
 def check_structures(body: bytes) -> None:
-    """An empty object takes 3 bytes here and 64 in memory. Counted in the texts, too, at first:
-    that is fast, and mostly enough.
+    """An empty object takes 3 bytes here and 64 in memory. First count characters, including those
+    in strings, which is fast and usually enough.
     """
     if sum(body.count(one) for one in (b"[", b"{", b":")) <= MAX_STRUCTURES:
         return

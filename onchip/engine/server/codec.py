@@ -1,8 +1,8 @@
 """The model's tokenizer and chat template, for callers on the event loop.
 
-Both run in processes of their own (workers.py), templates apart from tokenizers: a template that
-loops holds up other chats for its time limit, and no request that brings a plain prompt. A request
-waits for a free process no longer than its deadline allows.
+Both run in separate processes (workers.py), templates apart from tokenizers: a template that loops
+delays other chats until its time limit, but no plain prompt. A request waits for a free process no
+longer than its deadline allows.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ PROCESSES = min(4, os.cpu_count() or 1)  # of each kind; a tokenizer may take 30
 
 
 class WorkerQueue:
-    """As many threads as processes: what is more waits in line, and leaves it at its deadline."""
+    """One thread per process. Further jobs wait, and leave the queue at their deadline."""
 
     def __init__(self, name: str, workers: Workers):
         self.workers = workers
         self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix=f"onchip-{name}")
 
     async def run(self, work: Callable[..., Any], deadline_s: float) -> Any:
-        """work(seconds=...) in a thread; TimeoutError: it is not done by deadline_s, a time of
+        """Run work(seconds=...) in a thread. TimeoutError: not done by deadline_s, a time of
         time.monotonic.
         """
 
@@ -55,7 +55,7 @@ class WorkerQueue:
 
 class TokenText(NamedTuple):
     """One token by itself. text: as OpenAI writes it, `bytes:\\xe2\\x82` for part of a character.
-    hidden: a special token, which no text shows.
+    hidden: a special token, which does not appear in texts.
     """
 
     text: str
@@ -64,10 +64,10 @@ class TokenText(NamedTuple):
 
 
 class Codec:
-    """A tokenizer, or none: then prompts are token ids, and texts are empty. max_tokens: of a
-    prompt.
+    """tokenizer: None for prompts of token ids and empty texts. max_tokens: limit of a prompt.
 
-    A tokenizer that is not of a folder is the server's own code and runs in a thread.
+    A tokenizer object that was not loaded from a folder is the server's own code and runs in a
+    thread.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, max_tokens: int):
@@ -79,7 +79,7 @@ class Codec:
         self._token_cache: dict[int, TokenText] = {}
 
     def start(self) -> None:
-        """Start a process of each kind, so that the first request need not wait for it."""
+        """Start a process of each kind, so that the first request does not wait for it."""
         if self._tokenizer is not None and self._tokenizer.chat_template is not None:
             self._template_queue.workers.start()
         if self._from_folder:
@@ -92,7 +92,7 @@ class Codec:
     async def encode(
         self, text: str, deadline_s: float, add_special_tokens: bool, bounded: bool = True
     ) -> list[int]:
-        """bounded: False also for more than a prompt may have."""
+        """bounded: False accepts texts that are longer than a prompt may be."""
         tokenizer = self._require_tokenizer()
         if bounded:
             self._check_length(text)
@@ -112,7 +112,7 @@ class Codec:
     async def render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], deadline_s: float
     ) -> str:
-        """The text of a conversation. options: as of chat.render_template."""
+        """The text of a conversation. options: as for chat.render_template."""
         tokenizer = self._require_tokenizer()
         try:
             template = get_template(tokenizer)
@@ -127,13 +127,13 @@ class Codec:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
     def token(self, token_id: int) -> TokenText:
-        """What one token writes."""
+        """The text and bytes of one token."""
         if token_id not in self._token_cache:
             self._token_cache[token_id] = self._read_token(token_id)
         return self._token_cache[token_id]
 
     def _read_token(self, token_id: int) -> TokenText:
-        if not isinstance(self._tokenizer, (FileTokenizer, ByteTokenizer)):  # of the user's own
+        if not isinstance(self._tokenizer, (FileTokenizer, ByteTokenizer)):  # an object of the user
             text = self.decode([token_id])
             return TokenText(text, text.encode())
         data = self._tokenizer.token_bytes(token_id)
@@ -150,7 +150,7 @@ class Codec:
         return self._tokenizer
 
     def _check_length(self, text: str) -> None:
-        """Before the tokenizer runs: a BPE takes seconds for a word of a few MiB."""
+        """Checked before the tokenizer runs: a BPE takes seconds for a word of a few MiB."""
         per_token = getattr(self._tokenizer, "chars_per_token", None)
         if per_token is not None and len(text) > per_token * self._max_tokens:
             raise APIError(
@@ -162,8 +162,8 @@ class Codec:
 
 
 def text_offsets(tokens: Sequence[TokenText], start: int) -> list[int]:
-    """Where the text of each token begins, in characters, if the first begins at `start`. Bytes of
-    one character begin where that does.
+    """The offset in characters at which each token's text begins, if the first begins at `start`.
+    All tokens of one character begin at its offset.
     """
     decoder, starts = codecs.getincrementaldecoder("utf-8")("ignore"), []
     for token in tokens:
@@ -173,5 +173,5 @@ def text_offsets(tokens: Sequence[TokenText], start: int) -> list[int]:
 
 
 def _ignore_timeout(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Work in this process, which nothing can end before it is done."""
+    """Work in this process cannot be interrupted."""
     return lambda seconds: work(*args, **kwargs)

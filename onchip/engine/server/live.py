@@ -1,4 +1,4 @@
-"""What the live page shows: the pool page by page, who holds what, the queue."""
+"""Data of the live page: the pool page by page, the requests that hold pages, the queue."""
 
 import time
 from typing import Any, NamedTuple
@@ -8,8 +8,8 @@ from .service import Service
 
 MAX_SHOWN = 100  # requests that are listed; the others are counted
 MAX_MAPPED = 4096  # pages that are drawn one by one
-REFRESH_S = 0.2  # however many watch, the engine is looked at so often
-TIMEOUT_S = 0.2  # how long a look may wait for the step that is under way
+REFRESH_S = 0.2  # least time between two snapshots, for any number of viewers
+TIMEOUT_S = 0.2  # how long a snapshot may wait for the current step
 BLANK, CACHED = -2, -1
 
 
@@ -22,7 +22,7 @@ class EngineSnapshot(NamedTuple):
 
 
 class LiveView:
-    """Looks at a service for everybody who watches."""
+    """Reads the service for all viewers of the live page."""
 
     def __init__(self, service: Service, model: str):
         self._service, self._model = service, model
@@ -34,10 +34,10 @@ class LiveView:
         return round(time.monotonic() - ended, 3) if self._service.num_steps else None
 
     async def read_stats(self) -> dict[str, Any]:
-        """Requests, pages and tokens. holders: requests that hold pages, then those that wait.
-        map: for each page who holds it, as a place in holders, -1 if it is free and caches a
-        prefix, -2 if it is blank; shared: pages that are held more than once. None if there are too
-        many pages, or the engine is busy with a long step.
+        """Requests, pages and tokens. holders: requests with pages, then waiting requests.
+        map.cells: for each page the index of its holder, -1 if it is free and caches a prefix, -2
+        if it is empty; map.shared: pages with several references. map is None if there are too many
+        pages, or while a step takes long.
         """
         now, stats = time.monotonic(), self._service.stats
         if now - self._read_at_s > REFRESH_S:
@@ -64,7 +64,7 @@ class LiveView:
         }
 
     def _map(self, names: list[str]) -> dict[str, list[int]] | None:
-        """Those who are not listed any more are numbered behind the list."""
+        """Requests that are no longer listed get indices after the list."""
         owners = self._snapshot.owners
         if owners is None:
             return None
@@ -79,7 +79,9 @@ class LiveView:
         }
 
     def _row(self, info: OpenRequestInfo, pages: int, now: float) -> dict[str, Any]:
-        """A request that does not stream has no outputs yet: the engine has its tokens."""
+        """A request that does not stream has no outputs yet; its token count comes from
+        the engine.
+        """
         tokens = info.tokens
         if tokens is None:
             tokens = self._snapshot.tokens.get(info.request_id)
@@ -113,7 +115,7 @@ def _counts(stats: Any) -> dict[str, Any]:
 
 
 def take_snapshot(engine: Any) -> EngineSnapshot:
-    """Runs between two steps."""
+    """Runs in the engine's thread between two steps."""
     cache = getattr(engine, "cache", None)
     if cache is None:
         return EngineSnapshot()
@@ -123,7 +125,9 @@ def take_snapshot(engine: Any) -> EngineSnapshot:
 
 
 def find_page_owners(engine: Any) -> list[tuple[str | int, int]] | None:
-    """(who holds it, how often) for each page but the null page; None: too many to draw."""
+    """(request that holds it, references) for each page but the null page; None: too many
+    to draw.
+    """
     pool = engine.cache.pool
     if pool.capacity > MAX_MAPPED:
         return None
@@ -139,7 +143,7 @@ def find_page_owners(engine: Any) -> list[tuple[str | int, int]] | None:
 def _list_holders(
     pages: dict[str, int], open_requests: dict[str, OpenRequestInfo]
 ) -> list[tuple[str, int]]:
-    """(name, pages it holds), those that run first, as they came."""
+    """(request id, pages), running requests first, in order of arrival."""
     running = [name for name in open_requests if name in pages]
     waiting = [name for name in open_requests if name not in pages]
     return [(name, pages.get(name, 0)) for name in (*running, *waiting)[:MAX_SHOWN]]

@@ -1,8 +1,8 @@
-"""Names of requests, and a line in the log for each: no text of a prompt, no key.
+"""Request ids, and one log line per request, without prompts or keys.
 
     POST /v1/completions 200 in=26 out=16 first=0.034s total=0.512s id=4f0c...
 
-Probes are answered every few seconds, so they are logged at the level DEBUG.
+Probes arrive every few seconds, so they are logged at level DEBUG.
 """
 
 import logging
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 @dataclass
 class RequestRecord:
-    """What is known of one request. status: None until the answer begins. first_token_s: on the
+    """The log entry of one request. status: None until the response begins. first_token_s: on the
     clock of started_s.
     """
 
@@ -58,14 +58,14 @@ class RequestRecord:
 
 
 def get_record(scope: Scope) -> RequestRecord:
-    """The record that RequestLog put there, or one that is not logged."""
+    """The record that RequestLog made, or one that is not logged."""
     return scope.get("state", {}).get("record") or RequestRecord("-")
 
 
 @dataclass(frozen=True)
 class RequestLog:
-    """ASGI middleware around everything: the header X-Request-Id, the line, and the answer to a
-    request at which the server fails.
+    """ASGI middleware around the whole application: the header X-Request-Id, the log line, and the
+    response to unexpected errors.
     """
 
     app: ASGIApp
@@ -107,13 +107,13 @@ class RequestLog:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own, if it can stand in a line of a log."""
-    given = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
-    return given if _NAME.fullmatch(given) else uuid.uuid4().hex
+    """The client's own id if it is safe in a log line, otherwise a new one."""
+    client_id = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
+    return client_id if _NAME.fullmatch(client_id) else uuid.uuid4().hex
 
 
 def _write(scope: Scope, record: RequestRecord) -> None:
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if LOG.isEnabledFor(level):
-        path = quote(scope["path"])[:MAX_PATH_CHARS]  # neither a blank nor a line break
+        path = quote(scope["path"])[:MAX_PATH_CHARS]  # without spaces and line breaks
         LOG.log(level, record.line(scope["method"], path))

@@ -1,4 +1,6 @@
-"""Those who wait: what one caller asked, and what it has of it so far. All on the event loop."""
+"""Calls that wait for the engine: their requests and newest outputs. Used on the event
+loop only.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from .errors import APIError
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt. deadline_s: seconds it may take. stream: every output is wanted, not only the
+    """One prompt. deadline_s: seconds it may take. stream: every output is needed, not only the
     last.
     """
 
@@ -25,7 +27,7 @@ class EngineRequest:
 
 
 class IncomingRequest:
-    """A request that is being read, up to its `submit`."""
+    """An HTTP request that is being read, until `Service.submit`."""
 
     def __init__(self) -> None:
         self._failure: APIError | None = None
@@ -36,16 +38,16 @@ class IncomingRequest:
         self._event.set()
 
     async def wait_for_failure(self) -> None:
-        """Waits until the server ends it, and raises why."""
+        """Wait until the server ends the request, and raise the error."""
         await self._event.wait()
         if self._failure is not None:
             raise self._failure
 
 
 class PendingCall:
-    """What one caller holds: the newest output of each of its requests, or why there is none.
-    taken: the engine's answer to the requests, None if it took them. released: the caller is gone.
-    Lives on the event loop.
+    """One HTTP call: the newest output of each of its requests, or the error that ended it.
+    accepted: set to None when the engine accepts all requests, otherwise to the error. released:
+    the caller is gone.
     """
 
     def __init__(self, request_ids: Sequence[str]):
@@ -66,7 +68,7 @@ class PendingCall:
         return self.failure is not None or not self.unfinished
 
     async def wait_for_change(self) -> None:
-        """Until something is new since the last call."""
+        """Wait until something has changed since the last call."""
         await self._changed.wait()
         self._changed.clear()
 
@@ -75,17 +77,17 @@ class PendingCall:
         self._changed.set()
 
     def fail(self, failure: APIError) -> None:
-        """The first failure counts; what is settled stays so."""
+        """Only the first failure counts, and only before the call is done."""
         if not self.is_done:
             self.failure = failure
             self._changed.set()
-            if not self.accepted.done():  # the engine may be in a step that never ends
+            if not self.accepted.done():  # the engine may hang in a step
                 self.accepted.set_result(failure)
 
 
 @dataclass(frozen=True)
 class OpenRequestInfo:
-    """One open request. tokens: made so far, None if nobody looks before it is done."""
+    """One open request. tokens: generated so far; None if the request does not stream."""
 
     request_id: str
     since_s: float
@@ -96,7 +98,7 @@ class OpenRequestInfo:
 
 @dataclass(frozen=True)
 class OpenRequest:
-    """Which output of which ticket a request is."""
+    """A request, and the PendingCall and index that receive its outputs."""
 
     pending: PendingCall
     index: int

@@ -1,8 +1,8 @@
-"""The OpenAI API as types: what may be asked, and what is answered.
+"""The OpenAI API as types: requests and responses.
 
-Types are strict and unknown fields are refused, as OpenAI does. A field that this server cannot
-honour takes only the value that means "not wanted"; one that changes no answer is accepted and
-unused. The bounds stand here for the schema; SamplingParams has the last word. A long list stops at
+Types are strict and unknown fields are rejected, as OpenAI does. A field that this server cannot
+honour accepts only the value that means "off"; a field that changes no response is accepted and
+ignored. The bounds here are for the schema; SamplingParams checks them again. A long list stops at
 its first error (`fail_fast`): pydantic would write an error for each of its values.
 
 The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from onchip.engine import params as bounds
 from onchip.engine.chat import RESERVED
@@ -38,7 +38,7 @@ Biases = Annotated[
     ],
     Field(max_length=bounds.MAX_BIASES),
 ]
-Label = Annotated[str, Field(max_length=1024)]  # read by nothing here
+Label = Annotated[str, Field(max_length=1024)]  # accepted and ignored
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
 Off = Annotated[Literal[False] | None, Field(description="false, or leave it out")]
@@ -54,9 +54,9 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(StrictModel):
-    """What completions and chats have in common. Beyond OpenAI's: top_k, min_p,
-    repetition_penalty, min_tokens, ignore_eos, stop_token_ids as vLLM names them; priority (0 to
-    100, more is less urgent) and deadline_s (seconds from now).
+    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
+    min_tokens, ignore_eos, stop_token_ids as in vLLM; priority (0 to 100, more is less urgent) and
+    deadline_s (seconds from now).
     """
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -88,7 +88,7 @@ class SamplingFields(StrictModel):
     request_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # of tokenizers that are not in Rust
+    spaces_between_special_tokens: bool | None = None  # for Python tokenizers only
     add_special_tokens: bool | None = None
     include_stop_str_in_output: Off = None
     return_token_ids: Off = None
@@ -106,7 +106,7 @@ class SamplingFields(StrictModel):
     vllm_xargs: Absent = None
 
     def derive_salt(self, salt: bytes) -> bytes:
-        """The salt of the request's pages: of the caller's key, and of cache_salt."""
+        """The salt of the request's pages: from the caller's key and from cache_salt."""
         return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
     @property
@@ -114,11 +114,11 @@ class SamplingFields(StrictModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def make_params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """As the engine takes it; ValueError if fields contradict one another."""
-        asked = {name: getattr(self, name) for name in _PASSED_ON}
-        asked["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        asked = {name: value for name, value in (asked | more).items() if value is not None}
-        return SamplingParams(**asked, max_tokens=max_tokens)
+        """Convert to the engine's parameters. ValueError: fields contradict one another."""
+        fields = {name: getattr(self, name) for name in _PASSED_ON}
+        fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        fields = {name: value for name, value in (fields | more).items() if value is not None}
+        return SamplingParams(**fields, max_tokens=max_tokens)
 
 
 _PASSED_ON = (
@@ -130,7 +130,7 @@ _PASSED_ON = (
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions. max_tokens 0 with echo scores the prompt. use_beam_search and
-    length_penalty as vLLM names them.
+    length_penalty as in vLLM.
     """
 
     prompt: Annotated[
@@ -155,7 +155,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def scores_only(self) -> bool:
-        """Nothing is to be generated."""
+        """Nothing is generated."""
         return self.max_tokens == 0
 
     def params(self) -> SamplingParams:
@@ -164,7 +164,7 @@ class CompletionRequest(SamplingFields):
         if self.echo and self.use_beam_search:
             raise ValueError("echo has no meaning for use_beam_search")
         return self.make_params(
-            # The prompt is scored by computing it, and that draws one token, which is not shown.
+            # Scoring computes the prompt and samples one token, which is not shown.
             1 if self.scores_only else self.max_tokens,
             best_of=self.best_of,
             logprobs=self.logprobs,
@@ -177,7 +177,7 @@ class CompletionRequest(SamplingFields):
 class TextPart(StrictModel):
     type: Annotated[Literal["text"], Field(description='"text": images and audio are not')]
     text: str
-    cache_control: dict[str, Any] | None = None  # other servers' caches; here prefixes are found
+    cache_control: dict[str, Any] | None = None  # for other servers; here all prefixes are cached
     prompt_cache_breakpoint: Any = None
 
 
@@ -187,11 +187,11 @@ class FunctionCall(StrictModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Templates write arguments as JSON themselves, so they take an object."""
+        """Templates write arguments as JSON themselves, so they need an object."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = self.arguments  # as the model wrote it
+            arguments = self.arguments  # not JSON: keep the text
         return {"name": self.name, "arguments": arguments}
 
 
@@ -210,7 +210,9 @@ Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)
 
 
 class ChatMessage(StrictModel):
-    """Also as clients send answers back: with every field of an answer, null where it was."""
+    """Also accepts messages that clients send back from a response, with all fields of a
+    response.
+    """
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
@@ -234,8 +236,8 @@ class ChatMessage(StrictModel):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it; most know no developer, which is the new name of system. A
-        content that is null is empty: a template would write "None".
+        """The message for chat templates. Most templates do not know the role developer, the new
+        name of system. A null content becomes empty: a template would write "None".
         """
         content = self.content or ""
         if not isinstance(content, str):
@@ -273,9 +275,9 @@ class TextFormat(StrictModel):
 
 
 class Conversation(StrictModel):
-    """What a chat template is given. chat_template_kwargs: more variables of the template.
-    add_generation_prompt: true unless continue_final_message, which lets the model go on with the
-    last message.
+    """Input of a chat template. chat_template_kwargs: further template variables.
+    add_generation_prompt: true unless continue_final_message is set, with which the model continues
+    the last message.
     """
 
     messages: Annotated[
@@ -301,7 +303,7 @@ class Conversation(StrictModel):
         return [message.plain for message in self.messages]
 
     def variables(self) -> dict[str, Any]:
-        """As of chat.render_template."""
+        """As for chat.render_template."""
         given = dict(self.chat_template_kwargs or {})
         if taken := RESERVED & set(given):
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
@@ -318,7 +320,7 @@ class Conversation(StrictModel):
 
 
 class ChatRequest(SamplingFields, Conversation):
-    """POST /v1/chat/completions: text alone, no tools."""
+    """POST /v1/chat/completions: text only, no tool calls."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -366,7 +368,7 @@ class ChatRequest(SamplingFields, Conversation):
     documents: Absent = None
 
     def variables(self) -> dict[str, Any]:
-        """A template that does not read reasoning_effort ignores it."""
+        """A template that does not use reasoning_effort ignores it."""
         given = super().variables()
         if self.reasoning_effort is not None:
             given.setdefault("reasoning_effort", self.reasoning_effort)
@@ -392,7 +394,7 @@ class ChatRequest(SamplingFields, Conversation):
 
 
 class TokenizeRequest(StrictModel):
-    """POST /tokenize, as vLLM's: a prompt, or a conversation as of the chats."""
+    """POST /tokenize, as in vLLM: a prompt, or a conversation as for chats."""
 
     model: Label | None = None
     prompt: str | None = None
@@ -406,7 +408,7 @@ class TokenizeRequest(StrictModel):
 
     @property
     def conversation(self) -> Conversation | None:
-        """None: a prompt is given."""
+        """None if a prompt is given."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt, a text, or messages, a conversation: one of them")
         if self.messages is None:
@@ -416,7 +418,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize, as vLLM's."""
+    """POST /detokenize, as in vLLM."""
 
     model: Label | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
@@ -445,7 +447,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Of /v1/completions: a list for each thing to know; None where a first token has none."""
+    """Logprobs of /v1/completions: one list per property; None where a first token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -477,7 +479,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Whole, or a piece of a stream."""
+    """A whole completion, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -524,7 +526,7 @@ class ChunkChoice(BaseModel):
 
 
 class ChatCompletionChunk(BaseModel):
-    """A piece of a streamed chat."""
+    """A chunk of a streamed chat."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

@@ -1,6 +1,9 @@
-"""Outputs of the engine as answers of the OpenAI API: whole, or piece by piece.
+"""Outputs of the engine as responses of the OpenAI API, whole or streamed.
 
-A piece is what is new of one choice since the last one; a whole answer is the piece since nothing.
+    RequestOutput (cumulative) -> DeltaReader -> ChoiceDelta -> CompletionBuilder or ChatBuilder
+
+A delta is the new part of one choice since the last delta. A whole response is built from one delta
+per choice.
 """
 
 import time
@@ -22,8 +25,8 @@ Tokens = tuple[tuple[int, Table | None], ...]
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """tokens: (id, what was probable there: None if nobody asked, or for the very first one).
-    offset: characters that came before.
+    """tokens: (id, logprobs at its position; None if not requested, or for the first token of a
+    prompt). offset: characters before this delta.
     """
 
     index: int
@@ -36,7 +39,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True)
 class Echo:
-    """The texts of the prompts, to stand before each choice. scores_only: nothing else is shown."""
+    """The texts of the prompts, put before each choice. scores_only: nothing is generated."""
 
     texts: Sequence[str]
     scores_only: bool = False
@@ -44,7 +47,7 @@ class Echo:
 
 @dataclass
 class _SentCounts:
-    """How much of a choice is on its way."""
+    """How much of a choice was sent."""
 
     chars: int = 0
     tokens: int = 0
@@ -54,14 +57,14 @@ class _SentCounts:
 
 @dataclass
 class DeltaReader:
-    """Reads the outputs of one caller's requests; n: choices of each."""
+    """Reads the outputs of one call; n: choices per prompt."""
 
     n: int
     echo: Echo | None = None
     _sent: dict[tuple[int, int], _SentCounts] = field(default_factory=dict)
 
     def read_new(self, outputs: Sequence[RequestOutput | None]) -> Iterator[ChoiceDelta]:
-        """What is new, by choice: those of a request are numbered as they stand."""
+        """The new part of each choice, if there is any."""
         for prompt_index, output in enumerate(outputs):
             for i, choice in enumerate(output.outputs if output else ()):
                 sent = self._sent.setdefault((prompt_index, i), _SentCounts())
@@ -111,7 +114,7 @@ def _prompt_tokens(output: RequestOutput) -> Tokens:
 def count_usage(
     outputs: Sequence[RequestOutput | None], scores_only: bool = False
 ) -> protocol.Usage:
-    """Every prompt counts once, every choice for itself."""
+    """Each prompt counts once, each choice separately."""
     known = [o for o in outputs if o]
     prompt = sum(len(o.prompt_token_ids) for o in known)
     made = 0 if scores_only else sum(len(c.token_ids) for o in known for c in o.outputs)
@@ -128,8 +131,8 @@ def count_usage(
 def find_failure(
     outputs: Sequence[RequestOutput | None], deadline_error: APIError | None
 ) -> APIError | None:
-    """Why there will be no answer: a choice was cut off or failed. late: what to say if its
-    deadline has passed.
+    """The error of a choice that failed or was cut off. deadline_error: returned if its deadline
+    passed.
     """
     for choice in (c for o in outputs if o for c in o.outputs):
         if choice.finish_reason == "error":
@@ -140,7 +143,7 @@ def find_failure(
 
 
 class ResponseBuilder(Protocol):
-    """One of the two dialects."""
+    """Builds the responses of one of the two endpoints."""
 
     def build_full(
         self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
@@ -149,7 +152,7 @@ class ResponseBuilder(Protocol):
     def build_opening(
         self, num_choices: int
     ) -> Iterator[protocol.Completion | protocol.ChatCompletionChunk]:
-        """What a stream begins with."""
+        """The first chunks of a stream."""
         ...
 
     def build_chunk(
@@ -162,7 +165,7 @@ class ResponseBuilder(Protocol):
 
 
 class _Builder:
-    """What stands at the top of each answer."""
+    """Fields that every response has."""
 
     def __init__(self, prefix: str, model: str, read_token: ReadToken):
         self.head = {
@@ -213,7 +216,7 @@ class CompletionBuilder(_Builder):
         )
 
     def _by_text(self, table: Table) -> dict[str, float]:
-        """Two tokens may write the same text: the less probable one goes by its id."""
+        """Two tokens may have the same text: the less probable one is named by its id."""
         named: dict[str, float] = {}
         for token, entry in sorted(table.items(), key=lambda item: -item[1].logprob):
             text = self.read_token(token).text
@@ -222,7 +225,7 @@ class CompletionBuilder(_Builder):
 
 
 class ChatBuilder(_Builder):
-    """/v1/chat/completions; top: how many alternatives of a token are shown."""
+    """/v1/chat/completions; top: number of alternatives shown per token."""
 
     def __init__(self, model: str, read_token: ReadToken, top: int = 0):
         super().__init__("chatcmpl", model, read_token)

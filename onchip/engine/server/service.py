@@ -1,14 +1,19 @@
-"""The thread that drives the engine, and those who wait for it on an event loop.
+"""The thread that drives the engine, and callers on an event loop that wait for it.
 
-The engine belongs to one thread, which does everything that is asked of it between two steps, in
-order, but cancels first: a request whose client is gone is neither added nor computed.
+    event loop                                    engine thread
+    submit -> commands (queue) ---------------->  cancel released, run commands
+                                                  engine.step()
+    PendingCall.put <- outbox (newest output) <-  outputs
 
-What a step gives goes into one mailbox, by request: outputs are cumulative, so the newest one says
-it all. However slow the loop or a reader is, a request has at most one output waiting, and nobody
-waits for anybody.
+One thread owns the engine. Between two steps it runs all commands in order, but cancels first: a
+request whose client is gone is neither added nor computed.
 
-If a step raises, the engine is dead: everybody who waits is told, and the thread stays to refuse
-whatever comes later. No request is ever left without an answer.
+The outputs of a step go into one outbox, by request. Outputs are cumulative, so only the newest is
+kept: however slow the loop or a client is, a request has at most one output waiting, and neither
+side waits for the other.
+
+If a step raises, the engine is dead: all pending calls fail, and the thread continues only to
+reject later requests. Every request gets a response.
 """
 
 import asyncio
@@ -34,12 +39,12 @@ from .pending import EngineRequest, IncomingRequest, OpenRequest, OpenRequestInf
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
 RETRY_AFTER_S = 1
-CLOSE_S = 10.0  # for the step that is under way at the end
-COMMANDS_S = 0.02  # of commands between two steps: a flood of requests does not stop those that run
+CLOSE_S = 10.0  # to wait for the current step when closing
+COMMANDS_S = 0.02  # time for commands between two steps: new requests cannot stop running ones
 
 
 class EngineProtocol(Protocol):
-    """What the thread drives; see onchip.engine.Engine."""
+    """The interface that the thread drives; see onchip.engine.Engine."""
 
     tokenizer: Tokenizer | None
     limits: Limits
@@ -76,10 +81,10 @@ class ServiceState(Enum):
 
 
 class Service:
-    """Requests in, outputs back, for callers on the event loop on which it was started.
+    """Submits requests and delivers outputs to callers on the event loop on which it was started.
 
-    max_open: requests that may be open at a time, whatever the engine would queue; those that
-    still arrive are open, too. on_output is told each output that arrives.
+    max_open: most open requests, regardless of the engine's queue; requests that are still being
+    read count, too. on_output: called with each output that arrives.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Service:
         self.num_steps = 0
 
     def start(self) -> None:
-        """On the loop whose callers it serves."""
+        """Call this on the event loop of the callers."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -116,7 +121,7 @@ class Service:
 
     @property
     def death_cause(self) -> str | None:
-        """The name of what the engine died of; the message may hold what is nobody's business."""
+        """The name of the exception that ended the engine. Its message may hold private data."""
         return self._death_cause
 
     @property
@@ -129,18 +134,20 @@ class Service:
 
     @property
     def open_requests(self) -> list[OpenRequestInfo]:
-        """All that are open, oldest first."""
+        """All open requests, oldest first."""
         return [entry.info for entry in self._open.values()]
 
     @property
     def step_age_s(self) -> float:
-        """For how long the step that is under way has been computed; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     @contextmanager
     def track_incoming(self) -> Iterator[IncomingRequest]:
-        """While a request is read, up to its `submit`. A Refusal: there is no room for it."""
+        """A block around reading a request, until its `submit`. APIError: too many requests are
+        open.
+        """
         self._check_open(1)
         incoming = IncomingRequest()
         self._incoming.add(incoming)
@@ -152,8 +159,8 @@ class Service:
     async def submit(
         self, requests: Sequence[EngineRequest], incoming: IncomingRequest | None = None
     ) -> PendingCall:
-        """All of them, or none and a Refusal. A caller that is cancelled meanwhile leaves nothing
-        behind. arrival: of this request, which ends here.
+        """Submit all requests, or none and raise an APIError. A caller that is cancelled leaves
+        nothing behind. incoming: the tracked HTTP request, which ends here.
         """
         if incoming is not None:
             self._incoming.discard(incoming)
@@ -176,19 +183,19 @@ class Service:
         return pending
 
     def release(self, pending: PendingCall) -> None:
-        """Its caller is gone: what is not finished is cancelled before the next step, what is not
-        added yet is dropped.
+        """The caller is gone: unfinished requests are cancelled before the next step, and requests
+        that were not added yet are dropped.
         """
         self._drop(pending)
         pending.released = True
         ids = pending.unfinished
         if ids and self._death_cause is None:
             self._released.extend(ids)
-            self._commands.put(self._cancel_released)  # wakes the thread where it has no work
+            self._commands.put(self._cancel_released)  # wakes the thread if it has no work
 
     async def inspect(self, read: Callable[[Any], T], timeout_s: float) -> T | None:
-        """What `look` sees of the engine between two steps; None: it died, or a step takes longer
-        than patience_s.
+        """Call `read` with the engine between two steps. None: the engine died, or a step takes
+        longer than timeout_s.
         """
         future = asyncio.get_running_loop().create_future()
         self._commands.put(lambda: self._inspect(read, future))
@@ -197,11 +204,13 @@ class Service:
 
     @property
     def stats(self) -> Any:
-        """The engine's Stats at the end of its last step."""
+        """The EngineStats at the end of the last step."""
         return self._engine.stats()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, finish what is open; what is not done in time fails with a sentence."""
+        """Accept no new requests and finish the open ones. Requests that are not done in
+        time fail.
+        """
         if self._state is ServiceState.READY:
             self._state = ServiceState.DRAINING
         self._fail_incoming()
@@ -211,13 +220,13 @@ class Service:
         self.fail_all(APIError(503, "the server shut down before this was done", code="shutdown"))
 
     def fail_all(self, failure: APIError) -> None:
-        """Everybody who waits is answered with it, and what they waited for is cancelled."""
+        """Fail all pending calls and cancel their requests."""
         for pending in {id(p.pending): p.pending for p in self._open.values()}.values():
             pending.fail(failure)
             self.release(pending)
 
     async def close(self) -> None:
-        """After it the thread is gone, and with it the engine's memory, unless a step hangs."""
+        """Stop the thread and free the engine's memory, unless a step hangs."""
         self._state = ServiceState.CLOSED
         self._fail_incoming()
         self.fail_all(APIError(503, "the server is closed", code="shutdown"))
@@ -240,7 +249,7 @@ class Service:
             )
 
     def _fail_incoming(self) -> None:
-        """A body that is still arriving would be refused in the end: the answer is known now."""
+        """A body that is still being read would be rejected at its end; reject it now."""
         for incoming in self._incoming:
             incoming.fail(_closing_error())
 
@@ -249,12 +258,12 @@ class Service:
             self._open.pop(request_id, None)
 
     def _deliver_outputs(self) -> None:
-        """On the loop."""
+        """Runs on the loop."""
         with self._lock:
             outputs, self._outbox = self._outbox, {}
         for request_id, output in outputs.items():
             if request_id not in self._open:
-                continue  # its caller is gone
+                continue  # the caller is gone
             entry = self._open[request_id]
             if self.on_output:
                 self.on_output(output)
@@ -275,7 +284,7 @@ class Service:
             self._close_engine()
 
     def _run_commands(self) -> bool:
-        """Do what was asked; with nothing to compute, wait for something. False: close."""
+        """Run the queued commands; without work, wait for one. Return False to close."""
         end = time.monotonic() + COMMANDS_S
         while not self._engine.has_work or time.monotonic() < end:
             try:
@@ -310,7 +319,7 @@ class Service:
             return
         try:
             self._set_result(pending.accepted, self._add_all(requests, pending.request_ids))
-        except BaseException as error:  # to take a prompt back is a step, too, and may be the last
+        except BaseException as error:  # cancelling may run a step, which may fail
             self._set_result(pending.accepted, _dead_error(type(error).__name__))
             raise
 
@@ -327,7 +336,9 @@ class Service:
         return None
 
     def _add_one(self, request: EngineRequest, request_id: str) -> APIError | None:
-        """A question that the engine cannot take, even one that breaks it, fails alone."""
+        """A request that the engine cannot take, even one that raises an unexpected error, fails
+        alone.
+        """
         if self._death_cause is not None:
             return _dead_error(self._death_cause)
         try:
@@ -344,9 +355,7 @@ class Service:
         return APIError(400, added.reason, code="context_length_exceeded")
 
     def _cancel_released(self) -> None:
-        """However many clients have left: none of them is computed for, and no other waits for
-        more than this.
-        """
+        """Cancel the requests of all clients that left, before any other work."""
         ids = [self._released.popleft() for _ in range(len(self._released))]
         if ids:
             self._cancel(ids)
@@ -356,15 +365,15 @@ class Service:
             for request_id in request_ids:
                 self._engine.cancel(request_id)
             if not self._engine.has_work:
-                self._step()  # of nothing: Stats are those of the last step
+                self._step()  # an empty step, to update the stats
 
     def _inspect(self, read: Callable[[Any], T], future: asyncio.Future[T | None]) -> None:
         seen = None
         if self._death_cause is None:
             try:
                 seen = read(self._engine)
-            except Exception:  # who only looks does not kill
-                LOG.exception("the engine could not be looked at")
+            except Exception:  # a failed read does not end the engine
+                LOG.exception("the engine could not be inspected")
         self._set_result(future, seen)
 
     def _mark_dead(self, error: BaseException) -> None:
@@ -380,7 +389,7 @@ class Service:
             LOG.exception("the engine did not close cleanly")
 
     def _call_on_loop(self, callback: Callable[[], None]) -> None:
-        """Run it on the loop, if that still runs: then somebody may be waiting."""
+        """Run the callback on the loop, unless the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:

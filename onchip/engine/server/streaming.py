@@ -1,9 +1,9 @@
-"""How an answer reaches a client, and how its absence is noticed.
+"""Responses on their way to the client, and detection of disconnected clients.
 
-Both kinds of reply watch the connection while they wait: a client that hangs up has its request
-cancelled before the next step. A stream writes what is newest whenever the client takes it: a slow
-reader gets fewer and larger pieces, and keeps nobody waiting. What is large is built off the event
-loop, choice by choice.
+Both kinds of response watch the connection while they wait: if a client hangs up, its requests are
+cancelled before the next step. A stream sends the newest output whenever the client can take it: a
+slow reader gets fewer, larger chunks and delays no other client. Large responses are built off the
+event loop, choice by choice.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from .responses import ChoiceDelta, DeltaReader, ResponseBuilder, count_usage, f
 from .service import Service
 
 T = TypeVar("T")
-PING_S = 15.0  # a comment in a silent stream: proxies keep it, and a dead client is noticed
-GRACE_S = 5.0  # past its deadline a request is cut off by the engine; past this, without it
-INLINE_ENTRIES = 512  # tokens and logprobs that are written on the loop: a few ms
-SLICE = 64  # tokens whose logprobs are written in one go
+PING_S = 15.0  # interval of comments in an idle stream: they keep proxies open, detect dead clients
+GRACE_S = 5.0  # the engine ends a late request at its deadline; this much later the server does
+INLINE_ENTRIES = 512  # tokens and logprobs that are encoded on the loop: a few ms
+SLICE = 64  # tokens with logprobs that are encoded at a time
 
 
 @dataclass(frozen=True)
 class AcceptedCall:
-    """Everything about one accepted request. num_choices: of all its prompts. late: what to say
-    when its deadline has passed, a time of time.monotonic(). workers: where large answers are
-    built, None for the loop's own.
+    """Everything about one accepted call. num_choices: of all its prompts. deadline_s: a time of
+    time.monotonic(); deadline_error: the error once it has passed. workers: executor that builds
+    large responses, None for the loop's default.
     """
 
     service: Service
@@ -58,7 +58,7 @@ class AcceptedCall:
 
     @property
     def is_done(self) -> bool:
-        """Nothing more will come, or nothing more is wanted: one choice failed, so all do."""
+        """No more output follows, or one choice failed: then the whole call fails."""
         return self.pending.is_done or self.failure is not None
 
     @property
@@ -69,7 +69,7 @@ class AcceptedCall:
         return find_failure(self.pending.outputs, self.deadline_error if expired else None)
 
     async def wait_for_change(self) -> None:
-        """Until there is news, or the engine is so late that it will not cut the request off."""
+        """Wait for new output. If the engine misses the deadline by GRACE_S, fail the call here."""
         try:
             async with asyncio.timeout_at(_loop_time(self.deadline_s + GRACE_S)):
                 await self.pending.wait_for_change()
@@ -78,7 +78,7 @@ class AcceptedCall:
 
 
 class CallResponse(Response):
-    """A response that serves an order; `respond` is what the two kinds differ in."""
+    """Base class of both responses; subclasses implement `respond`."""
 
     def __init__(self, call: AcceptedCall, metrics: Metrics):
         super().__init__()
@@ -94,7 +94,9 @@ class CallResponse(Response):
     async def build(
         self, deltas: Sequence[ChoiceDelta], work: Callable[[Sequence[ChoiceDelta]], T]
     ) -> T:
-        """What `work` makes of the pieces, on the loop if that is little."""
+        """Run `work` on the deltas: on the loop if there are few tokens, otherwise in the
+        executor.
+        """
         if (
             sum(1 + len(table or ()) for delta in deltas for _, table in delta.tokens)
             < INLINE_ENTRIES
@@ -104,7 +106,7 @@ class CallResponse(Response):
         return await loop.run_in_executor(self.call.workers, work, deltas)
 
     def failure(self) -> APIError | None:
-        """Counted."""
+        """The call's error, which is also counted."""
         failure = self.call.failure
         if failure:
             self.metrics.count_failure(failure.status)
@@ -131,7 +133,7 @@ class FullResponse(CallResponse):
         await _send(send, b"", more=False)
 
     def _encode(self, deltas: Sequence[ChoiceDelta]) -> list[bytes]:
-        """The whole answer: its head, then choice by choice."""
+        """The whole response: its head, then choice by choice."""
         build_full, counted = self.call.builder.build_full, self.call.usage
         head, opening, tail = build_full([], counted).model_dump_json().encode().partition(_CHOICES)
         choice_of = lambda delta: build_full([delta], counted).choices[0]
@@ -143,8 +145,8 @@ class FullResponse(CallResponse):
 
 
 class SSEResponse(CallResponse):
-    """Server-sent events: `data: {...}` each, `data: [DONE]` at the end. What fails after the
-    beginning is an event with an `error`.
+    """Server-sent events: `data: {...}` each, `data: [DONE]` at the end. A failure after the start
+    is an event with an `error`.
     """
 
     async def respond(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,8 +157,8 @@ class SSEResponse(CallResponse):
         is_done = False
         while not is_done:
             await self._wait(send)
-            is_done = call.is_done  # more may come while this is written
-            # Of what has failed nothing more is shown.
+            is_done = call.is_done  # read before sending: more may arrive meanwhile
+            # After a failure no more text is sent.
             deltas = [] if call.failure else list(call.reader.read_new(call.pending.outputs))
             await _send_some(send, await self.build(deltas, self._chunks))
         if failure := self.failure():
@@ -197,14 +199,14 @@ def encode_with_logprobs(
     choice_of: Callable[[ChoiceDelta], Any],
     excluded: set[str] | None = None,
 ) -> bytes:
-    """JSON of a model that has one choice, or is one. bare: without the piece's tokens, which are
-    written SLICE at a time. Otherwise all threads would wait: for what is written in one go, and
-    for the garbage collector, which looks at every object that lives for long.
+    """JSON of a model that has one choice, or is one. bare: the model without the delta's tokens,
+    which are encoded SLICE at a time. Encoded in one piece, a long response would block all
+    threads, and so would the garbage collector, which visits every long-lived object.
     """
     text = bare.model_dump_json(exclude=excluded).encode()
     if not delta.tokens:
         return text
-    head, _, tail = text.partition(_NO_LOGPROBS)  # in a string its quotes would be escaped
+    head, _, tail = text.partition(_NO_LOGPROBS)  # inside a string the quotes would be escaped
     columns: dict[str, list[bytes]] = {}
     offset = delta.offset
     for start in range(0, len(delta.tokens), SLICE):
@@ -220,7 +222,7 @@ def encode_with_logprobs(
 
 
 def _join_lists(parts: list[bytes]) -> bytes:
-    """Lists as one list; anything else is the same in all parts."""
+    """Concatenate JSON lists; any other value is the same in all parts."""
     if parts[0][:1] != b"[":
         return parts[0]
     return b"[" + b",".join([part[1:-1] for part in parts if part != b"[]"]) + b"]"
@@ -232,7 +234,7 @@ def _with_commas(parts: Sequence[bytes]) -> Iterator[bytes]:
 
 
 async def run_until(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any, None]) -> T:
-    """The result of the work, which is cancelled as soon as one of `ends` raises."""
+    """The result of the work, which is cancelled as soon as one of the watchers raises."""
     worker, watcher_tasks = (
         asyncio.ensure_future(work),
         [asyncio.ensure_future(one) for one in watchers],
@@ -250,7 +252,7 @@ async def run_until(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any,
 
 
 async def watch_disconnect(receive: Receive) -> None:
-    """Raises when the client hangs up; the body has been read."""
+    """Raise when the client hangs up. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientDisconnect
@@ -270,7 +272,7 @@ async def _send_some(send: Send, body: bytes) -> None:
 
 
 def _loop_time(monotonic_s: float) -> float:
-    """A time of time.monotonic() on the loop's clock."""
+    """Convert a time of time.monotonic() to the loop's clock."""
     return asyncio.get_running_loop().time() + monotonic_s - time.monotonic()
 
 

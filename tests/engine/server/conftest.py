@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, behind a real server on the loopback."""
+"""A fake engine with scripted outputs behind a real server on the loopback."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class FakeRequest:
         self.first = self.scheduled = self.finished = None
 
     def say(self, index):
-        """Sample i says: the prompt again and again, from its i-th byte on."""
+        """The tokens of sample i: the prompt repeated, from its i-th byte on."""
         return [self.prompt[(index + k) % len(self.prompt)] for k in range(self.made)]
 
     def choice(self, index):
@@ -70,8 +70,8 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Of the shape of onchip.engine.Engine. Knobs: step_s (how long a step takes), seats and
-    queue (how many run and wait), boom (the exception of the next step).
+    """The interface of onchip.engine.Engine. step_s: duration of a step; max_running and
+    max_waiting: limits; boom: exception of the next step.
     """
 
     def __init__(self, *, step_s=0.0, max_running=8, max_waiting=1000):
@@ -185,7 +185,7 @@ def serve(engine, keys=(), drain_s=5.0, **options):
 
 @pytest.fixture
 def serving():
-    """`with serving(engine) as (url, server)`; options as of Options, keys: API keys."""
+    """`with serving(engine) as (url, server)`; options as for ServerOptions, keys: API keys."""
     return serve
 
 
@@ -196,7 +196,7 @@ def shared_engine():
 
 @pytest.fixture(scope="module")
 def shared(shared_engine):
-    """The address of a server for all tests of a file that leave nothing behind."""
+    """The address of a server for all tests of a file that leave no requests behind."""
     with serve(shared_engine) as (url, _):
         yield url
 
@@ -213,8 +213,8 @@ def _connect():
 
 @pytest.fixture
 def ask():
-    """ask(url, path, body, **headers): (status, JSON or text, headers). A body that is bytes is
-    sent as it is.
+    """ask(url, path, body, **headers): (status, JSON or text, headers). A body of bytes is sent as
+    it is.
     """
 
     def send(url, path, body=None, method=None, **headers):
@@ -235,7 +235,7 @@ def ask():
 
 @pytest.fixture
 def open_stream():
-    """open_stream(url, ...): the connection of a streamed completion, its answer unread."""
+    """open_stream(url, ...): the connection of a streamed completion, its response unread."""
     opened = []
 
     def start(url, **body):
@@ -253,7 +253,7 @@ def open_stream():
 
 @pytest.fixture
 def until():
-    """until(condition): waits for it, and fails after a few seconds."""
+    """until(condition): wait for it, and fail after a few seconds."""
 
     def wait(condition, seconds=10.0):
         end = time.monotonic() + seconds
@@ -266,8 +266,8 @@ def until():
 
 @contextmanager
 def processes(log):
-    """start(*options): (the process, its address). log: a file for what it writes, which no pipe
-    would hold.
+    """start(*options): (the process, its address). log: a file for its output, which could fill a
+    pipe.
     """
     started = []
 
@@ -298,12 +298,14 @@ def process(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared_log(tmp_path_factory):
-    """What the shared process has written."""
+    """The output of the shared process."""
     return tmp_path_factory.mktemp("process") / "log"
 
 
 @pytest.fixture(scope="module")
 def shared_process(shared_log):
-    """A process for all tests of a file that leave nothing behind; little room for bodies."""
+    """A process for all tests of a file that leave no requests behind; with little memory for
+    bodies.
+    """
     with processes(shared_log) as start:
         yield start("--max-bodies-mib", "16")

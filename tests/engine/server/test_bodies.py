@@ -1,4 +1,4 @@
-"""No body costs much, whatever it holds: every field of every schema with its worst bodies."""
+"""No body costs much: every field of every schema with its worst bodies."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def body(path, field, value):
 
 
 def fields(path):
-    """Those of the schema, and one that is none; what completions and chats share once."""
+    """The fields of the schema and an unknown one; fields of both endpoints once."""
     own = SCHEMAS[path].model_fields
     return [f for f in own if path == COMPLETIONS or f not in CompletionRequest.model_fields] + [
         "unknown"
@@ -83,7 +83,7 @@ CASES = [(path, field) for path in SCHEMAS for field in fields(path)]
 
 @pytest.mark.parametrize(("path", "field"), CASES)
 def test_validation_ends_at_few_errors(path, field):
-    """An error costs some kilobytes and microseconds; what is built before is bounded, too."""
+    """An error costs some kilobytes and microseconds; all work before it is bounded, too."""
     for kind, value in KINDS.items():
         sent = body(path, field, value(12_000))
         try:
@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_the_engine_sees_it(serving, 
 
 
 class Child:
-    """What the system says about a process."""
+    """A process as reported by the system."""
 
     def __init__(self, pid):
         self.folder = Path(f"/proc/{pid}")
@@ -195,7 +195,7 @@ def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask
 @linux
 @pytest.mark.slow
 def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
-    """Each field with some kinds, by turns, and those that hold lists with all of them."""
+    """Each field with some kinds, in turn, and fields with lists with all kinds."""
     running, url = shared_process
     child = Child(running.pid)
     size = ServerOptions("any").max_body_bytes - 2000
@@ -212,8 +212,8 @@ def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
 
 @linux
 def test_unfinished_bodies_are_bounded_in_all(shared_process, ask, connect):
-    """60 clients send all but the end of 4 MiB each: what is held of them stays within the bound,
-    small requests are served meanwhile, and afterwards all is as before.
+    """60 clients send all but the end of 4 MiB each: the memory of their bodies stays within the
+    bound, small requests are served meanwhile, and all memory is freed afterwards.
     """
     running, url = shared_process
     child = Child(running.pid)
@@ -243,12 +243,16 @@ def test_unfinished_bodies_are_bounded_in_all(shared_process, ask, connect):
     assert set(statuses) == {400, 503} and 1 <= statuses.count(400) <= 4
     assert any(b"bodies of other requests" in answer for _, answer in answers)
     sent = body(COMPLETIONS, "prompt", KINDS["negative ints"](MIB))
-    assert ask(url, COMPLETIONS, sent)[0] == 400  # there is room again
+    assert ask(url, COMPLETIONS, sent)[0] == 400  # the memory is free again
 
 
 @linux
-def test_no_more_files_is_said_once_a_second(shared_process, shared_log, ask, connect, until):
-    """A process that may open no more files accepts nothing, says so, and goes on afterwards."""
+def test_reaching_the_file_limit_is_logged_once_a_second(
+    shared_process, shared_log, ask, connect, until
+):
+    """A process at its limit of open files accepts no connection, logs it, and recovers
+    afterwards.
+    """
     running, url = shared_process
     assert ask(url, "/health")[0] == 200
     used = len(list(Path(f"/proc/{running.pid}/fd").iterdir()))

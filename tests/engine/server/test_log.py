@@ -1,4 +1,4 @@
-"""What the server writes down: a line for each request, and nothing that is secret."""
+"""The log: one line per request, and no secrets."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ SECRET = "a prompt that nobody may read"
 
 @pytest.fixture
 def lines(caplog):
-    """lines(): those of requests so far, at every level."""
+    """lines(): log lines of requests so far, at every level."""
     caplog.set_level(logging.DEBUG, "onchip.serve")
 
     def said():
@@ -54,19 +54,19 @@ def test_every_kind_of_request_has_its_line(shared, ask, lines, until, path, bod
 
 
 @pytest.mark.parametrize("given", ["", "a b", "a\tb", "ä", "a" * 129, 'a"b', "a,b"])
-def test_a_name_that_would_spoil_a_line_is_replaced(shared, ask, given):
+def test_an_unsafe_request_id_is_replaced(shared, ask, given):
     _, _, headers = ask(shared, "/health", **{"x-request-id": given.encode()})
     assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
 
 
-def test_probes_are_not_worth_a_line(shared, ask, caplog):
+def test_probes_are_logged_at_debug(shared, ask, caplog):
     caplog.set_level(logging.INFO, "onchip.serve")
     for path in ("/health", "/ready", "/metrics", "/stats"):
         assert ask(shared, path)[0] == 200
     assert not caplog.records
 
 
-def test_a_client_that_hung_up_is_noted(serving, fake, open_stream, lines, until):
+def test_a_disconnected_client_is_logged_as_499(serving, fake, open_stream, lines, until):
     engine = fake(step_s=0.01)
     with serving(engine) as (url, server):
         connection = open_stream(url, max_tokens=4000)
@@ -102,7 +102,7 @@ def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     assert SECRET not in caplog.text and KEY not in caplog.text
 
 
-def test_the_start_says_what_serves():
+def test_the_start_line_describes_the_model():
     from onchip.engine import LLM
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0, device="cpu")

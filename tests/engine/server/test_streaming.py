@@ -1,4 +1,4 @@
-"""How an answer reaches a client, on an ASGI connection that does what it is told."""
+"""Responses on an ASGI connection that the test controls."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from onchip.engine.server.service import Service
 from onchip.engine.server.streaming import AcceptedCall, FullResponse, SSEResponse
 
 
-def test_a_choice_ends_when_it_ends_not_with_its_request(fake):
+def test_a_choice_can_end_before_its_request(fake):
     """One of two samples meets its stop text after 2 tokens, the other after 3."""
     engine = fake()
     params = SamplingParams(n=2, max_tokens=9, stop=["bc"])
@@ -32,8 +32,8 @@ def test_a_choice_ends_when_it_ends_not_with_its_request(fake):
     assert ends == {1: (2, "stop", "bc"), 0: (3, "stop", "bc")}
 
 
-def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
-    """While a client takes nothing its request is computed to the end; one piece has the rest."""
+def test_a_slow_reader_gets_fewer_and_larger_chunks(fake):
+    """While a client reads nothing, its request is computed to the end; one chunk has the rest."""
 
     async def scene():
         engine, sent, taken = fake(), [], asyncio.Event()
@@ -65,7 +65,7 @@ def test_a_slow_reader_gets_fewer_and_larger_pieces(fake):
 
 
 def answer_of(samples, tokens, tops):
-    """An output that is done, with logprobs of every token."""
+    """A finished output with logprobs of every token."""
     table = {i: Logprob(-float(i), i, f'"{i}') for i in range(tops)}
     choice = lambda i: CompletionOutput(
         i, "x" * tokens, (0,) * tokens, -0.5, [table] * tokens, "length"
@@ -75,7 +75,7 @@ def answer_of(samples, tokens, tops):
 
 
 class Answered:
-    """A ticket whose answer is there."""
+    """A finished PendingCall."""
 
     failure, is_done, unfinished = None, True, ()
 
@@ -92,7 +92,7 @@ class Nowhere:
 
 
 async def reply_to(kind, builder, output, turns=None):
-    """What a client gets; turns: gets an entry whenever the loop has time for it."""
+    """The bytes that a client gets; turns: gets an entry each time the loop is free."""
     sent = []
 
     async def send(message):
@@ -129,7 +129,7 @@ BUILDERS = [lambda: CompletionBuilder("m", read_token), lambda: ChatBuilder("m",
 
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize(("samples", "tokens"), [(1, 0), (1, 3), (3, 200), (2, 128)])
-def test_an_answer_in_parts_is_the_whole_answer(builder, samples, tokens):
+def test_an_encoded_response_equals_the_model_dump(builder, samples, tokens):
     builder, output = builder(), answer_of(samples, tokens, 5)
     sent = asyncio.run(reply_to(FullResponse, builder, output))
     pieces = list(DeltaReader(samples).read_new([output]))
@@ -139,7 +139,7 @@ def test_an_answer_in_parts_is_the_whole_answer(builder, samples, tokens):
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_a_large_piece_of_a_stream_is_whole(builder):
+def test_a_large_chunk_of_a_stream_is_complete(builder):
     builder, output = builder(), answer_of(2, 130, 5)
     events = asyncio.run(reply_to(SSEResponse, builder, output)).decode().split("\n\n")
     sent = [json.loads(event.removeprefix("data: ")) for event in events[-4:-2]]
@@ -151,8 +151,10 @@ def test_a_large_piece_of_a_stream_is_whole(builder):
 
 
 @pytest.mark.parametrize("kind", [FullResponse, SSEResponse])
-def test_a_large_answer_is_built_off_the_loop(kind):
-    """20,000 logprobs a choice: the loop goes round meanwhile. On the loop it would not, once."""
+def test_a_large_response_is_built_off_the_loop(kind):
+    """20,000 logprobs per choice: the loop keeps running. Built on the loop, it would
+    block once.
+    """
     turns = []
     sent = asyncio.run(
         reply_to(kind, ChatBuilder("m", read_token, 20), answer_of(2, 1000, 20), turns)
