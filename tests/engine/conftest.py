@@ -1,4 +1,4 @@
-"""A model that is a hash: what it says next depends on every number it reads from the cache."""
+"""A hash as a model: its next token depends on every number that it reads from the cache."""
 
 import importlib.util
 import random
@@ -19,21 +19,21 @@ def digest(*parts):
 
 
 def link(salt, before, token):
-    """The number written for a token: it depends on the number before it, so on all before. Whole
-    numbers of 24 bits are exact in fp32.
+    """The number written for a token. It depends on the number before it, so on all earlier tokens.
+    Integers of 24 bits are exact in fp32.
     """
     return float(digest(salt, before, token) % 2**24)
 
 
 def rank_tokens(numbers, sample_key):
-    """Every token with a logprob, best first, from all the numbers of a sequence."""
+    """All tokens with logprobs, best first, from all numbers of a sequence."""
     draw = random.Random(digest(tuple(numbers), sample_key))
     logprobs = sorted(-0.01 - draw.random() for _ in range(VOCAB))
     return list(zip(draw.sample(range(VOCAB), VOCAB), reversed(logprobs), strict=True))
 
 
 def next_token(numbers, request, index):
-    """Beams see the same candidates whoever they are; samples of one request differ."""
+    """All beams see the same candidates; samples of one request differ."""
     key = None if request.beams else (request.rng_seed, index)
     ranked = rank_tokens(numbers, key)
     top = tuple(ranked) if request.beams else ()
@@ -41,7 +41,7 @@ def next_token(numbers, request, index):
 
 
 def numbers_of(request, tokens):
-    """What a sequence of these tokens holds, by the definition."""
+    """The numbers of a sequence of these tokens, by definition."""
     numbers = []
     for token in tokens:
         numbers.append(link(request.salt, numbers[-1] if numbers else None, token))
@@ -49,7 +49,7 @@ def numbers_of(request, tokens):
 
 
 def alone(request):
-    """(token_ids, finish_reason) of each output, with no cache, no batch and no scheduler."""
+    """(token_ids, finish_reason) of each output, without cache, batch and scheduler."""
     if request.beams:
         return search(request)
     return [continuation(request, i) for i in range(request.params.n)]
@@ -69,7 +69,7 @@ def continuation(request, index):
 
 
 def search(request):
-    """Beam search to the very end, with no early stop."""
+    """Beam search to the very end, without early stopping."""
     width, penalty = request.beams.beam_width, request.beams.length_penalty
     eos = set() if request.beams.ignore_eos else request.eos_token_ids
     alive, ended = [((), 0.0)], []
@@ -88,8 +88,8 @@ def search(request):
 
 
 class Engine:
-    """A scheduler on a real cache with tiny pages, stepped by hand; `delay` makes copies late.
-    ahead: a step is scheduled before the tokens of the one before it are told.
+    """A scheduler on a real cache with tiny pages, stepped by the test; `delay` delays copies.
+    ahead: each step is scheduled before the tokens of the last one are known.
     """
 
     delay = None
@@ -136,13 +136,13 @@ class Engine:
         return request
 
     def compute(self, step):
-        """Write the numbers of the step's tokens, and read back all of each sequence."""
+        """Write the numbers of the step's tokens, and read back every sequence."""
         batch = self.cache.view(step.sequences)
         pages, size = self.cache.layer(0)[0].view(-1), self.cache.spec.page_size
         table = batch.page_table.cpu()
         assert batch.cu_seqlens_q.diff().tolist() == [chunk.num_tokens for chunk in step.chunks]
         assert batch.cache_seqlens.tolist() == [chunk.stop for chunk in step.chunks]
-        slots, asked = batch.slot_mapping.tolist(), []
+        slots, rows = batch.slot_mapping.tolist(), []
         assert len(set(slots)) == len(slots), "two tokens share a slot"
         for row, chunk in enumerate(step.chunks):
             places = torch.arange(chunk.stop)
@@ -158,15 +158,15 @@ class Engine:
             new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
             assert new == at[chunk.start :].tolist()
             pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
-            asked += [(numbers, s) for s in chunk.sampled_by]
-        return self.draw(asked)
+            rows += [(numbers, s) for s in chunk.sampled_by]
+        return self.sample_rows(rows)
 
-    def draw(self, asked):
+    def sample_rows(self, rows):
         """The next token of each (numbers, sample)."""
-        return [next_token(numbers, s.request, s.index) for numbers, s in asked]
+        return [next_token(numbers, s.request, s.index) for numbers, s in rows]
 
     def step(self, between=None):
-        """One step, with the laws: within the budget, and never empty while there is work."""
+        """Run one step and check that it keeps the budget and is not empty while there is work."""
         self.now += 0.01
         scheduler = self.scheduler
         step = scheduler.schedule()
@@ -176,15 +176,15 @@ class Engine:
         if between:
             between(step)
         if self.ahead:
-            self.fly(step, tokens)
+            self.launch_ahead(step, tokens)
         else:
             self.finished += scheduler.update(step, tokens)
         self.steps += 1
         self.check()
         return step
 
-    def fly(self, step, tokens):
-        """What the step before it drew is told only now."""
+    def launch_ahead(self, step, tokens):
+        """The tokens of the last step are applied only now."""
         self.scheduler.mark_launched(step)
         self.check()
         before, self.in_flight = self.in_flight, (step, tokens)
@@ -210,7 +210,7 @@ class Engine:
         self.cache.check()
 
     def check_empty(self):
-        """No page is held, and nothing is left on the host."""
+        """No page is in use, on the device or on the host."""
         if self.tier:
             self.tier.synchronize()
             assert not self.tier.families and self.tier.num_free == self.tier.capacity
@@ -221,7 +221,7 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The module tiny.py beside this one."""
+    """The module tiny.py in this folder."""
     spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -242,7 +242,7 @@ def _alone():
 
 
 def same(request):
-    """Its outputs are those of a run alone."""
+    """The outputs equal those of the request alone."""
     assert [(o.token_ids, o.finish_reason) for o in request.outputs()] == alone(request)
 
 

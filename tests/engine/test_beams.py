@@ -5,7 +5,7 @@ from onchip.engine.beams import can_stop, choose, select_best
 
 
 def searching(width, penalty, *beams):
-    """A search with these (number of tokens, cumulative logprob, ended) beams."""
+    """A search with these beams: (number of tokens, cumulative logprob, ended)."""
     request = Request("r", (1,), BeamSearchParams(width, 10, length_penalty=penalty))
     request.samples = [
         Sample(request, i, [0] * n, total, end=Status.FINISHED_STOPPED if ended else None)

@@ -1,4 +1,4 @@
-"""Steps on the device: what travels, what is replayed, and that nobody waits."""
+"""Steps on the device: copies, graph replays, and no synchronization."""
 
 import gc
 from collections.abc import Callable
@@ -26,7 +26,7 @@ WAYS = {
 }
 
 
-def test_tokens_that_were_drawn_last_are_filled_in():
+def test_tokens_sampled_last_are_filled_in():
     ids, last = _int32_tensor([5, ~2, 0, ~0, 7]), torch.tensor([10, 11, 12, 13])
     assert fill_in_sampled(ids, last).tolist() == [5, 12, 0, 10, 7]
     assert ids.tolist() == [5, -3, 0, -1, 7]
@@ -45,26 +45,26 @@ def test_graphs_for_every_batch_size(most):
 def expected(tiny):
     with tiny.engine("cuda", prefix_caching=False, overlap=False, graphs=False) as one:
         tiny.ask(one)
-        return tiny.told(tiny.drain(one)[0])
+        return tiny.visible(tiny.drain(one)[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_same_on_a_gpu(tiny, expected, way):
-    """fp32: replayed or not, overlapped or not, swapped over real streams."""
+def test_every_setting_gives_the_same_outputs_on_a_gpu(tiny, expected, way):
+    """In fp32: with and without graphs and overlap, swapped over real streams."""
     with tiny.engine("cuda", **WAYS[way]) as one:
         if one.tier:
             one.costs.link_bytes_per_s = 1e30
         one.warm_up()
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sent_whole", [8, 256])
 def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
-    """After the start nothing is recorded, however long sequences get, and nobody waits for the
-    columns of a wide table.
+    """After the start no graph is recorded for longer sequences, and sending the columns of a wide
+    table does not synchronize.
     """
     monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
     with tiny.engine("cuda") as one:
@@ -82,38 +82,38 @@ def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
                 outputs += one.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert tiny.told({output.request_id: output for output in outputs}) == expected
+        assert tiny.visible({output.request_id: output for output in outputs}) == expected
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_what_the_cpu_draws(tiny):
-    """Greedy, in fp32; a handful of tokens, none of which is a near tie."""
+def test_a_gpu_samples_the_tokens_of_the_cpu(tiny):
+    """Greedy, in fp32; a few tokens without near ties."""
     texts = []
     for device in ("cpu", "cuda"):
         with tiny.engine(device) as one:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             tiny.ask(one, params=[params])
-            texts.append(tiny.told(tiny.drain(one)[0]))
+            texts.append(tiny.visible(tiny.drain(one)[0]))
     assert texts[0] == texts[1]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
-def test_any_gpu_replays_whichever_is_current(tiny, expected):
-    """The recording is of the model's device, not of the current one, which may be another."""
+def test_graphs_replay_on_a_gpu_that_is_not_current(tiny, expected):
+    """Graphs are recorded on the model's device, which may not be the current one."""
     with torch.cuda.device(0), tiny.engine("cuda:1") as one:
         one.warm_up()
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
 
 
 @pytest.mark.gpu
-def test_two_engines_in_threads_record_and_serve_side_by_side(tiny, expected):
+def test_two_engines_in_threads_record_and_serve(tiny, expected):
     def serve(_):
         with tiny.engine("cuda") as one:
             one.warm_up()
             tiny.ask(one)
-            return tiny.told(tiny.drain(one)[0])
+            return tiny.visible(tiny.drain(one)[0])
 
     tiny.model("cuda")  # made once, for both
     with ThreadPoolExecutor(2) as pool:
@@ -121,8 +121,8 @@ def test_two_engines_in_threads_record_and_serve_side_by_side(tiny, expected):
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_device_but_to_read_what_was_drawn(tiny):
-    """Prompts, decoding, draws of every kind: with nothing else between the host and the queue."""
+def test_only_collect_waits_for_the_device(tiny):
+    """Prompts, decoding and every sampling option, without synchronization."""
     with tiny.engine("cuda", host_pages=100) as one:
         one.warm_up()
         tiny.ask(one)
@@ -140,7 +140,7 @@ def test_no_step_waits_for_the_device_but_to_read_what_was_drawn(tiny):
 
 @pytest.mark.gpu
 def test_a_step_is_queued_while_the_one_before_runs(tiny):
-    """The device is kept busy, and the host has queued the next step long before it is free."""
+    """The host has queued the next step long before the device is free."""
     with tiny.engine("cuda") as one:
         one.warm_up()
         one.add("text", SamplingParams(max_tokens=40, ignore_eos=True))
@@ -153,8 +153,8 @@ def test_a_step_is_queued_while_the_one_before_runs(tiny):
 
 
 @pytest.mark.gpu
-def test_close_gives_the_memory_of_a_gpu_back(tiny):
-    """Two engines one after the other: what libraries keep for good they keep from the first."""
+def test_close_frees_gpu_memory(tiny):
+    """Two engines in turn: libraries allocate their permanent memory with the first."""
     held = []
     for num_pages in (300, 200_000):
         one = tiny.engine("cuda", num_pages=num_pages, host_pages=100)
@@ -175,8 +175,8 @@ def test_close_gives_the_memory_of_a_gpu_back(tiny):
 
 
 class Replayed(StepGraphs):
-    """Graphs as the CPU can have them: a replay computes what the static batch shows. The padding,
-    which a GPU computes and nobody looks at, is left out.
+    """Graphs on the CPU: a replay computes the static batch. The padding, which a GPU computes and
+    ignores, is left out.
     """
 
     def __init__(self, *args):
@@ -207,8 +207,8 @@ class Again(NamedTuple):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sent_whole", [3, 256])
 def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, sent_whole):
-    """Sizes of 12 sequences are 1, 2, 4, 8 and 12, those of tokens 64, 128 ...; padding reads and
-    writes nothing. All are recorded at the start, for sequences of any length.
+    """Batch sizes for 12 sequences are 1, 2, 4, 8 and 12, numbers of tokens 64, 128 ...; padding
+    reads and writes nothing. All graphs are recorded at the start, for sequences of any length.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
@@ -222,15 +222,15 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, s
                 one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
                 monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
-            told.append(tiny.told(tiny.drain(one)[0]))
+            told.append(tiny.visible(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
     assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
 @pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])
-def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_seqs):
-    """Of a device on which a graph takes 3 bytes of its own, and all together 100 for each token of
-    the largest: no less is estimated than all of them take.
+def test_graph_memory_is_estimated_from_a_few_graphs(tiny, monkeypatch, max_num_seqs):
+    """On a device where each graph takes 3 bytes, and all share 100 bytes per token of the largest,
+    the estimate equals the memory of all graphs.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
@@ -244,8 +244,8 @@ def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_
     assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
 
 
-def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):
-    """One token for each run, as many draws as runs, and yet not row by row."""
+def test_two_rows_of_one_chunk_make_no_decode_only_step(tiny):
+    """One token per chunk and as many sampled rows as chunks, but not one row per chunk."""
     with tiny.engine(budget=12, max_num_seqs=3) as one:
         one.add("x", SamplingParams(n=2, max_tokens=2))
         one.add("y" * 30, SamplingParams(max_tokens=2))

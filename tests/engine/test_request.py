@@ -1,4 +1,4 @@
-"""A request and its samples: when they end, what they hold, what is handed back."""
+"""A request and its samples: ends, pages, outputs."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ from onchip.engine import (
         ((1,), {"params": SamplingParams(logit_bias={9: 1}), "vocab_size": 9}, "logit_bias"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_the_door(prompt, options, match):
+def test_invalid_requests_are_rejected(prompt, options, match):
     with pytest.raises(ValueError, match=match):
         Request("r", prompt, **options)
 
@@ -61,15 +61,15 @@ def test_a_sample_ends_by_eos_stop_token_or_length(params, tokens, end, reason):
     assert sample.output().finish_reason == (end.finish_reason if end else None)
 
 
-def test_logprobs_are_kept_if_asked_for():
+def test_logprobs_are_kept_if_requested():
     plain, asked = (taken(SamplingParams(logprobs=p), (4, 5)) for p in (None, 1))
     assert plain.output().logprobs is None
     assert [set(place) for place in asked.output().logprobs] == [{4, 0}, {5, 0}]
     assert asked.output().cumulative_logprob == -1.0
 
 
-def test_an_output_stays_what_it_was():
-    """It is not copied before somebody looks, and yet of its own time."""
+def test_an_output_does_not_change_later():
+    """It is copied lazily, but shows the state of its own time."""
     sample = taken(SamplingParams(logprobs=1), (4, 5))
     sample.text.add("ab")
     early, untouched = sample.output(), sample.output()
@@ -120,7 +120,7 @@ def test_pages_count_the_prompt_once():
     assert Request("b", range(8), BeamSearchParams(3)).pages(4, 9) == 2 + 3
 
 
-def test_output_has_the_fields_people_know():
+def test_output_has_the_fields_of_vllm():
     request = Request("r", (1, 2))
     output = request.output()
     assert output.request_id == "r" and output.prompt_token_ids == (1, 2)

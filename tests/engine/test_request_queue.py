@@ -1,4 +1,4 @@
-"""A line keeps the order of ranks, whoever leaves and returns."""
+"""The queue keeps its order when requests are removed and added again."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from onchip.engine import Request
 from onchip.engine.request_queue import RequestQueue
 
 
-def test_who_leaves_and_returns_stands_where_it_stood():
+def test_a_request_returns_to_its_position():
     queue, requests = RequestQueue(), [Request(str(i), (1,)) for i in range(5)]
     for i in (3, 0, 4, 1, 2):
         requests[i].order_key = (i // 2, i)

@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 def member(params=None, prompt=(3, 5, 5), output=(), index=0, **options):
-    """A sample that has drawn `output` so far."""
+    """A sample that has sampled `output` so far."""
     one = Request("r", prompt, params, eos_token_ids=(1, 2), **options).samples[0]
     one.index = index
     one.token_ids.extend(output)
@@ -83,7 +83,7 @@ GRID = [
 
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_the_batch_holds_the_distribution_of_each_row(spread):
-    """All options side by side in one batch; the naive row knows nothing of the others."""
+    """All options in one batch; the naive version handles each row separately."""
     samples = [member(p, output=(7, 7, 7, 40, 3)) for p in GRID]
     logits = torch.randn(len(GRID), VOCAB) * spread
     rows = make_sampling_metadata(samples, "cpu")
@@ -112,8 +112,8 @@ def test_greedy_rows_take_the_largest_after_bias_and_penalties():
     assert out.token.tolist() == [3, 5, int(logits[2].argmax()), 3]
 
 
-def test_a_row_draws_the_same_whatever_the_batch():
-    """Alone, among others, in another place: one hash of seed, sample and position decides."""
+def test_a_row_samples_the_same_token_in_any_batch():
+    """Alone, in a batch, or at another row: a hash of seed, sample and position decides."""
     samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), rng_seed=i) for i in range(40)]
     logits = torch.randn(40, VOCAB) * 3
     together = sample(logits, make_sampling_metadata(samples, "cpu")).token.tolist()
@@ -129,8 +129,8 @@ def test_a_row_draws_the_same_whatever_the_batch():
     assert shuffled.tolist() == [together[i] for i in order]
 
 
-def test_seeds_samples_and_positions_draw_apart():
-    """seed s of sample 1 is not seed s + 1 of sample 0, as it is where seeds are added up."""
+def test_uniforms_differ_by_seed_sample_and_position():
+    """Seed s of sample 1 is not seed s + 1 of sample 0, as if seeds were added."""
     draws = {
         (seed, index, place): draw_uniforms(
             [member(SamplingParams(seed=seed), output=[0] * place, index=index)]
@@ -144,7 +144,7 @@ def test_seeds_samples_and_positions_draw_apart():
     again = draw_uniforms([member(SamplingParams(seed=1), output=[0], index=2)]).item()
     assert again == draws[1, 2, 1]
     one = member(SamplingParams(seed=1), index=2)
-    one.pending = 1  # drawn, though nobody knows it yet
+    one.pending = 1  # sampled, but not known on the host yet
     assert draw_uniforms([one]).item() == again
 
 
@@ -158,7 +158,7 @@ def test_splitmix_by_its_definition():
     assert draw_uniforms([one]).item() == ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
 
-def test_the_same_samples_again_draw_with_new_numbers():
+def test_cached_metadata_gets_new_uniforms():
     greedy, random = (
         member(SamplingParams(temperature=0)),
         member(SamplingParams(seed=1, top_p=0.8)),
@@ -176,7 +176,7 @@ def test_the_same_samples_again_draw_with_new_numbers():
     assert got.edits.add is None, "short is long enough by now"
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     """Chi-squared over 20,000 positions of one seed: 99.9 % of 9 degrees of freedom is 27.9."""
     logits = torch.randn(10)
     one = member(SamplingParams(seed=11))
@@ -189,7 +189,7 @@ def test_draws_follow_the_probabilities():
     assert statistic < 27.9
 
 
-def test_the_ends_of_the_unit_interval_draw_tokens_that_are_there():
+def test_the_ends_of_the_unit_interval_pick_valid_tokens():
     masses = torch.tensor([[0, 0, 5, 0, 3, 0]]).expand(4, -1)
     ends = torch.tensor([0.0, 0.625, 1 - 2**-53, 0.62499], dtype=torch.float64)
     assert pick(masses, ends).tolist() == [2, 4, 4, 2]
@@ -255,7 +255,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad):
     assert out.token[1:].tolist() == clean[1:] and out.logprob[1:].isfinite().all()
 
 
-def test_half_precision_logits_and_the_callers_tensor():
+def test_logits_of_the_caller_are_not_modified():
     logits = torch.randn(1, VOCAB).bfloat16()
     before = logits.clone()
     params = SamplingParams(logit_bias={1: 3.0}, repetition_penalty=1.4)
@@ -266,7 +266,7 @@ def test_half_precision_logits_and_the_callers_tensor():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nobody_waits_and_rows_draw_as_alone():
+def test_on_a_gpu_sampling_does_not_synchronize():
     samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), rng_seed=i) for i in range(56)]
     logits = torch.randn(56, 151_936, device="cuda") * 3
     sample(logits, make_sampling_metadata(samples, "cuda"))  # the first call may allocate

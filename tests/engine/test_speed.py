@@ -1,5 +1,5 @@
-"""What a step costs beside the model is Python, so its calls are counted: unlike seconds they do
-not depend on the load of the machine. Some 80 calls take 10 us.
+"""The cost of a step apart from the model is Python, so its function calls are counted: unlike
+seconds they do not depend on the load of the machine. Some 80 calls take 10 us.
 """
 
 import sys
@@ -13,8 +13,8 @@ from onchip.kvcache import KVCache, Spec
 
 
 class Stepper:
-    """A scheduler with what a runner stages, and nothing computed; each step is scheduled before
-    the tokens of the one before are told.
+    """A scheduler and the staging of a model runner, without computation; each step is scheduled
+    before the tokens of the last one are known.
     """
 
     def __init__(self, num_samples):

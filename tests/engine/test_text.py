@@ -1,4 +1,4 @@
-"""Texts that grow token by token: what is shown stays, and no character is cut."""
+"""Incremental texts: shown characters do not change, and no character is cut."""
 
 import random
 
@@ -28,7 +28,7 @@ class Library:
 
 
 def byte_level():
-    """As GPT-2's and Llama 3's: tokens are pieces of bytes, also of characters."""
+    """Like GPT-2's and Llama 3's: tokens are pieces of bytes, also of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level():
 
 
 def sentence_piece():
-    """As Llama 2's: words begin with a mark, and bytes stand in for what is not known."""
+    """Like Llama 2's: words begin with a mark, and unknown characters are bytes."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256}
     for piece in ("▁", *"abcdefghijklmnopqrstuvwxyz,", "▁w", "or", "ds"):
         vocab.setdefault(piece, len(vocab))
@@ -66,7 +66,7 @@ def tokenizer(request):
 
 
 def shown(detokenizer, token_ids, size=1):
-    """What can be seen after each piece of tokens, and at the end."""
+    """The visible text after each push of tokens, and at the end."""
     texts = []
     for i in range(0, len(token_ids), size):
         assert detokenizer.push(token_ids[i : i + size]) is None
@@ -94,17 +94,19 @@ def test_any_text_by_bytes(text, prompt):
 
 
 @given(st.lists(st.integers(0, 256), max_size=200), st.integers(1, 5))
-def test_any_bytes_whether_text_or_not(token_ids, size):
-    """What is shown stays, and the end is the text of all."""
+def test_any_bytes_valid_or_not(token_ids, size):
+    """Shown characters do not change, and the end equals the text of all tokens."""
     texts = shown(Detokenizer(BYTES, []), token_ids, size)
     assert texts[-1] == BYTES.decode(token_ids)
     for before, after in zip(texts, texts[1:], strict=False):
         assert after.startswith(before)
 
 
-def test_bytes_that_are_never_text_are_shown_in_the_end_and_cost_no_more():
+def test_invalid_bytes_are_shown_eventually_at_bounded_cost():
     draw = random.Random(0)
-    noise = [draw.randrange(128, 192) for _ in range(500)]  # what goes on, and nothing begins
+    noise = [
+        draw.randrange(128, 192) for _ in range(500)
+    ]  # continuation bytes without a first byte
     counts = []
 
     class Counting(ByteTokenizer):
@@ -146,7 +148,7 @@ def test_a_stop_text_is_never_seen_not_even_its_beginning(text, stops, expected,
     assert all(expected.startswith(one) for one in seen)
 
 
-def test_a_stop_text_in_the_prompt_is_none():
+def test_a_stop_text_in_the_prompt_does_not_count():
     assert stopped("OP here", ["STOP"], prompt="ST")[1] is None
 
 

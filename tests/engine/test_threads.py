@@ -1,4 +1,4 @@
-"""Small steps on the CPU are computed by one thread, and what torch was told is kept."""
+"""Small steps on the CPU use one thread, and torch's setting is restored."""
 
 from types import SimpleNamespace
 
@@ -48,11 +48,11 @@ def test_small_steps_have_one_thread_and_large_ones_all(tiny, two_threads):
     assert torch.get_num_threads() == 2
 
 
-def test_the_engine_asks_for_every_step(tiny, two_threads, monkeypatch):
-    """Whatever the step is; the count that torch was told comes back after it."""
+def test_the_engine_sets_threads_for_every_step(tiny, two_threads, monkeypatch):
+    """For all steps; torch's number of threads is restored afterwards."""
     seen = []
     with tiny.engine() as one:
-        torch.set_num_threads(2)  # the model of these tests has asked for one
+        torch.set_num_threads(2)  # tiny.model() sets one
         forward = one.model.forward
         note = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
         monkeypatch.setattr(one.model, "forward", note)
@@ -66,7 +66,7 @@ def test_the_engine_asks_for_every_step(tiny, two_threads, monkeypatch):
         assert set(seen) == {2}
 
 
-def test_a_gpu_has_threads_of_its_own(tiny, two_threads):
+def test_other_devices_keep_torchs_threads(tiny, two_threads):
     model = tiny.model()
     facts = {"config": model.config, "layer_weights": model.layer_weights}
     own = StepThreads(SimpleNamespace(**facts, device=torch.device("meta")))
