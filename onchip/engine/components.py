@@ -56,7 +56,7 @@ class Components:
         if None in shrinking or whitespace or not self._keeps_unknown(vocabulary):
             return None
         longest = max(map(len, vocabulary), default=0)
-        return int(longest * prod(one for one in shrinking if one))
+        return int(longest * prod(factor for factor in shrinking if factor))
 
     def _keeps_unknown(self, vocabulary: Mapping[str, int]) -> bool:
         """Whether every character costs a token, even one that is not in the vocabulary."""
@@ -65,7 +65,9 @@ class Components:
             return True
         if type(self._model).__name__ not in ("BPE", "Unigram"):
             return False
-        return bool(self._model.byte_fallback) and all(one in vocabulary for one in _BYTE_TOKENS)
+        return bool(self._model.byte_fallback) and all(
+            token in vocabulary for token in _BYTE_TOKENS
+        )
 
     def piece_bytes(self, piece: str) -> bytes | None:
         """The bytes that a vocabulary entry writes. None if a decoder is not a known one: then the

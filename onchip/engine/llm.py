@@ -132,7 +132,7 @@ class LLM:
         with closing(outputs), ProgressBar(len(prompts), use_tqdm) as bar:
             for index, output in outputs:
                 done[index] = output
-                bar.advance(sum(len(one.token_ids) for one in output.outputs))
+                bar.advance(sum(len(choice.token_ids) for choice in output.outputs))
         return [done[index] for index in range(len(prompts))]
 
     def stream(
@@ -160,9 +160,11 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         prompts = [
             self.chat_prompt(
-                one, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
             )
-            for one in ([messages] if single else messages)
+            for conversation in ([messages] if single else messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 

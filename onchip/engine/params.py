@@ -238,9 +238,9 @@ def _as_tuple(name: str, value: object) -> tuple:
     return tuple(value)
 
 
-def _check_max_entries(name: str, many: Sequence | Mapping, most: int) -> None:
-    if len(many) > most:
-        raise ValueError(f"{name} has {len(many)} entries, at most {most} are served")
+def _check_max_entries(name: str, entries: Sequence | Mapping, max_entries: int) -> None:
+    if len(entries) > max_entries:
+        raise ValueError(f"{name} has {len(entries)} entries, at most {max_entries} are served")
 
 
 def _shorten(value: object) -> str:

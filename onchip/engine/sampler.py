@@ -98,7 +98,10 @@ class SamplerOutput:
     def to_tokens(self, samples: Sequence[Sample]) -> list[SampledToken]:
         """The rows for `Scheduler.apply_tokens`. Waits for the device."""
         if not any(
-            [one.request.beams or one.request.params.logprobs is not None for one in samples]
+            [
+                row_sample.request.beams or row_sample.request.params.logprobs is not None
+                for row_sample in samples
+            ]
         ):
             return list(map(SampledToken, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
@@ -108,9 +111,9 @@ class SamplerOutput:
                 token,
                 logprob,
                 rank or None,
-                tuple(zip(ids, tops, strict=True))[: num_top(one.request) or 0],
+                tuple(zip(ids, tops, strict=True))[: num_top(row_sample.request) or 0],
             )
-            for one, token, logprob, rank, ids, tops in rows
+            for row_sample, token, logprob, rank, ids, tops in rows
         ]
 
 
@@ -157,7 +160,7 @@ def make_sampling_metadata(
     requests = [s.request for s in samples]
     random = [i for i, r in enumerate(requests) if r.params.temperature and not r.beams]
     params = [requests[i].params for i in random]
-    searched = any([r.beams for r in requests])
+    has_beams = any([r.beams for r in requests])
     tops = {num_top(r) for r in requests if r.beams or r.params.logprobs is not None}
     return SamplingMetadata(
         _make_edits(samples, device),
@@ -171,7 +174,7 @@ def make_sampling_metadata(
         _make_column([p.top_p for p in params], 1, torch.float64, device),
         max(tops, default=None),
         _make_tensor(list(map(_beam_temperature, requests)), torch.float32, device)
-        if searched
+        if has_beams
         else None,
     )
 
@@ -195,10 +198,12 @@ class SamplingMetadataCache:
                 self._metadata, uniform=_copy_to_device(draw_uniforms(self._random), self._device)
             )
         metadata = make_sampling_metadata(samples, self._device)
-        edited = any([one.request.params.edits for one in samples])
+        edited = any([row_sample.request.params.edits for row_sample in samples])
         self._samples, self._metadata = samples, None if edited else metadata
-        drawing = [one for one in samples if not one.request.beams]
-        self._random = [one for one in drawing if not one.request.params.greedy]
+        drawing = [row_sample for row_sample in samples if not row_sample.request.beams]
+        self._random = [
+            row_sample for row_sample in drawing if not row_sample.request.params.greedy
+        ]
         return metadata
 
 
@@ -327,10 +332,10 @@ def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
     to the total). keys: int32 (rows, n), not negative; masses: int64.
     """
     wanted = wanted.clamp(max=masses.sum(-1))
-    found = torch.zeros_like(wanted)
+    key_prefix = torch.zeros_like(wanted)
     for shift, bits in _DIGITS:
         digit = keys >> shift
-        inside = (digit >> bits) == found[:, None]
+        inside = (digit >> bits) == key_prefix[:, None]
         digit = (digit & ((1 << bits) - 1)).long()
         held = masses.new_zeros(len(keys), 1 << bits)
         held.scatter_add_(1, digit, masses * inside)
@@ -338,25 +343,29 @@ def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
         best = ((from_here >= wanted[:, None]).sum(1) - 1).clamp_(min=0)
         at = best[:, None]
         wanted = wanted - (from_here - held).gather(1, at)[:, 0]
-        found = (found << bits) | best
-    return found
+        key_prefix = (key_prefix << bits) | best
+    return key_prefix
 
 
 def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
-    edited = [(row, one) for row, one in enumerate(samples) if one.request.params.edits]
-    for row, one in edited:
-        params, request = one.request.params, one.request
+    edited = [
+        (row, row_sample)
+        for row, row_sample in enumerate(samples)
+        if row_sample.request.params.edits
+    ]
+    for row, row_sample in edited:
+        params, request = row_sample.request.params, row_sample.request
         values: Counter[int] = Counter(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
-            for token, count in Counter(one.token_ids).items():
+            for token, count in Counter(row_sample.token_ids).items():
                 values[token] -= params.presence_penalty + params.frequency_penalty * count
-        if one.num_tokens < params.min_tokens:
+        if row_sample.num_tokens < params.min_tokens:
             values.update(dict.fromkeys(request.end_token_ids, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:
-            seen = {*request.prompt_token_ids, *one.token_ids}
+            seen = {*request.prompt_token_ids, *row_sample.token_ids}
             repeat |= {(row, token): params.repetition_penalty for token in seen}
     return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device))
 

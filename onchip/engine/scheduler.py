@@ -62,13 +62,21 @@ class _Plan:
 
     def add(self, chunks: dict[Request, list[Chunk]]) -> None:
         self.chunks |= chunks
-        self.budget -= sum([chunk.stop - chunk.start for many in chunks.values() for chunk in many])
+        self.budget -= sum(
+            [
+                chunk.stop - chunk.start
+                for request_chunks in chunks.values()
+                for chunk in request_chunks
+            ]
+        )
 
     def drop(self, request: Request) -> None:
         self.budget += sum(chunk.num_tokens for chunk in self.chunks.pop(request, ()))
 
     def step(self, events: dict[str, list[Request]]) -> ScheduledStep:
-        chunks = tuple([chunk for many in self.chunks.values() for chunk in many])
+        chunks = tuple(
+            [chunk for request_chunks in self.chunks.values() for chunk in request_chunks]
+        )
         return ScheduledStep(
             chunks, **{event: tuple(requests) for event, requests in events.items()}
         )

@@ -107,10 +107,10 @@ class Detokenizer:
     def _show(self, hold: int) -> str | None:
         """Show all but the last `hold` characters, or the text before a stop string."""
         start, held = max(0, self._floor - len(self.text)), self._held
-        found = [(at, s) for s in self._stops if (at := held.find(s, start)) >= 0]
-        end, stop = min(found) if found else (max(0, len(held) - hold), None)
+        matches = [(at, s) for s in self._stops if (at := held.find(s, start)) >= 0]
+        end, stop = min(matches) if matches else (max(0, len(held) - hold), None)
         self.text.add(held[:end])
-        self._held = "" if found else held[end:]
+        self._held = "" if matches else held[end:]
         return stop
 
 

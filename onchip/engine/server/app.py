@@ -247,12 +247,12 @@ class Server:
     ) -> Response:
         generation.check_num_choices()
         special = body.add_special_tokens is not False
-        tokens = [await self._encode(one, special, deadline) for one in generation.prompts]
+        tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
         salt, incoming = body.derive_salt(request.state.salt), request.state.incoming
         rest = (generation.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
         call = AcceptedCall(
             self.service,
-            await self.service.submit([EngineRequest(one, *rest) for one in tokens], incoming),
+            await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming),
             generation.builder,
             generation.reader,
             generation.num_choices,
@@ -401,7 +401,7 @@ def _strip_body(error: RequestValidationError) -> list[dict[str, Any]]:
     """FastAPI's errors about bodies that are not application/json have locations that begin with
     "body".
     """
-    return [one | {"loc": one["loc"][1:]} for one in error.errors()]
+    return [entry | {"loc": entry["loc"][1:]} for entry in error.errors()]
 
 
 def _static(file: str, kind: str) -> Callable[[], Any]:

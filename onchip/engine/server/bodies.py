@@ -212,7 +212,7 @@ def check_structures(body: bytes) -> None:
     """An empty object takes 3 bytes here and 64 in memory. First count characters, including those
     in strings, which is fast and usually enough.
     """
-    if sum(body.count(one) for one in (b"[", b"{", b":")) <= MAX_STRUCTURES:
+    if sum(body.count(char) for char in (b"[", b"{", b":")) <= MAX_STRUCTURES:
         return
     matches = (match for match in _STRUCTURE.finditer(body) if match[1])
     if next(islice(matches, MAX_STRUCTURES, None), None):
@@ -230,4 +230,4 @@ def check_names(value: Any) -> None:
             value = value.values()
         elif not isinstance(value, list):
             continue
-        pending += [one for one in value if isinstance(one, (dict, list))]
+        pending += [item for item in value if isinstance(item, (dict, list))]

@@ -47,8 +47,8 @@ def explain_errors(
     A field with a union type has one error per member: the error deepest within the field matches
     what the client meant.
     """
-    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(same, key=lambda one: len(_path(one["loc"], body)))
+    same = [entry for entry in errors[:_MAX_ERRORS] if entry["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(same, key=lambda entry: len(_path(entry["loc"], body)))
     path = _path(error["loc"], body)
     if not path:
         return APIError(400, "the body is not a request: send an object as application/json")
@@ -58,8 +58,8 @@ def explain_errors(
     if error["type"] == "missing":
         return APIError(400, f"{name} is missing: it must be given", param=name)
     wanted = _wanted(error, path, fields)
-    given = describe(error.get("input"))
-    return APIError(400, f"{name}={given} is not served: send {wanted}", param=name)
+    shown = describe(error.get("input"))
+    return APIError(400, f"{name}={shown} is not served: send {wanted}", param=name)
 
 
 def describe(value: Any) -> str:
@@ -107,8 +107,8 @@ def _wanted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, 
         return known
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"{words} {context[name]}"
+        name, phrase = _BOUNDS[kind]
+        return f"{phrase} {context[name]}"
     if kind == "literal_error":
         return str(context["expected"])
     return _KINDS.get(kind, "what the schema says, /openapi.json")
@@ -138,5 +138,5 @@ def _inner(annotation: Any) -> Mapping[str, Any]:
 
 def _unknown(name: str, path: Sequence[Any], fields: Mapping[str, Any]) -> str:
     message = f"Unrecognized request argument supplied: {name}"
-    near = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
-    return f"{message}; did you mean {near[0]}?" if near else message
+    similar = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
+    return f"{message}; did you mean {similar[0]}?" if similar else message

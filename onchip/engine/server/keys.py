@@ -42,7 +42,7 @@ class Keyring:
             return b""
         scheme, _, key = (authorization or b"").partition(b" ")
         presented = self._hash(b"key", key.strip())
-        matches = [hmac.compare_digest(presented, one) for one in self._hashes]
+        matches = [hmac.compare_digest(presented, known) for known in self._hashes]
         if scheme.lower() != b"bearer" or not any(matches):
             return None
         return self._hash(b"salt", key.strip())

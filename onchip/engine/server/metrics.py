@@ -38,8 +38,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._gauges = {name: self._gauge(name, what) for name, (what, _) in _GAUGES.items()}
-        self._counters = {name: self._counter(name, what) for name, (what, _) in _COUNTERS.items()}
+        self._gauges = {
+            name: self._gauge(name, description) for name, (description, _) in _GAUGES.items()
+        }
+        self._counters = {
+            name: self._counter(name, description) for name, (description, _) in _COUNTERS.items()
+        }
         self._before: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._state = self._gauge("state", "1 for the current state of the server", "state")
         self._open = self._gauge("requests_open", "Requests with a waiting client")
@@ -98,12 +102,12 @@ class Metrics:
         self._counters[name].inc(max(0.0, total - self._before[name]))
         self._before[name] = total
 
-    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
-        return Gauge(f"onchip_{name}", what, labels, registry=self._registry)
+    def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
+        return Gauge(f"onchip_{name}", description, labels, registry=self._registry)
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"onchip_{name}", what, labels, registry=self._registry)
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"onchip_{name}", description, labels, registry=self._registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        what = name.removesuffix("_seconds").replace("_", " ").capitalize() + ", by request"
-        return Histogram(f"onchip_{name}", what, buckets=buckets, registry=self._registry)
+        description = name.removesuffix("_seconds").replace("_", " ").capitalize() + ", by request"
+        return Histogram(f"onchip_{name}", description, buckets=buckets, registry=self._registry)

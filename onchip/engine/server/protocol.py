@@ -304,15 +304,15 @@ class Conversation(StrictModel):
 
     def variables(self) -> dict[str, Any]:
         """As for chat.render_template."""
-        given = dict(self.chat_template_kwargs or {})
-        if taken := RESERVED & set(given):
+        variables = dict(self.chat_template_kwargs or {})
+        if taken := RESERVED & set(variables):
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
                 "add_generation_prompt begins a message, continue_final_message goes on with the"
                 " last: give one"
             )
-        return given | {
+        return variables | {
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
@@ -369,10 +369,10 @@ class ChatRequest(SamplingFields, Conversation):
 
     def variables(self) -> dict[str, Any]:
         """A template that does not use reasoning_effort ignores it."""
-        given = super().variables()
+        variables = super().variables()
         if self.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", self.reasoning_effort)
-        return given
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables
 
     def params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:

@@ -368,13 +368,13 @@ class Service:
                 self._step()  # an empty step, to update the stats
 
     def _inspect(self, read: Callable[[Any], T], future: asyncio.Future[T | None]) -> None:
-        seen = None
+        result = None
         if self._death_cause is None:
             try:
-                seen = read(self._engine)
+                result = read(self._engine)
             except Exception:  # a failed read does not end the engine
                 LOG.exception("the engine could not be inspected")
-        self._set_result(future, seen)
+        self._set_result(future, result)
 
     def _mark_dead(self, error: BaseException) -> None:
         LOG.critical("the engine died", exc_info=error)

@@ -237,7 +237,7 @@ async def run_until(work: Coroutine[Any, Any, T], *watchers: Coroutine[Any, Any,
     """The result of the work, which is cancelled as soon as one of the watchers raises."""
     worker, watcher_tasks = (
         asyncio.ensure_future(work),
-        [asyncio.ensure_future(one) for one in watchers],
+        [asyncio.ensure_future(watcher) for watcher in watchers],
     )
     try:
         done, _ = await asyncio.wait([worker, *watcher_tasks], return_when=asyncio.FIRST_COMPLETED)
