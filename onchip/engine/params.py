@@ -89,7 +89,7 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
@@ -99,7 +99,7 @@ class SamplingParams:
         return bool(counted or self.repetition_penalty != 1)
 
     @cached_property
-    def edits(self) -> bool:
+    def edits_logits(self) -> bool:
         """Single logits may be changed."""
         return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 

@@ -198,11 +198,11 @@ class SamplingMetadataCache:
                 self._metadata, uniform=_copy_to_device(draw_uniforms(self._random), self._device)
             )
         metadata = make_sampling_metadata(samples, self._device)
-        edited = any([row_sample.request.params.edits for row_sample in samples])
+        edited = any([row_sample.request.params.edits_logits for row_sample in samples])
         self._samples, self._metadata = samples, None if edited else metadata
-        drawing = [row_sample for row_sample in samples if not row_sample.request.beams]
+        sampled = [row_sample for row_sample in samples if not row_sample.request.beams]
         self._random = [
-            row_sample for row_sample in drawing if not row_sample.request.params.greedy
+            row_sample for row_sample in sampled if not row_sample.request.params.is_greedy
         ]
         return metadata
 
@@ -294,8 +294,8 @@ def _choose_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         return logits.argmax(-1)
     if len(metadata.random) == len(logits):
         return pick(compute_masses(logits, metadata), metadata.uniform)
-    drawn = pick(compute_masses(logits[metadata.random], metadata), metadata.uniform)
-    return logits.argmax(-1).index_copy_(0, metadata.random, drawn)
+    sampled = pick(compute_masses(logits[metadata.random], metadata), metadata.uniform)
+    return logits.argmax(-1).index_copy_(0, metadata.random, sampled)
 
 
 def compute_masses(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
@@ -353,7 +353,7 @@ def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
     edited = [
         (row, row_sample)
         for row, row_sample in enumerate(samples)
-        if row_sample.request.params.edits
+        if row_sample.request.params.edits_logits
     ]
     for row, row_sample in edited:
         params, request = row_sample.request.params, row_sample.request

@@ -529,10 +529,10 @@ def _decode_chunks(request: Request) -> list[Chunk]:
     if (single_sample := request.single_sample) is not None:
         start, stop = single_sample.sequence.computed, single_sample.target_length
         return [Chunk(single_sample, start, stop, (single_sample,))] if stop - start == 1 else []
-    live = request.unfinished
-    if any([sample.sequence is None for sample in live]):
+    unfinished = request.unfinished
+    if any([sample.sequence is None for sample in unfinished]):
         return []
-    lacking = [(sample, sample.target_length - sample.sequence.computed) for sample in live]
+    lacking = [(sample, sample.target_length - sample.sequence.computed) for sample in unfinished]
     if any([count > 1 for _, count in lacking]):
         return []
     return _make_chunks(request, [chunk for chunk in lacking if chunk[1]])
@@ -542,14 +542,16 @@ def _make_chunks(request: Request, scheduled: Sequence[ScheduledTokens]) -> list
     """A sample samples its next token if the chunk reaches its last known token. Until the prompt
     is computed, all samples of a request sample from the chunk of the first.
     """
-    live = request.unfinished
-    forks = any([sample.sequence is None for sample in live])
+    unfinished = request.unfinished
+    forks = any([sample.sequence is None for sample in unfinished])
     chunks = []
     for sample, num_tokens in scheduled:
         start = sample.sequence.computed
         stop = start + num_tokens
-        drawing = live if forks else (sample,)
-        chunks.append(Chunk(sample, start, stop, tuple([s for s in drawing if s.length == stop])))
+        candidates = unfinished if forks else (sample,)
+        chunks.append(
+            Chunk(sample, start, stop, tuple([s for s in candidates if s.length == stop]))
+        )
     return chunks
 
 

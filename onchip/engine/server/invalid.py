@@ -31,10 +31,10 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "a number of at least"),
     "less_than": ("lt", "a number below"),
     "less_than_equal": ("le", "a number of at most"),
-    "string_too_long": ("max_length", "a text of at most so many characters:"),
-    "string_too_short": ("min_length", "a text of at least so many characters:"),
-    "too_long": ("max_length", "at most so many entries:"),
-    "too_short": ("min_length", "at least so many entries:"),
+    "string_too_long": ("max_length", "a text with a length of at most"),
+    "string_too_short": ("min_length", "a text with a length of at least"),
+    "too_long": ("max_length", "a number of entries of at most"),
+    "too_short": ("min_length", "a number of entries of at least"),
 }
 
 

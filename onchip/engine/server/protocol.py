@@ -160,7 +160,7 @@ class CompletionRequest(SamplingFields):
 
     def params(self) -> SamplingParams:
         if self.scores_only and not self.echo:
-            raise ValueError("max_tokens=0 needs echo: otherwise there is nothing to answer")
+            raise ValueError("max_tokens=0 needs echo: otherwise the response would be empty")
         if self.echo and self.use_beam_search:
             raise ValueError("echo has no meaning for use_beam_search")
         return self.make_params(
@@ -309,7 +309,7 @@ class Conversation(StrictModel):
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt begins a message, continue_final_message goes on with the"
+                "add_generation_prompt begins a message, continue_final_message continues the"
                 " last: give one"
             )
         return variables | {
