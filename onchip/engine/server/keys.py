@@ -26,7 +26,7 @@ class Keyring:
         for key in keys:
             if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
                 raise ValueError(
-                    f"an API key of {len(key)} characters is too short or not printable ASCII:"
+                    f"an API key has {len(key)} characters, or some that are not printable ASCII:"
                     f" at least {MIN_KEY_CHARS} printable ASCII characters are needed"
                 )
         self._hashes = frozenset(self._hash(b"key", key.encode()) for key in keys)

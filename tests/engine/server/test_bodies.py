@@ -266,5 +266,7 @@ def test_reaching_the_file_limit_is_logged_once_a_second(
         client.close()
     resource.prlimit(running.pid, resource.RLIMIT_NOFILE, limits)
     until(lambda: ask(url, "/health")[0] == 200, 30)
-    lines = [x for x in shared_log.read_text().splitlines() if "connections cannot be accepted" in x]
+    lines = [
+        x for x in shared_log.read_text().splitlines() if "connections cannot be accepted" in x
+    ]
     assert 1 <= len(lines) < 20 and "Traceback" not in shared_log.read_text()

@@ -192,12 +192,12 @@ def test_the_page_fits_every_screen(browser, tiny, width, scheme):
 def test_a_locked_server_asks_for_the_key(browser, serving, fake):
     with serving(fake(), keys=["a-secret-key"]) as (url, _):
         browser.go(f"{url}/")
-        browser.until("!document.getElementById('door').hidden")
+        browser.until("!document.getElementById('key-form').hidden")
         assert browser.text("state") == "locked"
         browser.run("document.getElementById('key').value = 'a-secret-key'")
-        browser.run("document.getElementById('door').requestSubmit()")
+        browser.run("document.getElementById('key-form').requestSubmit()")
         browser.until("document.getElementById('state').textContent === 'ready'")
-        assert browser.run("document.getElementById('door').hidden")
+        assert browser.run("document.getElementById('key-form').hidden")
 
 
 def test_an_unreachable_server_is_shown(browser, serving, fake):
