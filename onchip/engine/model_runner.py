@@ -207,7 +207,7 @@ def _is_decode_only(step: ScheduledStep) -> bool:
 
 
 def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
-    """Token ids of the chunks; ~i stands for the i-th token sampled by the last step."""
+    """Token ids of the chunks; the id ~i means the i-th token that the last step sampled."""
     tokens = []
     for owner, start, stop, _ in chunks:
         if owner.pending:  # a decode: the last step sampled its only token
@@ -223,7 +223,7 @@ def _int32_tensor(values: Sequence[int]) -> Tensor:
 
 
 def _logit_rows(step: ScheduledStep) -> list[int]:
-    """The row of the step's last token before each sampled one."""
+    """The index of the last token of each sampled row's chunk, among the tokens of the step."""
     ends = _chunk_ends(step.chunks)
     return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
 

@@ -87,7 +87,7 @@ def search(request):
     return [(tokens, reason) for tokens, _, reason in ended[:width]]
 
 
-class Engine:
+class HashEngine:
     """A scheduler on a real cache with tiny pages, stepped by the test; `delay` delays copies.
     ahead: each step is scheduled before the tokens of the last one are known.
     """
@@ -230,7 +230,7 @@ def tiny():
 
 @pytest.fixture
 def engine(late):
-    class Delaying(Engine):
+    class Delaying(HashEngine):
         delay = staticmethod(late)
 
     return Delaying

@@ -112,12 +112,12 @@ class GenerationInput:
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time limit of a request, from its arrival on. asked_s: the client's own limit, if it set one.
-    at_s: a time of time.monotonic.
+    """Time limit of a request, from its arrival on. client_s: the client's own limit, if it set
+    one. at_s: a time of time.monotonic.
     """
 
     allowed_s: float
-    asked_s: float | None
+    client_s: float | None
     at_s: float
 
     @property
@@ -127,7 +127,7 @@ class Deadline:
     @property
     def error(self) -> APIError:
         """408 if the client set the deadline, 504 if the server did."""
-        status = 408 if self.asked_s == self.allowed_s else 504
+        status = 408 if self.client_s == self.allowed_s else 504
         return APIError(status, f"not done within {self.allowed_s:g} s", code="deadline")
 
     async def enforce(self, work: Awaitable[T]) -> T:
@@ -292,9 +292,9 @@ class Server:
         self._check_model(body.model)
         return self._deadline(body.deadline_s)
 
-    def _deadline(self, asked_s: float | None) -> Deadline:
-        allowed_s = min(asked_s or self.options.max_request_s, self.options.max_request_s)
-        return Deadline(allowed_s, asked_s, time.monotonic() + allowed_s)
+    def _deadline(self, client_s: float | None) -> Deadline:
+        allowed_s = min(client_s or self.options.max_request_s, self.options.max_request_s)
+        return Deadline(allowed_s, client_s, time.monotonic() + allowed_s)
 
     async def _encode_chat(
         self, body: Conversation, special: bool, deadline: Deadline
