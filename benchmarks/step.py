@@ -20,7 +20,7 @@ from torch import Tensor
 from onchip.cli.bench import gpu
 from onchip.cli.bench.harness import Bar, Case, Refused, Row, Session
 from onchip.cli.bench.measure import seconds, synchronize
-from onchip.engine.sampler import Edits, Rows, Sampled, sample
+from onchip.engine.sampler import LogitEdits, SamplerOutput, SamplingMetadata, sample
 from onchip.kvcache import KVCache, PagedBatch
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
 from onchip.models.decoder import Paged, add_norm, embed
@@ -89,7 +89,7 @@ class Setup:
     cache: KVCache
     batch: PagedBatch
     tokens: Tensor
-    rows: Rows
+    rows: SamplingMetadata
 
     @classmethod
     def of(cls, shape: dict[str, Any], count: int, length: int, device: torch.device) -> "Setup":
@@ -107,10 +107,10 @@ class Setup:
         every = torch.arange(count, device=device)
         uniform = torch.rand(count, dtype=torch.float64, device=device)
         temperature = torch.full((count,), TEMPERATURE, device=device)
-        rows = Rows(Edits(None, None), every, temperature, uniform)
+        rows = SamplingMetadata(LogitEdits(None, None), every, temperature, uniform)
         return cls(model, cache, cache.view(sequences), tokens, rows)
 
-    def step(self) -> Sampled:
+    def step(self) -> SamplerOutput:
         hidden = self.model(self.tokens, positions_of(self.batch), self.batch, self.cache)
         return sample(self.model.logits(hidden, wide=False), self.rows)
 
@@ -152,7 +152,7 @@ class Setup:
     def head(self) -> Tensor:
         return self.model.logits(self._wide("hidden"), wide=False)
 
-    def draw(self) -> Sampled:
+    def draw(self) -> SamplerOutput:
         return sample(self._logits, self.rows)
 
     @property

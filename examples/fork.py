@@ -1,9 +1,9 @@
-"""Parallel sampling and beam search over one paged cache: pages shared, and copied on write.
+"""Parallel sampling and beam search on one paged cache: shared pages, and copy on write.
 
     python examples/fork.py
 
 A tiny decoder with random weights continues one prompt four times, by forks of a sequence. Printed
-are their page tables before and after a write; a page is coloured by how many of them hold it.
+are the page tables before and after a write; the colour of a page is its number of holders.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import onchip
 from onchip.kvcache import KVCache, NoRoom, Sequence, Spec
 
 unshared = lambda group: sum(len(sequence.table) for sequence in group)
-Watcher = Callable[[str, list[Sequence]], None]  # (what happened, to whom)
+Watcher = Callable[[str, list[Sequence]], None]  # (event, its sequences)
 COLOURS = {1: "white", 2: "bright_blue", 3: "bright_green", 4: "bright_yellow"}
 
 
@@ -37,7 +37,7 @@ class Decoder:
         self.head = 2 * draw(width, self.vocabulary) / width**0.5
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """Log-probabilities of what follows each new token; attend(layer, q, k, v) has the past."""
+        """Log probabilities after each new token; attend(layer, q, k, v) sees cached tokens."""
         x = self.embed[tokens] + self.place[positions]
         for layer in range(self.num_layers):
             qkv = (x @ self.qkv[layer]).unflatten(-1, (-1, self.head_dim))
@@ -52,7 +52,7 @@ def new_cache(num_pages: int = 64, page_size: int = 8) -> KVCache:
 
 
 def forward(model: Decoder, cache: KVCache, sequences: list[Sequence]) -> Tensor:
-    """Compute the tokens that were appended; log-probabilities after the last one of each."""
+    """Compute the appended tokens; log probabilities after the last one of each sequence."""
     batch = cache.view(sequences)
     new = [(s.tokens[i], i) for s in sequences for i in range(s.computed, s.length)]
     tokens, positions = torch.tensor(new).T
@@ -69,56 +69,56 @@ def forward(model: Decoder, cache: KVCache, sequences: list[Sequence]) -> Tensor
     return logprobs[batch.cu_seqlens_q[1:].long() - 1]
 
 
-def there(answer):
-    """What the cache answered, unless it has no room: then this example has asked for too much."""
-    if isinstance(answer, NoRoom):
-        raise MemoryError(f"{answer.needed} {answer.what} are needed, {answer.free} are free")
-    return answer
+def unwrap(result):
+    """The cache's result; MemoryError if it has no free pages or rows."""
+    if isinstance(result, NoRoom):
+        raise MemoryError(f"{result.needed} {result.what} are needed, {result.free} are free")
+    return result
 
 
 def start(model: Decoder, cache: KVCache, prompt: list[int]) -> tuple[Sequence, Tensor]:
-    """The prompt, computed once."""
-    sequence = there(cache.open())
-    there(cache.append(sequence, prompt))
+    """Compute the prompt once."""
+    sequence = unwrap(cache.open())
+    unwrap(cache.append(sequence, prompt))
     return sequence, forward(model, cache, [sequence])
 
 
 def sample(model: Decoder, cache: KVCache, prompt: list[int], n: int, steps: int, watch: Watcher):
-    """n continuations of a prompt; continuation i draws with seed i."""
+    """n continuations of a prompt; continuation i samples with seed i."""
     first, rows = start(model, cache, prompt)
-    group = [first, *(there(cache.fork(first)) for _ in range(n - 1))]
+    group = [first, *(unwrap(cache.fork(first)) for _ in range(n - 1))]
     watch("forked", group)
     generators = [torch.Generator().manual_seed(i) for i in range(n)]
     for _ in range(steps):
         drawn = zip(rows.exp().expand(n, -1), generators, strict=True)
         tokens = [torch.multinomial(p, 1, generator=g).tolist() for p, g in drawn]
-        there(cache.append_all(group, tokens))
+        unwrap(cache.append_all(group, tokens))
         watch("wrote", group)
         rows = forward(model, cache, group)
     return finish(cache, group, len(prompt))
 
 
 def search(model: Decoder, cache: KVCache, prompt: list[int], n: int, steps: int, watch: Watcher):
-    """The n likeliest continuations that a beam search finds, best first."""
+    """The n most probable continuations that a beam search finds, best first."""
     first, rows = start(model, cache, prompt)
     beams, scores = [first], torch.zeros(1, dtype=torch.float64)
     for _ in range(steps):
         scores, places = (scores[:, None] + rows).flatten().topk(n)
         parents, tokens = places // rows.shape[1], places % rows.shape[1]
-        beams = breed(cache, beams, parents.tolist())
+        beams = fork_beams(cache, beams, parents.tolist())
         watch("chosen", beams)
-        there(cache.append_all(beams, tokens[:, None].tolist()))
+        unwrap(cache.append_all(beams, tokens[:, None].tolist()))
         watch("wrote", beams)
         rows = forward(model, cache, beams)
     return finish(cache, beams, len(prompt))
 
 
-def breed(cache: KVCache, beams: list[Sequence], parents: list[int]) -> list[Sequence]:
-    """A parent's first child goes on in its place, others are forks; the childless are freed."""
+def fork_beams(cache: KVCache, beams: list[Sequence], parents: list[int]) -> list[Sequence]:
+    """The first child continues its parent's sequence, others fork; childless beams are freed."""
     children: list[Sequence] = []
     for parent in parents:
-        taken = beams[parent] in children
-        children.append(there(cache.fork(beams[parent])) if taken else beams[parent])
+        is_taken = beams[parent] in children
+        children.append(unwrap(cache.fork(beams[parent])) if is_taken else beams[parent])
     for beam in beams:
         if beam not in children:
             cache.free(beam)
@@ -126,19 +126,19 @@ def breed(cache: KVCache, beams: list[Sequence], parents: list[int]) -> list[Seq
 
 
 def finish(cache: KVCache, group: list[Sequence], prompt: int) -> list[list[int]]:
-    """What was generated; all pages go back."""
+    """The generated tokens; all pages are freed."""
     outputs = [sequence.tokens[prompt:] for sequence in group]
     for sequence in group:
         cache.free(sequence)
     return outputs
 
 
-class Watch:
-    """Counts pages after every write, and prints the first writes that copied, if told where."""
+class PageWatch:
+    """Counts pages after every write, and prints the first writes that copied pages."""
 
     def __init__(self, cache: KVCache, console: Console | None = None, prints: int = 2):
         self.cache, self.console, self.prints = cache, console, prints
-        self.steps = self.held = self.alone = self.copied = 0
+        self.steps = self.held = self.unshared = self.copied = 0
         self.before: dict[Sequence, tuple[int, ...]] = {}
         self.picture = Table()
 
@@ -147,7 +147,7 @@ class Watch:
         if what == "wrote":
             copied = sum(len(self.copies(s)) for s in group)
             self.steps, self.copied = self.steps + 1, self.copied + copied
-            self.held, self.alone = self.held + self.in_use, self.alone + unshared(group)
+            self.held, self.unshared = self.held + self.in_use, self.unshared + unshared(group)
             if self.console and copied and self.prints:
                 self.console.print(earlier, "", self.picture, "")
                 self.prints -= 1
@@ -158,12 +158,12 @@ class Watch:
         return self.cache.pool.capacity - self.cache.pool.num_free
 
     def copies(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """(source, destination) of the pages that changed under it since the last call."""
+        """(source, destination) of the pages that changed since the last call."""
         pairs = zip(self.before.get(sequence, ()), sequence.table.pages, strict=False)
         return [(old, new) for old, new in pairs if old != new]
 
     def draw(self, what: str, group: list[Sequence]) -> Table:
-        """A line for each sequence: its pages, each with its holders, and what was copied."""
+        """One line per sequence: its pages, each with its number of holders, and copies."""
         total = f"{self.in_use} pages in use, {unshared(group)} if none were shared"
         table = Table(what, f"step {self.steps}", total, box=None)
         for name, sequence in zip("ABCDEFGH", group, strict=False):
@@ -178,7 +178,7 @@ class Watch:
 
     def summary(self) -> str:
         free = f"{self.cache.pool.num_free} of {self.cache.pool.capacity} are free again"
-        return f"Pages saved: {1 - self.held / self.alone:.0%}; copied: {self.copied}; {free}."
+        return f"Pages saved: {1 - self.held / self.unshared:.0%}; copied: {self.copied}; {free}."
 
 
 def main() -> None:
@@ -188,7 +188,7 @@ def main() -> None:
     console.print("them hold; the colours of", end="")
     console.print(*(f"[{c}] {n}[/]" for n, c in COLOURS.items()), sep=",", end=" holders.\n\n")
     for name, run in (("Parallel sampling", sample), ("Beam search", search)):
-        watch = Watch(new_cache(), console)
+        watch = PageWatch(new_cache(), console)
         console.rule(name)
         for i, tokens in enumerate(run(model, watch.cache, prompt, 4, 24, watch)):
             console.print(f"{'ABCD'[i]}: {' '.join(map(str, tokens))}")

@@ -1,9 +1,9 @@
-"""The official OpenAI client against `onchip serve`: complete, stream, and walk away.
+"""The official OpenAI client with `onchip serve`: complete, stream, and disconnect.
 
     onchip serve &
     python examples/openai_client.py http://127.0.0.1:8000
 
-Needs `pip install openai`. A server with keys finds one in OPENAI_API_KEY.
+Needs `pip install openai`. The key of a server with keys is read from OPENAI_API_KEY.
 """
 
 import os
@@ -15,7 +15,7 @@ PROMPT = "Pages are lent, not given. " * 8
 
 
 def complete(client: OpenAI, model: str) -> None:
-    """Four samples of one prompt; asked again, its pages are still there."""
+    """Four samples of one prompt; the second request finds its pages in the cache."""
     for _ in range(2):
         done = client.completions.create(model=model, prompt=PROMPT, n=4, max_tokens=20)
         usage = done.usage
@@ -35,12 +35,12 @@ def chat(client: OpenAI, model: str) -> None:
 
 def walk_away(client: OpenAI, model: str) -> None:
     """Leaving the block closes the connection, and the server cancels the rest."""
-    asked = {"prompt": PROMPT, "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
-    with client.completions.create(model=model, stream=True, **asked) as stream:
+    body = {"prompt": PROMPT, "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(model=model, stream=True, **body) as stream:
         for count, _ in enumerate(stream, 1):
             if count == 5:
                 break
-    print("left after 5 pieces")
+    print("left after 5 chunks")
 
 
 def main(url: str) -> None:

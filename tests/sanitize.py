@@ -20,7 +20,7 @@ import onchip
 import onchip.testing as ot
 from onchip import masks
 from onchip.cost.prefixes import Costs
-from onchip.engine.sampler import Edits, Rows, sample
+from onchip.engine.sampler import LogitEdits, SamplingMetadata, sample
 from onchip.fold import cascade
 from onchip.kvcache import KVCache, Sequence, Spec
 from onchip.models import Decoder, ModelConfig, positions_of, random_model
@@ -155,7 +155,7 @@ def _decode(model: Decoder, held: KVCache, length: int) -> None:
     row = lambda *values: torch.tensor(values, device=device)
     cuts = row(0.0, 0.1), row(5, 0), row(1.0, 0.7).double()
     draws = row(0.6, 1.0), row(0.3, 0.9).double()
-    drawn = Rows(Edits(None, None), row(0, 1), *draws, *cuts)
+    drawn = SamplingMetadata(LogitEdits(None, None), row(0, 1), *draws, *cuts)
     sample(logits[-2:], drawn)
     sample(logits[-2:].float(), replace(drawn, min_p=None, top_k=None, top_p=None))
     finish(device)

@@ -108,8 +108,8 @@ ONLY_UNDER = {
 TORCH_FREE = (
     "core/extras.py",
     *("kvcache/pool.py", "kvcache/prefix.py"),
-    *(f"engine/{name}.py" for name in ("params", "request", "costs", "line", "beams")),
-    *(f"engine/{name}.py" for name in ("step", "residence", "scheduler", "text", "tokenizer")),
+    *(f"engine/{name}.py" for name in ("params", "request", "costs", "request_queue", "beams")),
+    *(f"engine/{name}.py" for name in ("step", "kv_manager", "scheduler", "text", "tokenizer")),
     *(f"engine/{name}.py" for name in ("components", "chat", "worker", "workers")),
 )
 

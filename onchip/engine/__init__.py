@@ -1,20 +1,21 @@
-"""Requests served from pages: what is asked, who computes what in each step, and the draws.
+"""Continuous batching over a paged KV cache: requests, scheduler, model runner, sampler.
 
-`LLM` is the offline interface, `Engine` what it and a server drive. One turn of an engine:
+`LLM` is the offline interface. `LLM` and the server both drive an `Engine`. One step of an engine:
 
-    step = scheduler.schedule()
-    flight = runner.launch(step)  # forward and draws are queued on the device
-    finished = scheduler.update(step, runner.land(flight))
+    step = scheduler.schedule()             # which tokens each request computes; slots are taken
+    in_flight = model_runner.launch(step)   # forward pass and sampling, queued on the device
+    tokens = model_runner.collect(in_flight)  # wait for the sampled tokens
+    finished = scheduler.update(step, tokens)
 """
 
-from .costs import Costs
-from .engine import Engine, EngineError, Pace
+from .costs import PreemptionCosts
+from .engine import Engine, EngineError, ExecutionConfig
 from .llm import LLM
 from .params import BeamSearchParams, SamplingParams
-from .request import CompletionOutput, Drawn, Logprob, Request, RequestOutput, Sample, Status
+from .request import CompletionOutput, Logprob, Request, RequestOutput, Sample, SampledToken, Status
 from .scheduler import Scheduler
-from .stats import Stats
-from .step import Limits, Refused, Run, Step
+from .stats import EngineStats
+from .step import Chunk, Limits, RejectedRequest, ScheduledStep
 from .tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 __all__ = [
@@ -22,23 +23,23 @@ __all__ = [
     "BeamSearchParams",
     "ByteTokenizer",
     "CompletionOutput",
-    "Costs",
-    "Drawn",
+    "PreemptionCosts",
+    "SampledToken",
     "Engine",
     "EngineError",
     "FileTokenizer",
     "Limits",
     "Logprob",
-    "Pace",
-    "Refused",
+    "ExecutionConfig",
+    "RejectedRequest",
     "Request",
     "RequestOutput",
-    "Run",
+    "Chunk",
     "Sample",
     "SamplingParams",
     "Scheduler",
-    "Stats",
+    "EngineStats",
     "Status",
-    "Step",
+    "ScheduledStep",
     "Tokenizer",
 ]

@@ -1,7 +1,8 @@
-"""Conversations as text: the Jinja template of a tokenizer, rendered in a sandbox.
+"""Chat templates: a conversation rendered to text by the tokenizer's Jinja template, in a sandbox.
 
-The template is a program of the checkpoint's author. `render` runs it in the calling process, where
-nothing bounds its time and memory; `workers.Workers` runs it in a process that can be ended.
+The template is a program written by the checkpoint's author. `render` runs it in the calling
+process without bounds on time and memory; `workers.Workers` runs it in a process that can be
+killed.
 """
 
 import json
@@ -16,7 +17,7 @@ from onchip.engine.tokenizer import Tokenizer
 Message = Mapping[str, Any]
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, first the newest
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field, newest first
 _END = "\ue000END OF THE FINAL MESSAGE\ue001 "  # private characters; templates may strip the space
 
 
@@ -27,13 +28,15 @@ def render(
     template: str | None = None,
     **options: Any,
 ) -> str:
-    """The prompt of a conversation. template: replaces the tokenizer's own; options: as of
+    """The prompt of a conversation. template: replaces the tokenizer's own; options: as for
     `render_template`.
     """
-    return render_template(template_of(tokenizer, template), messages, tokenizer.special, **options)
+    return render_template(
+        get_template(tokenizer, template), messages, tokenizer.special, **options
+    )
 
 
-def template_of(tokenizer: Tokenizer, template: str | None = None) -> str:
+def get_template(tokenizer: Tokenizer, template: str | None = None) -> str:
     template = template or tokenizer.chat_template
     if template is None:
         raise ValueError("the tokenizer has no chat_template: give one, or a prompt")
@@ -51,10 +54,10 @@ def render_template(
     documents: Sequence[Any] | None = None,
     **variables: Any,
 ) -> str:
-    """The text that the template writes. special: the tokens that a template may name.
+    """Render the template. special: special tokens that the template may use by name.
 
     add_generation_prompt: None for True, unless continue_final_message is set: then the text ends
-    where the content of the last message ends, and the model continues it.
+    with the content of the last message, which the model continues.
     """
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt=True excludes continue_final_message")
@@ -69,28 +72,28 @@ def render_template(
         variables["add_generation_prompt"] = False
     try:
         text = compiled.render(**variables)
-    except Exception as error:  # a template is a program of its own, and may fail in any way
+    except Exception as error:  # a template is a program and may raise anything
         raise _failure(error) from None
     return _cut_at_end(text) if continue_final_message else text
 
 
 def _copy_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As templates read them: every name of the reasoning, if the message has one."""
+    """Copies in which the reasoning, if there is any, has every name that templates use."""
     if not messages:
         raise ValueError("the conversation is empty")
     conversation = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"a message must have a role and a content, got {message!r:.80}")
-        given = [message[name] for name in _REASONING if message.get(name) is not None]
-        alias = {"thinking": given[0]} if given else {}
-        final = {"reasoning_content": given[0]} if given else {}
+        reasoning = [message[name] for name in _REASONING if message.get(name) is not None]
+        alias = {"thinking": reasoning[0]} if reasoning else {}
+        final = {"reasoning_content": reasoning[0]} if reasoning else {}
         conversation.append({**alias, **message, **final})
     return conversation
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    """The end of the message's text gets a mark, which shows where the template wrote it."""
+    """Append a mark to the message's text, to find its end in the rendered text."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _END
@@ -104,7 +107,7 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def _cut_at_end(text: str) -> str:
-    """A template that strips contents has removed the mark's space: then the text's, too."""
+    """A template that strips contents also strips the mark's space; then strip the text, too."""
     at = text.rfind(_END.strip())
     if at < 0:
         raise ValueError("continue_final_message: the chat template leaves the last message out")
@@ -125,7 +128,7 @@ def _failure(error: Exception) -> ValueError:
 
 
 def _environment() -> Any:
-    """As transformers renders templates. The sandbox gives a template nothing but its variables."""
+    """The settings of transformers. The sandbox gives a template nothing but its variables."""
     try:
         from jinja2 import nodes
         from jinja2.exceptions import SecurityError
@@ -138,7 +141,7 @@ def _environment() -> Any:
         ) from None
 
     class Generation(Extension):
-        """{% generation %} marks what the model wrote, for training; here it is only a scope."""
+        """{% generation %} marks the model's own text for training; here it is only a scope."""
 
         tags = {"generation"}
 
@@ -148,9 +151,11 @@ def _environment() -> Any:
             return nodes.Scope(body, lineno=line)
 
     class PublicNamespace(Namespace):
-        """Without names that begin with an underscore, which could shadow Python's own."""
+        """A namespace that rejects names with a leading underscore, which could shadow Python's
+        own.
+        """
 
-        def __init__(*args: Any, **values: Any) -> None:  # `self` may be a name of the template
+        def __init__(*args: Any, **values: Any) -> None:  # a template may use the name `self`
             self, *rest = args
             Namespace.__init__(self)
             for name, value in dict(*rest, **values).items():

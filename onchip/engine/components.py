@@ -1,8 +1,8 @@
-"""The steps of a tokenizer.json around its vocabulary: how far they may grow or shrink a text.
+"""Bounds on how much the steps of a tokenizer.json may lengthen or shorten a text.
 
-A tokenizer.json is a small program of its author: normalizers rewrite the text, pre-tokenizers cut
-it, decoders rewrite the tokens. What follows is computed from their settings alone, so that a bound
-is known before a text is processed.
+A tokenizer.json is a small program written by the checkpoint's author: normalizers rewrite the
+text, pre-tokenizers split it, decoders rewrite the tokens. The bounds here follow from their
+settings alone, so they are known before any text is processed.
 """
 
 import base64
@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-MAX_GROWTH = 256  # of a text, by the steps that the author writes; nmt_nfkc's table reaches 33
+MAX_GROWTH = 256  # factor by which a text may grow; nmt_nfkc's table reaches 33
 MAX_SETTING_CHARS = 1024
 _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
-_COMPOSED = 4  # characters that NFC makes one of, at most
-# Steps that drop no character: these cannot hide a long text in few tokens.
+_COMPOSED = 4  # characters that NFC composes into one, at most
+# Steps that drop no character, so a long text cannot become few tokens.
 _KEEPING = {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
 
 
 def byte_letters() -> dict[str, int]:
-    """The letter that byte-level tokenizers write for each byte: itself where it is printable, else
-    the next unused one from U+0100 on.
+    """The letter that byte-level tokenizers write for each byte: the character itself if it is
+    printable, otherwise the next unused one from U+0100 on.
     """
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in printed]
@@ -31,7 +31,9 @@ def byte_letters() -> dict[str, int]:
 
 
 class Components:
-    """The steps of a tokenizer of the library, in order. ValueError: they grow a text too much."""
+    """The steps of a `tokenizers` tokenizer, in order. ValueError: they may lengthen a text too
+    much.
+    """
 
     def __init__(self, tokenizer: Any):
         self.normalizers = list(_steps(tokenizer.normalizer))
@@ -46,28 +48,30 @@ class Components:
                 )
 
     def chars_per_token(self, vocabulary: Mapping[str, int]) -> int | None:
-        """No token stands for more characters than this; None: some step drops characters, so that
-        no number of characters is too many.
+        """The most characters that one token can stand for. None if a step drops characters: then
+        no bound exists.
         """
         shrinking = [_shrinking(step) for step in (*self.normalizers, *self.pre_tokenizers)]
         whitespace = any(token.lstrip or token.rstrip for token in self._added)
         if None in shrinking or whitespace or not self._keeps_unknown(vocabulary):
             return None
         longest = max(map(len, vocabulary), default=0)
-        return int(longest * prod(one for one in shrinking if one))
+        return int(longest * prod(factor for factor in shrinking if factor))
 
     def _keeps_unknown(self, vocabulary: Mapping[str, int]) -> bool:
-        """Whether each character costs a token, also one that is not in the vocabulary."""
+        """Whether every character costs a token, even one that is not in the vocabulary."""
         kinds = {step["type"] for step in (*self.normalizers, *self.pre_tokenizers)}
         if "ByteLevel" in kinds and all(letter in vocabulary for letter in byte_letters()):
             return True
         if type(self._model).__name__ not in ("BPE", "Unigram"):
             return False
-        return bool(self._model.byte_fallback) and all(one in vocabulary for one in _BYTE_TOKENS)
+        return bool(self._model.byte_fallback) and all(
+            token in vocabulary for token in _BYTE_TOKENS
+        )
 
     def piece_bytes(self, piece: str) -> bytes | None:
-        """The bytes that a token of the vocabulary writes; None: a decoder is not one of the usual
-        and must be asked.
+        """The bytes that a vocabulary entry writes. None if a decoder is not a known one: then the
+        tokenizer must decode it.
         """
         kinds = {step["type"] for step in self.decoders}
         if "ByteLevel" in kinds:
@@ -89,7 +93,7 @@ _LETTERS = byte_letters()
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The settings of a component of the library, Sequences unfolded."""
+    """The settings of a component, with Sequences flattened."""
     if component is not None:
         yield from _unfold(json.loads(component.__getstate__()))
 
@@ -99,12 +103,12 @@ def _unfold(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield step
         return
     for name in ("normalizers", "pretokenizers", "decoders"):
-        for one in step.get(name, ()):
-            yield from _unfold(one)
+        for inner in step.get(name, ()):
+            yield from _unfold(inner)
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """A character becomes so many, by what the author of the file wrote."""
+    """The most characters that one character can become."""
     written = next((step[name] for name in ("content", "prepend") if name in step), "")
     if len(written) > MAX_SETTING_CHARS:
         raise ValueError(f"a {step['type']} writes {len(written)} characters at once")
@@ -117,13 +121,15 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _longest_entry(charsmap: bytes) -> int:
-    """SentencePiece's table: the size of a trie, the trie, then texts that end with a zero byte."""
+    """SentencePiece's table: the size of a trie, the trie, then texts that each end with a zero
+    byte.
+    """
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(1, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
 
 
 def _shrinking(step: Mapping[str, Any]) -> float | None:
-    """So many characters become one, at most; None: any number may."""
+    """The most characters that can become one. None: any number."""
     kind = step["type"]
     if kind in ("NFC", "NFKC"):
         return _COMPOSED

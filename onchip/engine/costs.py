@@ -1,17 +1,17 @@
-"""What it costs to take a request off the device: its bytes over the link and back, or its tokens
-computed again.
+"""The cost of preempting a request: copying its pages to the host and back, or recomputing its
+tokens.
 """
 
 from dataclasses import dataclass
 
-_WEIGHT = 0.1  # of the newest measurement: some twenty steps are remembered
+_WEIGHT = 0.1  # of the newest measurement: about the last twenty steps count
 
 
 @dataclass
-class Costs:
-    """page_bytes: keys and values of a page, all layers. link_bytes_per_s: of copies between host
-    and device, both ways alike; the default is what PCIe 5 x16 nearly reaches.
-    prefill_tokens_per_s: a first guess, replaced by what `observe` sees.
+class PreemptionCosts:
+    """page_bytes: keys and values of a page, all layers. link_bytes_per_s: copy rate between host
+    and device in either direction; the default is close to what PCIe 5 x16 reaches.
+    prefill_tokens_per_s: an initial guess, replaced by the measurements of `observe`.
     """
 
     page_bytes: int
@@ -24,7 +24,7 @@ class Costs:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
 
     def swap_s(self, num_pages: int) -> float:
-        """Out and back."""
+        """Seconds for the copies out and back."""
         return 2 * num_pages * self.page_bytes / self.link_bytes_per_s
 
     def recompute_s(self, num_tokens: int) -> float:
@@ -34,7 +34,7 @@ class Costs:
         return self.swap_s(num_pages) < self.recompute_s(num_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step that mostly prefilled computed so many tokens in so many seconds."""
+        """Record the time of a step that mostly prefilled."""
         if num_tokens > 0 and seconds > 0:
             rate = num_tokens / seconds
             self.prefill_tokens_per_s += _WEIGHT * (rate - self.prefill_tokens_per_s)

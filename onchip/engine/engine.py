@@ -1,7 +1,16 @@
-"""An engine: a model, its cache, and the requests that are served from it.
+"""An engine: a model, its paged cache, and the requests it serves.
 
-One thread drives an engine: `add`, `cancel` and `step` are its calls. Nothing is global, so a
-process may have several. `stats` may be called from any thread.
+    add ------> scheduler.schedule() --> ScheduledStep
+                     ^                        |
+                     |                model_runner.launch()     forward, sample (on the device)
+      apply_tokens   |                        |
+                     +--- collect() <-- InFlightStep
+                     |
+                     +--> output processor --> RequestOutput
+
+With overlap, step n + 1 is scheduled and launched before step n is collected, so the device never
+waits for the host. One thread drives an engine with `add`, `cancel` and `step`. Nothing is global:
+a process may have several engines. `stats` may be called from any thread.
 """
 
 import random
@@ -13,23 +22,23 @@ from itertools import count
 
 import torch
 
-from onchip.engine.costs import Costs
+from onchip.engine.costs import PreemptionCosts
+from onchip.engine.model_runner import InFlightStep, ModelRunner
 from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.reports import Reports
+from onchip.engine.reports import OutputProcessor
 from onchip.engine.request import Request, RequestOutput, Status
-from onchip.engine.runner import Flight, Runner
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.stats import Meter, Stats
-from onchip.engine.step import Limits, Refused
+from onchip.engine.stats import EngineStats, StatsRecorder
+from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
 from onchip.kvcache import HostTier, KVCache
 from onchip.models import Model
 
-_MOSTLY_PREFILL = 8  # tokens for each run of a step whose time is that of its tokens
+_MOSTLY_PREFILL = 8  # tokens per chunk from which on a step's time is that of prefill
 
 
 class EngineError(RuntimeError):
-    """A step failed, and with it every request; outputs: what those had so far."""
+    """A step failed, and all requests with it. outputs: their outputs so far."""
 
     def __init__(self, message: str, outputs: Sequence[RequestOutput] = ()):
         super().__init__(message)
@@ -37,10 +46,9 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How steps follow one another. overlap: schedule a step while the one before is computed;
-    None: where the device is not the host. graphs: replay recorded steps on a GPU. clock: by which
-    requests come, and expire.
+class ExecutionConfig:
+    """overlap: schedule a step while the one before runs; None: only on a GPU. graphs: replay steps
+    from CUDA graphs. clock: time of arrivals and deadlines.
     """
 
     overlap: bool | None = None
@@ -49,12 +57,12 @@ class Pace:
 
 
 class Engine:
-    """Serves a model. tokenizer: None if prompts are token ids and texts are not wanted.
+    """tokenizer: None if prompts are token ids and no texts are needed.
 
-    num_pages: of the device, page 0 among them is never used; kv_dtype: "fp8" or "int8" for pages
-    of 8 bits, None for the model's own dtype; host_pages: room for requests that are preempted, 0:
-    they are always computed again. eos_token_ids: None for the tokenizer's and
-    the model's own. seed: of requests that bring none; None: another each time.
+    num_pages: pages on the device; page 0 is the null page and never used. kv_dtype: "fp8" or
+    "int8" for 8-bit pages, None for the model's dtype. host_pages: pages of host memory for
+    preempted requests; 0: they are always recomputed. eos_token_ids: None for those of the
+    tokenizer and the model. seed: for requests without one; None: a new one each time.
     """
 
     def __init__(
@@ -70,10 +78,10 @@ class Engine:
         prefix_caching: bool = True,
         eos_token_ids: Sequence[int] | None = None,
         seed: int | None = None,
-        pace: Pace = Pace(),  # noqa: B008 (immutable)
+        execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 (immutable)
     ):
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
-        self.eos_token_ids = _ends_of(model, tokenizer, eos_token_ids)
+        self.eos_token_ids = _find_eos(model, tokenizer, eos_token_ids)
         spec = model.cache_spec(page_size, kv_dtype)
         self.cache = KVCache(
             spec,
@@ -83,18 +91,20 @@ class Engine:
             prefix_reuse=prefix_caching,
         )
         self.tier = HostTier(self.cache, host_pages) if host_pages else None
-        self.costs = Costs(spec.page_bytes) if host_pages else None
-        self._clock = pace.clock
-        self._runner = Runner(model, self.cache, pace.graphs)
-        self._overlap = self.cache.device.type == "cuda" if pace.overlap is None else pace.overlap
-        self._landed_at = 0.0
-        self._seed, self._num_taken = random.Random(seed).getrandbits(62), 0
+        self.costs = PreemptionCosts(spec.page_bytes) if host_pages else None
+        self._clock = execution.clock
+        self._runner = ModelRunner(model, self.cache, execution.graphs)
+        self._overlap = (
+            self.cache.device.type == "cuda" if execution.overlap is None else execution.overlap
+        )
+        self._collected_at = 0.0
+        self._seed, self._num_accepted = random.Random(seed).getrandbits(62), 0
         self._names = count()
-        self._meter = Meter(self.cache.pool, spec.page_bytes)
+        self._recorder = StatsRecorder(self.cache.pool, spec.page_bytes)
         self._failed: str | None = None
-        self._torn = False
-        self._lost: dict[str, RequestOutput] = {}  # ended by an interrupt, to be told
-        self._open_lines()
+        self._inconsistent = False
+        self._aborted: dict[str, RequestOutput] = {}  # ended by an interrupt, not reported yet
+        self._reset_scheduler()
 
     def __enter__(self) -> "Engine":
         return self
@@ -106,8 +116,8 @@ class Engine:
     def has_work(self) -> bool:
         if self._runner is None or self._failed:
             return False
-        unfinished = self.scheduler.has_work or self._flight is not None
-        return unfinished or self._torn or bool(self._lost)
+        unfinished = self.scheduler.has_work or self._in_flight is not None
+        return unfinished or self._inconsistent or bool(self._aborted)
 
     def add(
         self,
@@ -119,14 +129,14 @@ class Engine:
         deadline_s: float | None = None,
         salt: bytes = b"",
         stream: bool = True,
-    ) -> Request | Refused:
-        """A request stands in line now, or is refused. ValueError: it asks for what has no answer.
+    ) -> Request | RejectedRequest:
+        """Queue a request, or reject it. ValueError: the prompt or a parameter is invalid.
 
-        deadline_s: seconds from now, after which it is cut off. salt: prefixes are shared between
-        requests of the same salt alone. stream: False if only its last output is wanted.
+        deadline_s: seconds from now after which the request is cut off. salt: prefixes are shared
+        only between requests with the same salt. stream: False reports only the last output.
         """
         self._check_open()
-        self._mend()
+        self._recover()
         request = Request(
             f"request-{next(self._names)}" if request_id is None else request_id,
             self.encode(prompt) if isinstance(prompt, str) else prompt,
@@ -136,81 +146,81 @@ class Engine:
             salt=_salt(salt),
             eos_token_ids=self.eos_token_ids,
             vocab_size=self.model.config.vocab_size,
-            draw_seed=self._seed + self._num_taken,
+            rng_seed=self._seed + self._num_accepted,
         )
         self._prepare(request, prompt if isinstance(prompt, str) else None)
-        with self._all_or_torn():
+        with self._changing_state():
             refused = self.scheduler.add(request)
             if refused is None:
-                self._num_taken += 1  # of those that are taken alone: draws can be repeated
-                self._reports.watch(request, stream)
+                self._num_accepted += 1  # rejected requests do not count: seeds stay reproducible
+                self._output_processor.add_request(request, stream)
         return refused or request
 
     def encode(self, prompt: str) -> list[int]:
         """The token ids of a prompt."""
         if self.tokenizer is None:
-            raise ValueError("there is no tokenizer: give the prompt as token ids")
+            raise ValueError("the engine has no tokenizer: give the prompt as token ids")
         return self.tokenizer.encode(prompt)
 
     def warm_up(self) -> None:
-        """Prepare now what the first requests would wait for."""
+        """Record graphs and compile kernels, so that the first requests do not wait for them."""
         self._check_open()
         self._runner.warm_up(self.limits.max_num_batched_tokens)
 
     def graph_bytes(self) -> int:
-        """What `warm_up` would keep on a GPU, estimated from a part of it; none on the CPU."""
+        """Estimate the GPU memory that `warm_up` would take from a few recordings; 0 on the CPU."""
         self._check_open()
         return self._runner.graph_bytes(self.limits.max_num_batched_tokens)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request now: its pages are free when this returns, and no step reports it any
-        more. False: there is no such request, or it is done.
+        """End a request now. Its pages are free when this returns, and no later step reports it.
+        Return False if no unfinished request has this id.
         """
         if self._runner is None:
             return False
-        self._mend()
-        self._lost.pop(request_id, None)
+        self._recover()
+        self._aborted.pop(request_id, None)
         request = self.scheduler.find(request_id)
         if request is None:
             return False
-        with self._all_or_torn():
-            self._reports.forget(request)
+        with self._changing_state():
+            self._output_processor.drop_request(request)
             return self.scheduler.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
-        """One turn: computes something if there is work. Answers the requests that gained tokens
-        or ended, cumulative. EngineError: every request has failed, and the engine with them.
-        Interrupted (KeyboardInterrupt), it ends every request, as the next step tells, and the
-        engine goes on with what is added then.
+        """Run one step if there is work. Return cumulative outputs of the requests that gained
+        tokens or ended. EngineError: all requests have failed, and the engine cannot continue. A
+        KeyboardInterrupt inside a step ends all requests; the next step reports them, and the
+        engine continues.
         """
         self._check_open()
-        self._mend()
+        self._recover()
         started = time.monotonic()
         try:
-            with self._all_or_torn():
-                outputs = [*self._lost.values(), *self._turn()]
-                self._lost.clear()
-                self._meter.look(self.scheduler, self.cache.pool, started)
+            with self._changing_state():
+                outputs = [*self._aborted.values(), *self._run_step()]
+                self._aborted.clear()
+                self._recorder.record_turn(self.scheduler, self.cache.pool, started)
         except Exception as error:
             raise self._fail(error) from error
         return outputs
 
-    def stats(self) -> Stats:
-        """How the engine was at the end of its last step."""
-        return self._meter.latest
+    def stats(self) -> EngineStats:
+        """The state of the engine at the end of its last step."""
+        return self._recorder.latest
 
     def close(self) -> None:
-        """Cancel what there is and give all memory back. The engine is of no use afterwards."""
+        """Cancel all requests and free all memory. The engine cannot be used afterwards."""
         if self._runner is None:
             return
-        self._mend()
+        self._recover()
         for request in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.abort(request.request_id)
         on_gpu = self.cache.device.type == "cuda"
-        self._flight = self._runner = None
-        del self.model, self.cache, self.tier, self.scheduler, self._reports
+        self._in_flight = self._runner = None
+        del self.model, self.cache, self.tier, self.scheduler, self._output_processor
         if on_gpu:
-            torch.cuda.empty_cache()  # what this process keeps for itself, others may have
+            torch.cuda.empty_cache()  # return torch's cached memory to the device
 
     def _check_open(self) -> None:
         if self._runner is None:
@@ -219,45 +229,46 @@ class Engine:
             raise EngineError(f"the engine has failed: {self._failed}")
 
     @contextmanager
-    def _all_or_torn(self) -> Iterator[None]:
-        """Inside, lines and pages change. An error leaves them to whoever raised it; where an
-        interrupt has cut a change in two, nobody knows, so they are torn.
+    def _changing_state(self) -> Iterator[None]:
+        """Inside this block queues and pages change. After an exception the code that raised it
+        leaves them consistent. After an interrupt they may be half changed: they stay marked as
+        inconsistent.
         """
-        self._torn = True
+        self._inconsistent = True
         try:
             yield
         except Exception:
-            self._torn = False
+            self._inconsistent = False
             raise
-        self._torn = False
+        self._inconsistent = False
 
-    def _mend(self) -> None:
-        """If lines and pages are torn, every request is over, and they are as new. Interrupted
-        itself, this is done again.
+    def _recover(self) -> None:
+        """If an interrupt left queues and pages inconsistent, end all requests and reset both. If
+        this is interrupted too, the next call repeats it.
         """
-        if not self._torn:
+        if not self._inconsistent:
             return
-        over = self.scheduler.collapse(Status.FINISHED_ABORTED, "a step was interrupted")
-        self._lost |= {request.request_id: request.output() for request in over}
+        over = self.scheduler.abandon_all(Status.FINISHED_ABORTED, "a step was interrupted")
+        self._aborted |= {request.request_id: request.output() for request in over}
         self.cache.reset()
         if self.tier is not None:
             self.tier.reset()
         before = self.scheduler
-        self._open_lines()
+        self._reset_scheduler()
         self.scheduler.totals = before.totals
         self.scheduler.num_cached_tokens = before.num_cached_tokens
-        self._torn = False
+        self._inconsistent = False
 
-    def _open_lines(self) -> None:
-        """Nobody stands in line, nothing is under way."""
-        self._flight: Flight | None = None
+    def _reset_scheduler(self) -> None:
+        """Start with empty queues and no step in flight."""
+        self._in_flight: InFlightStep | None = None
         self.scheduler = Scheduler(
             self.cache, self.limits, tier=self.tier, costs=self.costs, clock=self._clock
         )
-        self._reports = Reports(self.tokenizer, self.scheduler.stop)
+        self._output_processor = OutputProcessor(self.tokenizer, self.scheduler.stop)
 
     def _deadline(self, seconds: float | None) -> float | None:
-        """On the scheduler's clock."""
+        """Convert to a time of the scheduler's clock."""
         if seconds is None:
             return None
         if not isinstance(seconds, (int, float)) or not seconds > 0:
@@ -267,67 +278,69 @@ class Engine:
     def _prepare(self, request: Request, prompt: str | None) -> None:
         request.prompt = prompt
         if request.params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]  # the first token follows nothing
+            request.prompt_logprobs = [None]  # no logits precede the first token
         if request.params.stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer; there is stop_token_ids")
+            raise ValueError("stop texts need a tokenizer; stop_token_ids does not")
 
-    def _turn(self) -> list[RequestOutput]:
-        """The next step is on its way before the last one is looked at, where that can be."""
+    def _run_step(self) -> list[RequestOutput]:
+        """Launch the next step before collecting the last one, unless the next needs its tokens."""
         step = self.scheduler.schedule()
-        flight = self._runner.launch(step) if step.runs else None
-        self.scheduler.advance(step)
-        outputs = self._reports.tell(step.ended)
-        if self._flight is not None:
-            outputs += self._land(self._flight)
-        self._flight = flight
-        if flight is None:
-            self.scheduler.resolve(step, ())
-        elif not self._overlap or self.scheduler.must_resolve:
-            self._flight = None
-            outputs += self._land(flight)
+        in_flight = self._runner.launch(step) if step.chunks else None
+        self.scheduler.mark_launched(step)
+        outputs = self._output_processor.make_outputs(step.ended)
+        if self._in_flight is not None:
+            outputs += self._collect(self._in_flight)
+        self._in_flight = in_flight
+        if in_flight is None:
+            self.scheduler.apply_tokens(step, ())
+        elif not self._overlap or self.scheduler.must_collect:
+            self._in_flight = None
+            outputs += self._collect(in_flight)
         return outputs
 
-    def _land(self, flight: Flight) -> list[RequestOutput]:
+    def _collect(self, in_flight: InFlightStep) -> list[RequestOutput]:
         started = time.monotonic()
-        flight.wait()
+        in_flight.wait()
         waited_s = time.monotonic() - started
-        drawn = self._runner.land(flight)
-        self._observe(flight, waited_s)
-        finished = self.scheduler.resolve(flight.step, drawn)
-        return self._reports.drawn([sample for _, sample in flight.step.draws], finished)
+        tokens = self._runner.collect(in_flight)
+        self._observe(in_flight, waited_s)
+        finished = self.scheduler.apply_tokens(in_flight.step, tokens)
+        return self._output_processor.process_sampled(
+            [sample for _, sample in in_flight.step.rows_to_sample], finished
+        )
 
-    def _observe(self, flight: Flight, waited_s: float) -> None:
-        """The step has come home: what it did, and how long after the one before."""
-        now, tokens = time.monotonic(), flight.step.num_tokens
-        seconds, self._landed_at = now - max(self._landed_at, flight.launched_at), now
-        self._meter.count(flight.step, waited_s)
-        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(flight.step.runs):
+    def _observe(self, in_flight: InFlightStep, waited_s: float) -> None:
+        """Record a collected step, and the prefill rate if it mostly prefilled."""
+        now, tokens = time.monotonic(), in_flight.step.num_tokens
+        seconds, self._collected_at = now - max(self._collected_at, in_flight.launched_at), now
+        self._recorder.count_step(in_flight.step, waited_s)
+        if self.costs is not None and tokens >= _MOSTLY_PREFILL * len(in_flight.step.chunks):
             self.costs.observe(tokens, seconds)
 
     def _fail(self, error: Exception) -> EngineError:
         self._failed = f"{type(error).__name__}: {error}".removesuffix(": ")
-        failed = self.scheduler.collapse(Status.FINISHED_ERROR, self._failed)
+        failed = self.scheduler.abandon_all(Status.FINISHED_ERROR, self._failed)
         outputs = [request.output() for request in failed]
-        self._reports.clear()
-        self._flight = None
+        self._output_processor.clear()
+        self._in_flight = None
         return EngineError(f"a step failed, and all requests with it: {self._failed}", outputs)
 
 
 def _salt(salt: bytes) -> str:
-    """As the cache takes it; different bytes are different texts."""
+    """The cache takes text; latin-1 maps different bytes to different texts."""
     if not isinstance(salt, bytes):
         raise ValueError(f"salt={salt!r:.60} must be bytes")
     return salt.decode("latin-1")
 
 
-def _ends_of(
+def _find_eos(
     model: Model, tokenizer: Tokenizer | None, named: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """End tokens, each of which is one of the model's."""
+    """End tokens; each must be in the model's vocabulary."""
     if named is None:
         named = (*model.config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()))
     vocab_size = model.config.vocab_size
     for token in named:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"the end token {token} is none of the model's: {vocab_size=}")
+            raise ValueError(f"the end token {token} is not in the vocabulary: {vocab_size=}")
     return tuple(dict.fromkeys(named))

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from onchip.engine import memory
-from onchip.engine.chat import Message, template_of
-from onchip.engine.engine import Engine, EngineError, Pace
+from onchip.engine.chat import Message, get_template
+from onchip.engine.engine import Engine, EngineError, ExecutionConfig
 from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.progress import Bar
+from onchip.engine.progress import ProgressBar
 from onchip.engine.ranks import Ranks
 from onchip.engine.request import RequestOutput
-from onchip.engine.stats import Stats
-from onchip.engine.step import Limits, Refused
+from onchip.engine.stats import EngineStats
+from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, generation_eos
 from onchip.engine.workers import Worker, Workers
 from onchip.models import Model, builtin
@@ -28,20 +28,20 @@ Params = SamplingParams | BeamSearchParams
 
 
 class LLM:
-    """A model that generates text, served from pages. Arguments as vLLM's where they exist.
+    """A model that generates text from a paged KV cache. Arguments as in vLLM where they exist.
 
-    model: a folder with config.json, safetensors and tokenizer.json, or "tiny" (built in, see
-    `models.builtin`), or a model of `onchip.models`; families that those do not have run through
-    transformers, slower. tokenizer: another folder, or a Tokenizer. max_model_len: prompt and
+    model: a folder with config.json, safetensors and tokenizer.json, "tiny" (built in, see
+    `models.builtin`), or a model of `onchip.models`; other families run through transformers,
+    slower. tokenizer: another folder, or a Tokenizer. max_model_len: tokens of prompt and
     continuation together; None for the model's own. block_size: slots of a page. swap_space: GiB of
-    host memory for requests that are preempted. dtype: "auto" for the checkpoint's own. kv_dtype:
-    "fp8" (e4m3) or "int8" for pages of 8 bits, of which twice as many fit; None for dtype. seed: of
-    the draws of requests that bring none. enforce_eager: replay no CUDA graphs. num_pages: of the
-    cache; None for what fits.
+    host memory for preempted requests. dtype: "auto" for the checkpoint's own. kv_dtype: "fp8"
+    (e4m3) or "int8" for 8-bit pages, of which twice as many fit; None for dtype. seed: for requests
+    without one. enforce_eager: use no CUDA graphs. num_pages: pages of the cache; None for as many
+    as fit.
 
-    tensor_parallel_size: torchrun starts as many processes, which all make the same calls. They
-    decide alike, so nothing in them may depend on time: no swapping, no graphs, and metrics count
-    calls instead of seconds.
+    tensor_parallel_size: torchrun starts this many processes, which all make the same calls. All
+    ranks must decide alike, so nothing may depend on time: no swapping, no graphs, and metrics
+    count calls instead of seconds.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class LLM:
         loaded = ranks.load(model, device, dtype)
         longest = loaded.config.max_seqlen
         if max_model_len is not None and not 1 < max_model_len <= longest:
-            raise ValueError(f"{max_model_len=} must lie in [2, {longest}], the model's own")
+            raise ValueError(f"{max_model_len=} must be in [2, {longest}], the model's own")
         limits = Limits(max_model_len or longest, max_num_batched_tokens, max_num_seqs)
-        graphs = ranks.alone and not enforce_eager
+        graphs = ranks.is_single and not enforce_eager
         spec = loaded.cache_spec(block_size, kv_dtype)
         if num_pages is None:
             share, paging = gpu_memory_utilization, memory.Paging(block_size, kv_dtype)
-            num_pages = ranks.agree(
+            num_pages = ranks.take_minimum(
                 memory.device_pages(loaded, limits, paging, share, graphs=graphs)
             )
         self.engine = Engine(
@@ -84,15 +84,15 @@ class LLM:
             num_pages=num_pages,
             page_size=block_size,
             kv_dtype=kv_dtype,
-            host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.alone else 0,
+            host_pages=memory.host_pages(spec, swap_space, num_pages) if ranks.is_single else 0,
             prefix_caching=enable_prefix_caching,
             eos_token_ids=_eos(model),
             seed=seed,
-            pace=Pace(graphs=graphs, clock=ranks.clock),
+            execution=ExecutionConfig(graphs=graphs, clock=ranks.clock),
         )
         self._ranks = ranks
         self._templates = Workers(1)
-        self._jobs: dict[str, _Job] = {}
+        self._batches: dict[str, _PromptBatch] = {}
         self._numbers = count()
         self.engine.warm_up()
 
@@ -103,15 +103,15 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._templates.close()
         self.engine.close()
-        self._ranks.leave()
+        self._ranks.shut_down()
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.engine.tokenizer
 
-    def stats(self) -> Stats:
+    def stats(self) -> EngineStats:
         return self.engine.stats()
 
     def generate(
@@ -120,32 +120,32 @@ class LLM:
         sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """The continuations of each prompt, in the order of the prompts: texts, lists of token ids,
-        or {"prompt": ...} and {"prompt_token_ids": ...}. sampling_params: one for all, or one for
-        each. use_tqdm: show progress where a terminal is. Ctrl-C cancels the prompts, and the next
-        call finds everything in order.
+        """The continuations of each prompt, in the order of the prompts. A prompt is a text, a list
+        of token ids, {"prompt": ...} or {"prompt_token_ids": ...}. sampling_params: one for all
+        prompts, or one for each. use_tqdm: show progress on a terminal. Ctrl-C cancels the prompts;
+        later calls are not affected.
         """
-        prompts = _listed(prompts)
+        prompts = _as_list(prompts)
         done: dict[int, RequestOutput] = {}
-        served = self._serve(prompts, sampling_params, stream=False)
-        # Closed by hand: a traceback, which a prompt of Python keeps, would keep it open.
-        with closing(served), Bar(len(prompts), use_tqdm) as bar:
-            for place, output in served:
-                done[place] = output
-                bar.advance(sum(len(one.token_ids) for one in output.outputs))
-        return [done[place] for place in range(len(prompts))]
+        outputs = self._generate(prompts, sampling_params, stream=False)
+        # Closed explicitly: an interactive session keeps the traceback, which would keep it open.
+        with closing(outputs), ProgressBar(len(prompts), use_tqdm) as bar:
+            for index, output in outputs:
+                done[index] = output
+                bar.advance(sum(len(choice.token_ids) for choice in output.outputs))
+        return [done[index] for index in range(len(prompts))]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Outputs as they grow, cumulative, of all prompts in turns; `request_id` tells which: the
-        place of the prompt. Leaving the loop cancels what is left.
+        """Cumulative outputs of all prompts as they grow; `request_id` is the index of the prompt.
+        Leaving the loop cancels the rest.
         """
-        with closing(self._serve(_listed(prompts), sampling_params, stream=True)) as served:
-            for place, output in served:
-                yield replace(output, request_id=str(place))
+        with closing(self._generate(_as_list(prompts), sampling_params, stream=True)) as outputs:
+            for index, output in outputs:
+                yield replace(output, request_id=str(index))
 
     def chat(
         self,
@@ -160,23 +160,24 @@ class LLM:
         single = bool(messages) and isinstance(messages[0], Mapping)
         prompts = [
             self.chat_prompt(
-                one, chat_template=chat_template, add_generation_prompt=add_generation_prompt
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
             )
-            for one in ([messages] if single else messages)
+            for conversation in ([messages] if single else messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Any) -> dict[str, Any]:
-        """The prompt that a conversation becomes: text and token ids. options: as of
-        chat.render_template, and chat_template. A template runs in a process of its own, for 10 s
-        at most.
+        """The prompt of a conversation: text and token ids. options: as for chat.render_template,
+        and chat_template. The template runs in its own process, for 10 s at most.
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
-            raise ValueError("there is no tokenizer, so no chat template: give token ids")
-        template = template_of(tokenizer, options.pop("chat_template", None))
+            raise ValueError("the model has no tokenizer, so no chat template: give token ids")
+        template = get_template(tokenizer, options.pop("chat_template", None))
         text = self._templates.render(template, list(messages), tokenizer.special, options)
-        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes its own
+        ids = tokenizer.encode(text, add_special_tokens=False)  # the template writes them
         return {"prompt": text, "prompt_token_ids": ids}
 
     def beam_search(
@@ -185,55 +186,56 @@ class LLM:
         """The most probable continuations of each prompt, best first."""
         return self.generate(prompts, params, use_tqdm=False)
 
-    def _serve(
+    def _generate(
         self,
         prompts: Sequence[Prompt],
         params: Params | Sequence[Params] | None,
         stream: bool,
     ) -> Generator[tuple[int, RequestOutput]]:
-        """(place of the prompt, output) until all prompts are done. As many stand in line as may;
-        if this is left early, all are cancelled. Another call may come between two outputs; if that
-        is interrupted within a step, the prompts of this one end, too (finish_reason "abort").
+        """(index of the prompt, output) until all prompts are done. As many requests are queued as
+        the engine accepts; closing the generator cancels them. Other calls may run between two
+        outputs: if one of them is interrupted inside a step, the prompts of this call end, too
+        (finish_reason "abort").
         """
-        asked = zip(prompts, _each(params, len(prompts)), strict=True)
-        job = _Job([(self._read(prompt), how) for prompt, how in asked])
+        pairs = zip(prompts, _params_per_prompt(params, len(prompts)), strict=True)
+        batch = _PromptBatch([(self._parse_prompt(prompt), params) for prompt, params in pairs])
         try:
-            while job.left:
-                self._feed(job, stream)
-                if not job.box:
-                    self._pump()
-                while job.box:
-                    output = job.box.popleft()
-                    job.left -= output.finished
-                    yield job.places[output.request_id], output
+            while batch.num_left:
+                self._add_requests(batch, stream)
+                if not batch.outputs:
+                    self._step_engine()
+                while batch.outputs:
+                    output = batch.outputs.popleft()
+                    batch.num_left -= output.finished
+                    yield batch.indices[output.request_id], output
         finally:
-            for name in job.places:
+            for name in batch.indices:
                 self.engine.cancel(name)
-                self._jobs.pop(name, None)
+                self._batches.pop(name, None)
 
-    def _pump(self) -> None:
+    def _step_engine(self) -> None:
         outputs = self.engine.step()
         if not outputs and not self.engine.has_work:
-            raise EngineError("the last outputs of this call were lost: another was interrupted")
+            raise EngineError("outputs of this call were lost: another call was interrupted")
         for output in outputs:
-            if output.request_id in self._jobs:
-                self._jobs[output.request_id].box.append(output)
+            if output.request_id in self._batches:
+                self._batches[output.request_id].outputs.append(output)
 
-    def _feed(self, job: "_Job", stream: bool) -> None:
-        while len(job.places) < len(job.asked):
-            place = len(job.places)
-            (text, ids), params = job.asked[place]
+    def _add_requests(self, batch: "_PromptBatch", stream: bool) -> None:
+        while len(batch.indices) < len(batch.prompts):
+            index = len(batch.indices)
+            (text, ids), params = batch.prompts[index]
             name = f"prompt-{next(self._numbers)}"
-            job.places[name], self._jobs[name] = place, job  # whom to cancel, were this interrupted
-            answer = self.engine.add(ids, params, request_id=name, stream=stream)
-            if isinstance(answer, Refused):
-                del job.places[name], self._jobs[name]
-                if answer.later and self.engine.has_work:
+            batch.indices[name], self._batches[name] = index, batch
+            added = self.engine.add(ids, params, request_id=name, stream=stream)
+            if isinstance(added, RejectedRequest):
+                del batch.indices[name], self._batches[name]
+                if added.is_retryable and self.engine.has_work:
                     return
-                raise ValueError(f"prompt {place} cannot be served: {answer.reason}")
-            answer.prompt = text
+                raise ValueError(f"prompt {index} cannot be served: {added.reason}")
+            added.prompt = text
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    def _parse_prompt(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """The text of a prompt, if it has one, and its token ids."""
         prompt = {"prompt": prompt} if isinstance(prompt, str) else prompt
         if not isinstance(prompt, Mapping):
@@ -246,16 +248,16 @@ class LLM:
         return text, self.engine.encode(text)
 
 
-class _Job:
-    """Prompts of one call: places of those that stand in line, by request, and outputs to hand
-    over.
+class _PromptBatch:
+    """The prompts of one call: indices of the queued ones by request id, and outputs not yielded
+    yet.
     """
 
-    def __init__(self, asked: list[tuple[tuple[str | None, Sequence[int]], Params | None]]):
-        self.asked = asked
-        self.left = len(asked)
-        self.places: dict[str, int] = {}
-        self.box: deque[RequestOutput] = deque()
+    def __init__(self, prompts: list[tuple[tuple[str | None, Sequence[int]], Params | None]]):
+        self.prompts = prompts
+        self.num_left = len(prompts)
+        self.indices: dict[str, int] = {}
+        self.outputs: deque[RequestOutput] = deque()
 
 
 def _tokenizer(
@@ -271,29 +273,29 @@ def _tokenizer(
 
 
 def _load_tokenizer(folder: str | Path) -> FileTokenizer:
-    """First in a process with bounded memory: a tokenizer.json that ends its process by being
-    loaded does not end this one.
+    """Load it first in a process with bounded memory: a tokenizer.json that crashes or exhausts
+    memory while loading then ends that process, not this one.
     """
     Worker(folder).close()
     return FileTokenizer(folder)
 
 
 def _eos(model: str | Path | Model) -> tuple[int, ...] | None:
-    """generation_config.json overrides what config.json and the tokenizer say."""
+    """generation_config.json overrides config.json and the tokenizer."""
     if not isinstance(model, (str, Path)) or model == builtin.NAME:
         return None
     return generation_eos(model) or None
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt is a list of one; a list of numbers is one prompt."""
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt becomes a list of one; a list of numbers is a single prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     several: list[Any] = list(prompts)
     return [several] if several and isinstance(several[0], int) else several
 
 
-def _each(params: Params | Sequence[Params] | None, count: int) -> list[Params | None]:
+def _params_per_prompt(params: Params | Sequence[Params] | None, count: int) -> list[Params | None]:
     if params is None or isinstance(params, (SamplingParams, BeamSearchParams)):
         return [params] * count
     if len(params) != count:

@@ -1,4 +1,4 @@
-"""How many pages fit: on the device beside the model and its steps, and on the host."""
+"""How many pages fit on the device, after the model and its largest step, and on the host."""
 
 import os
 from dataclasses import replace
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.engine.engine import Engine, Pace
+from onchip.engine.engine import Engine, ExecutionConfig
 from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
 from onchip.kvcache.host import CHUNK_BYTES
 from onchip.models import Model
 
-_HOST_SHARE = 0.25  # of the memory that is free where the CPU computes: it belongs to others too
-_TRIAL_TOKENS = 4096  # of a sequence: as long as it takes for kernels to use all their scratch
-_EVERYTHING = SamplingParams(
+_HOST_SHARE = 0.25  # of the free memory, if the CPU computes: other programs need memory, too
+_TRIAL_TOKENS = 4096  # sequence length at which kernels use all of their scratch memory
+_ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
     ignore_eos=True,
     temperature=0.7,
@@ -28,7 +28,7 @@ _EVERYTHING = SamplingParams(
 
 
 class Paging(NamedTuple):
-    """What is asked of pages: see `Engine`."""
+    """Page options; see `Engine`."""
 
     page_size: int = 16
     kv_dtype: str | None = None
@@ -37,37 +37,37 @@ class Paging(NamedTuple):
 def device_pages(
     model: Model, limits: Limits, paging: Paging, utilization: float, *, graphs: bool = True
 ) -> int:
-    """Pages for a cache: what a GPU has left of `utilization` of its memory, or a quarter of what
-    the host has free; never more than max_num_seqs sequences of max_model_len can hold. graphs:
-    whether steps will be recorded.
+    """Pages for a cache: the part of `utilization` of a GPU's memory that is left, or a quarter of
+    the free host memory, but never more than max_num_seqs sequences of max_model_len can fill.
+    graphs: whether steps will be recorded.
     """
     spec = model.cache_spec(*paging)
     most = 1 + limits.max_num_seqs * -(-limits.max_model_len // paging.page_size)
     if model.device.type == "cuda":
-        room = _room_on_gpu(model, limits, paging, utilization, graphs)
+        free_bytes = _free_gpu_bytes(model, limits, paging, utilization, graphs)
     else:
-        room = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    pages = min(most, spec.pages_in(max(0, room)))
+        free_bytes = int(_HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    pages = min(most, spec.pages_in(max(0, free_bytes)))
     if pages < 2:
         raise ValueError(
-            f"there is no room for pages of {spec.page_bytes:,} bytes on {spec.device}: of what it"
-            f" may use, {max(0, room):,} bytes are left"
+            f"no page of {spec.page_bytes:,} bytes fits on {spec.device}: of the memory it may use,"
+            f" {max(0, free_bytes):,} bytes are left"
         )
     return pages
 
 
 def host_pages(spec: Spec, swap_space: float, num_pages: int) -> int:
-    """Pages in swap_space GiB, at most as many as the device has."""
+    """Pages in swap_space GiB, at most as many as on the device."""
     if not swap_space >= 0:
         raise ValueError(f"{swap_space=} must be a number of GiB from 0 on")
     return min(spec.pages_in(int(swap_space * 2**30)), num_pages)
 
 
-def _room_on_gpu(
+def _free_gpu_bytes(
     model: Model, limits: Limits, paging: Paging, utilization: float, graphs: bool
 ) -> int:
     if not 0 < utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization={utilization} must lie above 0, and at most at 1")
+        raise ValueError(f"gpu_memory_utilization={utilization} must be above 0 and at most 1")
     fixed = _step_bytes(model, limits, paging) + _staging_bytes(model, paging)
     if graphs:
         fixed += _graph_bytes(model, limits, paging)
@@ -77,29 +77,33 @@ def _room_on_gpu(
 
 
 def _step_bytes(model: Model, limits: Limits, paging: Paging) -> int:
-    """What the largest step needs beside weights and pages, measured with all that torch takes for
-    it: as many prompts as may run, together as long as a step, one of which is asked about itself,
-    and draws that use every part of the sampler.
+    """Memory of the largest step besides weights and pages, measured with everything torch
+    reserves. The step has max_num_seqs prompts that fill the token budget, one of them with prompt
+    logprobs, and uses every option of the sampler.
     """
     device, count = model.device, limits.max_num_seqs
     length = max(1, min(limits.max_num_batched_tokens // count, limits.max_model_len - 2))
     pages = 2 + count * -(-(length + 2) // paging.page_size)
     limits = replace(limits, max_queued_requests=count, max_queued_tokens=count * length)
-    options = {**paging._asdict(), "prefix_caching": False, "pace": Pace(graphs=False)}
+    options = {
+        **paging._asdict(),
+        "prefix_caching": False,
+        "execution": ExecutionConfig(graphs=False),
+    }
     torch.cuda.empty_cache()
     with Engine(model, None, limits=limits, num_pages=pages, **options) as engine:
         held = torch.cuda.memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        engine.add([0] * length, replace(_EVERYTHING, prompt_logprobs=MAX_LOGPROBS))
+        engine.add([0] * length, replace(_ALL_SAMPLING_OPTIONS, prompt_logprobs=MAX_LOGPROBS))
         for i in range(1, count):
-            engine.add([i % 2] * length, _EVERYTHING)
+            engine.add([i % 2] * length, _ALL_SAMPLING_OPTIONS)
         while engine.has_work:
             engine.step()
         return torch.cuda.max_memory_reserved(device) - held
 
 
 def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
-    """The graphs, and the page table that they share."""
+    """Memory of the graphs and of their shared page table."""
     width = -(-limits.max_model_len // paging.page_size)
     pages = 1 + min(width, -(-_TRIAL_TOKENS // paging.page_size))
     with Engine(model, None, limits=limits, num_pages=pages, **paging._asdict()) as engine:
@@ -107,5 +111,5 @@ def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
 
 
 def _staging_bytes(model: Model, paging: Paging) -> int:
-    """Where pages are packed on their way to the host and back: see kvcache/host.py."""
+    """Buffers in which pages are packed for copies to and from the host: see kvcache/host.py."""
     return 2 * max(CHUNK_BYTES, model.cache_spec(*paging).page_bytes)

@@ -1,5 +1,5 @@
-"""What a request may ask for. Everything is checked when the object is made: what it holds from
-then on can be served, and no number in it is clipped, rounded or ignored.
+"""Parameters of a request. All are checked when the object is made: every value can be served as it
+is, and no number is clipped, rounded or ignored.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-MAX_SAMPLES = 128  # n, best_of, beam_width: each holds pages and a row of the batch
-MAX_STOPS = 16  # every one is searched for in every piece of text
+MAX_SAMPLES = 128  # n, best_of, beam_width: each sample holds pages and a row of the batch
+MAX_STOPS = 16  # each is searched for in every new piece of text
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKENS = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
 MAX_TEMPERATURE = 2.0
-MIN_TEMPERATURE = 1e-20  # what is smaller could vanish in fp32; 0 is greedy
+MIN_TEMPERATURE = 1e-20  # smaller values could underflow in fp32; 0 is greedy
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
     """Search for the most probable continuations, beam_width at a time.
 
-    A continuation scores cumulative_logprob / (generated tokens ** length_penalty). temperature
-    divides the logits (0 as 1: the model's own probabilities).
+    The score of a continuation is cumulative_logprob / (generated tokens ** length_penalty).
+    temperature divides the logits (0 as 1: the model's own probabilities).
     """
 
     beam_width: int
@@ -32,25 +32,25 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        _check_integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _flag("ignore_eos", self.ignore_eos)
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_flag("ignore_eos", self.ignore_eos)
         _check_temperature(self.temperature)
-        _number("length_penalty", self.length_penalty, -10, 10)
+        _check_number("length_penalty", self.length_penalty, -10, 10)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of a request are drawn, and when it ends. Names and meanings are vLLM's.
+    """How tokens are sampled, and when a request ends. Names and meanings are vLLM's.
 
-    best_of: draw so many samples, return the n most probable. use_beam_search: search with
-    best_of (or n) beams instead of drawing. temperature 0 is greedy. top_k 0 or -1, top_p 1 and
-    min_p 0 are off. max_tokens None: as many as the model has room for. stop_token_ids end a sample
-    as eos does; ignore_eos ignores eos, not them; neither is drawn before min_tokens. logprobs k:
-    those of the k most probable tokens and of the one drawn. logit_bias: added to the logits of
-    these token ids. seed: the same tokens for the same seed, whatever else is in the batch.
-    skip_special_tokens: False writes special tokens into the text.
+    best_of: sample this many continuations and return the n most probable. use_beam_search: search
+    with best_of (or n) beams instead of sampling. temperature 0 is greedy. top_k 0 or -1, top_p 1
+    and min_p 0 are off. max_tokens None: up to the model's limit. stop_token_ids end a sample as
+    eos does; ignore_eos ignores eos but not them; before min_tokens neither is sampled. logprobs k:
+    of the k most probable tokens and of the sampled one. logit_bias: added to the logits of these
+    token ids. seed: the same tokens for the same seed, in any batch. skip_special_tokens: False
+    writes special tokens into the text.
     """
 
     n: int = 1
@@ -85,27 +85,27 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """How many are drawn."""
+        """The number of samples."""
         return self.best_of or self.n
 
     @property
-    def greedy(self) -> bool:
+    def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
-    def penalised(self) -> bool:
-        """Tokens that came before change the logits."""
+    def has_penalties(self) -> bool:
+        """Earlier tokens change the logits."""
         counted = self.presence_penalty or self.frequency_penalty
         return bool(counted or self.repetition_penalty != 1)
 
     @cached_property
-    def edits(self) -> bool:
+    def edits_logits(self) -> bool:
         """Single logits may be changed."""
-        return bool(self.penalised or self.logit_bias or self.min_tokens)
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens)
 
     @property
     def beams(self) -> BeamSearchParams | None:
-        """The search that use_beam_search asks for."""
+        """The parameters of the search if use_beam_search is set."""
         if not self.use_beam_search:
             return None
         return BeamSearchParams(
@@ -113,66 +113,68 @@ class SamplingParams:
         )
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Every token id it names is one of the model's."""
+        """Every token id must be in the vocabulary."""
         for name in ("logit_bias", "stop_token_ids"):
             for token in getattr(self, name):
                 if token >= vocab_size:
                     raise ValueError(f"{name} names token {token}; {vocab_size=}")
 
     def _check_counts(self) -> None:
-        _integer("n", self.n, 1, MAX_SAMPLES)
+        _check_integer("n", self.n, 1, MAX_SAMPLES)
         if self.best_of is not None:
-            _integer("best_of", self.best_of, self.n, MAX_SAMPLES)
+            _check_integer("best_of", self.best_of, self.n, MAX_SAMPLES)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
 
     def _check_shape_of_distribution(self) -> None:
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _check_temperature(self.temperature)
-        _number("top_p", self.top_p, 0, 1)
+        _check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p=0 keeps no token: it must be above 0, and at most 1")
-        _integer("top_k", self.top_k, -1)
-        _number("min_p", self.min_p, 0, 1)
+        _check_integer("top_k", self.top_k, -1)
+        _check_number("min_p", self.min_p, 0, 1)
 
     def _check_ends(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        _at_most("stop", stop, MAX_STOPS)
+        _check_max_entries("stop", stop, MAX_STOPS)
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 raise ValueError(
                     f"every stop must be a text of 1 to {MAX_STOP_CHARS} characters, one is"
-                    f" {_short(text)}"
+                    f" {_shorten(text)}"
                 )
-        ids = _several("stop_token_ids", self.stop_token_ids)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
-        _at_most("stop_token_ids", ids, MAX_STOP_TOKENS)
+        _check_max_entries("stop_token_ids", ids, MAX_STOP_TOKENS)
         for token in ids:
-            _integer("a token id of stop_token_ids", token, 0)
-        _flag("ignore_eos", self.ignore_eos)
-        _flag("skip_special_tokens", self.skip_special_tokens)
+            _check_integer("a token id of stop_token_ids", token, 0)
+        _check_flag("ignore_eos", self.ignore_eos)
+        _check_flag("skip_special_tokens", self.skip_special_tokens)
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias or {}, Mapping):
-            raise ValueError(f"logit_bias={_short(self.logit_bias)} must map token ids to numbers")
+            raise ValueError(
+                f"logit_bias={_shorten(self.logit_bias)} must map token ids to numbers"
+            )
         bias = dict(self.logit_bias or {})
         object.__setattr__(self, "logit_bias", bias)
-        _at_most("logit_bias", bias, MAX_BIASES)
+        _check_max_entries("logit_bias", bias, MAX_BIASES)
         for token, value in bias.items():
-            _integer("a token id of logit_bias", token, 0)
-            _number(f"logit_bias[{token}]", value, -100, 100)
+            _check_integer("a token id of logit_bias", token, 0)
+            _check_number(f"logit_bias[{token}]", value, -100, 100)
 
     def _check_beams(self) -> None:
-        _number("length_penalty", self.length_penalty, -10, 10)
+        _check_number("length_penalty", self.length_penalty, -10, 10)
         plain = SamplingParams()
         for name in _NOT_WITH_BEAMS:
             value = getattr(self, name)
@@ -203,46 +205,46 @@ _NOT_WITH_BEAMS = (
 )
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
-        raise ValueError(f"{name}={_short(value)} must be a whole number, {bounds}")
+        raise ValueError(f"{name}={_shorten(value)} must be a whole number, {bounds}")
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not real or not low <= value <= high:  # NaN fails too: it is not within anything
-        raise ValueError(f"{name}={_short(value)} must be a number from {low} to {high}")
+    if not real or not low <= value <= high:  # NaN fails too: all comparisons are False
+        raise ValueError(f"{name}={_shorten(value)} must be a number from {low} to {high}")
 
 
 def _check_temperature(value: Any) -> None:
-    _number("temperature", value, 0, MAX_TEMPERATURE)
+    _check_number("temperature", value, 0, MAX_TEMPERATURE)
     if 0 < value < MIN_TEMPERATURE:
         raise ValueError(f"temperature={value} must be 0 (greedy) or at least {MIN_TEMPERATURE}")
 
 
-def _flag(name: str, value: object) -> None:
+def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={_short(value)} must be True or False")
+        raise ValueError(f"{name}={_shorten(value)} must be True or False")
 
 
-def _several(name: str, value: object) -> tuple:
-    """None is none."""
+def _as_tuple(name: str, value: object) -> tuple:
+    """None becomes an empty tuple."""
     if value is None:
         return ()
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name}={_short(value)} must be a list")
+        raise ValueError(f"{name}={_shorten(value)} must be a list")
     return tuple(value)
 
 
-def _at_most(name: str, many: Sequence | Mapping, most: int) -> None:
-    if len(many) > most:
-        raise ValueError(f"{name} has {len(many)} entries, at most {most} are served")
+def _check_max_entries(name: str, entries: Sequence | Mapping, max_entries: int) -> None:
+    if len(entries) > max_entries:
+        raise ValueError(f"{name} has {len(entries)} entries, at most {max_entries} are served")
 
 
-def _short(value: object) -> str:
-    """A value in a sentence: what a client sent may be megabytes."""
+def _shorten(value: object) -> str:
+    """A value for an error message: a client may have sent megabytes."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"(a number of {value.bit_length()} bits)"
     text = repr(value)

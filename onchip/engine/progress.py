@@ -1,11 +1,11 @@
-"""A bar of requests that are done and tokens a second, where somebody is looking."""
+"""A progress bar on a terminal: finished requests, and tokens per second."""
 
 import sys
 import time
 
 
-class Bar:
-    """A block; rich draws it on a terminal, elsewhere nothing is printed."""
+class ProgressBar:
+    """A context manager; rich draws the bar on a terminal, elsewhere nothing is printed."""
 
     def __init__(self, total: int, wanted: bool):
         self._total = total
@@ -13,7 +13,7 @@ class Bar:
         self._tokens, self._started = 0, time.monotonic()
         self._bar = None
 
-    def __enter__(self) -> "Bar":
+    def __enter__(self) -> "ProgressBar":
         if self._wanted:
             from rich.console import Console
             from rich.progress import Progress
@@ -24,7 +24,7 @@ class Bar:
         return self
 
     def advance(self, num_tokens: int) -> None:
-        """One more request is done, with so many tokens."""
+        """Count one finished request with this many tokens."""
         self._tokens += num_tokens
         if self._bar is not None:
             rate = self._tokens / max(1e-9, time.monotonic() - self._started)

@@ -1,4 +1,4 @@
-"""One process, or the ranks of a job that hold a model together."""
+"""One process, or the ranks that hold a model together."""
 
 import logging
 import os
@@ -33,24 +33,24 @@ _DTYPES = {
 
 
 class Ranks:
-    """As many processes as parts of a model; one is alone, and communicates with nobody."""
+    """One process per part of a model. A single process does not communicate."""
 
     def __init__(self, world_size: int, seed: int | None):
         if not isinstance(world_size, int) or world_size < 1:
             raise ValueError(f"tensor_parallel_size={world_size!r} must be a number from 1 on")
         if world_size > 1 and seed is None:
-            raise ValueError("the ranks of a model must draw alike: give a seed")
+            raise ValueError("all ranks must sample the same tokens: give a seed")
         self._world_size = world_size
         self._job: Any = None
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         return self._world_size == 1
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The same on all ranks: seconds for one alone, else how often it was asked."""
-        return time.monotonic if self.alone else count().__next__
+        """The same on all ranks: seconds for a single process, otherwise the number of calls."""
+        return time.monotonic if self.is_single else count().__next__
 
     def load(
         self,
@@ -58,17 +58,17 @@ class Ranks:
         device: str | torch.device | None,
         dtype: str | torch.dtype,
     ) -> Model:
-        """The model, or the part of this rank."""
+        """Load the model, or the part of this rank."""
         if not isinstance(model, (str, Path)):
-            return self._whole(model)
+            return self._check_single(model)
         device, chosen = self._device(device), _dtype(dtype)
         if model == builtin.NAME:
-            return self._whole(builtin.tiny(device, chosen or torch.float32))
+            return self._check_single(builtin.tiny(device, chosen or torch.float32))
         if not is_native(model):
-            return self._foreign(model, device, chosen)
+            return self._load_foreign(model, device, chosen)
         checkpoint = inspect(model)
         chosen = _computed_dtype(checkpoint.dtype, device, chosen)
-        if self.alone:
+        if self.is_single:
             return load(checkpoint, device, chosen)
         from onchip.parallel import tensor  # not before: torch.distributed is slow to import
 
@@ -76,59 +76,59 @@ class Ranks:
         sizes = {"rank": self._job.rank, "world_size": self._world_size}
         return self._job.connect(load(checkpoint, device, chosen, **sizes))
 
-    def agree(self, number: int) -> int:
-        """The smallest of all ranks."""
-        return number if self.alone else self._job.reduce_min(number)
+    def take_minimum(self, number: int) -> int:
+        """The smallest value of all ranks."""
+        return number if self.is_single else self._job.reduce_min(number)
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         if self._job is not None:
             self._job.leave()
 
-    def _foreign(
+    def _load_foreign(
         self, folder: str | Path, device: torch.device, dtype: torch.dtype | None
     ) -> Model:
-        if not self.alone:
+        if not self.is_single:
             raise ValueError(
-                f"tensor_parallel_size={self._world_size} cuts models of our own; that of {folder}"
+                f"tensor_parallel_size={self._world_size} needs a native model; the one of {folder}"
                 " runs through transformers, on one device"
             )
         stored = inspect_foreign(folder, dtype).dtype
         return load_foreign(folder, device, _computed_dtype(stored, device, dtype))
 
-    def _whole(self, model: Model) -> Model:
-        if not self.alone:
+    def _check_single(self, model: Model) -> Model:
+        if not self.is_single:
             raise ValueError(
-                f"tensor_parallel_size={self._world_size} cuts the checkpoint of a folder into"
-                " parts: name one"
+                f"tensor_parallel_size={self._world_size} needs the folder of a checkpoint, which"
+                " the ranks load in parts"
             )
         return model
 
     def _device(self, device: str | torch.device | None) -> torch.device:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        own = not self.alone and str(device) == "cuda"  # each rank has one; it touches no other
-        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if own else device)
-        if own:
+        is_own = not self.is_single and str(device) == "cuda"  # each rank uses one device only
+        found = find_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if is_own else device)
+        if is_own:
             torch.cuda.set_device(found)
         return found
 
 
 def _computed_dtype(
-    stored: torch.dtype, device: torch.device, asked: torch.dtype | None
+    stored: torch.dtype, device: torch.device, requested: torch.dtype | None
 ) -> torch.dtype | None:
-    """The dtype of a model's weights; None for the one that they are stored in. A CPU without
-    16-bit instructions takes fp32 unless another dtype is asked for.
+    """The dtype of a model's weights; None for the stored one. A CPU without 16-bit instructions
+    uses fp32 unless another dtype is requested.
     """
-    dtype = asked or stored
+    dtype = requested or stored
     if device.type != "cpu" or matmul_dtype(dtype) == dtype:
-        return asked
+        return requested
     name = str(dtype).removeprefix("torch.")
-    if asked is None:
+    if requested is None:
         LOG.warning("this CPU has no instructions for %s: the model is computed in float32", name)
         return torch.float32
     LOG.warning("this CPU has no instructions for %s: float32 would be many times faster", name)
-    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch says the same in a C++ trace
-    return asked
+    warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # torch's own warning is a C++ trace
+    return requested
 
 
 def _dtype(name: str | torch.dtype) -> torch.dtype | None:

@@ -1,17 +1,17 @@
-"""What the users of an engine are told, and when: texts, and outputs of their requests."""
+"""Outputs for the users of an engine: detokenized texts, stop strings, logprobs."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from onchip.engine.request import Request, RequestOutput, Sample, Status
-from onchip.engine.text import Reader, text_of
+from onchip.engine.text import Detokenizer, decode_text
 from onchip.engine.tokenizer import Tokenizer
 
-Stop = Callable[[Sample, str], None]  # a sample ends because of this text
+Stop = Callable[[Sample, str], None]  # ends a sample because of this stop string
 
 
-class Reports:
-    """Knows who streams, and whose text may end it: these are read in every step, the others once,
-    at their end. tokenizer: None, and there are no texts.
+class OutputProcessor:
+    """Requests that stream or have stop strings are detokenized in every step, all others once,
+    when they end. tokenizer: None for no texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Stop):
@@ -20,17 +20,17 @@ class Reports:
         self._watched: set[Request] = set()
 
     def __len__(self) -> int:
-        """Requests that are read in every step."""
+        """Requests that are detokenized in every step."""
         return len(self._watched)
 
-    def watch(self, request: Request, stream: bool) -> None:
-        """A new request. Of which samples are chosen in the end nothing can be shown before."""
-        if stream and not request.chosen_last:
+    def add_request(self, request: Request, stream: bool) -> None:
+        """Register a new request. Samples that are ranked at the end are not streamed."""
+        if stream and not request.is_ranked_at_end:
             self._streamed.add(request)
         if request in self._streamed or request.params.stop:
             self._watched.add(request)
 
-    def forget(self, request: Request) -> None:
+    def drop_request(self, request: Request) -> None:
         self._streamed.discard(request)
         self._watched.discard(request)
 
@@ -38,94 +38,100 @@ class Reports:
         self._streamed.clear()
         self._watched.clear()
 
-    def drawn(self, samples: Iterable[Sample], finished: Iterable[Request]) -> list[RequestOutput]:
-        """These samples have grown, and these requests are finished by it; texts may end more."""
-        grown = {one.request: None for one in samples} if self._watched else {}
-        told = dict.fromkeys(finished)
+    def process_sampled(
+        self, samples: Iterable[Sample], finished: Iterable[Request]
+    ) -> list[RequestOutput]:
+        """Detokenize new tokens. finished: requests that these tokens finished; stop strings may
+        finish more.
+        """
+        grown = {sample.request: None for sample in samples} if self._watched else {}
+        reported = dict.fromkeys(finished)
         for request in [request for request in grown if request in self._watched]:
-            self._read(request)
+            self._detokenize(request)
             if request.finished or request in self._streamed:
-                told[request] = None
-        return self.tell(told)
+                reported[request] = None
+        return self.make_outputs(reported)
 
-    def tell(self, requests: Iterable[Request]) -> list[RequestOutput]:
-        """Their outputs; complete, of those that are finished."""
+    def make_outputs(self, requests: Iterable[Request]) -> list[RequestOutput]:
+        """Outputs of these requests, with complete texts for finished ones."""
         requests = list(requests)
         for request in requests:
             if request.finished:
-                self.forget(request)
+                self.drop_request(request)
             if self._tokenizer is not None:
-                self._put_into_words(request, self._tokenizer)
+                self._decode_finished(request, self._tokenizer)
         return [request.output() for request in requests]
 
-    def _read(self, request: Request) -> None:
-        """The texts of the samples that grow."""
-        unread = [s for s in request.samples if not s.complete]
+    def _detokenize(self, request: Request) -> None:
+        """Extend the texts that are not complete, and stop samples at stop strings."""
+        unread = [s for s in request.samples if not s.has_full_text]
         for sample in unread if self._tokenizer is not None else ():
             try:
-                stop = _grow(sample, self._tokenizer)
+                stop = _push_new_tokens(sample, self._tokenizer)
             except ValueError as error:
-                self._stop(sample, str(error))  # its pages are free
+                self._stop(sample, str(error))  # frees its pages
                 _fail(sample, error)
                 continue
             if stop is not None:
-                if sample.finished:  # by its length, with the same token
+                if sample.finished:  # the same token reached the maximum length
                     sample.finish(Status.FINISHED_STOPPED, stop)
                 self._stop(sample, stop)
 
-    def _put_into_words(self, request: Request, tokenizer: Tokenizer) -> None:
+    def _decode_finished(self, request: Request, tokenizer: Tokenizer) -> None:
         for sample in request.samples:
-            if sample.finished and not sample.complete:
+            if sample.finished and not sample.has_full_text:
                 try:
-                    _complete(sample, tokenizer)
+                    _finish_text(sample, tokenizer)
                 except ValueError as error:
                     _fail(sample, error)
-            _name_tokens(sample.logprobs, tokenizer)
-        _name_tokens(request.prompt_logprobs or (), tokenizer)
+            _decode_logprobs(sample.logprobs, tokenizer)
+        _decode_logprobs(request.prompt_logprobs or (), tokenizer)
 
 
-def _grow(sample: Sample, tokenizer: Tokenizer) -> str | None:
-    """The text of its new tokens; the stop text that they complete."""
+def _push_new_tokens(sample: Sample, tokenizer: Tokenizer) -> str | None:
+    """Detokenize the new tokens. Return the stop string that they complete."""
     request = sample.request
-    if sample.reader is None:
+    if sample.detokenizer is None:
         params = request.params
-        sample.reader = Reader(
+        sample.detokenizer = Detokenizer(
             tokenizer, request.prompt_token_ids, params.stop, params.skip_special_tokens
         )
-        sample.text = sample.reader.text
-    new = sample.token_ids[sample.reader.num_tokens :]
+        sample.text = sample.detokenizer.text
+    new = sample.token_ids[sample.detokenizer.num_tokens :]
     if not new:
         return None
-    return sample.reader.push(new, len(sample.token_ids) >= request.params.min_tokens)
+    return sample.detokenizer.push(new, len(sample.token_ids) >= request.params.min_tokens)
 
 
-def _complete(sample: Sample, tokenizer: Tokenizer) -> None:
-    """The whole text of a sample, with what was held back; or what comes before its stop text."""
-    if sample.reader is None:
+def _finish_text(sample: Sample, tokenizer: Tokenizer) -> None:
+    """Complete the text of a sample, including characters held back; a stop string and all text
+    after it are left out.
+    """
+    if sample.detokenizer is None:
         request = sample.request
         skip = request.params.skip_special_tokens
-        sample.text.add(text_of(tokenizer, request.prompt_token_ids, sample.token_ids, skip))
+        sample.text.add(decode_text(tokenizer, request.prompt_token_ids, sample.token_ids, skip))
     elif not isinstance(sample.stop_reason, str):
-        sample.reader.finish()
-    sample.reader, sample.complete = None, True
+        sample.detokenizer.finish()
+    sample.detokenizer, sample.has_full_text = None, True
 
 
 def _fail(sample: Sample, error: ValueError) -> None:
     """A tokenizer that cannot decode fails this sample, not the engine."""
     sample.finish(Status.FINISHED_ERROR, str(error))
-    sample.reader, sample.complete = None, True
+    sample.detokenizer, sample.has_full_text = None, True
 
 
-def _name_tokens(tables: Sequence, tokenizer: Tokenizer) -> None:
-    """Logprobs that were not shown yet, the last ones, say which texts they are about."""
+def _decode_logprobs(tables: Sequence, tokenizer: Tokenizer) -> None:
+    """Add the token texts to the newest logprobs, which have none yet."""
     for table in reversed(tables):
         if table is None or next(iter(table.values())).decoded_token is not None:
             return
         for token, logprob in table.items():
-            table[token] = logprob._replace(decoded_token=_name_token(token, tokenizer))
+            table[token] = logprob._replace(decoded_token=_decode_token(token, tokenizer))
 
 
-def _name_token(token: int, tokenizer: Tokenizer) -> str:
+def _decode_token(token: int, tokenizer: Tokenizer) -> str:
     try:
         return tokenizer.decode([token])
     except ValueError:

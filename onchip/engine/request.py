@@ -1,4 +1,4 @@
-"""A request on its way: what was asked, how far each of its samples is, and what is handed back."""
+"""A request and its samples: parameters, progress, and outputs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,23 +8,23 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
-from onchip.engine.text import Text
+from onchip.engine.text import GrowingText
 from onchip.kvcache.prefix import words
 
 MAX_PRIORITY = 100
 
 
 class Status(Enum):
-    """Where a request or a sample is; finish_reason: as vLLM names it, None while it lives."""
+    """State of a request or a sample. finish_reason: as in vLLM, None until it has ended."""
 
     WAITING = ("waiting", None)
     RUNNING = ("running", None)
     SWAPPED = ("preempted, its pages are on the host", None)
-    RECOMPUTE = ("preempted, to be computed again", None)
+    RECOMPUTE = ("preempted, to be recomputed", None)
     FINISHED_STOPPED = ("stopped", "stop")
-    FINISHED_LENGTH = ("as long as it may be", "length")
+    FINISHED_LENGTH = ("at its maximum length", "length")
     FINISHED_ABORTED = ("cancelled", "abort")
-    FINISHED_EXPIRED = ("not done before its deadline", "abort")
+    FINISHED_EXPIRED = ("past its deadline", "abort")
     FINISHED_ERROR = ("failed", "error")
 
     def __init__(self, meaning: str, finish_reason: str | None):
@@ -34,17 +34,16 @@ class Status(Enum):
 
 
 class Logprob(NamedTuple):
-    """Of one token at one place: its logarithmic probability, and its rank (1: most probable)."""
+    """Log probability of a token at a position, and its rank (1: most probable)."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-class Drawn(NamedTuple):
-    """What one row of logits gave: a token with its logprob, and the most probable ones if asked
-    for, best first. A row that holds NaN or inf gives a logprob that is not finite: its sample
-    fails alone.
+class SampledToken(NamedTuple):
+    """One row's sampled token with its logprob; top: the most probable tokens if requested, best
+    first. Logits with NaN or inf give a logprob that is not finite, which fails this sample alone.
     """
 
     token: int
@@ -59,8 +58,8 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One continuation. Fields as vLLM's: finish_reason is stop, length, abort, error, or None
-    while it grows; stop_reason the text or token that stopped it, None for eos.
+    """One continuation. Fields as in vLLM: finish_reason is stop, length, abort, error, or None
+    while it grows; stop_reason is the text or token that stopped it, None for eos.
     """
 
     index: int
@@ -75,13 +74,13 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def since(self, chars: int, tokens: int) -> "News":
-        """What is new for somebody who has seen so many characters and tokens."""
+    def since(self, chars: int, tokens: int) -> "OutputDelta":
+        """The part after this many characters and tokens."""
         tables = None if self.logprobs is None else self.logprobs[tokens:]
-        return News(self.text[chars:], self.token_ids[tokens:], tables)
+        return OutputDelta(self.text[chars:], self.token_ids[tokens:], tables)
 
 
-class News(NamedTuple):
+class OutputDelta(NamedTuple):
     """The end of a CompletionOutput."""
 
     text: str
@@ -90,23 +89,23 @@ class News(NamedTuple):
 
 
 class _Snapshot(CompletionOutput):
-    """A sample as it is now, copied when somebody looks: its text and its lists only ever grow, so
-    lengths tell what they were. Who asks for all of it pays for all of it, who asks for what is new
-    pays for that: a stream costs as much as it is long. A pickle or a copy is a CompletionOutput.
+    """A sample's output at one moment, copied lazily. Texts and lists only grow, so their lengths
+    identify the state. Reading everything costs the whole length, reading a delta only the delta: a
+    stream costs time linear in its length. Pickles and copies are plain CompletionOutputs.
     """
 
-    _grown: tuple[Text, list[int], list[dict[int, Logprob]] | None]
+    _grown: tuple[GrowingText, list[int], list[dict[int, Logprob]] | None]
     _lengths: tuple[int, int]  # of text and token_ids
 
     @classmethod
     def of(cls, sample: "Sample") -> "_Snapshot":
-        self, asked = cls.__new__(cls), sample.request.params.logprobs is not None
+        self, has_logprobs = cls.__new__(cls), sample.request.params.logprobs is not None
         vars(self).update(
             index=sample.index,
             cumulative_logprob=sample.cumulative_logprob,
             finish_reason=sample.status.finish_reason,
             stop_reason=sample.stop_reason,
-            _grown=(sample.text, sample.token_ids, sample.logprobs if asked else None),
+            _grown=(sample.text, sample.token_ids, sample.logprobs if has_logprobs else None),
             _lengths=(len(sample.text), len(sample.token_ids)),
         )
         return self
@@ -123,19 +122,19 @@ class _Snapshot(CompletionOutput):
     def logprobs(self) -> list[dict[int, Logprob]] | None:  # pyright: ignore
         return self.since(self._lengths[0], 0).logprobs
 
-    def since(self, chars: int, tokens: int) -> News:
+    def since(self, chars: int, tokens: int) -> OutputDelta:
         text, ids, tables = self._grown
         new = slice(tokens, self._lengths[1])
         shown = text.part(chars, self._lengths[0])
-        return News(shown, tuple(ids[new]), None if tables is None else tables[new])
+        return OutputDelta(shown, tuple(ids[new]), None if tables is None else tables[new])
 
     def __reduce__(self) -> tuple:
-        return CompletionOutput, tuple(getattr(self, one.name) for one in fields(self))
+        return CompletionOutput, tuple(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Seconds of the scheduler's clock, and how often the request was preempted."""
+    """Times on the scheduler's clock in seconds, and the number of preemptions."""
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -146,7 +145,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request and its continuations so far. Fields as vLLM's."""
+    """A request and its continuations so far. Fields as in vLLM."""
 
     request_id: str
     prompt: str | None
@@ -160,13 +159,13 @@ class RequestOutput:
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One continuation in the making.
+    """One continuation of a request.
 
-    sequence: its handle in the cache, None while it has none: it waits, or its pages were given
-    up, or it will fork from its request's first sample when the prompt is computed. candidates: of
-    a beam that waits for the others of its request. pending: tokens that are drawn and not known
-    yet; place: the last one is so far down in its step's draws. draw_key: makes the draws. reader:
-    makes `text` of the tokens while they come; complete: it has all of it.
+    sequence: its sequence in the cache; None while it waits, after its pages were freed, and until
+    it forks from the first sample at the end of the prompt. candidates: next tokens of a beam that
+    waits for the other beams. pending: tokens sampled but not known on the host yet; row: position
+    of the last one among its step's rows. rng_key: key of its random numbers. detokenizer: builds
+    `text` while tokens arrive; has_full_text: `text` is complete.
     """
 
     request: "Request"
@@ -174,16 +173,16 @@ class Sample:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    text: Text = field(default_factory=Text)
+    text: GrowingText = field(default_factory=GrowingText)
     stop_reason: int | str | None = None
     end: Status | None = None
     sequence: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
     pending: int = 0
-    place: int = 0
-    draw_key: int = 0
-    reader: Any = None
-    complete: bool = False
+    row: int = 0
+    rng_key: int = 0
+    detokenizer: Any = None
+    has_full_text: bool = False
 
     @property
     def status(self) -> Status:
@@ -195,47 +194,47 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the continuation, known or not."""
+        """Tokens of the continuation, including pending ones."""
         return len(self.token_ids) + self.pending
 
     @property
     def length(self) -> int:
-        """Tokens in all, prompt included."""
+        """All tokens, including the prompt and pending ones."""
         return len(self.request.prompt_token_ids) + len(self.token_ids) + self.pending
 
     @property
-    def goal(self) -> int:
-        """Tokens to compute: all but the last one it may have, from which nothing follows."""
+    def target_length(self) -> int:
+        """Tokens to compute. The last possible token is never computed: nothing follows it."""
         request = self.request
         count = min(len(self.token_ids) + self.pending, request.max_tokens - 1)
         return len(request.prompt_token_ids) + count
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Of prompt and continuation, from position start to stop - 1, as far as they are known."""
+        """Known tokens of prompt and continuation at positions start to stop - 1."""
         prompt = self.request.prompt_token_ids
         if start >= len(prompt):
             return self.token_ids[start - len(prompt) : stop - len(prompt)]
         return [*prompt[start:stop], *self.token_ids[: max(0, stop - len(prompt))]]
 
-    def take(self, drawn: Drawn) -> None:
-        """One more token is known; `end` is set if it is the last one."""
+    def append(self, sampled: SampledToken) -> None:
+        """Append a sampled token, and set `end` if it is the last one."""
         if self.pending:
             self.pending -= 1
-        if not math.isfinite(drawn.logprob):
+        if not math.isfinite(sampled.logprob):
             self.finish(Status.FINISHED_ERROR, "the logits are not finite")
             return
         request, token_ids = self.request, self.token_ids
-        token_ids.append(drawn.token)
-        self.cumulative_logprob += drawn.logprob
+        token_ids.append(sampled.token)
+        self.cumulative_logprob += sampled.logprob
         if request.params.logprobs is not None:
-            self.logprobs.append(drawn.logprobs())
-        if drawn.token in request.ends or len(token_ids) == request.max_tokens:
-            end, reason = request.end_of(self)
+            self.logprobs.append(sampled.logprobs())
+        if sampled.token in request.end_token_ids or len(token_ids) == request.max_tokens:
+            end, reason = request.find_end(self)
             if end is not None:
                 self.finish(end, reason)
 
     def finish(self, end: Status, stop_reason: int | str | None = None) -> None:
-        """It has ended; what was drawn beyond its end is dropped."""
+        """Mark the sample as ended. Tokens still pending are dropped."""
         self.end, self.stop_reason, self.pending = end, stop_reason, 0
 
     def output(self) -> CompletionOutput:
@@ -243,13 +242,12 @@ class Sample:
 
 
 class Request:
-    """What is asked, and the samples that answer it.
+    """A prompt, its parameters, and its samples.
 
-    priority: less is more urgent, -100 to 100. deadline_s: on the scheduler's clock; what is not
-    done by then is cut off. salt: only requests of the same salt find one another's prefixes.
-    eos_token_ids: end a sample unless its params ignore them. draw_seed: makes the draws; the
-    params' seed, or one the caller took from anywhere. needs_tokens: what is drawn next depends on
-    the tokens before, so that they must be known.
+    priority: -100 to 100, lower is more urgent. deadline_s: time on the scheduler's clock at which
+    the request is cut off. salt: prefixes are shared only between requests with the same salt.
+    eos_token_ids: end a sample unless params.ignore_eos. rng_seed: used unless params.seed is set.
+    needs_tokens: the next step depends on the values of sampled tokens (beams, penalties).
     """
 
     def __init__(
@@ -263,7 +261,7 @@ class Request:
         salt: str = "",
         eos_token_ids: Sequence[int] = (),
         vocab_size: int | None = None,
-        draw_seed: int = 0,
+        rng_seed: int = 0,
     ):
         params = params or SamplingParams()
         self.beams = params if isinstance(params, BeamSearchParams) else params.beams
@@ -273,19 +271,19 @@ class Request:
         self.priority, self.deadline_s, self.salt = priority, deadline_s, salt
         self.eos_token_ids = frozenset(eos_token_ids)
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.ends = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
-        self.draw_seed = draw_seed if self.params.seed is None else self.params.seed
-        self.needs_tokens = bool(self.beams or self.params.penalised)
+        self.end_token_ids = eos | frozenset(self.params.stop_token_ids)  # tokens that end a sample
+        self.rng_seed = rng_seed if self.params.seed is None else self.params.seed
+        self.needs_tokens = bool(self.beams or self.params.has_penalties)
         self._check(vocab_size)
         self.status = Status.WAITING
         self.error: str | None = None
         self.samples = [
             Sample(self, i) for i in range(1 if self.beams else self.params.num_samples)
         ]
-        self.solo = self.samples[0] if len(self.samples) == 1 and not self.beams else None
-        self.max_tokens = params.max_tokens or 0  # 0: until the scheduler knows the room
-        self.family: Any = None  # of sequences on the host, while SWAPPED
-        self.rank: tuple[float, int] = (0.0, 0)  # its place in every line, given once
+        self.single_sample = self.samples[0] if len(self.samples) == 1 and not self.beams else None
+        self.max_tokens = params.max_tokens or 0  # 0: set by the scheduler
+        self.host_group: Any = None  # its sequences on the host while SWAPPED
+        self.order_key: tuple[float, int] = (0.0, 0)  # position in both queues, set once
         self.prompt: str | None = None
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self.num_cached_tokens = 0
@@ -299,60 +297,60 @@ class Request:
         return self.status.finished
 
     @property
-    def live(self) -> list[Sample]:
-        """Samples that grow."""
+    def unfinished(self) -> list[Sample]:
+        """Samples that have not ended."""
         return [s for s in self.samples if s.end is None]
 
     @property
-    def rooted(self) -> list[Sample]:
-        """Live samples that have a sequence."""
+    def resident(self) -> list[Sample]:
+        """Unfinished samples that have a sequence."""
         return [s for s in self.samples if s.end is None and s.sequence is not None]
 
     @property
-    def width(self) -> int:
+    def num_seqs(self) -> int:
         """Rows of a batch that it may take."""
-        return self.beams.beam_width if self.beams else len(self.live)
+        return self.beams.beam_width if self.beams else len(self.unfinished)
 
     @property
-    def chosen_last(self) -> bool:
-        """Which samples are its outputs is known when it ends, not before."""
+    def is_ranked_at_end(self) -> bool:
+        """The returned samples are chosen when the request ends (beam search, best_of)."""
         return bool(self.beams) or len(self.samples) > self.params.n
 
     @property
-    def widest(self) -> int:
-        """`width` at its beginning."""
+    def max_seqs(self) -> int:
+        """`num_seqs` at the start."""
         return self.beams.beam_width if self.beams else len(self.samples)
 
-    def chunks(self, budget: int) -> Iterator[tuple[Sample, int]]:
-        """(sample, how many tokens it computes next), at most budget tokens in all. The first
-        sample stops at the end of the prompt while others wait to fork from it there.
+    def next_tokens(self, budget: int) -> Iterator[tuple[Sample, int]]:
+        """(sample, number of tokens to compute next), at most budget tokens in total. While other
+        samples wait to fork, the first sample stops at the end of the prompt.
         """
-        rooted = self.rooted
-        end = len(self.prompt_token_ids) if len(rooted) < len(self.live) else None
-        for sample in rooted:
-            stop = sample.goal if end is None else end
+        resident = self.resident
+        end = len(self.prompt_token_ids) if len(resident) < len(self.unfinished) else None
+        for sample in resident:
+            stop = sample.target_length if end is None else end
             count = min(stop - sample.sequence.computed, budget)
             if count > 0:
                 budget -= count
                 yield sample, count
 
-    def end_of(self, sample: Sample) -> tuple[Status | None, int | None]:
-        """How the last token of a sample ends it: (status, stop_reason), (None, None) if not."""
+    def find_end(self, sample: Sample) -> tuple[Status | None, int | None]:
+        """(status, stop_reason) if the last token ends the sample, otherwise (None, None)."""
         last, count = sample.token_ids[-1], len(sample.token_ids)
-        if last in self.ends and count >= self.params.min_tokens and not self.beams:
+        if last in self.end_token_ids and count >= self.params.min_tokens and not self.beams:
             silent = last in self.eos_token_ids and not self.params.ignore_eos
             return Status.FINISHED_STOPPED, None if silent else last
         return (Status.FINISHED_LENGTH, None) if count == self.max_tokens else (None, None)
 
     def pages(self, page_size: int, length: int) -> int:
-        """The most pages its samples can hold together when each is `length` long: full pages of
-        the prompt are shared by all, whatever has been forked, swapped or computed again.
+        """The most pages that all samples can hold at this length. Full pages of the prompt are
+        shared by all samples in every state: forked, swapped or recomputed.
         """
         shared = min(len(self.prompt_token_ids), length) // page_size
-        return shared + self.width * (-(-length // page_size) - shared)
+        return shared + self.num_seqs * (-(-length // page_size) - shared)
 
     def outputs(self) -> list[CompletionOutput]:
-        """The n that were asked for: the most probable ones if more are drawn."""
+        """The n outputs; with best_of the most probable ones."""
         wanted, samples = self.params.n, self.samples
         if self.finished and not self.beams and len(samples) > wanted:  # beams are in order
             samples = sorted(samples, key=lambda s: (-s.cumulative_logprob, s.index))
@@ -389,7 +387,7 @@ class Request:
 
 
 def _as_sampling(params: SamplingParams | BeamSearchParams) -> SamplingParams:
-    """What the sampler needs to know of a search: nothing is drawn, so greedy."""
+    """Greedy sampling parameters for a beam search, which samples nothing."""
     if isinstance(params, SamplingParams):
         return params
     return SamplingParams(

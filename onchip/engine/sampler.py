@@ -1,14 +1,15 @@
-"""Draws the next token of every row of a batch, on the device, without sorting and without waiting.
-What is said here in torch is two or three launches where a GPU has Triton: kernels/llm/sampling.py.
+"""Sample the next token of every row of a batch on the device, without sorting or synchronizing. On
+a GPU with Triton the same takes two or three launches: kernels/llm/sampling.py.
 
-Probabilities are integers here: the weight exp(s - max s) of a token is rounded to a multiple of
-2^-40. Sums of integers do not depend on the order of their terms, so a row keeps and draws the same
-tokens whatever else is in the batch. The smallest set of top tokens that holds a mass (top_p) or a
-count (top_k) is found by three histograms over the bits of the weights instead of a sort; tokens of
-equal weight stay or go together. The draw itself is one uniform number per row, made of the
-request's seed, the sample and the position, looked up in the running sum.
+    logits -> bias, penalties, min_tokens -> temperature -> min_p -> top_k -> top_p -> token
+                                                                         (order as in vLLM)
 
-Order of things, as vLLM's: bias, penalties, minimum length; temperature; min_p; top_k; top_p.
+Probabilities are integers: the weight exp(s - max s) of a token is rounded to a multiple of 2^-40.
+Integer sums do not depend on the order of their terms, so a row keeps and samples the same tokens
+in any batch. The smallest set of top tokens that holds a mass (top_p) or a count (top_k) is found
+by three histograms over the bits of the weights instead of a sort; tokens of equal weight are kept
+or dropped together. One uniform number per row, derived from the request's seed, the sample and the
+position, is looked up in the running sum.
 """
 
 from array import array
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import device_info
-from onchip.engine.request import Drawn, Request, Sample
+from onchip.engine.request import Request, Sample, SampledToken
 
 _UNIT = 2.0**40  # 2^18 tokens of weight 1 still fit into 63 bits
 _GOLDEN, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -30,21 +31,21 @@ _DIGITS = (
     (20, 11),
     (10, 10),
     (0, 10),
-)  # (shift, bits): the 31 bits of a float that is not negative
+)  # (shift, bits): the 31 bits of a non-negative float
 
 
 @dataclass(frozen=True)
-class Edits:
-    """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors), of
-    tokens that were seen before: positive logits are divided, negative ones multiplied.
+class LogitEdits:
+    """Changes to single logits. add: (rows, tokens, values). repeat: (rows, tokens, factors) for
+    tokens that occurred before: positive logits are divided, negative ones multiplied.
     """
 
     add: tuple[Tensor, Tensor, Tensor] | None
     repeat: tuple[Tensor, Tensor, Tensor] | None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """The logits with the changes, in fp32, or as they came if there are none; no (row, token)
-        is named twice in one list.
+        """The edited logits in fp32, or the input itself if there are no edits. No (row, token)
+        occurs twice in one list.
         """
         if self.repeat is None and self.add is None:
             return logits
@@ -60,16 +61,17 @@ class Edits:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How to draw from each row of a batch of logits: tensors on the device, made by `rows_of`.
+class SamplingMetadata:
+    """How to sample each row of a batch of logits: tensors on the device, made by
+    `make_sampling_metadata`.
 
-    random: rows that are drawn from, the others are greedy; temperature, min_p, top_k, top_p,
-    uniform: for these rows alone, None where no row asks for it. num_top: how many of the most
-    probable tokens to report, None if no row asks. beam_temperature: of all rows, 1 for those that
-    do not search.
+    random: rows that are sampled; the others are greedy. temperature, min_p, top_k, top_p, uniform:
+    for the random rows only; None if no row uses the option. num_top: how many of the most probable
+    tokens to report; None if no row reports any. beam_temperature: of all rows, 1 for rows without
+    a search.
     """
 
-    edits: Edits
+    edits: LogitEdits
     random: Tensor | None
     temperature: Tensor
     uniform: Tensor
@@ -81,8 +83,8 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """(rows,) token, logprob and rank (from 1; 0: not asked for); (rows, num_top) top_tokens and
+class SamplerOutput:
+    """(rows,) token, logprob and rank (from 1; 0: not computed); (rows, num_top) top_tokens and
     top_logprobs. Log probabilities are the model's: before temperature, penalties and truncation.
     """
 
@@ -92,161 +94,191 @@ class Sampled:
     top_tokens: Tensor
     top_logprobs: Tensor
 
-    def drawn(self, samples: Sequence[Sample]) -> list[Drawn]:
-        """For `Scheduler.update`. Waits for the device."""
+    def to_tokens(self, samples: Sequence[Sample]) -> list[SampledToken]:
+        """The rows for `Scheduler.apply_tokens`. Waits for the device."""
         if not any(
-            [one.request.beams or one.request.params.logprobs is not None for one in samples]
+            [
+                row_sample.request.beams or row_sample.request.params.logprobs is not None
+                for row_sample in samples
+            ]
         ):
-            return list(map(Drawn, self.token.tolist(), self.logprob.tolist()))
+            return list(map(SampledToken, self.token.tolist(), self.logprob.tolist()))
         columns = (self.token, self.logprob, self.rank, self.top_tokens, self.top_logprobs)
         rows = zip(samples, *(column.tolist() for column in columns), strict=True)
         return [
-            Drawn(
+            SampledToken(
                 token,
                 logprob,
                 rank or None,
-                tuple(zip(ids, tops, strict=True))[: num_top(one.request) or 0],
+                tuple(zip(ids, tops, strict=True))[: num_top(row_sample.request) or 0],
             )
-            for one, token, logprob, rank, ids, tops in rows
+            for row_sample, token, logprob, rank, ids, tops in rows
         ]
 
 
 def num_top(request: Request) -> int | None:
-    """How many of the most probable tokens are wanted; None: nothing about them."""
+    """How many of the most probable tokens a request reports; None: neither tokens nor ranks."""
     beams = request.beams
     return 2 * beams.beam_width if beams else request.params.logprobs
 
 
-def uniforms(samples: Sequence[Sample]) -> Tensor:
-    """The numbers in [0, 1) that draw the next token of each sample, fp64: 53 bits of SplitMix64
-    (Steele, Lea, Flood 2014), which starts from a hash of seed and sample and steps by tokens.
+def draw_uniforms(samples: Sequence[Sample]) -> Tensor:
+    """The numbers in [0, 1), fp64, with which each sample samples its next token: 53 bits of
+    SplitMix64 (Steele, Lea, Flood 2014), seeded by a hash of seed and sample and advanced by
+    tokens.
     """
-    keys = _words([s.draw_key or _key(s) for s in samples])
-    z = keys + (_words([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
-    z = (z ^ _shifted(z, 30)) * _MIX[0]
-    z = (z ^ _shifted(z, 27)) * _MIX[1]
-    return _shifted(z ^ _shifted(z, 31), 11).double() * 2.0**-53
+    keys = _int64_tensor([s.rng_key or _make_rng_key(s) for s in samples])
+    z = keys + (_int64_tensor([s.num_tokens for s in samples]) + 1) * _GOLDEN  # modulo 2^64
+    z = (z ^ _shift_right(z, 30)) * _MIX[0]
+    z = (z ^ _shift_right(z, 27)) * _MIX[1]
+    return _shift_right(z ^ _shift_right(z, 31), 11).double() * 2.0**-53
 
 
-def _key(sample: Sample) -> int:
-    words = (sample.request.draw_seed, sample.index)
+def _make_rng_key(sample: Sample) -> int:
+    words = (sample.request.rng_seed, sample.index)
     data = b"".join(word.to_bytes(9, "little", signed=True) for word in words)
     digest = blake2b(data, digest_size=8, person=b"onchip.draw").digest()
-    sample.draw_key = int.from_bytes(digest, "little", signed=True)
-    return sample.draw_key
+    sample.rng_key = int.from_bytes(digest, "little", signed=True)
+    return sample.rng_key
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, as if it had no sign."""
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    """Logical shift, ignoring the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _words(values: Sequence[int]) -> Tensor:
+def _int64_tensor(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def rows_of(samples: Sequence[Sample], device: torch.device | str) -> Rows:
+def make_sampling_metadata(
+    samples: Sequence[Sample], device: torch.device | str
+) -> SamplingMetadata:
     """One row for each sample, in order."""
     device = torch.device(device)
     requests = [s.request for s in samples]
     random = [i for i, r in enumerate(requests) if r.params.temperature and not r.beams]
     params = [requests[i].params for i in random]
-    searched = any([r.beams for r in requests])
+    has_beams = any([r.beams for r in requests])
     tops = {num_top(r) for r in requests if r.beams or r.params.logprobs is not None}
-    return Rows(
-        _edits(samples, device),
-        _to(random, torch.int64, device) if random else None,
-        _to([p.temperature for p in params], torch.float32, device),
-        _sent(uniforms([samples[i] for i in random]) if random else torch.zeros(0), device),
-        _column([p.min_p for p in params], 0, torch.float32, device),
-        _column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
-        _column([p.top_p for p in params], 1, torch.float64, device),
+    return SamplingMetadata(
+        _make_edits(samples, device),
+        _make_tensor(random, torch.int64, device) if random else None,
+        _make_tensor([p.temperature for p in params], torch.float32, device),
+        _copy_to_device(
+            draw_uniforms([samples[i] for i in random]) if random else torch.zeros(0), device
+        ),
+        _make_column([p.min_p for p in params], 0, torch.float32, device),
+        _make_column([p.top_k if p.top_k > 0 else 0 for p in params], 0, torch.int64, device),
+        _make_column([p.top_p for p in params], 1, torch.float64, device),
         max(tops, default=None),
-        _to(list(map(_beam_temperature, requests)), torch.float32, device) if searched else None,
+        _make_tensor(list(map(_beam_temperature, requests)), torch.float32, device)
+        if has_beams
+        else None,
     )
 
 
-class Drawers:
-    """`rows_of` for batches that follow one another: while the same samples draw, only the numbers
-    that they draw with change.
+class SamplingMetadataCache:
+    """`make_sampling_metadata` for consecutive batches: while the same samples continue, only their
+    uniform numbers change.
     """
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
         self._samples: Sequence[Sample] = ()
-        self._rows: Rows | None = None
+        self._metadata: SamplingMetadata | None = None
         self._random: list[Sample] = []
 
-    def rows(self, samples: Sequence[Sample]) -> Rows:
-        if self._rows is not None and samples == self._samples:
+    def make(self, samples: Sequence[Sample]) -> SamplingMetadata:
+        if self._metadata is not None and samples == self._samples:
             if not self._random:
-                return self._rows
-            return replace(self._rows, uniform=_sent(uniforms(self._random), self._device))
-        rows = rows_of(samples, self._device)
-        edited = any([one.request.params.edits for one in samples])
-        self._samples, self._rows = samples, None if edited else rows
-        drawing = [one for one in samples if not one.request.beams]
-        self._random = [one for one in drawing if not one.request.params.greedy]
-        return rows
+                return self._metadata
+            return replace(
+                self._metadata, uniform=_copy_to_device(draw_uniforms(self._random), self._device)
+            )
+        metadata = make_sampling_metadata(samples, self._device)
+        edited = any([row_sample.request.params.edits_logits for row_sample in samples])
+        self._samples, self._metadata = samples, None if edited else metadata
+        sampled = [row_sample for row_sample in samples if not row_sample.request.beams]
+        self._random = [
+            row_sample for row_sample in sampled if not row_sample.request.params.is_greedy
+        ]
+        return metadata
 
 
-def sample(logits: Tensor, rows: Rows) -> Sampled:
-    """logits: (rows, vocab_size), any float type, not changed."""
+def sample(logits: Tensor, metadata: SamplingMetadata) -> SamplerOutput:
+    """Sample one token per row. logits: (rows, vocab_size), any float type, not modified."""
     raw = logits
-    if rows.beam_temperature is not None:
-        raw = logits.float() / rows.beam_temperature[:, None]
-    if (kernel := _kernel(raw)) and len(raw):
-        return _draw(kernel, raw, rows)
+    if metadata.beam_temperature is not None:
+        raw = logits.float() / metadata.beam_temperature[:, None]
+    if (kernel := _find_kernel(raw)) and len(raw):
+        return _sample_with_kernel(kernel, raw, metadata)
     raw = raw.float()
-    return report(raw, _choose(rows.edits.apply(raw), rows), rows.num_top)
+    return compute_logprobs(
+        raw, _choose_tokens(metadata.edits.apply(raw), metadata), metadata.num_top
+    )
 
 
-def report(logits: Tensor, token: Tensor, num_top: int | None) -> Sampled:
-    """The log probabilities of these tokens, (rows,), and of the num_top most probable ones. None:
-    nobody asks for ranks. Also for the rows of a prompt and the tokens that follow them.
+def compute_logprobs(logits: Tensor, token: Tensor, num_top: int | None) -> SamplerOutput:
+    """Log probabilities of these tokens, (rows,), and of the num_top most probable ones; None: no
+    ranks. Also used for the rows of a prompt and the tokens that follow them.
     """
     logits = logits.float()
-    return _report(logits, token, logits.logsumexp(-1), num_top)
+    return _gather_logprobs(logits, token, logits.logsumexp(-1), num_top)
 
 
-def _report(logits: Tensor, token: Tensor, lse: Tensor, num_top: int | None) -> Sampled:
+def _gather_logprobs(
+    logits: Tensor, token: Tensor, lse: Tensor, num_top: int | None
+) -> SamplerOutput:
     chosen, norm = logits.gather(1, token[:, None]), lse[:, None]
     rank = torch.zeros_like(token) if num_top is None else (logits > chosen).sum(-1) + 1
     top, ids = logits.topk(min(num_top or 0, logits.shape[-1]), -1)
-    return Sampled(token, (chosen - norm)[:, 0], rank, ids, top - norm)
+    return SamplerOutput(token, (chosen - norm)[:, 0], rank, ids, top - norm)
 
 
-def _draw(kernel: ModuleType, raw: Tensor, rows: Rows) -> Sampled:
-    """`sample` by one pass over the logits in the type that they have."""
+def _sample_with_kernel(
+    kernel: ModuleType, raw: Tensor, metadata: SamplingMetadata
+) -> SamplerOutput:
+    """`sample` in one pass over the logits in their own dtype."""
     raw = raw if raw.stride(-1) == 1 else raw.contiguous()
-    logits = rows.edits.apply(raw)
-    asked = None if logits is raw else raw
-    token, logprob, lse = kernel.draw(logits, asked, *_columns(rows, len(raw), raw.device))
-    if rows.num_top is not None:
-        return _report(raw.float(), token, lse, rows.num_top)
+    logits = metadata.edits.apply(raw)
+    unedited = None if logits is raw else raw
+    token, logprob, lse = kernel.draw(
+        logits, unedited, *_kernel_columns(metadata, len(raw), raw.device)
+    )
+    if metadata.num_top is not None:
+        return _gather_logprobs(raw.float(), token, lse, metadata.num_top)
     nothing = token.new_empty(len(raw), 0)
-    return Sampled(token, logprob, torch.zeros_like(token), nothing, nothing.float())
+    return SamplerOutput(token, logprob, torch.zeros_like(token), nothing, nothing.float())
 
 
-def _columns(rows: Rows, count: int, device: torch.device) -> list[Tensor | None]:
-    """temperature, uniform, min_p, top_k and top_p of all rows: 0 is the temperature of the greedy
-    ones, which keep all their tokens.
+def _kernel_columns(
+    metadata: SamplingMetadata, count: int, device: torch.device
+) -> list[Tensor | None]:
+    """temperature, uniform, min_p, top_k and top_p of all rows. Greedy rows have temperature 0 and
+    keep all tokens.
     """
-    if rows.random is None:
+    if metadata.random is None:
         zeros = torch.zeros(count, dtype=torch.float64, device=device)
         return [zeros.float(), zeros, None, None, None]
-    values = [rows.temperature, rows.uniform, rows.min_p, rows.top_k, rows.top_p]
-    if len(rows.random) == count:
+    values = [
+        metadata.temperature,
+        metadata.uniform,
+        metadata.min_p,
+        metadata.top_k,
+        metadata.top_p,
+    ]
+    if len(metadata.random) == count:
         return values
-    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, rows.random, t)
+    spread = lambda t, off: t.new_full((count,), off).index_copy_(0, metadata.random, t)
     return [
         None if t is None else spread(t, off)
         for t, off in zip(values, (0, 0, 0, 0, 1), strict=True)
     ]
 
 
-def _kernel(logits: Tensor) -> ModuleType | None:
-    """The module that draws in few launches, where Triton runs."""
+def _find_kernel(logits: Tensor) -> ModuleType | None:
+    """The Triton module that samples in few launches, if it runs here."""
     device = logits.device
     if device.type != "cuda" or logits.dtype == torch.float64 or not device_info(device).has_triton:
         return None
@@ -255,33 +287,35 @@ def _kernel(logits: Tensor) -> ModuleType | None:
     return sampling
 
 
-def _choose(logits: Tensor, rows: Rows) -> Tensor:
-    """A token for each row. A pass reads rows x vocab_size numbers: only those that a row needs."""
-    if rows.random is None:
+def _choose_tokens(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """A token for each row. Each pass reads rows x vocab_size numbers, so passes that no row needs
+    are skipped.
+    """
+    if metadata.random is None:
         return logits.argmax(-1)
-    if len(rows.random) == len(logits):
-        return pick(masses_of(logits, rows), rows.uniform)
-    drawn = pick(masses_of(logits[rows.random], rows), rows.uniform)
-    return logits.argmax(-1).index_copy_(0, rows.random, drawn)
+    if len(metadata.random) == len(logits):
+        return pick(compute_masses(logits, metadata), metadata.uniform)
+    sampled = pick(compute_masses(logits[metadata.random], metadata), metadata.uniform)
+    return logits.argmax(-1).index_copy_(0, metadata.random, sampled)
 
 
-def masses_of(logits: Tensor, rows: Rows) -> Tensor:
-    """The integer probabilities of the tokens that may be drawn, 0 for the others, (rows, vocab);
+def compute_masses(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
+    """Integer probabilities of the tokens that may be sampled, 0 for the others, (rows, vocab).
     logits: of the random rows.
     """
     logits = logits - logits.amax(-1, keepdim=True)
-    weights = logits.div_(rows.temperature[:, None]).exp_()
-    keys = weights.view(torch.int32)  # of numbers that are not negative: the same order
+    weights = logits.div_(metadata.temperature[:, None]).exp_()
+    keys = weights.view(torch.int32)  # of non-negative floats: the same order
     masses = (weights * _UNIT).round_().long()  # a power of two: exact
-    if rows.min_p is not None:
-        masses.masked_fill_(weights < rows.min_p[:, None], 0)
-    if rows.top_k is not None:
-        count = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1])
-        floor = threshold(keys, torch.ones_like(masses), count)
+    if metadata.min_p is not None:
+        masses.masked_fill_(weights < metadata.min_p[:, None], 0)
+    if metadata.top_k is not None:
+        count = torch.where(metadata.top_k > 0, metadata.top_k, logits.shape[-1])
+        floor = find_threshold(keys, torch.ones_like(masses), count)
         masses.masked_fill_(keys < floor[:, None], 0)
-    if rows.top_p is not None:
-        wanted = (masses.sum(-1) * rows.top_p).ceil().long()
-        floor = threshold(keys, masses, wanted)
+    if metadata.top_p is not None:
+        wanted = (masses.sum(-1) * metadata.top_p).ceil().long()
+        floor = find_threshold(keys, masses, wanted)
         masses.masked_fill_(keys < floor[:, None], 0)
     return masses
 
@@ -291,18 +325,18 @@ def pick(masses: Tensor, uniform: Tensor) -> Tensor:
     running = masses.cumsum(-1)
     place = (running[:, -1] * uniform).long()  # below the total, as uniform is at most 1 - 2^-53
     token = torch.searchsorted(running, place[:, None], right=True)[:, 0]
-    return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN points nowhere
+    return token.clamp_(max=masses.shape[-1] - 1)  # a row of NaN finds no token
 
 
-def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
-    """The largest key such that the masses of all keys from it on sum up to `wanted` (or to all
-    there is), per row. keys: int32 (rows, n), not negative; masses: int64.
+def find_threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
+    """The largest key, per row, such that the masses of all keys from it on add up to `wanted` (or
+    to the total). keys: int32 (rows, n), not negative; masses: int64.
     """
     wanted = wanted.clamp(max=masses.sum(-1))
-    found = torch.zeros_like(wanted)
+    key_prefix = torch.zeros_like(wanted)
     for shift, bits in _DIGITS:
         digit = keys >> shift
-        inside = (digit >> bits) == found[:, None]
+        inside = (digit >> bits) == key_prefix[:, None]
         digit = (digit & ((1 << bits) - 1)).long()
         held = masses.new_zeros(len(keys), 1 << bits)
         held.scatter_add_(1, digit, masses * inside)
@@ -310,39 +344,43 @@ def threshold(keys: Tensor, masses: Tensor, wanted: Tensor) -> Tensor:
         best = ((from_here >= wanted[:, None]).sum(1) - 1).clamp_(min=0)
         at = best[:, None]
         wanted = wanted - (from_here - held).gather(1, at)[:, 0]
-        found = (found << bits) | best
-    return found
+        key_prefix = (key_prefix << bits) | best
+    return key_prefix
 
 
-def _edits(samples: Sequence[Sample], device: torch.device) -> Edits:
+def _make_edits(samples: Sequence[Sample], device: torch.device) -> LogitEdits:
     add: dict[tuple[int, int], float] = {}
     repeat: dict[tuple[int, int], float] = {}
-    edited = [(row, one) for row, one in enumerate(samples) if one.request.params.edits]
-    for row, one in edited:
-        params, request = one.request.params, one.request
+    edited = [
+        (row, row_sample)
+        for row, row_sample in enumerate(samples)
+        if row_sample.request.params.edits_logits
+    ]
+    for row, row_sample in edited:
+        params, request = row_sample.request.params, row_sample.request
         values: Counter[int] = Counter(params.logit_bias)
         if params.presence_penalty or params.frequency_penalty:
-            for token, count in Counter(one.token_ids).items():
+            for token, count in Counter(row_sample.token_ids).items():
                 values[token] -= params.presence_penalty + params.frequency_penalty * count
-        if one.num_tokens < params.min_tokens:
-            values.update(dict.fromkeys(request.ends, float("-inf")))
+        if row_sample.num_tokens < params.min_tokens:
+            values.update(dict.fromkeys(request.end_token_ids, float("-inf")))
         add |= {(row, token): value for token, value in values.items()}
         if params.repetition_penalty != 1:
-            seen = {*request.prompt_token_ids, *one.token_ids}
+            seen = {*request.prompt_token_ids, *row_sample.token_ids}
             repeat |= {(row, token): params.repetition_penalty for token in seen}
-    return Edits(_cells(add, device), _cells(repeat, device))
+    return LogitEdits(_edit_tensors(add, device), _edit_tensors(repeat, device))
 
 
-def _cells(
+def _edit_tensors(
     values: dict[tuple[int, int], float], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     if not values:
         return None
     rows, tokens = zip(*values, strict=True)
     return (
-        _to(rows, torch.int64, device),
-        _to(tokens, torch.int64, device),
-        _to(list(values.values()), torch.float32, device),
+        _make_tensor(rows, torch.int64, device),
+        _make_tensor(tokens, torch.int64, device),
+        _make_tensor(list(values.values()), torch.float32, device),
     )
 
 
@@ -350,16 +388,18 @@ def _beam_temperature(request: Request) -> float:
     return (request.beams.temperature or 1.0) if request.beams else 1.0
 
 
-def _column(values: list, off: float, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """None if no row asks for anything."""
-    return None if values.count(off) == len(values) else _to(values, dtype, device)
+def _make_column(
+    values: list, off: float, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """None if no row uses the option."""
+    return None if values.count(off) == len(values) else _make_tensor(values, dtype, device)
 
 
-def _to(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return _sent(torch.tensor(values, dtype=dtype), device)
+def _make_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _copy_to_device(torch.tensor(values, dtype=dtype), device)
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """To the device behind the work that is queued there: from pinned memory nobody waits."""
+def _copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy asynchronously from pinned memory, behind the work queued on the device."""
     staged = values.pin_memory() if device.type == "cuda" else values
     return staged.to(device, non_blocking=True)

@@ -1,25 +1,36 @@
-"""Who computes which tokens in the next step. No tensors here.
+"""Which tokens each request computes in the next step. No tensors here.
 
-There are no phases: a sample is so far computed, and catches up with what is known of it. A step
-has one budget of tokens. First come the running samples that lack one token, then prompts (and
-samples that are computed again) with what is left, in chunks, then requests that wait. Every line
-is in the order of ranks:
+    waiting --admit--> running --schedule--> step --launch--> in flight --collect--> finished
+       ^                  |                                                 |
+       +---- preempt -----+ <---------------- one token more ---------------+
 
-    rank = arrival + priority * aging
+There is no prefill/decode split, as in vLLM: a sample has `computed` of `length` known tokens, and
+each step computes some of the difference. A step has one token budget. Running samples that lack
+one token (decode) come first, then prompts and recomputed samples in chunks, then waiting requests.
 
-so a request is overtaken only by those that arrive within (its priority - theirs) * aging after it,
-and nobody starves. When pages run out, the running request of the last rank makes room. Its pages
-travel to the host or are given up and computed again, whichever is estimated to be cheaper; either
-way it stands in line where it stood.
+Example: max_num_batched_tokens=8, request A decodes, request B arrives with a prompt of 10 tokens.
 
-A step takes its time on the device. `advance` says that it is under way: from then on its tokens
-count, though nobody knows which they are, and the next step may be scheduled. `resolve` tells them
-when they are there. A sample that is then found to have ended leaves what was computed for it in
-vain. Beams and penalties look at tokens: while such a request draws, steps follow one another.
+    step 1   A 1 token   B tokens 0-6
+    step 2   A 1 token   B tokens 7-9, and B samples its first token
+    step 3   A 1 token   B 1 token
 
-Progress: while there are requests and no step is under way, every step computes at least one token.
-Each request fits into the pool alone (checked when it is added), the first in line is never
-preempted for another, and for it even requests on the host give up the pages they still share.
+Both queues are sorted by
+
+    order key = arrival time + priority * aging_s
+
+A request can be overtaken only by requests that arrive within (its priority - theirs) * aging_s
+seconds after it, so no request starves. When pages run out, the running request with the largest
+order key is preempted. Its pages are swapped to the host or recomputed later, whichever is
+estimated to be cheaper, and it keeps its position in the queue.
+
+Steps overlap. `mark_launched` counts a step's tokens, though their values are not known yet, and
+the next step may be scheduled. `apply_tokens` supplies the values once the device has them. A
+sample that ends there has been computed once in vain, and that token is dropped. Beam search and
+penalties need the values: while such a request samples, steps do not overlap.
+
+Progress: while there are requests and no step is in flight, every step computes at least one token.
+Each request fits into the pool alone (checked in `add`), the first running request is never
+preempted for another, and swapped requests free the pages they share if it needs them.
 """
 
 import math
@@ -31,49 +42,59 @@ from dataclasses import replace
 from itertools import count
 
 from onchip.engine import beams
-from onchip.engine.costs import Costs
-from onchip.engine.line import Line
-from onchip.engine.request import Drawn, Request, RequestMetrics, Sample, Status
-from onchip.engine.residence import Cache, Chunk, Residence, Tier
-from onchip.engine.step import Limits, Refused, Run, Step
+from onchip.engine.costs import PreemptionCosts
+from onchip.engine.kv_manager import KVManager, PagedCache, ScheduledTokens, SwapTier
+from onchip.engine.request import Request, RequestMetrics, Sample, SampledToken, Status
+from onchip.engine.request_queue import RequestQueue
+from onchip.engine.step import Chunk, Limits, RejectedRequest, ScheduledStep
 from onchip.kvcache.pool import NoRoom
 
-_ELSEWHERE = "though nobody else has any: the cache is used from elsewhere"
+_ELSEWHERE = "though no other request holds any: the cache is used from elsewhere"
 
 
 class _Plan:
-    """A step in the making."""
+    """A step being built."""
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.runs: dict[Request, list[Run]] = {}
-        self.blocked = False  # somebody lacks pages: nobody new may take them
+        self.chunks: dict[Request, list[Chunk]] = {}
+        self.blocked = False  # a running request lacks pages: admit no other
 
-    def add(self, runs: dict[Request, list[Run]]) -> None:
-        self.runs |= runs
-        self.budget -= sum([run.stop - run.start for many in runs.values() for run in many])
+    def add(self, chunks: dict[Request, list[Chunk]]) -> None:
+        self.chunks |= chunks
+        self.budget -= sum(
+            [
+                chunk.stop - chunk.start
+                for request_chunks in chunks.values()
+                for chunk in request_chunks
+            ]
+        )
 
     def drop(self, request: Request) -> None:
-        self.budget += sum(run.num_tokens for run in self.runs.pop(request, ()))
+        self.budget += sum(chunk.num_tokens for chunk in self.chunks.pop(request, ()))
 
-    def step(self, news: dict[str, list[Request]]) -> Step:
-        runs = tuple([run for many in self.runs.values() for run in many])
-        return Step(runs, **{what: tuple(who) for what, who in news.items()})
+    def step(self, events: dict[str, list[Request]]) -> ScheduledStep:
+        chunks = tuple(
+            [chunk for request_chunks in self.chunks.values() for chunk in request_chunks]
+        )
+        return ScheduledStep(
+            chunks, **{event: tuple(requests) for event, requests in events.items()}
+        )
 
 
 class Scheduler:
-    """Takes requests, gives steps, takes what was drawn: `add`, then `schedule` and `update` in
-    turns; or `schedule`, `advance` and later `resolve`. cache and tier belong to it alone. tier and
-    costs: none, and preempted requests are always computed again.
+    """Call `add`, then `schedule` and `update` in turns; or, to overlap steps, `schedule`,
+    `mark_launched` and later `apply_tokens`. The scheduler owns cache and tier. Without tier and
+    costs, preempted requests are always recomputed.
     """
 
     def __init__(
         self,
-        cache: Cache,
+        cache: PagedCache,
         limits: Limits,
         *,
-        tier: Tier | None = None,
-        costs: Costs | None = None,
+        tier: SwapTier | None = None,
+        costs: PreemptionCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if limits.max_num_seqs > cache.max_seqs:
@@ -84,17 +105,17 @@ class Scheduler:
             raise ValueError("a tier needs costs to choose by, and costs need a tier")
         self.limits, self.clock = limits, clock
         self._pool, self._max_seqlen = cache.pool, cache.max_seqlen
-        self._home = Residence(cache, tier, costs)
-        self.totals = Counter[str]()  # how often what a Step tells has happened
-        self.num_cached_tokens = 0  # of prompts, found in the cache when they came first
+        self._kv = KVManager(cache, tier, costs)
+        self.totals = Counter[str]()  # events of all steps, by name
+        self.num_cached_tokens = 0  # of prompts, found in the cache when they were first scheduled
         self._requests: dict[str, Request] = {}
-        self._waiting, self._running = Line(), Line()
+        self._waiting, self._running = RequestQueue(), RequestQueue()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._numbers = count()
         self._queued_tokens = 0
-        self._step: Step | None = None  # scheduled last, not under way yet
-        self._flying: deque[Step] = deque()  # under way, oldest first
-        self._news: dict[str, list[Request]] = {}
+        self._step: ScheduledStep | None = None  # scheduled, not launched yet
+        self._in_flight: deque[ScheduledStep] = deque()  # launched, oldest first
+        self._events: dict[str, list[Request]] = {}
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -102,7 +123,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """Those that never ran and those that were preempted, next first."""
+        """New and preempted requests, the next to run first."""
         return tuple(self._waiting)
 
     @property
@@ -110,26 +131,26 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def must_resolve(self) -> bool:
-        """The next step cannot be scheduled before the oldest one under way is resolved."""
-        flying = self._flying
-        return len(flying) > 1 or (bool(flying) and flying[0].needs_tokens)
+    def must_collect(self) -> bool:
+        """The oldest step in flight must be collected before the next step can be scheduled."""
+        in_flight = self._in_flight
+        return len(in_flight) > 1 or (bool(in_flight) and in_flight[0].needs_tokens)
 
     def find(self, request_id: str) -> Request | None:
-        """The request of this name, if it is not done."""
+        """The unfinished request with this id."""
         return self._requests.get(request_id)
 
-    def add(self, request: Request) -> Refused | None:
-        """None if it is in line now."""
-        if request.request_id in self._requests or request.rank[1]:
+    def add(self, request: Request) -> RejectedRequest | None:
+        """Queue a request. Return None if it was accepted."""
+        if request.request_id in self._requests or request.order_key[1]:
             raise ValueError(f"request {request.request_id!r} was added before")
         if not request.max_tokens:
-            room = self.limits.max_model_len - len(request.prompt_token_ids)
-            request.max_tokens = max(1, room)
-        if reason := self._never(request) or self._not_now(request):
+            remaining = self.limits.max_model_len - len(request.prompt_token_ids)
+            request.max_tokens = max(1, remaining)
+        if reason := self._check_feasible(request) or self._check_queue_limits(request):
             return reason
         now, number = self.clock(), next(self._numbers) + 1
-        request.rank = (now + request.priority * self.limits.aging_s, number)
+        request.order_key = (now + request.priority * self.limits.aging_s, number)
         request.metrics = RequestMetrics(now)
         self._requests[request.request_id] = request
         self._enqueue(request)
@@ -138,23 +159,23 @@ class Scheduler:
         return None
 
     def abort(self, request_id: str) -> bool:
-        """Cancel a request, between two steps or while one is computed; its pages are free when
-        this returns. False: there is no such request, or it is done.
+        """Cancel a request, between two steps or during one. Its pages are free when this returns.
+        Return False if no unfinished request has this id.
         """
         request = self._requests.get(request_id)
         if request is not None:
-            self._end(request, Status.FINISHED_ABORTED)
+            self._finish(request, Status.FINISHED_ABORTED)
         return request is not None
 
     def fail(self, request: Request, error: str) -> None:
-        """End one request because of an error of its own; the others go on."""
+        """End one request with an error; the others continue."""
         if not request.finished:
             request.error = error
-            self._end(request, Status.FINISHED_ERROR)
+            self._finish(request, Status.FINISHED_ERROR)
 
-    def collapse(self, end: Status, error: str) -> list[Request]:
-        """End all requests where they stand, after what leaves nothing to rely on: lines and pages
-        are not tidied up, and the scheduler is of no use afterwards.
+    def abandon_all(self, end: Status, error: str) -> list[Request]:
+        """End all requests after an unrecoverable error. Queues and pages are not cleaned up: the
+        scheduler must not be used afterwards.
         """
         requests = list(self._requests.values())
         for request in requests:
@@ -167,127 +188,142 @@ class Scheduler:
         return requests
 
     def stop(self, sample: Sample, stop_reason: str | int | None = None) -> None:
-        """End a sample (a stop text was seen); its pages are free when this returns."""
+        """End a sample (its text contains a stop string). Its pages are free when this returns."""
         if sample.finished:
             return
         sample.finish(Status.FINISHED_STOPPED, stop_reason)
-        self._home.release(sample)
+        self._kv.release(sample)
         request = sample.request
-        if not request.live:
-            self._end(request, Status.FINISHED_STOPPED)
-        elif request.status is Status.RUNNING and not request.rooted:
-            self._preempt(request)  # the others were to fork from this one
+        if not request.unfinished:
+            self._finish(request, Status.FINISHED_STOPPED)
+        elif request.status is Status.RUNNING and not request.resident:
+            self._preempt(request)  # the others would have forked from this sample
 
     def preempt(self, request: Request) -> None:
-        """Take a running request off the device between two steps."""
+        """Preempt a running request between two steps."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
         if request.status is not Status.RUNNING:
             raise ValueError(f"{request} does not run: it is {request.status.meaning}")
         self._preempt(request)
 
-    def schedule(self) -> Step:
-        """The next step; empty only if there is no request, or if a step is under way."""
+    def schedule(self) -> ScheduledStep:
+        """Build the next step. It is empty only if there is no request or a step is in flight."""
         if self._step is not None:
             raise ValueError("a step is under way: update it first")
-        if self.must_resolve:
-            raise ValueError("a step is under way whose tokens must be known: resolve it first")
+        if self.must_collect:
+            raise ValueError("a step in flight must be collected first: its tokens are needed")
         self._expire()
-        plan = self._plan()
-        if not plan.runs and self._requests and not self._flying:
-            self._home.synchronize()  # everyone waits for pages that are on their way out
-            plan = self._plan()
-        self._step = plan.step(self._news)
-        self._news.clear()
+        plan = self._build_plan()
+        if not plan.chunks and self._requests and not self._in_flight:
+            self._kv.synchronize()  # all requests wait for pages of swap-outs under way
+            plan = self._build_plan()
+        self._step = plan.step(self._events)
+        self._events.clear()
         return self._step
 
-    def update(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
-        """The step was computed, and this was drawn for `step.draws`. Answers the requests that are
-        finished by it. Whoever was cancelled meanwhile is passed over.
+    def update(self, step: ScheduledStep, sampled: Iterable[SampledToken]) -> list[Request]:
+        """Apply the sampled tokens of a step that ran without overlap, one for each of its
+        `rows_to_sample`. Return the requests that finished. Requests cancelled meanwhile are
+        skipped.
         """
-        if step is not self._step or self._flying:
+        if step is not self._step or self._in_flight:
             raise ValueError("update takes the step that was scheduled last, once")
-        drawn = _as_many(drawn, step.draws)
-        self.advance(step)
-        return self.resolve(step, drawn)
+        sampled = _check_count(sampled, step.rows_to_sample)
+        self.mark_launched(step)
+        return self.apply_tokens(step, sampled)
 
-    def advance(self, step: Step) -> None:
-        """The step is on its way, and everything that is queued on the device from now on comes
-        after it.
-        """
+    def mark_launched(self, step: ScheduledStep) -> None:
+        """Count the step's tokens. Work queued on the device from now on runs after it."""
         if step is not self._step:
-            raise ValueError("advance takes the step that was scheduled last, once")
+            raise ValueError("mark_launched takes the step that was scheduled last, once")
         self._step = None
-        self._flying.append(step)
-        self._home.commit([run for run in step.runs if run.sample.sequence is not None])
-        for run in step.runs:
-            if run.sample.request.solo is None:
-                self._fork(run)
-        for _, sample in step.draws:
+        self._in_flight.append(step)
+        self._kv.commit([chunk for chunk in step.chunks if chunk.sample.sequence is not None])
+        for chunk in step.chunks:
+            if chunk.sample.request.single_sample is None:
+                self._fork(chunk)
+        for _, sample in step.rows_to_sample:
             request = sample.request
             if sample.end is None and request.status is Status.RUNNING and not request.beams:
                 sample.pending += 1
 
-    def resolve(self, step: Step, drawn: Iterable[Drawn]) -> list[Request]:
-        """This was drawn for `step.draws`, of the oldest step under way. Answers the requests that
-        are finished by it.
+    def apply_tokens(self, step: ScheduledStep, sampled: Iterable[SampledToken]) -> list[Request]:
+        """Apply the sampled tokens of the oldest step in flight, one for each of its
+        `rows_to_sample`. Return the requests that finished.
         """
-        if not self._flying or step is not self._flying[0]:
-            raise ValueError("resolve takes the oldest step that is under way, once")
-        drawn = _as_many(drawn, step.draws)
-        self._flying.popleft()
+        if not self._in_flight or step is not self._in_flight[0]:
+            raise ValueError("apply_tokens takes the oldest step that is under way, once")
+        sampled = _check_count(sampled, step.rows_to_sample)
+        self._in_flight.popleft()
         touched: dict[Request, None] = {}
-        for (_, sample), one in zip(step.draws, drawn, strict=True):
+        for (_, sample), token in zip(step.rows_to_sample, sampled, strict=True):
             if sample.pending:
-                sample.take(one)
+                sample.append(token)
                 if sample.end is not None:
                     touched[sample.request] = None
             elif sample.request.beams and sample.status is Status.RUNNING:
-                self._take_candidates(sample, one)
+                self._take_candidates(sample, token)
                 touched[sample.request] = None
-        self._told(step)
+        self._finish_rows(step)
         for request in touched:
-            self._close(request)
+            self._finish_if_done(request)
         return [request for request in touched if request.finished]
 
     def check(self) -> None:
-        """Raise AssertionError unless lines, limits, pages and states agree (for tests)."""
+        """Raise AssertionError unless queues, limits, pages and states agree (for tests)."""
         running, waiting = set(self._running), set(self._waiting)
-        _law(not running & waiting, "a request runs and waits")
-        _law(running | waiting == set(self._requests.values()), "a request is in no line")
-        _law(all(r.status is Status.RUNNING for r in running), "a status in the running line")
-        _law(not any(r.rooted for r in waiting if not r.family), "a request that waits has pages")
-        _law(all(bool(r.family) == (r.status is Status.SWAPPED) for r in waiting), "families")
-        _law(self._seats() <= self.limits.max_num_seqs, "more samples than seats")
+        _check_invariant(not running & waiting, "a request runs and waits")
+        _check_invariant(
+            running | waiting == set(self._requests.values()), "a request is in no queue"
+        )
+        _check_invariant(
+            all(r.status is Status.RUNNING for r in running), "a status in the running queue"
+        )
+        _check_invariant(
+            not any(r.resident for r in waiting if not r.host_group),
+            "a waiting request holds pages",
+        )
+        _check_invariant(
+            all(bool(r.host_group) == (r.status is Status.SWAPPED) for r in waiting),
+            "a swapped request without its group",
+        )
+        _check_invariant(
+            self._num_running_seqs() <= self.limits.max_num_seqs, "more sequences than max_num_seqs"
+        )
         tokens = sum(len(r.prompt_token_ids) for r in waiting)
-        _law(tokens == self._queued_tokens, "the count of tokens that wait")
+        _check_invariant(tokens == self._queued_tokens, "the count of queued tokens")
 
-    def _never(self, request: Request) -> Refused | None:
-        """Why it can never run. Only so are the others sure to get their turn."""
+    def _check_feasible(self, request: Request) -> RejectedRequest | None:
+        """Reject a request that can never run: otherwise it would block the queue forever."""
         prompt, limits, pool = len(request.prompt_token_ids), self.limits, self._pool
         total = prompt + request.max_tokens
         longest = min(limits.max_model_len, self._max_seqlen + 1)
         if total > longest:
-            return Refused(
+            return RejectedRequest(
                 f"{prompt} tokens of prompt and max_tokens={request.max_tokens} exceed the"
                 f" {longest} tokens that a sequence may have"
             )
-        if request.widest > limits.max_num_seqs:
-            return Refused(f"{request.widest} samples exceed max_num_seqs={limits.max_num_seqs}")
+        if request.max_seqs > limits.max_num_seqs:
+            return RejectedRequest(
+                f"{request.max_seqs} samples exceed max_num_seqs={limits.max_num_seqs}"
+            )
         pages = request.pages(pool.page_size, total - 1)  # the last token is never computed
         if pages > pool.capacity:
-            return Refused(
-                f"{request.widest} x {total} tokens may need {pages} pages, the cache has"
+            return RejectedRequest(
+                f"{request.max_seqs} x {total} tokens may need {pages} pages, the cache has"
                 f" {pool.capacity} in all"
             )
         return None
 
-    def _not_now(self, request: Request) -> Refused | None:
+    def _check_queue_limits(self, request: Request) -> RejectedRequest | None:
         limits, tokens = self.limits, len(request.prompt_token_ids)
         if len(self._waiting) >= limits.max_queued_requests:
-            return Refused(f"{len(self._waiting)} requests are waiting, as many as may", later=True)
+            return RejectedRequest(
+                f"{len(self._waiting)} requests are waiting, as many as may", is_retryable=True
+            )
         if self._waiting and self._queued_tokens + tokens > limits.max_queued_tokens:
-            return Refused(
+            return RejectedRequest(
                 f"{self._queued_tokens} tokens are waiting, {tokens} more are too many", True
             )
         return None
@@ -304,47 +340,49 @@ class Scheduler:
         now = self.clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._deadlines[0][2]
-            self._end(request, Status.FINISHED_EXPIRED)
-            self._tell("ended", request)
+            self._finish(request, Status.FINISHED_EXPIRED)
+            self._record_event("ended", request)
 
-    def _plan(self) -> _Plan:
-        self._home.poll()
+    def _build_plan(self) -> _Plan:
+        self._kv.poll()
         plan = _Plan(self.limits.max_num_batched_tokens)
-        self._decode(plan)
-        for request in self._running if len(plan.runs) < len(self._running) else ():
-            if request.status is Status.RUNNING and request not in plan.runs:
-                self._serve(request, plan)
-        self._admit(plan)
+        self._schedule_decodes(plan)
+        for request in self._running if len(plan.chunks) < len(self._running) else ():
+            if request.status is Status.RUNNING and request not in plan.chunks:
+                self._schedule_request(request, plan)
+        self._admit_waiting(plan)
         return plan
 
-    def _decode(self, plan: _Plan) -> None:
-        """One token for each sample that lacks one, with one call to the cache if there is room
-        for all of them: prompts never hold them up.
+    def _schedule_decodes(self, plan: _Plan) -> None:
+        """Schedule one token for each sample that lacks exactly one, with one call to the cache if
+        all fit. Decodes come first, so prompts never delay them.
         """
-        ready = {r: runs for r in self._running if (runs := _decoding(r))}
-        samples = [run.sample for runs in ready.values() for run in runs]
-        if self._home.append_each(samples) is None:
+        ready = {r: chunks for r in self._running if (chunks := _decode_chunks(r))}
+        samples = [chunk.sample for chunks in ready.values() for chunk in chunks]
+        if self._kv.append_each(samples) is None:
             plan.add(ready)
             return
         for request in ready:
             if request.status is Status.RUNNING:
-                self._serve(request, plan)
+                self._schedule_request(request, plan)
 
-    def _serve(self, request: Request, plan: _Plan) -> None:
-        """Slots for its next tokens; whoever stands behind it makes room."""
-        while chunks := list(request.chunks(plan.budget)):
-            full = self._home.append(chunks)
+    def _schedule_request(self, request: Request, plan: _Plan) -> None:
+        """Reserve slots for the request's next tokens, preempting requests behind it if pages run
+        out.
+        """
+        while scheduled := list(request.next_tokens(plan.budget)):
+            full = self._kv.append(scheduled)
             if full is None:
-                plan.add({request: _runs(request, chunks)})
+                plan.add({request: _make_chunks(request, scheduled)})
                 return
             plan.blocked = True
-            if not self._make_room(request, full, plan):
+            if not self._free_pages_for(request, full, plan):
                 return
 
-    def _make_room(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
-        """Whether to try again; if not, the request is not served in this step."""
-        if full.needed - full.free <= self._pages_leaving():
-            return False  # preempting more would empty the device while copies are under way
+    def _free_pages_for(self, request: Request, full: NoRoom, plan: _Plan) -> bool:
+        """Preempt a request. Return True to try again, False to skip this request in this step."""
+        if full.needed - full.free <= self._pages_swapping_out():
+            return False  # wait for copies under way: preempting more would empty the device
         last = self._running[-1]
         if last is not request:
             plan.drop(last)
@@ -353,169 +391,179 @@ class Scheduler:
         if len(self._running) > 1:
             self._preempt(request)
             return False
-        if self._strip_last_swapped():
+        if self._drop_last_swapped():
             return True
         self._fail_now(request, f"{full.needed} pages needed, {full.free} free")
         return False
 
     def _fail_now(self, request: Request, lack: str) -> None:
-        """It is promised that a request that has the device alone fits."""
+        """Fail a request that does not fit alone, which `_check_feasible` rules out for an unshared
+        cache.
+        """
         self.fail(request, f"{lack}, {_ELSEWHERE}")
-        self._tell("ended", request)
+        self._record_event("ended", request)
 
-    def _pages_leaving(self) -> int:
-        families = (r.family for r in self._waiting if r.family)
-        return sum(len(family.pages) for family in families if family.leaving)
+    def _pages_swapping_out(self) -> int:
+        groups = (r.host_group for r in self._waiting if r.host_group)
+        return sum(len(group.pages) for group in groups if group.leaving)
 
-    def _strip_last_swapped(self) -> bool:
-        """Give up what the last request on the host holds: pages it shares stay on the device."""
-        swapped = [r for r in self._waiting if r.family]
+    def _drop_last_swapped(self) -> bool:
+        """Free the pages of the last swapped request: it still holds shared pages on the device."""
+        swapped = [r for r in self._waiting if r.host_group]
         if swapped:
-            self._home.give_up(swapped[-1])
-            self._tell("recomputed", swapped[-1])
+            self._kv.discard(swapped[-1])
+            self._record_event("recomputed", swapped[-1])
         return bool(swapped)
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        self._home.leave(request)
-        self._tell("recomputed" if request.family is None else "swapped_out", request)
+        self._kv.preempt(request)
+        self._record_event("recomputed" if request.host_group is None else "swapped_out", request)
         metrics = request.metrics
         request.metrics = replace(metrics, num_preemptions=metrics.num_preemptions + 1)
         self._enqueue(request)
 
-    def _tell(self, what: str, request: Request) -> None:
-        """In the next step that is scheduled."""
+    def _record_event(self, what: str, request: Request) -> None:
+        """Report the event in the next scheduled step."""
         self.totals[what] += 1
-        self._news.setdefault(what, []).append(request)
+        self._events.setdefault(what, []).append(request)
 
-    def _admit(self, plan: _Plan) -> None:
-        """Requests that wait, strictly in line: the first one that has no room stops the others,
-        or large ones would never find any.
+    def _admit_waiting(self, plan: _Plan) -> None:
+        """Admit waiting requests strictly in order. The first that does not fit stops the loop:
+        otherwise small requests would overtake large ones forever.
         """
         while self._waiting and plan.budget and not plan.blocked:
             request = self._waiting[0]
             if any(sample.pending for sample in request.samples):
-                return  # its last token is on its way
-            if self._seats() + request.width > self.limits.max_num_seqs:
+                return  # its last token is not known yet
+            if self._num_running_seqs() + request.num_seqs > self.limits.max_num_seqs:
                 return
-            if not self._enter(request):
+            if not self._make_resident(request):
                 return
             self._dequeue(request)
             self._running.add(request)
             request.status = Status.RUNNING
             if request.metrics.first_scheduled_s is None:
-                request.num_cached_tokens = request.live[0].sequence.hit_tokens
+                request.num_cached_tokens = request.unfinished[0].sequence.hit_tokens
                 self.num_cached_tokens += request.num_cached_tokens
                 request.metrics = replace(request.metrics, first_scheduled_s=self.clock())
-            self._serve(request, plan)
+            self._schedule_request(request, plan)
 
-    def _enter(self, request: Request) -> bool:
-        """Whether it is on the device now. If nobody runs it must be: others on the host give up
-        what they still share, and in the end the request does.
+    def _make_resident(self, request: Request) -> bool:
+        """Bring a waiting request onto the device. If no request runs it must succeed: swapped
+        requests free the pages they share, and if that does not suffice the request fails.
         """
-        away = request.family
-        while not self._home.enter(request, self._seats()):
-            if self._running or self._pages_leaving():
+        away = request.host_group
+        while not self._kv.make_resident(request, self._num_running_seqs()):
+            if self._running or self._pages_swapping_out():
                 return False
-            if not self._strip_last_swapped():
-                self._fail_now(request, "no room for one more sequence")
+            if not self._drop_last_swapped():
+                self._fail_now(request, "no free row for one more sequence")
                 return False
         if away is not None and request.status is Status.SWAPPED:
-            self._tell("swapped_in", request)
+            self._record_event("swapped_in", request)
         return True
 
-    def _seats(self) -> int:
-        return sum(request.width for request in self._running)
+    def _num_running_seqs(self) -> int:
+        return sum(request.num_seqs for request in self._running)
 
-    def _fork(self, run: Run) -> None:
-        """The prompt is there: the other samples fork."""
-        parent, request = run.sample, run.sample.request
-        if run.stop != len(request.prompt_token_ids) or parent.sequence is None:
+    def _fork(self, chunk: Chunk) -> None:
+        """Fork the other samples once the prompt is computed."""
+        parent, request = chunk.sample, chunk.sample.request
+        if chunk.stop != len(request.prompt_token_ids) or parent.sequence is None:
             return
-        for other in request.live:
-            if other.sequence is None and not self._home.fork(parent, other):
-                self.fail(request, f"no room to fork a sequence, {_ELSEWHERE}")
+        for other in request.unfinished:
+            if other.sequence is None and not self._kv.fork(parent, other):
+                self.fail(request, f"no free row to fork a sequence, {_ELSEWHERE}")
                 return
 
-    def _told(self, step: Step) -> None:
-        """Tokens of a step are known: the sample leaves, or the cache is told."""
-        for _, sample in step.draws:
+    def _finish_rows(self, step: ScheduledStep) -> None:
+        """Release finished samples and give the cache the tokens of the others."""
+        for _, sample in step.rows_to_sample:
             if sample.end is not None:
-                self._home.release(sample)
+                self._kv.release(sample)
             request = sample.request
             if request.metrics.first_token_s is None and (sample.token_ids or sample.candidates):
                 request.metrics = replace(request.metrics, first_token_s=self.clock())
-        self._home.tell_last([sample for _, sample in step.draws])
+        self._kv.append_last([sample for _, sample in step.rows_to_sample])
 
-    def _take_candidates(self, beam: Sample, drawn: Drawn) -> None:
-        if drawn.top and math.isfinite(drawn.logprob):
-            beam.candidates = drawn.top
+    def _take_candidates(self, beam: Sample, sampled: SampledToken) -> None:
+        if sampled.top and math.isfinite(sampled.logprob):
+            beam.candidates = sampled.top
         else:
-            self.fail(beam.request, f"no finite candidates for a beam: {drawn}")
+            self.fail(beam.request, f"no finite candidates for a beam: {sampled}")
 
-    def _close(self, request: Request) -> None:
-        """After a draw: beams that are complete are chosen from, and the request may be done."""
+    def _finish_if_done(self, request: Request) -> None:
+        """After sampling: choose among beams once all have candidates, and finish a request when
+        all of its samples have ended.
+        """
         if request.finished:
             return
-        if request.beams and all(s.candidates for s in request.live):
-            if end := beams.advance(request, self._home):
-                self._end(request, end)
-        elif not request.live:
+        if request.beams and all(s.candidates for s in request.unfinished):
+            if end := beams.advance_beams(request, self._kv):
+                self._finish(request, end)
+        elif not request.unfinished:
             failed = [s for s in request.samples if s.end is Status.FINISHED_ERROR]
             request.error = str(failed[0].stop_reason) if failed else None
-            self._end(request, failed[0].end if failed else request.samples[-1].end)
+            self._finish(request, failed[0].end if failed else request.samples[-1].end)
 
-    def _end(self, request: Request, status: Status) -> None:
-        """A request leaves, with everything it holds."""
-        self._home.release_all(request)
-        for sample in request.live:
+    def _finish(self, request: Request, status: Status) -> None:
+        """Finish a request and free everything it holds."""
+        self._kv.release_all(request)
+        for sample in request.unfinished:
             sample.finish(status)
         (self._running.remove if request.status is Status.RUNNING else self._dequeue)(request)
         request.status = status
         request.metrics = replace(request.metrics, finished_s=self.clock())
         if request.beams:
-            request.samples = beams.best(request.samples, request.beams.beam_width)
+            request.samples = beams.select_best(request.samples, request.beams.beam_width)
         del self._requests[request.request_id]
         if request.deadline_s is not None:
-            del self._deadlines[bisect_left(self._deadlines, (request.deadline_s, request.rank[1]))]
+            del self._deadlines[
+                bisect_left(self._deadlines, (request.deadline_s, request.order_key[1]))
+            ]
 
 
-def _decoding(request: Request) -> list[Run]:
-    """Its samples that lack one token, if none lacks more."""
-    if (solo := request.solo) is not None:
-        start, stop = solo.sequence.computed, solo.goal
-        return [Run(solo, start, stop, (solo,))] if stop - start == 1 else []
-    live = request.live
-    if any([sample.sequence is None for sample in live]):
+def _decode_chunks(request: Request) -> list[Chunk]:
+    """The chunks of a request whose samples lack at most one token each; otherwise none."""
+    if (single_sample := request.single_sample) is not None:
+        start, stop = single_sample.sequence.computed, single_sample.target_length
+        return [Chunk(single_sample, start, stop, (single_sample,))] if stop - start == 1 else []
+    unfinished = request.unfinished
+    if any([sample.sequence is None for sample in unfinished]):
         return []
-    lacking = [(sample, sample.goal - sample.sequence.computed) for sample in live]
+    lacking = [(sample, sample.target_length - sample.sequence.computed) for sample in unfinished]
     if any([count > 1 for _, count in lacking]):
         return []
-    return _runs(request, [chunk for chunk in lacking if chunk[1]])
+    return _make_chunks(request, [chunk for chunk in lacking if chunk[1]])
 
 
-def _runs(request: Request, chunks: Sequence[Chunk]) -> list[Run]:
-    """Who draws: all of whom everything that is known is computed. Before the prompt is, all
-    samples draw from the run of the first.
+def _make_chunks(request: Request, scheduled: Sequence[ScheduledTokens]) -> list[Chunk]:
+    """A sample samples its next token if the chunk reaches its last known token. Until the prompt
+    is computed, all samples of a request sample from the chunk of the first.
     """
-    live = request.live
-    forks = any([sample.sequence is None for sample in live])
-    runs = []
-    for sample, num_tokens in chunks:
+    unfinished = request.unfinished
+    forks = any([sample.sequence is None for sample in unfinished])
+    chunks = []
+    for sample, num_tokens in scheduled:
         start = sample.sequence.computed
         stop = start + num_tokens
-        drawing = live if forks else (sample,)
-        runs.append(Run(sample, start, stop, tuple([s for s in drawing if s.length == stop])))
-    return runs
+        candidates = unfinished if forks else (sample,)
+        chunks.append(
+            Chunk(sample, start, stop, tuple([s for s in candidates if s.length == stop]))
+        )
+    return chunks
 
 
-def _as_many(drawn: Iterable[Drawn], draws: Sequence[tuple[int, Sample]]) -> list[Drawn]:
-    drawn = list(drawn)
-    if len(drawn) != len(draws):
-        raise ValueError(f"{len(drawn)} tokens for {len(draws)} draws")
-    return drawn
+def _check_count(
+    sampled: Iterable[SampledToken], rows: Sequence[tuple[int, Sample]]
+) -> list[SampledToken]:
+    sampled = list(sampled)
+    if len(sampled) != len(rows):
+        raise ValueError(f"{len(sampled)} tokens for {len(rows)} rows to sample")
+    return sampled
 
 
-def _law(holds: bool, broken: str) -> None:
+def _check_invariant(holds: bool, broken: str) -> None:
     if not holds:
         raise AssertionError(f"the scheduler is inconsistent: {broken}")

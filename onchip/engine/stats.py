@@ -1,24 +1,24 @@
-"""What an engine says about itself."""
+"""Statistics of an engine."""
 
 import time
 from dataclasses import dataclass, field, replace
 
 from onchip.engine.request import Request
 from onchip.engine.scheduler import Scheduler
-from onchip.engine.step import Step
+from onchip.engine.step import ScheduledStep
 from onchip.kvcache import Pool
 
-_REFRESH_S = 0.2  # how old what is said about single requests may be
+_REFRESH_S = 0.2  # maximum age of statistics that visit all requests
 
 
 @dataclass(frozen=True)
-class Stats:
-    """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: those that
-    can be had, pages_cached of them hold a prefix; pages_shared: those that sharing saves.
-    request_pages: of those that run. These two take a walk over all requests, and are up to 0.2 s
-    old while there is work. tokens_*: since the start; prefilled are those from which nothing was
-    drawn, each time they are computed. waited_s: in all steps, for the device. last_step_s: how
-    long it took; last_step_at: when it ended, time.monotonic().
+class EngineStats:
+    """An engine at the end of a step. page_bytes: of one page, all layers. pages_free: available
+    pages, of which pages_cached hold a prefix; pages_shared: pages saved by sharing. request_pages:
+    pages by running request. The last two visit all requests and are up to 0.2 s old while there is
+    work. tokens_*: since the start; prefilled tokens are those without a sampled row, counted each
+    time they are computed. waited_s: total time spent waiting for the device. last_step_s: its
+    duration; last_step_at: its end, by time.monotonic().
     """
 
     running: int = 0
@@ -40,27 +40,27 @@ class Stats:
     last_step_at: float = 0.0
 
 
-class Meter:
-    """Makes `latest`, which others read at any time: it is replaced, never changed."""
+class StatsRecorder:
+    """Replaces `latest` and never changes it, so any thread can read it at any time."""
 
     def __init__(self, pool: Pool, page_bytes: int):
         self._refreshed_at = 0.0
         free = pool.num_free
-        self.latest = Stats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
+        self.latest = EngineStats(pages_total=pool.capacity, page_bytes=page_bytes, pages_free=free)
 
-    def count(self, step: Step, waited_s: float) -> None:
-        """A step has been computed, and was waited for so long."""
-        old, drawing = self.latest, sum([bool(run.draws) for run in step.runs])
+    def count_step(self, step: ScheduledStep, waited_s: float) -> None:
+        """Count a collected step and the time spent waiting for it."""
+        old, num_sampled = self.latest, sum([bool(chunk.sampled_by) for chunk in step.chunks])
         self.latest = replace(
             old,
-            tokens_generated=old.tokens_generated + len(step.draws),
-            tokens_prefilled=old.tokens_prefilled + step.num_tokens - drawing,
+            tokens_generated=old.tokens_generated + len(step.rows_to_sample),
+            tokens_prefilled=old.tokens_prefilled + step.num_tokens - num_sampled,
             steps=old.steps + 1,
             waited_s=old.waited_s + waited_s,
         )
 
-    def look(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
-        """A turn has ended that began at this time."""
+    def record_turn(self, scheduler: Scheduler, pool: Pool, started_at: float) -> None:
+        """Record the state at the end of an `Engine.step` that began at started_at."""
         now = time.monotonic()
         self.latest = replace(
             self.latest,
@@ -82,6 +82,6 @@ class Meter:
 
 
 def _num_pages(request: Request) -> int:
-    """Pages that its samples hold, each once."""
-    tables = [sample.sequence.table for sample in request.rooted]
+    """Pages that its samples hold, each counted once."""
+    tables = [sample.sequence.table for sample in request.resident]
     return len(tables[0]) if len(tables) == 1 else len({p for t in tables for p in t.pages})

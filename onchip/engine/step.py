@@ -1,4 +1,4 @@
-"""What a scheduler is told, and what it answers."""
+"""The scheduler's limits, and its outputs: steps and rejected requests."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +9,9 @@ from onchip.engine.request import Request, Sample
 
 @dataclass(frozen=True)
 class Limits:
-    """max_num_batched_tokens: the budget of a step. max_num_seqs: samples that run at a time; a
-    request counts as all of its samples. max_model_len: prompt and continuation together.
-    aging_s: how much earlier one level of priority lets a request arrive.
+    """max_num_batched_tokens: token budget of a step. max_num_seqs: samples that run at a time; a
+    request counts with all of its samples. max_model_len: tokens of prompt and continuation
+    together. aging_s: seconds of waiting that one level of priority is worth.
     """
 
     max_model_len: int
@@ -33,24 +33,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """The answer to a request that is not taken. later: the queue is full, ask again; otherwise it
-    can never be served.
+class RejectedRequest:
+    """Returned for a request that is not accepted. is_retryable: the queue is full now, a later
+    attempt may succeed; otherwise the request can never run.
     """
 
     reason: str
-    later: bool = False
+    is_retryable: bool = False
 
 
-class Run(NamedTuple):
-    """Tokens start to stop - 1 of a sample's sequence are computed; every sample of `draws` draws
-    its next token from the logits of the last one.
+class Chunk(NamedTuple):
+    """One sample computes tokens start to stop - 1 of its sequence. Every sample in `sampled_by`
+    samples its next token from the logits of the chunk's last token: several do after the prompt of
+    a request with n > 1, none before the chunk reaches the end of the known tokens.
     """
 
     sample: Sample
     start: int
     stop: int
-    draws: tuple[Sample, ...]
+    sampled_by: tuple[Sample, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -58,14 +59,14 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
-    """What to compute. The tokens have their slots; `cache.view(step.sequences)` is the batch.
+class ScheduledStep:
+    """The work of one step. Its tokens have their slots; `cache.view(step.sequences)` is the batch.
 
-    swapped_out, swapped_in, recomputed: requests whose pages began to travel, or were given up.
-    ended: requests that got their end meanwhile: their deadline passed, or they failed.
+    swapped_out, swapped_in, recomputed: requests that were swapped, or lost their pages, since the
+    last step. ended: requests that expired or failed since the last step.
     """
 
-    runs: tuple[Run, ...]
+    chunks: tuple[Chunk, ...]
     swapped_out: tuple[Request, ...] = ()
     swapped_in: tuple[Request, ...] = ()
     recomputed: tuple[Request, ...] = ()
@@ -73,18 +74,20 @@ class Step:
 
     @property
     def sequences(self) -> list[Any]:
-        return [run.sample.sequence for run in self.runs]
+        return [chunk.sample.sequence for chunk in self.chunks]
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum([run.stop - run.start for run in self.runs])
+        return sum([chunk.stop - chunk.start for chunk in self.chunks])
 
     @cached_property
     def needs_tokens(self) -> bool:
-        """Some of those who draw cannot go on before they know what was drawn."""
-        return any([sample.request.needs_tokens for _, sample in self.draws])
+        """A sample of this step needs its sampled token before its next step can be scheduled."""
+        return any([sample.request.needs_tokens for _, sample in self.rows_to_sample])
 
     @cached_property
-    def draws(self) -> list[tuple[int, Sample]]:
-        """(which run, who draws from its last row), in the order in which `update` takes them."""
-        return [(i, sample) for i, run in enumerate(self.runs) for sample in run.draws]
+    def rows_to_sample(self) -> list[tuple[int, Sample]]:
+        """(index of the chunk, sample) for each row of logits, in the order that `apply_tokens`
+        takes.
+        """
+        return [(i, sample) for i, chunk in enumerate(self.chunks) for sample in chunk.sampled_by]

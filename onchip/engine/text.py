@@ -1,4 +1,4 @@
-"""The text of a sample while its tokens come one by one."""
+"""Incremental detokenization: the text of a sample while its tokens arrive."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -8,16 +8,16 @@ from onchip.engine.tokenizer import Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 
-_BYTES = 3  # of a character that lacks its last one
-_CONTEXT = 4  # tokens of the prompt before the first: some decoders drop a space at a beginning
-_WINDOW = 16  # tokens that are decoded again and again, before the window moves
-_LONGEST = 64  # tokens that are no text: no character is so long
+_BYTES = 3  # most bytes of an incomplete character
+_CONTEXT = 4  # prompt tokens decoded with the first: some decoders drop a leading space
+_WINDOW = 16  # tokens that are decoded repeatedly before the window moves
+_LONGEST = 64  # tokens without a valid character: no character is so long
 _HALF = "\ufffd"
 
 
-class Text:
-    """A text that grows at its end and is otherwise never changed. Every character is stored once,
-    and any part can be had for what that part is long.
+class GrowingText:
+    """A text that only grows at its end. Every character is stored once, and reading a part costs
+    only the length of that part.
     """
 
     __slots__ = ("_ends", "_pieces")
@@ -38,18 +38,18 @@ class Text:
             self._ends.append(self._ends[-1] + len(piece))
 
     def part(self, start: int, stop: int) -> str:
-        """Characters start to stop - 1, which are there; another thread may add meanwhile."""
+        """Characters start to stop - 1, which must exist; another thread may append meanwhile."""
         first, last = bisect_right(self._ends, start) - 1, bisect_left(self._ends, stop)
         before = self._ends[first]
         return "".join(self._pieces[first:last])[start - before : stop - before]
 
 
-class Reader:
-    """Grows a text by tokens. It never shows half a character, nor what may become a stop text:
-    `text` is what can be shown.
+class Detokenizer:
+    """Extends `text` by tokens. `text` never ends with half a character, nor with the possible
+    beginning of a stop string.
 
-    The last tokens are decoded together with a few before them. What comes out beyond the text of
-    those is new, unless it ends within a character.
+    The last tokens are decoded together with a few before them. The characters beyond the text of
+    the earlier ones are new, unless they end within a character.
     """
 
     def __init__(
@@ -59,19 +59,19 @@ class Reader:
         stops: Sequence[str] = (),
         skip_special_tokens: bool = True,
     ):
-        self._decode, self._stops = _decoder(tokenizer, skip_special_tokens), tuple(stops)
+        self._decode, self._stops = _make_decoder(tokenizer, skip_special_tokens), tuple(stops)
         self._overlap = max((len(stop) for stop in stops), default=1) - 1
         self._window, context = _context(self._decode, prompt)
-        self._shown = len(context)  # characters of the window's text that were taken from it
-        self._mark = len(self._window)  # where the window's text was whole last
+        self._shown = len(context)  # characters of the window's text that are shown or held
+        self._mark = len(self._window)  # tokens after which the window's text was last complete
         self.num_tokens = 0
-        self._held = ""  # what follows `text`
-        self._floor = 0  # where the text begins that may hold a stop
-        self.text = Text()
+        self._held = ""  # characters after `text`, not shown yet
+        self._floor = 0  # position from which stop strings count
+        self.text = GrowingText()
 
     def push(self, token_ids: Sequence[int], search: bool = True) -> str | None:
-        """More tokens; the stop text that appears with them, if one does: the text ends before it.
-        search: False while the sample is too short to stop.
+        """Add tokens. Return the stop string that they complete, if any; the text then ends before
+        it. search: False while the sample is too short to stop.
         """
         self.num_tokens += len(token_ids)
         self._window += token_ids
@@ -85,7 +85,7 @@ class Reader:
         return self._show(self._overlap)
 
     def finish(self) -> str | None:
-        """No more tokens: everything is shown, or what comes before the stop text in it."""
+        """No more tokens follow: show everything, or the text before a stop string in it."""
         self._held += self._decode(self._window)[self._shown :]
         self._window, self._shown = [], 0
         return self._show(0)
@@ -99,41 +99,41 @@ class Reader:
         self._mark = len(self._window)
 
     def _grow_by_bytes(self, text: str) -> None:
-        """Of bytes that are no text the last three may still begin a character."""
+        """In a run of invalid bytes only the last three may still begin a character."""
         self._held += text[self._shown : -_BYTES]
         del self._window[:-_CONTEXT]
         self._shown = max(0, len(self._decode(self._window)) - _BYTES)
 
     def _show(self, hold: int) -> str | None:
-        """All but the last `hold` characters, or what comes before a stop text."""
+        """Show all but the last `hold` characters, or the text before a stop string."""
         start, held = max(0, self._floor - len(self.text)), self._held
-        found = [(at, s) for s in self._stops if (at := held.find(s, start)) >= 0]
-        end, stop = min(found) if found else (max(0, len(held) - hold), None)
+        matches = [(at, s) for s in self._stops if (at := held.find(s, start)) >= 0]
+        end, stop = min(matches) if matches else (max(0, len(held) - hold), None)
         self.text.add(held[:end])
-        self._held = "" if found else held[end:]
+        self._held = "" if matches else held[end:]
         return stop
 
 
-def text_of(
+def decode_text(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     token_ids: Sequence[int],
     skip_special_tokens: bool = True,
 ) -> str:
     """The text of a whole continuation."""
-    decode = _decoder(tokenizer, skip_special_tokens)
+    decode = _make_decoder(tokenizer, skip_special_tokens)
     window, context = _context(decode, prompt)
     return decode([*window, *token_ids])[len(context) :]
 
 
-def _decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decode:
+def _make_decoder(tokenizer: Tokenizer, skip_special_tokens: bool) -> Decode:
     if skip_special_tokens:
         return tokenizer.decode
     return partial(tokenizer.decode, skip_special_tokens=False)
 
 
 def _context(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
-    """The end of a prompt, and its text; none if that ends within a character."""
+    """The end of a prompt, and its text; both empty if it ends within a character."""
     window = list(prompt[-_CONTEXT:])
     context = decode(window)
     return ([], "") if context.endswith(_HALF) else (window, context)

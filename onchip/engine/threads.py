@@ -1,8 +1,8 @@
-"""How many threads compute a step on the CPU: torch's, or one where the step is too small for them.
+"""How many threads compute a step on the CPU: torch's number, or one if the step is too small.
 
-torch gives even products of microseconds to all its threads, and who ends first waits for the
-others. Where the cores are shared, that is a slice of the scheduler's time each: a step of a tiny
-model took 60 ms with two threads on two busy cores, and 4 ms with one.
+torch distributes even products of microseconds over all its threads, and the first to finish waits
+for the others. On shared cores each wait costs a time slice: a step of a tiny model took 60 ms with
+two threads on two busy cores, and 4 ms with one.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,17 @@ from contextlib import contextmanager
 
 import torch
 
-from onchip.engine.step import Step
+from onchip.engine.step import ScheduledStep
 from onchip.models import Model
 
-WORTHWHILE = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
-_READ = 16  # a weight that comes from memory takes as long as so many of them
+MIN_PARALLEL_MACS = 1 << 26  # multiply-adds of a layer, or of the head: 2 ms of a core
+_READ_MACS = 16  # reading a weight from memory takes as long as this many multiply-adds
 
 
-class Threads:
-    """The threads of the steps of a model. Others keep theirs: torch counts threads for each thread
-    that asks, but one that asks torch for the first time during a small step is given one, too.
+class StepThreads:
+    """The number of threads for a model's steps. torch counts threads per calling thread, so other
+    threads keep theirs; but a thread that first calls torch during a small step gets one thread,
+    too.
     """
 
     def __init__(self, model: Model):
@@ -29,20 +30,20 @@ class Threads:
         self._pair = 2 * config.num_heads * config.head_dim
         self._head = config.vocab_size * config.hidden_size
 
-    def work(self, step: Step) -> int:
-        """In multiply-adds, of a layer or of the head, whichever is more."""
-        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.runs])
-        layer = (step.num_tokens + _READ) * self._layer + pairs * self._pair
-        return max(layer, (len(step.draws) + _READ) * self._head)
+    def estimate_work(self, step: ScheduledStep) -> int:
+        """Multiply-adds of a layer or of the head, whichever is more."""
+        pairs = sum([(stop - start) * stop for _, start, stop, _ in step.chunks])
+        layer = (step.num_tokens + _READ_MACS) * self._layer + pairs * self._pair
+        return max(layer, (len(step.rows_to_sample) + _READ_MACS) * self._head)
 
     @contextmanager
-    def of(self, step: Step) -> Iterator[None]:
-        """Inside, torch computes with as many threads as the step is worth."""
-        if not self._on_cpu or (given := torch.get_num_threads()) == 1:
+    def limit_for(self, step: ScheduledStep) -> Iterator[None]:
+        """Inside this block torch uses as many threads as the step is worth."""
+        if not self._on_cpu or (before := torch.get_num_threads()) == 1:
             yield
             return
-        torch.set_num_threads(given if self.work(step) >= WORTHWHILE else 1)
+        torch.set_num_threads(before if self.estimate_work(step) >= MIN_PARALLEL_MACS else 1)
         try:
             yield
         finally:
-            torch.set_num_threads(given)
+            torch.set_num_threads(before)

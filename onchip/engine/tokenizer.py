@@ -9,12 +9,12 @@ from onchip.core.extras import advise
 from onchip.engine.components import Components, byte_letters
 
 MAX_JSON_BYTES = 100_000_000
-END = "<|endoftext|>"  # how 256 is written, where bytes are stored as a tokenizer
+END = "<|endoftext|>"  # text of token 256 in a saved ByteTokenizer
 
 
 class Tokenizer(Protocol):
-    """What an engine asks of a tokenizer. chat_template: Jinja, None if it has none; special:
-    tokens that a template may name, bos_token and eos_token among them.
+    """The interface that an engine needs. chat_template: Jinja, or None; special: tokens by name
+    for templates, bos_token and eos_token among them.
     """
 
     chat_template: str | None
@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Bytes that are no text become U+FFFD."""
+        """Invalid bytes become U+FFFD."""
         ...
 
 
@@ -56,7 +56,7 @@ class ByteTokenizer:
         return token_id >= self.EOS
 
     def save(self, folder: str | Path) -> None:
-        """tokenizer.json and tokenizer_config.json that say the same to `FileTokenizer` and to
+        """Write an equivalent tokenizer.json and tokenizer_config.json for `FileTokenizer` and
         transformers: byte-level BPE without merges.
         """
         end = {"id": self.EOS, "content": END, "special": True}
@@ -73,14 +73,14 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a folder: tokenizer.json, read by the `tokenizers` library, and what
-    tokenizer_config.json says about special tokens and chats.
+    """The tokenizer of a folder: tokenizer.json, read by the `tokenizers` library, and the special
+    tokens and chat template of tokenizer_config.json.
 
-    The file is a program of the checkpoint's author. `Components` bounds what it does to a text,
-    and a panic of the library, which is a BaseException, becomes a ValueError. Time is bounded
-    where the tokenizer runs in a process of `workers.Workers`.
+    The file is a program written by the checkpoint's author. `Components` bounds how much it
+    changes the length of a text, and a panic of the library, which is a BaseException, becomes a
+    ValueError. Time is bounded only in a process of `workers.Workers`.
 
-    chars_per_token: no token stands for more characters; None: there is no such bound.
+    chars_per_token: the most characters of a token; None: unbounded.
     """
 
     def __init__(self, folder: str | Path):
@@ -117,13 +117,13 @@ class FileTokenizer:
             raise _failure("the tokenizer cannot decode the tokens", error) from None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token writes: also part of a character, the space before a word, or the content
-        of a special token.
+        """The bytes that one token writes: part of a character, a word with its leading space, or
+        the content of a special token.
         """
         if token_id in self._added:
             return self._added[token_id]
         piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:  # a row of the embedding that the tokenizer does not use
+        if piece is None:  # an embedding row without a token
             return b""
         written = self._components.piece_bytes(piece)
         return self.decode([token_id]).encode() if written is None else written
@@ -147,23 +147,23 @@ def _read_tokenizer(file: Path) -> Any:
         ) from None
     try:
         tokenizer = Library.from_file(str(file))
-        # As transformers does: what a file says about batches of training holds for no prompt.
+        # As in transformers: truncation and padding in the file are for training batches.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
     except BaseException as error:
-        raise _failure(f"{file} is no tokenizer", error) from None
+        raise _failure(f"{file} is not a tokenizer", error) from None
 
 
 def _failure(what: str, error: BaseException) -> BaseException:
-    """The library raises bare Exceptions, and a panic of Rust is a BaseException of its own."""
+    """The library raises bare Exceptions, and a Rust panic is a BaseException of its own."""
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return error
     return ValueError(f"{what}: {str(error)[:300] or type(error).__name__}")
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """The object in a file; empty if there is no such file."""
+    """The object in a file; empty if the file does not exist."""
     if not file.is_file():
         return {}
     if (size := file.stat().st_size) > MAX_JSON_BYTES:
@@ -178,7 +178,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
-    """Tokens by name: stored as text, or as an object with its text in `content`."""
+    """Tokens by name, stored as text or as an object with its text in `content`."""
     texts = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -188,19 +188,23 @@ def _special(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Of chat_template.jinja, else of tokenizer_config.json: a text, or several by name."""
+    """From chat_template.jinja, else from tokenizer_config.json: a text, or several by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def generation_eos(folder: str | Path) -> tuple[int, ...]:
-    """The end tokens that generation_config.json names; none if there is no such file."""
+    """The end tokens of generation_config.json; none if the file does not exist."""
     ids = _json(Path(folder) / "generation_config.json").get("eos_token_id")
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(i, int) and i >= 0 for i in ids):

@@ -1,8 +1,8 @@
 """The program of a worker process: renders chat templates and runs one tokenizer, within bounds.
 
-`workers.Worker` starts it as a script. A message is 4 bytes, its length, and JSON; the first one
-sets the worker up, every later one is a job. The answer is {"value": ...} or {"error": sentence}.
-What no sentence covers (an endless loop, too much memory, a crash) ends this process alone.
+`workers.Worker` starts it as a script. A message is 4 bytes of length, then JSON. The first message
+configures the worker, every later one is a job. The answer is {"value": ...} or {"error": text}. An
+endless loop, too much memory or a crash ends only this process.
 """
 
 import base64
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 LENGTH = struct.Struct("<I")
-GRACE_S = 2.0  # past the deadline, at which the parent ends this process unless it is gone itself
+GRACE_S = 2.0  # past the deadline, where the parent kills this process unless it died itself
 MAX_RENDERED_CHARS = 32 << 20
 
 
 def pack_ids(token_ids: Sequence[int]) -> str:
-    """Token ids in JSON, a tenth of the time that a list of numbers takes."""
+    """Token ids in JSON, in a tenth of the time that a list of numbers takes."""
     return base64.b64encode(array("Q", token_ids).tobytes()).decode()
 
 
@@ -38,7 +38,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(read: Callable[[int], bytes]) -> Any:
-    """The next message; EOFError: the other side is gone. read: as of a socket's recv."""
+    """The next message; EOFError: the other side closed. read: like a socket's recv."""
     (length,) = LENGTH.unpack(_read(read, LENGTH.size))
     return json.loads(_read(read, length))
 
@@ -66,8 +66,8 @@ def _stub_packages() -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """This process may map so many bytes beyond what it has. Where /proc is missing, as on macOS,
-    there is no limit.
+    """Let this process map only this many more bytes. Without /proc, as on macOS, there is no
+    limit.
     """
     try:
         import resource
@@ -91,7 +91,7 @@ class Jobs:
         from onchip.engine.tokenizer import FileTokenizer
 
         self._render = render_template
-        with contextlib.suppress(ValueError):  # now, not in the time of a job, Jinja is imported
+        with contextlib.suppress(ValueError):  # import Jinja now, not during a job
             render_template("", [{"role": ""}], {})
         self._tokenizer = FileTokenizer(folder) if folder else None
 
@@ -140,5 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone, or has ended this job
+    with contextlib.suppress(EOFError, OSError):  # the parent died, or closed the connection
         main()

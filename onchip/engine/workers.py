@@ -1,9 +1,9 @@
-"""Processes that render templates and run tokenizers of checkpoints, within time and memory.
+"""Processes that render chat templates and run tokenizers, with bounded time and memory.
 
-A chat template and a tokenizer.json are programs of the checkpoint's author, and a text is the
-client's. An endless loop of Jinja or Rust cannot be interrupted in a thread, and memory cannot be
-bounded there. A worker is a small process (no torch) that is ended when its job passes its time or
-its memory; the next job starts another.
+A chat template and a tokenizer.json are programs written by the checkpoint's author, and they run
+on texts of clients. An endless loop in Jinja or Rust cannot be interrupted in a thread, and memory
+cannot be bounded there. A worker is a small process (no torch) that is killed when its job exceeds
+its time or memory; the next job starts another.
 """
 
 import os
@@ -22,14 +22,14 @@ JOB_S = 10.0
 START_S = 120.0  # to load a tokenizer on a busy machine
 JOB_BYTES = 1 << 30  # of one job; 4 MiB of text take a BPE some 0.5 GiB
 LOAD_BYTES = 4 << 30  # of a tokenizer while it is read
-# Nothing else of the environment: a template has no use for keys.
+# No other variables are passed on: a template must not see keys.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG")
-# A single text is never split over threads, and each thread maps memory that counts as used.
+# A single text is never split over threads, and the memory that a thread maps counts as used.
 _SINGLE = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
 
 
 class JobEnded(ValueError):
-    """A job was ended by its time limit, or its process died. late: by its time."""
+    """A job exceeded its time limit, or its process died. late: it exceeded its time."""
 
     def __init__(self, message: str, late: bool = False):
         super().__init__(message)
@@ -37,8 +37,8 @@ class JobEnded(ValueError):
 
 
 class Worker:
-    """One process. folder: of the tokenizer that it loads, None for templates alone. Not for
-    several threads at a time.
+    """One process. folder: of the tokenizer that it loads, None for templates only. Not
+    thread-safe.
     """
 
     def __init__(self, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
@@ -49,7 +49,7 @@ class Worker:
                 [sys.executable, "-I", str(worker.__file__)],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a panic prints pages
+                stderr=subprocess.DEVNULL,  # a panic prints a long trace
                 env=environment | _SINGLE,
             )
         setup = {"path": sys.path, "folder": folder and str(Path(folder).resolve())}
@@ -61,8 +61,8 @@ class Worker:
             raise
 
     def run(self, do: str, seconds: float, **job: Any) -> Any:
-        """The value of a job, which is a method of worker.Jobs; ValueError: what is wrong with it.
-        After a JobEnded the process is gone.
+        """The result of a job, which is a method of worker.Jobs. ValueError: the job failed. After
+        a JobEnded the process is gone.
         """
         what = "chat template" if do == "render" else "tokenizer"
         job = {"do": do, "seconds": seconds, **job}
@@ -73,7 +73,7 @@ class Worker:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the process, whatever it does."""
+        """Kill the process."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
@@ -90,7 +90,7 @@ class Worker:
         except (EOFError, OSError):
             self.close()
             raise JobEnded(f"{failure}: its process ran out of memory or crashed") from None
-        except BaseException:  # an interrupt: what is on its way belongs to nobody
+        except BaseException:  # an interrupt: a later job would read this job's answer
             self.close()
             raise
         if "error" in answer:
@@ -105,8 +105,8 @@ class Worker:
 
 
 class Workers:
-    """At most `count` processes of one kind, started when they are needed. For any thread: more
-    than `count` at a time wait for one another.
+    """At most `count` processes of one kind, started on demand. Thread-safe: more than `count`
+    concurrent jobs wait for a free process.
     """
 
     def __init__(self, count: int, folder: str | Path | None = None, job_bytes: int = JOB_BYTES):
@@ -124,29 +124,29 @@ class Workers:
         self.close()
 
     def start(self) -> None:
-        """Start one process now, so that the first job need not wait for it."""
+        """Start one process now, so that the first job does not wait for it."""
         with self._slots:
             self._give(self._take())
 
     def run(self, do: str, seconds: float | None = None, **job: Any) -> Any:
-        """As of Worker.run. seconds: at most, from when a process is free and started; never more
-        than JOB_S.
+        """Like Worker.run. seconds: time limit once a process is free and started; never more than
+        JOB_S.
         """
         seconds = self._job_s if seconds is None else max(1e-3, min(seconds, self._job_s))
         with self._slots:
-            one = self._take()
+            process = self._take()
             try:
-                value = one.run(do, seconds, **job)
+                value = process.run(do, seconds, **job)
             except JobEnded:
-                self._drop(one)
+                self._drop(process)
                 raise
             except ValueError:
-                self._give(one)
+                self._give(process)
                 raise
             except BaseException:
-                self._drop(one)
+                self._drop(process)
                 raise
-            self._give(one)
+            self._give(process)
             return value
 
     def render(
@@ -157,12 +157,12 @@ class Workers:
         options: Mapping[str, Any],
         seconds: float | None = None,
     ) -> str:
-        """As of chat.render_template. What a template may see must be JSON."""
+        """Like chat.render_template. Template variables must be JSON."""
         job = {"template": template, "messages": messages, "special": special, "options": options}
         try:
             return self.run("render", seconds, **job)
         except TypeError as error:
-            raise ValueError(f"what a template is given must be JSON: {error}") from None
+            raise ValueError(f"template variables must be JSON: {error}") from None
 
     def encode(
         self, text: str, add_special_tokens: bool, seconds: float | None = None
@@ -180,36 +180,36 @@ class Workers:
         return self.run("decode", seconds, **job)
 
     def close(self) -> None:
-        """Ends all processes; jobs under way raise JobEnded."""
+        """Kill all processes; running jobs raise JobEnded."""
         with self._lock:
             self._closed, all_of_them = True, list(self._all)
             self._all.clear()
             self._idle.clear()
-        for one in all_of_them:
-            one.close()
+        for process in all_of_them:
+            process.close()
 
     def _take(self) -> Worker:
         with self._lock:
             if self._closed:
                 raise JobEnded("the workers are closed")
             while self._idle:
-                one = self._idle.pop()
-                if one.is_alive:
-                    return one
-                self._all.discard(one)  # killed from outside
-        one = Worker(self._folder, self._job_bytes)
+                process = self._idle.pop()
+                if process.is_alive:
+                    return process
+                self._all.discard(process)  # killed from outside
+        process = Worker(self._folder, self._job_bytes)
         with self._lock:
-            self._all.add(one)
-        return one
+            self._all.add(process)
+        return process
 
-    def _give(self, one: Worker) -> None:
+    def _give(self, process: Worker) -> None:
         with self._lock:
             if not self._closed:
-                self._idle.append(one)
+                self._idle.append(process)
                 return
-        one.close()
+        process.close()
 
-    def _drop(self, one: Worker) -> None:
+    def _drop(self, process: Worker) -> None:
         with self._lock:
-            self._all.discard(one)
-        one.close()
+            self._all.discard(process)
+        process.close()

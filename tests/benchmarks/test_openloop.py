@@ -47,11 +47,11 @@ def test_a_summary_counts_what_failed():
 
 def test_a_server_under_load_is_measured(capsys):
     from onchip.engine.llm import LLM
-    from onchip.engine.server.app import Options, Server
-    from onchip.engine.server.run import Background
+    from onchip.engine.server.app import Server, ServerOptions
+    from onchip.engine.server.run import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
-    with Background(Server(llm.engine, Options("tiny"))) as url:
+    with BackgroundServer(Server(llm.engine, ServerOptions("tiny"))) as url:
         outcomes = asyncio.run(openloop.run(url, Load(12, rate=100.0, max_tokens=(3, 9))))
         assert all(o.ok and 3 <= o.num_tokens <= 9 and o.first_token_s > 0 for o in outcomes)
         assert (

@@ -1,4 +1,4 @@
-"""A model that is a hash: what it says next depends on every number it reads from the cache."""
+"""A hash as a model: its next token depends on every number that it reads from the cache."""
 
 import importlib.util
 import random
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from onchip.engine import Costs, Drawn, Limits, Refused, Scheduler
+from onchip.engine import Limits, PreemptionCosts, RejectedRequest, SampledToken, Scheduler
 from onchip.kvcache import HostTier, KVCache, Spec
 
 VOCAB = 13
@@ -19,29 +19,29 @@ def digest(*parts):
 
 
 def link(salt, before, token):
-    """The number written for a token: it depends on the number before it, so on all before. Whole
-    numbers of 24 bits are exact in fp32.
+    """The number written for a token. It depends on the number before it, so on all earlier tokens.
+    Integers of 24 bits are exact in fp32.
     """
     return float(digest(salt, before, token) % 2**24)
 
 
 def rank_tokens(numbers, sample_key):
-    """Every token with a logprob, best first, from all the numbers of a sequence."""
+    """All tokens with logprobs, best first, from all numbers of a sequence."""
     draw = random.Random(digest(tuple(numbers), sample_key))
     logprobs = sorted(-0.01 - draw.random() for _ in range(VOCAB))
     return list(zip(draw.sample(range(VOCAB), VOCAB), reversed(logprobs), strict=True))
 
 
 def next_token(numbers, request, index):
-    """Beams see the same candidates whoever they are; samples of one request differ."""
-    key = None if request.beams else (request.draw_seed, index)
+    """All beams see the same candidates; samples of one request differ."""
+    key = None if request.beams else (request.rng_seed, index)
     ranked = rank_tokens(numbers, key)
     top = tuple(ranked) if request.beams else ()
-    return Drawn(*ranked[0], 1, top)
+    return SampledToken(*ranked[0], 1, top)
 
 
 def numbers_of(request, tokens):
-    """What a sequence of these tokens holds, by the definition."""
+    """The numbers of a sequence of these tokens, by definition."""
     numbers = []
     for token in tokens:
         numbers.append(link(request.salt, numbers[-1] if numbers else None, token))
@@ -49,7 +49,7 @@ def numbers_of(request, tokens):
 
 
 def alone(request):
-    """(token_ids, finish_reason) of each output, with no cache, no batch and no scheduler."""
+    """(token_ids, finish_reason) of each output, without cache, batch and scheduler."""
     if request.beams:
         return search(request)
     return [continuation(request, i) for i in range(request.params.n)]
@@ -69,7 +69,7 @@ def continuation(request, index):
 
 
 def search(request):
-    """Beam search to the very end, with no early stop."""
+    """Beam search to the very end, without early stopping."""
     width, penalty = request.beams.beam_width, request.beams.length_penalty
     eos = set() if request.beams.ignore_eos else request.eos_token_ids
     alive, ended = [((), 0.0)], []
@@ -87,9 +87,9 @@ def search(request):
     return [(tokens, reason) for tokens, _, reason in ended[:width]]
 
 
-class Engine:
-    """A scheduler on a real cache with tiny pages, stepped by hand; `delay` makes copies late.
-    ahead: a step is scheduled before the tokens of the one before it are told.
+class HashEngine:
+    """A scheduler on a real cache with tiny pages, stepped by the test; `delay` delays copies.
+    ahead: each step is scheduled before the tokens of the last one are known.
     """
 
     delay = None
@@ -120,83 +120,83 @@ class Engine:
         self.late = late
         if late:
             self.delay(self.tier)
-        costs = Costs(spec.page_bytes, link_bytes_per_s) if host_pages else None
+        costs = PreemptionCosts(spec.page_bytes, link_bytes_per_s) if host_pages else None
         self.now = 0.0
         self.scheduler = Scheduler(
             self.cache, limits, tier=self.tier, costs=costs, clock=lambda: self.now
         )
-        self.ahead, self.flying = ahead, None
+        self.ahead, self.in_flight = ahead, None
         self.steps = 0
         self.finished = []
 
     def add(self, request):
         answer = self.scheduler.add(request)
-        assert not isinstance(answer, Refused), answer
+        assert not isinstance(answer, RejectedRequest), answer
         self.now += 0.001
         return request
 
     def compute(self, step):
-        """Write the numbers of the step's tokens, and read back all of each sequence."""
+        """Write the numbers of the step's tokens, and read back every sequence."""
         batch = self.cache.view(step.sequences)
         pages, size = self.cache.layer(0)[0].view(-1), self.cache.spec.page_size
         table = batch.page_table.cpu()
-        assert batch.cu_seqlens_q.diff().tolist() == [run.num_tokens for run in step.runs]
-        assert batch.cache_seqlens.tolist() == [run.stop for run in step.runs]
-        slots, asked = batch.slot_mapping.tolist(), []
+        assert batch.cu_seqlens_q.diff().tolist() == [chunk.num_tokens for chunk in step.chunks]
+        assert batch.cache_seqlens.tolist() == [chunk.stop for chunk in step.chunks]
+        slots, rows = batch.slot_mapping.tolist(), []
         assert len(set(slots)) == len(slots), "two tokens share a slot"
-        for row, run in enumerate(step.runs):
-            places = torch.arange(run.stop)
+        for row, chunk in enumerate(step.chunks):
+            places = torch.arange(chunk.stop)
             at = table[row, places // size].long() * size + places % size
             numbers = pages[at.to(pages.device)].tolist()
-            request = run.sample.request
-            tokens = run.sample.tokens(run.start, run.stop)
-            if run.sample.pending:
-                draws = [sample for _, sample in self.flying[0].draws]
-                tokens.append(self.flying[1][draws.index(run.sample)].token)
-            for i, token in zip(range(run.start, run.stop), tokens, strict=True):
+            request = chunk.sample.request
+            tokens = chunk.sample.tokens(chunk.start, chunk.stop)
+            if chunk.sample.pending:
+                draws = [sample for _, sample in self.in_flight[0].rows_to_sample]
+                tokens.append(self.in_flight[1][draws.index(chunk.sample)].token)
+            for i, token in zip(range(chunk.start, chunk.stop), tokens, strict=True):
                 numbers[i] = link(request.salt, numbers[i - 1] if i else None, token)
-            new, slots = slots[: run.num_tokens], slots[run.num_tokens :]
-            assert new == at[run.start :].tolist()
+            new, slots = slots[: chunk.num_tokens], slots[chunk.num_tokens :]
+            assert new == at[chunk.start :].tolist()
             pages[at.to(pages.device)] = torch.tensor(numbers, device=pages.device)
-            asked += [(numbers, s) for s in run.draws]
-        return self.draw(asked)
+            rows += [(numbers, s) for s in chunk.sampled_by]
+        return self.sample_rows(rows)
 
-    def draw(self, asked):
+    def sample_rows(self, rows):
         """The next token of each (numbers, sample)."""
-        return [next_token(numbers, s.request, s.index) for numbers, s in asked]
+        return [next_token(numbers, s.request, s.index) for numbers, s in rows]
 
     def step(self, between=None):
-        """One step, with the laws: within the budget, and never empty while there is work."""
+        """Run one step and check that it keeps the budget and is not empty while there is work."""
         self.now += 0.01
         scheduler = self.scheduler
         step = scheduler.schedule()
         assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
-        assert step.num_tokens or self.flying or not scheduler.has_work
-        drawn = self.compute(step)
+        assert step.num_tokens or self.in_flight or not scheduler.has_work
+        tokens = self.compute(step)
         if between:
             between(step)
         if self.ahead:
-            self.fly(step, drawn)
+            self.launch_ahead(step, tokens)
         else:
-            self.finished += scheduler.update(step, drawn)
+            self.finished += scheduler.update(step, tokens)
         self.steps += 1
         self.check()
         return step
 
-    def fly(self, step, drawn):
-        """What the step before it drew is told only now."""
-        self.scheduler.advance(step)
+    def launch_ahead(self, step, tokens):
+        """The tokens of the last step are applied only now."""
+        self.scheduler.mark_launched(step)
         self.check()
-        before, self.flying = self.flying, (step, drawn)
+        before, self.in_flight = self.in_flight, (step, tokens)
         if before:
-            self.finished += self.scheduler.resolve(*before)
-        if self.scheduler.must_resolve or not step.runs:
-            self.land()
+            self.finished += self.scheduler.apply_tokens(*before)
+        if self.scheduler.must_collect or not step.chunks:
+            self.collect()
 
-    def land(self):
-        if self.flying:
-            self.finished += self.scheduler.resolve(*self.flying)
-            self.flying = None
+    def collect(self):
+        if self.in_flight:
+            self.finished += self.scheduler.apply_tokens(*self.in_flight)
+            self.in_flight = None
 
     def drain(self, limit=3000):
         while self.scheduler.has_work:
@@ -210,7 +210,7 @@ class Engine:
         self.cache.check()
 
     def check_empty(self):
-        """No page is held, and nothing is left on the host."""
+        """No page is in use, on the device or on the host."""
         if self.tier:
             self.tier.synchronize()
             assert not self.tier.families and self.tier.num_free == self.tier.capacity
@@ -221,7 +221,7 @@ class Engine:
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The module tiny.py beside this one."""
+    """The module tiny.py in this folder."""
     spec = importlib.util.spec_from_file_location("tiny", Path(__file__).with_name("tiny.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -230,7 +230,7 @@ def tiny():
 
 @pytest.fixture
 def engine(late):
-    class Delaying(Engine):
+    class Delaying(HashEngine):
         delay = staticmethod(late)
 
     return Delaying
@@ -242,7 +242,7 @@ def _alone():
 
 
 def same(request):
-    """Its outputs are those of a run alone."""
+    """The outputs equal those of the request alone."""
     assert [(o.token_ids, o.finish_reason) for o in request.outputs()] == alone(request)
 
 

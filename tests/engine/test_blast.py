@@ -1,18 +1,18 @@
-"""Random lives of requests: whatever is batched, chunked, preempted, swapped, forked or cancelled,
-each request gives what it gives alone, every step computes something, and no page is lost.
+"""Random sequences of events: however requests are batched, chunked, preempted, swapped, forked or
+cancelled, each gives the outputs it gives alone, every step computes something, and no page leaks.
 """
 
 import random
 
 import pytest
 
-from onchip.engine import BeamSearchParams, Refused, Request, SamplingParams, Status
+from onchip.engine import BeamSearchParams, RejectedRequest, Request, SamplingParams, Status
 
 PREFIXES = [[1] * 9, [1] * 9 + [2] * 8, list(range(3, 20))]
 
 
 class Coin:
-    """Costs that change their mind."""
+    """Costs that choose at random."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -22,14 +22,14 @@ class Coin:
 
 
 class Blast:
-    """An engine, and everything that can happen to it."""
+    """An engine, and all events that can happen to it."""
 
     def __init__(self, engine, alone, seed, **options):
         self.random = random.Random(seed)
         self.engine = engine(**options)
         self.scheduler = self.engine.scheduler
         if self.engine.tier and "link_bytes_per_s" not in options:
-            self.scheduler._home.costs = Coin(self.random)
+            self.scheduler._kv.costs = Coin(self.random)
         self.alone = alone
         self.requests = []
         self.number = 0
@@ -67,9 +67,9 @@ class Blast:
             deadline_s=self.engine.now + draw.random() if draw.random() < 0.15 else None,
             salt=draw.choice(("blue", "gold")),
             eos_token_ids=(7, 8),
-            draw_seed=draw.randrange(5),
+            rng_seed=draw.randrange(5),
         )
-        if isinstance(self.scheduler.add(request), Refused):
+        if isinstance(self.scheduler.add(request), RejectedRequest):
             self.seen["refused"] += 1
         else:
             self.requests.append(request)
@@ -81,7 +81,7 @@ class Blast:
             assert self.scheduler.abort(victim.request_id) is not done
 
     def stop(self):
-        """As when a stop text appears; what is compared is the part before it."""
+        """Stop a sample as a stop string does; only the tokens before it are compared."""
         if self.requests and self.random.random() < 0.02:
             request = self.random.choice(self.requests)
             if not request.beams and not request.finished:
@@ -117,7 +117,7 @@ class Blast:
             self.compare(request)
 
     def compare(self, request):
-        """All of a request that ended by itself; what there is of one that was cut off."""
+        """Compare all of a request that finished, and the existing part of one that was cut off."""
         expected = self.alone(request)
         cut = request.status in (Status.FINISHED_ABORTED, Status.FINISHED_EXPIRED)
         if request.beams:
@@ -161,7 +161,7 @@ def run(engine, alone, options, seed, steps):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
+def test_any_sequence_of_events_gives_the_outputs_of_a_request_alone(engine, alone, shape):
     seen = run(engine, alone, SHAPES[shape], 1, 300)
     expected = {"recomputed", "beams", "forks", "refused", "ended"}
     expected |= {"hit"} if shape != "no_prefixes" else set()
@@ -171,8 +171,8 @@ def test_any_life_gives_what_a_request_gives_alone(engine, alone, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["tight", "no_prefixes"])
-def test_any_life_on_a_gpu(engine, alone, shape):
-    """Swaps are real copies on streams of their own."""
+def test_any_sequence_of_events_on_a_gpu(engine, alone, shape):
+    """Swaps are real copies on separate streams."""
     options = SHAPES[shape] | {"device": "cuda"}
     assert run(engine, alone, options, 3, 150)["swapped"]
 

@@ -1,4 +1,4 @@
-"""Conversations become text by a template, which is somebody else's program."""
+"""Chat templates render conversations; a template is untrusted code."""
 
 import sys
 
@@ -15,7 +15,7 @@ class Speaker(ByteTokenizer):
         self.chat_template, self.special = template, special or {}
 
 
-def test_a_template_sees_messages_special_tokens_and_what_is_asked():
+def test_a_template_sees_messages_special_tokens_and_options():
     template = (
         "{{ bos_token }}{% for m in messages %}\n"
         "  [{{ m.role }}] {{ m.content }}{{ mood }}\n{% endfor %}"
@@ -37,19 +37,19 @@ def test_a_template_sees_messages_special_tokens_and_what_is_asked():
         (None, "has no chat_template"),
     ],
 )
-def test_a_template_can_fail_and_reach_nothing(template, match):
+def test_a_template_cannot_leave_the_sandbox(template, match):
     one = Speaker(template)
     with pytest.raises(ValueError, match=match):
         render(one, MESSAGES)
 
 
 @pytest.mark.parametrize("messages", [[], ["text"], [{"content": "x"}]])
-def test_what_is_no_conversation(messages):
+def test_an_invalid_conversation_is_rejected(messages):
     with pytest.raises(ValueError, match="conversation is empty|must have a role"):
         render(ByteTokenizer(), messages)
 
 
-def test_without_jinja_the_sentence_says_what_to_install(monkeypatch):
+def test_without_jinja_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[serve\]' in a clone"):
         render(ByteTokenizer(), MESSAGES)

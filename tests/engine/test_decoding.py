@@ -1,4 +1,4 @@
-"""What a tokenizer may do to a running request: fail it alone, or write its special tokens."""
+"""A tokenizer that fails ends only its request, and special tokens can be shown."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_a_decoder_that_panics_fails_the_request_and_not_the_engine(llm, how, ca
     capfd.readouterr()  # a panic prints pages
 
 
-def test_special_tokens_are_shown_if_wanted(llm):
+def test_special_tokens_can_be_shown(llm):
     one = llm()
     params = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "logit_bias": {256: 100}}
     for stop in ((), ("never",)):  # read at the end, and read as it grows
@@ -57,7 +57,7 @@ def test_special_tokens_are_shown_if_wanted(llm):
         SamplingParams(skip_special_tokens="no")
 
 
-def test_a_template_that_loops_is_ended_offline_too(llm, monkeypatch):
+def test_a_template_that_loops_is_killed_offline(llm, monkeypatch):
     monkeypatch.setattr("onchip.engine.workers.JOB_S", 1.0)
     one = llm()
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -1,10 +1,10 @@
-"""Scheduler, cache and sampler together: what a seed draws depends on nothing else."""
+"""Scheduler, cache and sampler together: sampled tokens depend on the seed alone."""
 
 import pytest
 import torch
 
 from onchip.engine import BeamSearchParams, Request, SamplingParams
-from onchip.engine.sampler import rows_of, sample
+from onchip.engine.sampler import make_sampling_metadata, sample
 
 VOCAB = 63
 PARAMS = [
@@ -19,13 +19,17 @@ PARAMS = [
 
 @pytest.fixture
 def sampling(engine):
-    """The engine, with logits that are a hash of the numbers in the cache, and the real sampler."""
+    """The engine with the real sampler, and logits that are a hash of the numbers in the cache."""
 
     class Sampling(engine):
-        def draw(self, asked):
-            logits = torch.stack([self.logits(numbers) for numbers, _ in asked] or [torch.ones(0)])
-            samples = [one for _, one in asked]
-            return sample(logits, rows_of(samples, "cpu")).drawn(samples) if samples else []
+        def sample_rows(self, rows):
+            logits = torch.stack([self.logits(numbers) for numbers, _ in rows] or [torch.ones(0)])
+            samples = [one for _, one in rows]
+            return (
+                sample(logits, make_sampling_metadata(samples, "cpu")).to_tokens(samples)
+                if samples
+                else []
+            )
 
         def logits(self, numbers):
             seed = int(sum(numbers)) % 2**62
@@ -49,7 +53,7 @@ def outputs(request):
     ]
 
 
-def test_together_alone_preempted_or_swapped_the_same_tokens(sampling):
+def test_batched_alone_preempted_or_swapped_give_the_same_tokens(sampling):
     expected = []
     for request in requests():
         one = sampling(num_pages=99, prefix_reuse=False)
@@ -69,7 +73,7 @@ def test_together_alone_preempted_or_swapped_the_same_tokens(sampling):
         assert [outputs(request) for request in together] == expected
 
 
-def test_samples_of_one_seed_differ_from_one_another(sampling):
+def test_samples_of_one_seed_differ(sampling):
     """vllm #10980: n samples of a seeded request were the same."""
     one = sampling(num_pages=99)
     request = one.add(Request("r", [1, 2], SamplingParams(n=8, seed=3, max_tokens=12)))

@@ -1,5 +1,5 @@
-"""An engine on a real decoder: however requests are batched, cached, cut, put off or overlapped,
-each gives what it gives anyway (I8), and nothing is left behind (I5).
+"""An engine on a real decoder: however requests are batched, cached, chunked, preempted or
+overlapped, each gives the same outputs (I8), and nothing leaks (I5).
 """
 
 import gc
@@ -14,9 +14,9 @@ from onchip.engine import (
     BeamSearchParams,
     ByteTokenizer,
     EngineError,
+    ExecutionConfig,
     Limits,
-    Pace,
-    Refused,
+    RejectedRequest,
     SamplingParams,
     Status,
 )
@@ -24,14 +24,14 @@ from onchip.engine import (
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """Of an engine with room for everybody, no prefixes, and one step after the other."""
+    """Outputs of an engine with enough pages, without prefix caching and overlap."""
     with tiny.engine(prefix_caching=False, overlap=False, budget=500, num_pages=900) as one:
         tiny.ask(one)
-        return tiny.told(tiny.drain(one)[0])
+        return tiny.visible(tiny.drain(one)[0])
 
 
 def greedy(tiny, prompt, count):
-    """By whole sequences, with no cache."""
+    """Greedy tokens from whole sequences, without a cache."""
     decoder, tokens = tiny.model(), list(prompt.encode())
     while count:
         logits = decoder.logits(decoder.full(torch.tensor([tokens]))[0, -1])
@@ -41,7 +41,7 @@ def greedy(tiny, prompt, count):
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_those_of_the_model_alone(tiny):
+def test_greedy_tokens_equal_those_of_the_model(tiny):
     prompts = ["a", "some text", tiny.PREFIX]
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)]
     with tiny.engine() as one:
@@ -86,12 +86,12 @@ WAYS = {
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_same(tiny, expected, way, overlap):
+def test_every_setting_gives_the_same_outputs(tiny, expected, way, overlap):
     with tiny.engine(overlap=overlap, **WAYS[way]) as one:
         if one.tier:
             one.costs.link_bytes_per_s = 1e30
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
         stats = one.stats()
         assert bool(stats.preempted_by_swap) == ("host_pages" in WAYS[way])
         assert bool(stats.preempted_by_recompute) == (way == "few_pages")
@@ -102,40 +102,40 @@ EIGHT_BIT_WAYS = ("plain", "chunks_of_13", "few_pages", "few_pages_and_small_chu
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-def test_every_way_gives_the_same_over_pages_of_8_bits(tiny, expected, kv_dtype):
-    """Forks, beams, prefixes, copies and swaps take the scales along."""
+def test_every_setting_gives_the_same_outputs_with_8_bit_pages(tiny, expected, kv_dtype):
+    """Forks, beams, prefixes, copies and swaps keep the scales."""
     rich = {"prefix_caching": False, "overlap": False, "budget": 500, "num_pages": 900}
     with tiny.engine(**rich, kv_dtype=kv_dtype) as one:
         tiny.ask(one)
-        own = tiny.told(tiny.drain(one)[0])
+        own = tiny.visible(tiny.drain(one)[0])
     assert own != expected, "8 bits that change nothing are no 8 bits"
     for way in EIGHT_BIT_WAYS:
         with tiny.engine(**WAYS[way], kv_dtype=kv_dtype) as one:
             if one.tier:
                 one.costs.link_bytes_per_s = 1e30
             tiny.ask(one)
-            assert tiny.told(tiny.drain(one)[0]) == own, way
+            assert tiny.visible(tiny.drain(one)[0]) == own, way
             assert bool(one.stats().preempted_by_swap) == ("host_pages" in WAYS[way])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-def test_a_gpu_replays_swaps_and_shares_pages_of_8_bits(tiny, kv_dtype):
-    """Recorded or not, in room or without it: the same texts."""
+def test_a_gpu_replays_swaps_and_shares_8_bit_pages(tiny, kv_dtype):
+    """The texts are the same with and without graphs, and with and without enough pages."""
     ways = [{"graphs": False}, {}, {"num_pages": 40, "host_pages": 200}]
     texts = []
     for way in ways:
         with tiny.engine("cuda", **way, kv_dtype=kv_dtype) as one:
             one.warm_up()
             tiny.ask(one)
-            texts.append([[c[1:3] for c in output] for output in tiny.told(tiny.drain(one)[0])])
+            texts.append([[c[1:3] for c in output] for output in tiny.visible(tiny.drain(one)[0])])
     assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["strict", "overlap"])
 @pytest.mark.parametrize("host_pages", [0, 300], ids=["recompute", "swap"])
-def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, overlap):
-    """All that run are put out, at a different step each time."""
+def test_preemption_at_any_step_changes_no_output(tiny, expected, host_pages, overlap):
+    """All running requests are preempted, at a different step each time."""
     for when in (1, 2, 3, 5, 8, 13):
         with tiny.engine(overlap=overlap, host_pages=host_pages) as one:
             if host_pages:
@@ -148,14 +148,14 @@ def test_preempted_at_any_step_it_gives_the_same(tiny, expected, host_pages, ove
             stats = one.stats()
             assert bool(host_pages) == (stats.preempted_by_swap > 0)
         last = {output.request_id: output for output in outputs}
-        assert tiny.told(last) == expected, when
+        assert tiny.visible(last) == expected, when
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", range(1, 40))
 @pytest.mark.parametrize("host_pages", [0, 300])
 @pytest.mark.parametrize("budget", [12, 40, 500])
-def test_preempted_at_every_step_of_every_cut(tiny, expected, when, host_pages, budget):
+def test_preemption_at_every_step_with_every_budget(tiny, expected, when, host_pages, budget):
     with tiny.engine(overlap=True, host_pages=host_pages, budget=budget) as one:
         tiny.ask(one)
         outputs = [output for _ in range(when) for output in one.step()]
@@ -163,11 +163,11 @@ def test_preempted_at_every_step_of_every_cut(tiny, expected, when, host_pages, 
             one.scheduler.preempt(request)
         outputs += tiny.drain(one)[1]
     last = {output.request_id: output for output in outputs}
-    assert tiny.told(last) == expected
+    assert tiny.visible(last) == expected
 
 
-def test_forks_draw_what_copies_draw(tiny):
-    """n samples of a request, and each of them as a request of its own."""
+def test_forks_give_the_tokens_of_separate_requests(tiny):
+    """n samples of a request give the same tokens as n separate requests."""
     params = {"seed": 3, "max_tokens": 14, "temperature": 1.2}
     with tiny.engine(overlap=True) as one:
         one.add(tiny.PREFIX, SamplingParams(n=4, **params))
@@ -183,17 +183,17 @@ def test_forks_draw_what_copies_draw(tiny):
 @pytest.mark.parametrize(
     "params, order",
     [
-        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "land"]),
-        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "land", "launch"]),
-        (BeamSearchParams(2, 6), ["launch", "land", "launch"]),
+        (SamplingParams(max_tokens=6, ignore_eos=True), ["launch", "launch", "collect"]),
+        (SamplingParams(max_tokens=6, frequency_penalty=1.0), ["launch", "collect", "launch"]),
+        (BeamSearchParams(2, 6), ["launch", "collect", "launch"]),
     ],
     ids=["draws", "penalties", "beams"],
 )
-def test_a_step_is_launched_before_the_one_before_is_looked_at(tiny, monkeypatch, params, order):
-    """Except where somebody must know: beams and penalties."""
+def test_a_step_is_launched_before_the_last_is_collected(tiny, monkeypatch, params, order):
+    """Except for beams and penalties, which need the tokens."""
     calls = []
     with tiny.engine(overlap=True) as one:
-        for name in ("launch", "land"):
+        for name in ("launch", "collect"):
             real = getattr(one._runner, name)
             spy = lambda x, name=name, real=real: (calls.append(name), real(x))[1]
             monkeypatch.setattr(one._runner, name, spy)
@@ -209,11 +209,11 @@ def test_one_penalised_request_among_others(tiny, expected):
             one.add(f"{seed}", SamplingParams(seed=seed, max_tokens=10 + seed, n=2))
         requests = tiny.ask(one)
         last, _ = tiny.drain(one)
-    assert tiny.told({r.request_id: last[r.request_id] for r in requests}) == expected
+    assert tiny.visible({r.request_id: last[r.request_id] for r in requests}) == expected
 
 
-def test_what_is_drawn_beyond_an_end_is_dropped(tiny):
-    """The end of a sample is known one step late, and one token was computed for nothing."""
+def test_tokens_sampled_after_the_end_are_dropped(tiny):
+    """The end of a sample is known one step late, and one token was computed in vain."""
     with tiny.engine(overlap=False) as one:
         one.add("no prefix", SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
         token_ids = tiny.drain(one)[0]["request-0"].outputs[0].token_ids
@@ -231,26 +231,28 @@ def test_what_is_drawn_beyond_an_end_is_dropped(tiny):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stream_grows_and_ends_as_the_whole(tiny, expected, overlap):
-    """Texts only grow, no character is cut, and n of best_of is told at the end alone."""
+def test_a_stream_grows_to_the_whole_output(tiny, expected, overlap):
+    """Texts only grow, no character is cut, and best_of reports only at the end."""
     with tiny.engine(overlap=overlap) as one:
         requests = {r.request_id: r for r in tiny.ask(one)}
         last, outputs = tiny.drain(one)
-    assert tiny.told(last) == expected
+    assert tiny.visible(last) == expected
     seen = dict.fromkeys(itertools.product(requests, range(3)), "")
     for output in outputs:
-        if requests[output.request_id].chosen_last:
+        if requests[output.request_id].is_ranked_at_end:
             assert output.finished
         for c in output.outputs:
             before = seen[output.request_id, c.index]
-            assert c.text.startswith(before) or requests[output.request_id].chosen_last
+            assert c.text.startswith(before) or requests[output.request_id].is_ranked_at_end
             assert c.finished or not c.text.endswith("\ufffd")
             seen[output.request_id, c.index] = c.text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_sample_that_ends_before_its_request_is_told_whole_at_once(tiny, overlap):
-    """With what was held back of its text: half a character, and what might have become a stop."""
+def test_a_sample_that_ends_early_is_reported_complete_at_once(tiny, overlap):
+    """Its text includes the held-back part: half a character, or a possible beginning of a stop
+    string.
+    """
     params = SamplingParams(seed=3, n=4, max_tokens=60, temperature=1.5, stop=["~" * 30])
     with tiny.engine(overlap=overlap) as one:
         one.add("x", params)
@@ -264,7 +266,7 @@ def test_a_sample_that_ends_before_its_request_is_told_whole_at_once(tiny, overl
 
 
 class Counted(list):
-    """A list that counts the items it is asked for."""
+    """A list that counts the items that are read."""
 
     asked = 0
 
@@ -278,11 +280,11 @@ class Counted(list):
         return found
 
 
-def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
-    """Items of the growing lists, tokens that are decoded, characters that are kept for later: so
-    many for each token, however many came before.
+def test_the_cost_of_a_stream_is_linear(tiny, monkeypatch):
+    """List items read, tokens decoded and characters held back are bounded per token, whatever the
+    length.
     """
-    reader_of = pytest.importorskip("onchip.engine.server.answers").Reader
+    reader_of = pytest.importorskip("onchip.engine.server.responses").DeltaReader
     params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=0, stop=["~" * 9])
     decoded, told, decode = 0, 0, ByteTokenizer.decode
 
@@ -297,19 +299,21 @@ def test_a_stream_costs_as_much_as_it_is_long(tiny, monkeypatch):
         (sample,), reader = one.add("x", params).samples, reader_of(1)
         sample.token_ids, sample.logprobs = Counted(), Counted()
         while one.has_work:
-            told += sum(len(piece.text) for piece in reader.news(one.step()))
-            if sample.reader is not None:
-                kept = [len(x) for x in vars(sample.reader).values() if isinstance(x, (str, list))]
+            told += sum(len(delta.text) for delta in reader.read_new(one.step()))
+            if sample.detokenizer is not None:
+                kept = [
+                    len(x) for x in vars(sample.detokenizer).values() if isinstance(x, (str, list))
+                ]
                 assert max(kept) < 80
     assert told == len(sample.text) > 100 and len(sample.token_ids) == 200
     assert Counted.asked < 12 * 200 and decoded < 80 * 200
 
 
-def test_who_does_not_stream_is_told_at_the_end(tiny, expected):
+def test_without_streaming_only_the_end_is_reported(tiny, expected):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one, stream=False)
         last, outputs = tiny.drain(one)
-    assert len(outputs) == len(last) and tiny.told(last) == expected
+    assert len(outputs) == len(last) and tiny.visible(last) == expected
 
 
 def test_two_engines_in_one_process(tiny, expected):
@@ -322,7 +326,7 @@ def test_two_engines_in_one_process(tiny, expected):
             outputs[1].extend(b.step())
         for one, many in zip((a, b), outputs, strict=True):
             last = {output.request_id: output for output in many}
-            assert tiny.told(last) == expected
+            assert tiny.visible(last) == expected
             tiny.check_empty(one)
 
 
@@ -344,7 +348,7 @@ def test_stop_texts_end_a_sample_before_them(tiny):
     assert late.samples[0].num_tokens == 40
 
 
-def test_stop_texts_end_samples_of_which_the_best_are_told(tiny):
+def test_stop_texts_end_samples_of_best_of(tiny):
     params = {"seed": 4, "max_tokens": 30, "ignore_eos": True, "n": 1, "best_of": 3}
     with tiny.engine() as one:
         one.add("no prefix", SamplingParams(**params))
@@ -383,9 +387,9 @@ def test_a_deadline_cuts_a_request_off(tiny):
     assert len(output.outputs[0].token_ids) == 4
 
 
-def test_refusals_and_errors_are_sentences(tiny):
+def test_rejections_and_errors_have_messages(tiny):
     with tiny.engine() as one:
-        assert isinstance(one.add("x" * 200, SamplingParams(max_tokens=100)), Refused)
+        assert isinstance(one.add("x" * 200, SamplingParams(max_tokens=100)), RejectedRequest)
         for prompt, params, match in (
             ("", None, "the prompt is empty"),
             ([], None, "the prompt is empty"),
@@ -405,11 +409,11 @@ def test_refusals_and_errors_are_sentences(tiny):
             with pytest.raises(ValueError, match=match):
                 one.add("x", **options)
         assert not one.has_work and one.step() == []
-    with pytest.raises(ValueError, match="the end token 257 is none of the model's"):
+    with pytest.raises(ValueError, match="the end token 257 is not in the vocabulary"):
         tiny.engine(eos_token_ids=(1, 257))
 
 
-def test_without_a_tokenizer_there_are_tokens_alone(tiny):
+def test_without_a_tokenizer_outputs_are_tokens_only(tiny):
     limits = Limits(256, 64, 8)
     with tiny.Engine(tiny.model(), None, limits=limits, num_pages=99) as one:
         with pytest.raises(ValueError, match="no tokenizer: give the prompt as token ids"):
@@ -421,8 +425,8 @@ def test_without_a_tokenizer_there_are_tokens_alone(tiny):
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 3
 
 
-def test_logprobs_are_those_of_the_model(tiny, monkeypatch):
-    """Of the prompt, in chunks, and of what is drawn; with the texts of their tokens."""
+def test_logprobs_equal_those_of_the_model(tiny, monkeypatch):
+    """Logprobs of the prompt, in chunks, and of sampled tokens, each with the token's text."""
     prompt = tiny.PREFIX.encode()
     with tiny.engine(budget=17) as one:
         one.add(tiny.PREFIX, SamplingParams(temperature=0, max_tokens=1))
@@ -445,7 +449,7 @@ def test_logprobs_are_those_of_the_model(tiny, monkeypatch):
         assert known[token].decoded_token == ByteTokenizer().decode([token])
 
 
-def test_a_prompt_is_asked_about_once_though_it_is_computed_twice(tiny):
+def test_prompt_logprobs_are_reported_once_after_a_recomputation(tiny):
     with tiny.engine(budget=17, prefix_caching=False) as one:
         request = one.add(tiny.PREFIX, SamplingParams(max_tokens=2, prompt_logprobs=0))
         one.step()
@@ -464,18 +468,18 @@ def test_a_row_that_is_not_finite_fails_alone(tiny, expected):
         sick.embed[ord("~")] = float("nan")
     limits = Limits(256, 40, 12)
     options = {"num_pages": 300, "page_size": 4, "eos_token_ids": tiny.EOS, "seed": 1}
-    options["pace"] = Pace(overlap=True)
+    options["execution"] = ExecutionConfig(overlap=True)
     with tiny.Engine(sick, ByteTokenizer(), limits=limits, **options) as one:
         bad = one.add("a ~", SamplingParams(max_tokens=5))
         tiny.ask(one)
         last, _ = tiny.drain(one)
     assert bad.status is Status.FINISHED_ERROR and bad.error == "the logits are not finite"
     assert last.pop("request-0").outputs[0].finish_reason == "error"
-    assert tiny.told(last) == expected
+    assert tiny.visible(last) == expected
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, overlap):
+def test_a_step_that_raises_fails_all_requests_and_the_engine(tiny, monkeypatch, overlap):
     with tiny.engine(overlap=overlap) as one:
         requests = tiny.ask(one)
         for _ in range(3):
@@ -496,13 +500,13 @@ def test_a_step_that_raises_fails_everybody_and_the_engine(tiny, monkeypatch, ov
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypatch, overlap):
-    """All but the one that is cancelled are told of it by the next step; then it is as new."""
+    """The next step reports all requests but the cancelled one; then the engine works as before."""
 
     def interrupted(*args):
         raise KeyboardInterrupt
 
     with tiny.engine(overlap=overlap, host_pages=100, num_pages=60) as one:
-        expected = tiny.ask(one) and tiny.told(tiny.drain(one)[0])
+        expected = tiny.ask(one) and tiny.visible(tiny.drain(one)[0])
         generated = one.stats().tokens_generated
         requests = tiny.ask(one)
         for _ in range(9):
@@ -519,12 +523,12 @@ def test_an_interrupted_step_ends_all_requests_and_not_the_engine(tiny, monkeypa
         assert [o.request_id for o in outputs] == [r.request_id for r in gone[1:]]
         assert all(o.finished and o.outputs[0].finish_reason == "abort" for o in outputs)
         assert not one.has_work and one.stats().tokens_generated > generated
-        one._num_taken = 0
+        one._num_accepted = 0
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
 
 
-def test_close_gives_all_memory_back(tiny):
+def test_close_frees_all_memory(tiny):
     one = tiny.engine(host_pages=50, overlap=True)
     tiny.ask(one)
     for _ in range(5):
@@ -539,7 +543,7 @@ def test_close_gives_all_memory_back(tiny):
         one.add("x")
 
 
-def test_stats_count_what_happened(tiny):
+def test_stats_count_tokens_pages_and_requests(tiny):
     with tiny.engine(overlap=True) as one:
         tiny.ask(one)
         seen = []

@@ -1,4 +1,4 @@
-"""A model of transformers in an engine: the tokens of transformers, whatever the engine does."""
+"""A transformers model in an engine gives the tokens of transformers."""
 
 import threading
 
@@ -42,7 +42,7 @@ def expected(kind, count=14):
 
 @pytest.mark.parametrize("kind", foreigners.SERVED)
 def test_greedy_tokens_are_those_of_transformers(kind, saved):
-    """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, prefixes shared."""
+    """Prompts of 1 to 31 tokens in chunks of at most 9, pages of 4 slots, shared prefixes."""
     theirs = expected(kind)
     assert len({token for tokens in theirs for token in tokens}) > 12, "too dull to tell"
     with serve(saved(kind)) as llm:
@@ -76,8 +76,8 @@ def test_logprobs_forks_and_beams(saved):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", foreigners.SERVED)
-def test_a_gpu_says_the_same(kind, saved):
-    """In fp32; what 16 bits change is bounded by the rehearsal, which must pass."""
+def test_a_gpu_gives_the_same_tokens(kind, saved):
+    """In fp32; the self-check bounds the differences of 16 bits and must pass."""
     with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
         assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
     with serve(saved(kind), device="cuda", dtype="bfloat16", num_pages=20) as llm:
@@ -85,8 +85,8 @@ def test_a_gpu_says_the_same(kind, saved):
     assert all(len(tokens) == 14 for tokens in told(outputs))
 
 
-def test_two_engines_in_two_threads_keep_to_their_own_pages(saved):
-    """Of one model, even: nothing of a step is in it."""
+def test_two_engines_in_two_threads_do_not_interfere(saved):
+    """Even with one model: it holds no state of a step."""
     folder, answers = saved("olmo2"), {}
 
     def run(name, model):
@@ -103,19 +103,19 @@ def test_two_engines_in_two_threads_keep_to_their_own_pages(saved):
     assert answers == {0: expected("olmo2"), 1: expected("olmo2")}
 
 
-def test_it_runs_on_one_rank_alone(saved):
+def test_it_runs_on_one_rank_only(saved):
     with pytest.raises(ValueError, match="runs through transformers, on one device"):
         serve(saved("olmo2"), tensor_parallel_size=2)
 
 
-def test_what_cannot_be_served_is_refused_by_the_engine_too(tmp_path):
+def test_an_unsupported_model_is_rejected_by_the_engine(tmp_path):
     foreigners.config("mamba").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     with pytest.raises(UnsupportedError, match="most weights are stored as none"):
         serve(tmp_path)
 
 
-def test_the_command_line_says_that_it_is_slower(saved, capsys):
+def test_the_command_line_warns_that_it_is_slower(saved, capsys):
     folder = str(saved("olmo2"))
     assert main(["doctor", "--model", folder]) == 0
     assert "runs through transformers, slower" in capsys.readouterr().out

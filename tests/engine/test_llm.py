@@ -29,7 +29,7 @@ def llm(tiny):
 
 @pytest.fixture
 def folder(tiny, tmp_path):
-    """A checkpoint with a tokenizer of words, whose config and generation_config disagree."""
+    """A checkpoint with a word-level tokenizer, and config and generation_config that disagree."""
     config = tiny.CONFIG | {"vocab_size": 64, "eos_token_id": 1}
     save(random_model(ModelConfig.from_hf(config), seed=2), tmp_path)
     words = {f"w{i}": i for i in range(64)}
@@ -72,7 +72,7 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
         llm.generate(prompts, params[:2])
 
 
-def test_more_prompts_than_may_wait(tiny):
+def test_more_prompts_than_the_queue_holds(tiny):
     with LLM(tiny.model(), tokenizer=ByteTokenizer(), num_pages=40, max_num_seqs=2) as one:
         params = SamplingParams(max_tokens=5, ignore_eos=True)
         expected = one.generate(["x"] * 20, params)
@@ -83,7 +83,7 @@ def test_more_prompts_than_may_wait(tiny):
     assert ids(outputs) == ids(expected), "draws do not depend on who was refused when"
 
 
-def test_a_prompt_that_cannot_be_served_takes_the_others_with_it(llm):
+def test_a_prompt_that_cannot_be_served_fails_the_whole_call(llm):
     with pytest.raises(ValueError, match="prompt 1 cannot be served: 300 tokens of prompt"):
         llm.generate(["fine", "x" * 300], GREEDY)
     assert not llm.engine.has_work and not llm.engine.cache.pool.tables
@@ -123,8 +123,8 @@ def test_closing_a_stream_cancels_it(llm):
 
 
 def interrupted_at(place, work):
-    """Do the work, with a KeyboardInterrupt at the `place`-th line of engine and cache that is
-    executed. False: there are fewer.
+    """Do the work with a KeyboardInterrupt at the `place`-th executed line of engine and cache.
+    Return False if fewer lines are executed.
     """
     root, left = str(Path(onchip.__file__).parent), place
 
@@ -149,9 +149,9 @@ def interrupted_at(place, work):
 
 
 @pytest.mark.parametrize("start", [1, 2, 3])
-def test_interrupted_at_any_line_it_serves_the_next_call(tiny, start):
-    """Within schedule, launch, update, add, cancel: nothing leaks, and the next call gives what it
-    always gives. The strides leave no part of a call out; no two runs stop at the same lines.
+def test_after_an_interrupt_at_any_line_the_next_call_works(tiny, start):
+    """Inside schedule, launch, update, add and cancel: nothing leaks, and the next call gives the
+    same outputs. The strides cover all parts of a call; no two runs stop at the same lines.
     """
     prompts = [tiny.PREFIX + "a", tiny.PREFIX, "x"]
     how = SamplingParams(temperature=0, max_tokens=4, n=2, ignore_eos=True, stop=["never"])
@@ -160,7 +160,7 @@ def test_interrupted_at_any_line_it_serves_the_next_call(tiny, start):
         told = lambda: [[c.token_ids for c in o.outputs] for o in one.generate(prompts, how)]
         expected, place = told(), start
         while interrupted_at(place, lambda: one.generate(prompts, how)):
-            assert not one._jobs and len(one.engine.scheduler.waiting) == 0
+            assert not one._batches and len(one.engine.scheduler.waiting) == 0
             assert told() == expected
             tiny.check(one.engine)
             tiny.check_empty(one.engine)
@@ -168,7 +168,7 @@ def test_interrupted_at_any_line_it_serves_the_next_call(tiny, start):
     assert place > 2000
 
 
-def test_an_interrupted_call_ends_a_stream_that_was_under_way(llm):
+def test_an_interrupted_call_ends_an_open_stream(llm):
     stream = llm.stream("one", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     assert interrupted_at(1500, lambda: llm.generate(["two"] * 3, GREEDY))
@@ -240,7 +240,7 @@ def test_a_folder_without_a_tokenizer(folder):
         assert one.get_tokenizer() is None
         (output,) = one.generate([5, 6], GREEDY)
         assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 5
-        with pytest.raises(ValueError, match="there is no tokenizer"):
+        with pytest.raises(ValueError, match="has no tokenizer"):
             one.chat([{"role": "user", "content": "hello"}])
 
 
@@ -248,16 +248,16 @@ def test_a_folder_without_a_tokenizer(folder):
     "options, match",
     [
         ({"dtype": "int8"}, "dtype='int8' is not one of auto, bfloat16"),
-        ({"max_model_len": 257}, r"max_model_len=257 must lie in \[2, 256\]"),
+        ({"max_model_len": 257}, r"max_model_len=257 must be in \[2, 256\]"),
         ({"block_size": 5}, "must be a power of two"),
         ({"swap_space": -1}, "swap_space=-1 must be"),
         ({"max_num_seqs": 0}, "max_num_seqs=0 must be above 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"tensor_parallel_size": 2}, "torchrun --nproc-per-node 2"),
-        ({"tensor_parallel_size": 2, "seed": None}, "must draw alike: give a seed"),
+        ({"tensor_parallel_size": 2, "seed": None}, "must sample the same tokens: give a seed"),
     ],
 )
-def test_what_cannot_be_is_refused(folder, options, match):
+def test_invalid_arguments_are_rejected(folder, options, match):
     with pytest.raises(ValueError, match=match):
         LLM(folder, **options)
 
@@ -273,13 +273,13 @@ def test_dtypes(folder):
             assert one.generate([3], GREEDY)[0].finished
 
 
-def test_a_device_that_is_not_here_is_refused():
+def test_an_unknown_device_is_rejected():
     with pytest.raises(ValueError, match="there is no device 'bogus' here"):
         LLM(builtin.NAME, device="bogus")
 
 
-def test_the_built_in_model_is_whole():
-    with pytest.raises(ValueError, match="cuts the checkpoint of a folder"):
+def test_the_built_in_model_runs_on_one_rank_only():
+    with pytest.raises(ValueError, match="needs the folder of a checkpoint"):
         LLM(builtin.NAME, tensor_parallel_size=2)
 
 
@@ -300,8 +300,8 @@ RANK = """
 """
 
 
-def test_two_ranks_are_one(folder, tmp_path):
-    """Under torchrun's variables: the same draws, beams and preemptions on both."""
+def test_two_ranks_give_the_outputs_of_one(folder, tmp_path):
+    """With torchrun's variables: the same tokens, beams and preemptions on both ranks."""
     code, results = textwrap.dedent(RANK), [tmp_path / name for name in ("a", "b", "alone")]
     package = str(Path(onchip.__file__).parents[1])
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,4 +1,4 @@
-"""How many pages fit."""
+"""The number of pages that fit."""
 
 import gc
 
@@ -7,22 +7,22 @@ import torch
 
 from onchip import LLM
 from onchip.engine import ByteTokenizer, Engine, Limits, SamplingParams, memory
-from onchip.engine.runner import _used_bytes
+from onchip.engine.model_runner import _used_bytes
 from onchip.kvcache.host import CHUNK_BYTES
 
 
-def test_no_more_than_all_sequences_can_fill(tiny):
+def test_no_more_pages_than_all_sequences_can_fill(tiny):
     limits = Limits(100, 64, 3)
     assert memory.device_pages(tiny.model(), limits, memory.Paging(16), 0.9) == 1 + 3 * 7
 
 
-def test_a_quarter_of_what_the_host_has_free(tiny, monkeypatch):
+def test_a_cpu_cache_takes_a_quarter_of_the_free_memory(tiny, monkeypatch):
     page = tiny.model().cache_spec(16).page_bytes
     free = {"SC_AVPHYS_PAGES": 400, "SC_PAGE_SIZE": page}
     monkeypatch.setattr(memory.os, "sysconf", free.__getitem__)
     assert memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9) == 100
     free["SC_AVPHYS_PAGES"] = 7
-    with pytest.raises(ValueError, match="there is no room for pages of 4,096 bytes on cpu"):
+    with pytest.raises(ValueError, match="no page of 4,096 bytes fits on cpu"):
         memory.device_pages(tiny.model(), Limits(256, 256, 256), memory.Paging(16), 0.9)
 
 
@@ -38,7 +38,7 @@ def test_more_pages_of_8_bits_fit(tiny, monkeypatch):
             assert one.stats().page_bytes * 32 == page * 12
 
 
-def test_the_host_holds_what_it_is_given_and_no_more_than_the_device(tiny):
+def test_host_pages_are_bounded_by_swap_space_and_device_pages(tiny):
     spec = tiny.model().cache_spec(16)
     assert memory.host_pages(spec, 0, 50) == 0
     assert memory.host_pages(spec, 1e-4, 50) == int(1e-4 * 2**30) // spec.page_bytes < 50
@@ -46,8 +46,8 @@ def test_the_host_holds_what_it_is_given_and_no_more_than_the_device(tiny):
 
 
 class Device:
-    """What torch.cuda says of a GPU: of 10 GB 2 are used by weights and others, and the largest
-    step makes torch's memory grow from 100 to 400 MB.
+    """A GPU as reported by torch.cuda: 2 of 10 GB are used, and the largest step grows torch's
+    memory from 100 to 400 MB.
     """
 
     total, free, held, peak = 10 * 10**9, 8 * 10**9, 100 * 10**6, 400 * 10**6
@@ -64,28 +64,30 @@ class Device:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_what_is_not_for_pages_is_counted(tiny, monkeypatch, graphs):
-    """Steps with draws of every kind, graphs and the table that they share, staging of swaps."""
+def test_memory_besides_pages_is_subtracted(tiny, monkeypatch, graphs):
+    """Steps with every sampling option, graphs and their shared page table, and staging buffers."""
     monkeypatch.setattr(Engine, "graph_bytes", lambda self: 700 * 10**6)
     device, drawn, limits = Device(monkeypatch), [], Limits(250, 64, 12)
     add = Engine.add
     monkeypatch.setattr(Engine, "add", lambda *args: drawn.append(args[2]) or add(*args))
-    room = memory._room_on_gpu(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
+    room = memory._free_gpu_bytes(tiny.model(), limits, memory.Paging(16), 0.9, graphs)
     fixed = device.peak - device.held + 2 * CHUNK_BYTES
     table = 4 * 12 * -(-250 // 16)
     assert room == 9 * 10**9 - 2 * 10**9 - fixed - graphs * (700 * 10**6 + table)
-    assert len(drawn) == 12 and all(one.logprobs and one.penalised for one in drawn)
+    assert len(drawn) == 12 and all(one.logprobs and one.has_penalties for one in drawn)
     assert drawn[0].prompt_logprobs and not drawn[1].prompt_logprobs
 
 
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("max_num_seqs", [12, 300])
-def test_graphs_take_what_was_estimated(tiny, max_num_seqs):
-    """Not more, but for what a driver takes at a time, nor so much that pages are missed."""
+def test_graphs_take_the_estimated_memory(tiny, max_num_seqs):
+    """At most the estimate, up to the driver's granularity, and not so little that pages
+    are lost.
+    """
     used, options = [], {"budget": 4096, "max_num_seqs": max_num_seqs}
     with tiny.engine("cuda", **options) as one:
-        one.warm_up()  # what libraries take once is taken
+        one.warm_up()  # libraries now hold their permanent memory
     with tiny.engine("cuda", **options) as one:
         estimate = one.graph_bytes()
     for prepare in (lambda one: None, lambda one: one.warm_up()):
@@ -100,8 +102,8 @@ def test_graphs_take_what_was_estimated(tiny, max_num_seqs):
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("eager", [False, True])
-def test_a_gpu_is_used_as_far_as_it_was_said(tiny, eager):
-    """The cache, its graphs and its steps stay within the share, and fill most of it."""
+def test_gpu_memory_utilization_is_kept(tiny, eager):
+    """Cache, graphs and steps stay within the share and fill most of it."""
     free, total = torch.cuda.mem_get_info()
     share = (total - free) / total + 0.05
     decoder = tiny.model("cuda")
@@ -115,5 +117,5 @@ def test_a_gpu_is_used_as_far_as_it_was_said(tiny, eager):
         assert len(outputs) == 50 and pool < 0.06 * total
         free, total = torch.cuda.mem_get_info()
         assert (total - free) / total < share + 0.01
-    with pytest.raises(ValueError, match="gpu_memory_utilization=1.5 must lie above 0"):
+    with pytest.raises(ValueError, match="gpu_memory_utilization=1.5 must be above 0"):
         LLM(decoder, tokenizer=ByteTokenizer(), gpu_memory_utilization=1.5)

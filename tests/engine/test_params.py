@@ -1,4 +1,4 @@
-"""What may be asked: every field has bounds, and what is outside is refused in one sentence."""
+"""Every parameter has bounds, and a value outside is rejected in one sentence."""
 
 import dataclasses
 
@@ -30,14 +30,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name, value", [(n, v) for n, many in BAD.items() for v in many])
-def test_what_is_out_of_bounds_is_refused_by_name(name, value):
+def test_a_value_out_of_bounds_is_rejected_by_name(name, value):
     """NaN temperature, n = 10^6, 500k stops (vllm #51447), all logprobs of a prompt, and so on."""
     with pytest.raises(ValueError, match=name) as error:
         SamplingParams(**{name: value})
     assert len(str(error.value)) < 250 and "\n" not in str(error.value)
 
 
-def test_a_number_too_long_to_print_is_refused_all_the_same():
+def test_a_number_too_long_to_print_is_rejected():
     with pytest.raises(ValueError, match="bits"):
         SamplingParams(seed=1 << 100_000)
 
@@ -64,7 +64,7 @@ def test_too_many_biases():
         {"repetition_penalty": 2},
     ],
 )
-def test_the_edges_are_served_as_they_are(fields):
+def test_bounds_are_inclusive(fields):
     params = SamplingParams(**fields)
     for name, value in fields.items():
         if value is not None and name != "stop":
@@ -125,6 +125,6 @@ def test_token_ids_are_of_the_vocabulary():
         params.check_vocab(99)
 
 
-def test_they_are_frozen():
+def test_params_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 3

@@ -1,11 +1,18 @@
-"""A request and its samples: when they end, what they hold, what is handed back."""
+"""A request and its samples: ends, pages, outputs."""
 
 import copy
 import pickle
 
 import pytest
 
-from onchip.engine import BeamSearchParams, CompletionOutput, Drawn, Request, SamplingParams, Status
+from onchip.engine import (
+    BeamSearchParams,
+    CompletionOutput,
+    Request,
+    SampledToken,
+    SamplingParams,
+    Status,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +28,7 @@ from onchip.engine import BeamSearchParams, CompletionOutput, Drawn, Request, Sa
         ((1,), {"params": SamplingParams(logit_bias={9: 1}), "vocab_size": 9}, "logit_bias"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_the_door(prompt, options, match):
+def test_invalid_requests_are_rejected(prompt, options, match):
     with pytest.raises(ValueError, match=match):
         Request("r", prompt, **options)
 
@@ -31,7 +38,7 @@ def taken(params, tokens, **options):
     request.max_tokens = params.max_tokens
     sample = request.samples[0]
     for token in tokens:
-        sample.take(Drawn(token, -0.5, 1, ((token, -0.5), (0, -1.5))))
+        sample.append(SampledToken(token, -0.5, 1, ((token, -0.5), (0, -1.5))))
     return sample
 
 
@@ -54,21 +61,21 @@ def test_a_sample_ends_by_eos_stop_token_or_length(params, tokens, end, reason):
     assert sample.output().finish_reason == (end.finish_reason if end else None)
 
 
-def test_logprobs_are_kept_if_asked_for():
+def test_logprobs_are_kept_if_requested():
     plain, asked = (taken(SamplingParams(logprobs=p), (4, 5)) for p in (None, 1))
     assert plain.output().logprobs is None
     assert [set(place) for place in asked.output().logprobs] == [{4, 0}, {5, 0}]
     assert asked.output().cumulative_logprob == -1.0
 
 
-def test_an_output_stays_what_it_was():
-    """It is not copied before somebody looks, and yet of its own time."""
+def test_an_output_does_not_change_later():
+    """It is copied lazily, but shows the state of its own time."""
     sample = taken(SamplingParams(logprobs=1), (4, 5))
     sample.text.add("ab")
     early, untouched = sample.output(), sample.output()
     assert early.token_ids == (4, 5)
     sample.text.add("cd")
-    sample.take(Drawn(6, -1.0))
+    sample.append(SampledToken(6, -1.0))
     for output in (early, untouched):
         assert (output.text, output.token_ids, len(output.logprobs)) == ("ab", (4, 5), 2)
         assert output.cumulative_logprob == -1.0 and output == untouched
@@ -82,7 +89,7 @@ def test_an_output_stays_what_it_was():
 
 def test_logits_that_are_not_finite_end_the_sample_alone():
     sample = taken(SamplingParams(), (4,))
-    sample.take(Drawn(5, float("nan")))
+    sample.append(SampledToken(5, float("nan")))
     assert sample.end is Status.FINISHED_ERROR and sample.token_ids == [4]
 
 
@@ -101,7 +108,7 @@ def test_best_of_returns_the_most_probable():
     request = Request("r", (1,), SamplingParams(n=2, best_of=3, max_tokens=1))
     request.max_tokens = 1
     for sample, logprob in zip(request.samples, (-3.0, -1.0, -2.0), strict=True):
-        sample.take(Drawn(4, logprob))
+        sample.append(SampledToken(4, logprob))
     request.status = Status.FINISHED_LENGTH
     assert [o.index for o in request.output().outputs] == [1, 2]
 
@@ -113,7 +120,7 @@ def test_pages_count_the_prompt_once():
     assert Request("b", range(8), BeamSearchParams(3)).pages(4, 9) == 2 + 3
 
 
-def test_output_has_the_fields_people_know():
+def test_output_has_the_fields_of_vllm():
     request = Request("r", (1, 2))
     output = request.output()
     assert output.request_id == "r" and output.prompt_token_ids == (1, 2)

@@ -8,13 +8,13 @@ import torch
 
 from onchip.engine import BeamSearchParams, Request, Sample, SamplingParams
 from onchip.engine.sampler import (
-    Drawers,
-    masses_of,
+    SamplingMetadataCache,
+    compute_masses,
+    draw_uniforms,
+    find_threshold,
+    make_sampling_metadata,
     pick,
-    rows_of,
     sample,
-    threshold,
-    uniforms,
 )
 
 VOCAB = 799
@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 def member(params=None, prompt=(3, 5, 5), output=(), index=0, **options):
-    """A sample that has drawn `output` so far."""
+    """A sample that has sampled `output` so far."""
     one = Request("r", prompt, params, eos_token_ids=(1, 2), **options).samples[0]
     one.index = index
     one.token_ids.extend(output)
@@ -40,7 +40,7 @@ def naive_logits(row, one):
         row[token] += params.logit_bias.get(token, 0)
         row[token] -= params.frequency_penalty * counts[token]
         row[token] -= params.presence_penalty * (token in counts)
-        if len(one.token_ids) < params.min_tokens and token in one.request.ends:
+        if len(one.token_ids) < params.min_tokens and token in one.request.end_token_ids:
             row[token] = -INF
     return row
 
@@ -83,11 +83,11 @@ GRID = [
 
 @pytest.mark.parametrize("spread", [0.5, 4.0])
 def test_the_batch_holds_the_distribution_of_each_row(spread):
-    """All options side by side in one batch; the naive row knows nothing of the others."""
+    """All options in one batch; the naive version handles each row separately."""
     samples = [member(p, output=(7, 7, 7, 40, 3)) for p in GRID]
     logits = torch.randn(len(GRID), VOCAB) * spread
-    rows = rows_of(samples, "cpu")
-    masses = masses_of(rows.edits.apply(logits), rows)
+    rows = make_sampling_metadata(samples, "cpu")
+    masses = compute_masses(rows.edits.apply(logits), rows)
     for mass, row, one in zip(masses, logits, samples, strict=True):
         expected = naive_distribution(row, one)
         assert set(mass.nonzero()[:, 0].tolist()) <= set(expected)
@@ -106,30 +106,33 @@ def test_greedy_rows_take_the_largest_after_bias_and_penalties():
     logits = torch.randn(1, VOCAB).repeat(4, 1)
     logits[:, 3] = 9  # a token of the prompt
     logits[3, 1] = 20  # eos
-    out = sample(logits, rows_of([member(p) for p in params], "cpu"))
+    out = sample(logits, make_sampling_metadata([member(p) for p in params], "cpu"))
     logits[2, 3] = -INF
     logits[3, 1] = -INF
     assert out.token.tolist() == [3, 5, int(logits[2].argmax()), 3]
 
 
-def test_a_row_draws_the_same_whatever_the_batch():
-    """Alone, among others, in another place: one hash of seed, sample and position decides."""
-    samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), draw_seed=i) for i in range(40)]
+def test_a_row_samples_the_same_token_in_any_batch():
+    """Alone, in a batch, or at another row: a hash of seed, sample and position decides."""
+    samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), rng_seed=i) for i in range(40)]
     logits = torch.randn(40, VOCAB) * 3
-    together = sample(logits, rows_of(samples, "cpu")).token.tolist()
+    together = sample(logits, make_sampling_metadata(samples, "cpu")).token.tolist()
     alone = [
-        sample(logits[i : i + 1], rows_of([samples[i]], "cpu")).token.item() for i in range(40)
+        sample(logits[i : i + 1], make_sampling_metadata([samples[i]], "cpu")).token.item()
+        for i in range(40)
     ]
     order = torch.randperm(40)
-    shuffled = sample(logits[order], rows_of([samples[i] for i in order], "cpu")).token
+    shuffled = sample(
+        logits[order], make_sampling_metadata([samples[i] for i in order], "cpu")
+    ).token
     assert together == alone
     assert shuffled.tolist() == [together[i] for i in order]
 
 
-def test_seeds_samples_and_positions_draw_apart():
-    """seed s of sample 1 is not seed s + 1 of sample 0, as it is where seeds are added up."""
+def test_uniforms_differ_by_seed_sample_and_position():
+    """Seed s of sample 1 is not seed s + 1 of sample 0, as if seeds were added."""
     draws = {
-        (seed, index, place): uniforms(
+        (seed, index, place): draw_uniforms(
             [member(SamplingParams(seed=seed), output=[0] * place, index=index)]
         ).item()
         for seed in (-(2**63), 0, 1, 2, 2**63 - 1)
@@ -138,33 +141,33 @@ def test_seeds_samples_and_positions_draw_apart():
     }
     assert len(set(draws.values())) == len(draws)
     assert all(0 <= u < 1 for u in draws.values())
-    again = uniforms([member(SamplingParams(seed=1), output=[0], index=2)]).item()
+    again = draw_uniforms([member(SamplingParams(seed=1), output=[0], index=2)]).item()
     assert again == draws[1, 2, 1]
     one = member(SamplingParams(seed=1), index=2)
-    one.pending = 1  # drawn, though nobody knows it yet
-    assert uniforms([one]).item() == again
+    one.pending = 1  # sampled, but not known on the host yet
+    assert draw_uniforms([one]).item() == again
 
 
 def test_splitmix_by_its_definition():
     """In Python's integers, from the reference in C of Vigna, 2015."""
     one = member(SamplingParams(seed=3), output=[0] * 6)
-    uniforms([one])
-    z = (one.draw_key + 7 * 0x9E3779B97F4A7C15) % 2**64
+    draw_uniforms([one])
+    z = (one.rng_key + 7 * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    assert uniforms([one]).item() == ((z ^ (z >> 31)) >> 11) * 2.0**-53
+    assert draw_uniforms([one]).item() == ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
 
-def test_the_same_samples_again_draw_with_new_numbers():
+def test_cached_metadata_gets_new_uniforms():
     greedy, random = (
         member(SamplingParams(temperature=0)),
         member(SamplingParams(seed=1, top_p=0.8)),
     )
     short = member(SamplingParams(seed=2, min_tokens=1))
-    drawers = Drawers("cpu")
+    cache = SamplingMetadataCache("cpu")
     both = [greedy, random]
     for samples in ([greedy], both, both, [random, short], [random, short]):
-        got, expected = drawers.rows(samples), rows_of(samples, "cpu")
+        got, expected = cache.make(samples), make_sampling_metadata(samples, "cpu")
         logits = torch.randn(len(samples), VOCAB)
         assert torch.equal(got.uniform, expected.uniform)
         assert torch.equal(sample(logits, got).token, sample(logits, expected).token)
@@ -173,20 +176,20 @@ def test_the_same_samples_again_draw_with_new_numbers():
     assert got.edits.add is None, "short is long enough by now"
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     """Chi-squared over 20,000 positions of one seed: 99.9 % of 9 degrees of freedom is 27.9."""
     logits = torch.randn(10)
     one = member(SamplingParams(seed=11))
-    places = uniforms([Sample(one.request, one.index, pending=i) for i in range(20_000)])
-    rows = rows_of([member(SamplingParams())], "cpu")
-    masses = masses_of(logits[None], rows).expand(len(places), -1)
+    places = draw_uniforms([Sample(one.request, one.index, pending=i) for i in range(20_000)])
+    rows = make_sampling_metadata([member(SamplingParams())], "cpu")
+    masses = compute_masses(logits[None], rows).expand(len(places), -1)
     tokens = pick(masses, places)
     expected = logits.double().softmax(-1) * len(places)
     statistic = ((tokens.bincount(minlength=10) - expected) ** 2 / expected).sum()
     assert statistic < 27.9
 
 
-def test_the_ends_of_the_unit_interval_draw_tokens_that_are_there():
+def test_the_ends_of_the_unit_interval_pick_valid_tokens():
     masses = torch.tensor([[0, 0, 5, 0, 3, 0]]).expand(4, -1)
     ends = torch.tensor([0.0, 0.625, 1 - 2**-53, 0.62499], dtype=torch.float64)
     assert pick(masses, ends).tolist() == [2, 4, 4, 2]
@@ -199,7 +202,7 @@ def test_threshold_is_the_key_at_which_a_sort_reaches_the_mass(rows, n):
     masses = torch.randint(0, 2**40, (rows, n))
     for share in (0.0, 1e-9, 0.3, 0.9, 1.0, 2.0):
         wanted = (masses.sum(-1) * share).ceil().long().clamp(min=1)
-        found = threshold(keys, masses, wanted)
+        found = find_threshold(keys, masses, wanted)
         for i in range(rows):
             goal = min(wanted[i], masses[i].sum())
             fits = [k for k in keys[i].tolist() if masses[i][keys[i] >= k].sum() >= goal]
@@ -208,8 +211,8 @@ def test_threshold_is_the_key_at_which_a_sort_reaches_the_mass(rows, n):
 
 def test_equal_weights_stay_together():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]])
-    rows = rows_of([member(SamplingParams(top_k=2))], "cpu")
-    assert (masses_of(logits, rows) > 0).tolist() == [[False, True, True, True, False]]
+    rows = make_sampling_metadata([member(SamplingParams(top_k=2))], "cpu")
+    assert (compute_masses(logits, rows) > 0).tolist() == [[False, True, True, True, False]]
 
 
 def test_logprobs_are_the_models_own():
@@ -218,59 +221,62 @@ def test_logprobs_are_the_models_own():
     samples = [member(params), member(SamplingParams(temperature=0))]
     logits = torch.randn(2, VOCAB)
     exact = logits.double().log_softmax(-1)
-    drawn = sample(logits, rows_of(samples, "cpu")).drawn(samples)
-    assert drawn[0].token == 4 and drawn[0].rank == int((logits[0] > logits[0, 4]).sum()) + 1
-    assert abs(drawn[0].logprob - exact[0, 4]) < 1e-5
+    tokens = sample(logits, make_sampling_metadata(samples, "cpu")).to_tokens(samples)
+    assert tokens[0].token == 4 and tokens[0].rank == int((logits[0] > logits[0, 4]).sum()) + 1
+    assert abs(tokens[0].logprob - exact[0, 4]) < 1e-5
     best = logits[0].topk(3)
-    assert [t for t, _ in drawn[0].top] == best.indices.tolist()
-    assert drawn[1].top == () and drawn[1].rank == 1
-    (silent,) = sample(logits[1:], rows_of(samples[1:], "cpu")).drawn(samples[1:])
-    assert silent == drawn[1]._replace(rank=None)
-    assert drawn[0].logprobs()[4] == (drawn[0].logprob, drawn[0].rank, None)
+    assert [t for t, _ in tokens[0].top] == best.indices.tolist()
+    assert tokens[1].top == () and tokens[1].rank == 1
+    (silent,) = sample(logits[1:], make_sampling_metadata(samples[1:], "cpu")).to_tokens(
+        samples[1:]
+    )
+    assert silent == tokens[1]._replace(rank=None)
+    assert tokens[0].logprobs()[4] == (tokens[0].logprob, tokens[0].rank, None)
 
 
 def test_beams_get_twice_their_number_of_candidates():
     one = Request("r", (3,), BeamSearchParams(4, temperature=0.5)).samples[0]
     logits = torch.randn(1, VOCAB)
-    (drawn,) = sample(logits, rows_of([one], "cpu")).drawn([one])
+    (tokens,) = sample(logits, make_sampling_metadata([one], "cpu")).to_tokens([one])
     exact = (logits[0].double() / 0.5).log_softmax(-1)
-    assert len(drawn.top) == 8
-    assert all(abs(exact[token] - p) < 1e-5 for token, p in drawn.top)
+    assert len(tokens.top) == 8
+    assert all(abs(exact[token] - p) < 1e-5 for token, p in tokens.top)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 def test_a_row_that_is_not_finite_fails_alone(bad):
     params = SamplingParams(top_k=5, top_p=0.5)
-    samples = [member(params), member(params, draw_seed=3), member(SamplingParams(temperature=0))]
+    samples = [member(params), member(params, rng_seed=3), member(SamplingParams(temperature=0))]
     logits = torch.randn(3, VOCAB)
-    clean = sample(logits, rows_of(samples, "cpu")).token.tolist()
+    clean = sample(logits, make_sampling_metadata(samples, "cpu")).token.tolist()
     logits[0, 9] = bad
-    out = sample(logits, rows_of(samples, "cpu"))
+    out = sample(logits, make_sampling_metadata(samples, "cpu"))
     assert not out.logprob[0].isfinite() and 0 <= out.token[0] < VOCAB
     assert out.token[1:].tolist() == clean[1:] and out.logprob[1:].isfinite().all()
 
 
-def test_half_precision_logits_and_the_callers_tensor():
+def test_logits_of_the_caller_are_not_modified():
     logits = torch.randn(1, VOCAB).bfloat16()
     before = logits.clone()
     params = SamplingParams(logit_bias={1: 3.0}, repetition_penalty=1.4)
-    sample(logits, rows_of([member(params)], "cpu"))
+    sample(logits, make_sampling_metadata([member(params)], "cpu"))
     single = logits.float()
-    sample(single, rows_of([member(params)], "cpu"))
+    sample(single, make_sampling_metadata([member(params)], "cpu"))
     assert torch.equal(logits, before) and torch.equal(single, before.float())
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nobody_waits_and_rows_draw_as_alone():
-    samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), draw_seed=i) for i in range(56)]
+def test_on_a_gpu_sampling_does_not_synchronize():
+    samples = [member(GRID[i % len(GRID)], output=[4] * (i % 5), rng_seed=i) for i in range(56)]
     logits = torch.randn(56, 151_936, device="cuda") * 3
-    sample(logits, rows_of(samples, "cuda"))  # the first call may allocate
+    sample(logits, make_sampling_metadata(samples, "cuda"))  # the first call may allocate
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = sample(logits, rows_of(samples, "cuda"))
+        out = sample(logits, make_sampling_metadata(samples, "cuda"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     alone = [
-        sample(logits[i : i + 1], rows_of([samples[i]], "cuda")).token.item() for i in range(56)
+        sample(logits[i : i + 1], make_sampling_metadata([samples[i]], "cuda")).token.item()
+        for i in range(56)
     ]
     assert out.token.tolist() == alone

@@ -1,14 +1,14 @@
-"""The laws of the scheduler, and the mistakes that others have made, one test each (the thread is
-named), on a real cache with a model that is a hash.
+"""The invariants of the scheduler, and bugs of other schedulers, one test each (the issue is
+named), on a real cache with a hash as the model.
 """
 
 import pytest
 
 from onchip.engine import (
     BeamSearchParams,
-    Costs,
     Limits,
-    Refused,
+    PreemptionCosts,
+    RejectedRequest,
     Request,
     SamplingParams,
     Scheduler,
@@ -18,7 +18,7 @@ from onchip.kvcache import NoRoom
 
 
 def ask(name="r", prompt=5, tokens=6, params=None, **options):
-    """A request that runs to its full length. prompt: its tokens, or how many."""
+    """A request that runs to its full length. prompt: its tokens, or their number."""
     prompt = range(1, prompt + 1) if isinstance(prompt, int) else prompt
     params = params or SamplingParams(max_tokens=tokens, ignore_eos=True)
     return Request(name, prompt, params, **options)
@@ -41,20 +41,22 @@ def wide(n, tokens=6):
         (ask(prompt=41, params=BeamSearchParams(6, 20)), "6 x 61 tokens may need 40 pages"),
     ],
 )
-def test_what_can_never_fit_is_refused_and_others_go_on(engine, request_, match):
-    """vllm #39734: it waits forever and everybody behind it; vllm #40302: it kills the engine."""
+def test_a_request_that_can_never_fit_is_rejected(engine, request_, match):
+    """vllm #39734: it waits forever and blocks the queue; vllm #40302: it kills the engine."""
     one = engine(max_model_len=200)
     answer = one.scheduler.add(request_)
-    assert isinstance(answer, Refused) and not answer.later and match in answer.reason
+    assert (
+        isinstance(answer, RejectedRequest) and not answer.is_retryable and match in answer.reason
+    )
     one.add(ask("other"))
     one.drain()
 
 
-def test_what_fits_exactly_is_served(engine, assert_same):
+def test_a_request_that_fits_exactly_is_served(engine, assert_same):
     """29 pages of 4: the last token needs no slot."""
     one = engine(max_model_len=200)
     request = one.add(ask(prompt=100, tokens=17))
-    assert isinstance(one.scheduler.add(ask("more", 100, 18)), Refused)
+    assert isinstance(one.scheduler.add(ask("more", 100, 18)), RejectedRequest)
     one.drain()
     assert_same(request)
 
@@ -66,12 +68,12 @@ def test_forks_of_a_long_prompt_fit_because_they_share_it(engine, assert_same):
     assert_same(request)
 
 
-def test_max_tokens_none_fills_the_model(engine):
+def test_max_tokens_none_reaches_max_model_len(engine):
     one = engine(max_model_len=20)
     request = one.add(ask(params=SamplingParams(max_tokens=None, ignore_eos=True)))
     one.drain()
     assert len(request.samples[0].token_ids) == 15
-    assert isinstance(one.scheduler.add(ask("full", 20, params=SamplingParams())), Refused)
+    assert isinstance(one.scheduler.add(ask("full", 20, params=SamplingParams())), RejectedRequest)
 
 
 def test_the_queue_is_bounded_in_requests_and_tokens(engine):
@@ -79,10 +81,10 @@ def test_the_queue_is_bounded_in_requests_and_tokens(engine):
     one = engine(max_queued_requests=2, max_queued_tokens=30)
     one.add(ask("a", 20))
     full = one.scheduler.add(ask("b", 11))
-    assert full.later and "tokens are waiting" in full.reason
+    assert full.is_retryable and "tokens are waiting" in full.reason
     one.add(ask("b", 10))
     full = one.scheduler.add(ask("c", 1))
-    assert full.later and "2 requests are waiting" in full.reason
+    assert full.is_retryable and "2 requests are waiting" in full.reason
     one.step()
     one.add(ask("c", 1))
     one.drain()
@@ -107,64 +109,64 @@ def test_steps_and_updates_alternate(engine):
         one.scheduler.schedule()
     with pytest.raises(ValueError, match="under way"):
         one.scheduler.preempt(one.scheduler.running[0])
-    drawn = one.compute(step)
-    with pytest.raises(ValueError, match="0 tokens for 1 draws"):
+    tokens = one.compute(step)
+    with pytest.raises(ValueError, match="0 tokens for 1 rows to sample"):
         one.scheduler.update(step, [])
-    one.scheduler.update(step, drawn)
+    one.scheduler.update(step, tokens)
     with pytest.raises(ValueError, match="once"):
-        one.scheduler.update(step, drawn)
+        one.scheduler.update(step, tokens)
     one.scheduler.preempt(request)
-    with pytest.raises(ValueError, match="it is preempted, to be computed again"):
+    with pytest.raises(ValueError, match="it is preempted, to be recomputed"):
         one.scheduler.preempt(request)
 
 
-def test_steps_under_way_are_resolved_in_order(engine):
+def test_steps_in_flight_are_collected_in_order(engine):
     one = engine()
     request = one.add(ask(tokens=3))
     scheduler = one.scheduler
     first = scheduler.schedule()
-    with pytest.raises(ValueError, match="resolve takes the oldest"):
-        scheduler.resolve(first, one.compute(first))
-    drawn = one.compute(first)
-    scheduler.advance(first)
-    with pytest.raises(ValueError, match="advance takes the step that was scheduled last"):
-        scheduler.advance(first)
+    with pytest.raises(ValueError, match="apply_tokens takes the oldest"):
+        scheduler.apply_tokens(first, one.compute(first))
+    tokens = one.compute(first)
+    scheduler.mark_launched(first)
+    with pytest.raises(ValueError, match="mark_launched takes the step that was scheduled last"):
+        scheduler.mark_launched(first)
     assert request.samples[0].num_tokens == 1 and not request.samples[0].token_ids
     second = scheduler.schedule()
-    one.flying = first, drawn
+    one.in_flight = first, tokens
     more = one.compute(second)
     with pytest.raises(ValueError, match="update takes the step that was scheduled last"):
         scheduler.update(second, more)
-    scheduler.advance(second)
-    assert scheduler.must_resolve
-    with pytest.raises(ValueError, match="tokens must be known: resolve it first"):
+    scheduler.mark_launched(second)
+    assert scheduler.must_collect
+    with pytest.raises(ValueError, match="must be collected first: its tokens are needed"):
         scheduler.schedule()
-    with pytest.raises(ValueError, match="resolve takes the oldest"):
-        scheduler.resolve(second, more)
-    with pytest.raises(ValueError, match="0 tokens for 1 draws"):
-        scheduler.resolve(first, [])
-    scheduler.resolve(first, drawn)
+    with pytest.raises(ValueError, match="apply_tokens takes the oldest"):
+        scheduler.apply_tokens(second, more)
+    with pytest.raises(ValueError, match="0 tokens for 1 rows to sample"):
+        scheduler.apply_tokens(first, [])
+    scheduler.apply_tokens(first, tokens)
     assert request.samples[0].num_tokens == 2 and len(request.samples[0].token_ids) == 1
-    scheduler.resolve(second, more)
+    scheduler.apply_tokens(second, more)
     one.drain()
 
 
 @pytest.mark.parametrize("params", [BeamSearchParams(2, 4), SamplingParams(presence_penalty=1.0)])
-def test_who_looks_at_tokens_waits_for_them(engine, params):
+def test_beams_and_penalties_wait_for_tokens(engine, params):
     one = engine()
     one.add(ask(params=params))
     step = one.scheduler.schedule()
-    drawn = one.compute(step)
-    one.scheduler.advance(step)
-    assert one.scheduler.must_resolve
-    with pytest.raises(ValueError, match="tokens must be known"):
+    tokens = one.compute(step)
+    one.scheduler.mark_launched(step)
+    assert one.scheduler.must_collect
+    with pytest.raises(ValueError, match="its tokens are needed"):
         one.scheduler.schedule()
-    one.scheduler.resolve(step, drawn)
+    one.scheduler.apply_tokens(step, tokens)
     one.drain()
 
 
-def test_a_length_that_is_reached_is_known_before_the_last_token_is(engine, assert_same):
-    """Its sample is not computed once more for nothing; what waits gets the step."""
+def test_the_maximum_length_is_known_before_the_last_token(engine, assert_same):
+    """Its sample is not computed once more in vain; the waiting request gets the step."""
     one = engine(max_num_seqs=1, ahead=True)
     first, second = one.add(ask("a", tokens=2)), one.add(ask("b", [7, 8], tokens=2))
     counts = []
@@ -194,13 +196,13 @@ def test_a_scheduler_needs_rows_and_both_tier_and_costs(engine):
     with pytest.raises(ValueError, match="exceeds the cache's"):
         Scheduler(one.cache, Limits(100, max_num_seqs=9))
     with pytest.raises(ValueError, match="a tier needs costs"):
-        Scheduler(one.cache, Limits(100, max_num_seqs=8), costs=Costs(1))
+        Scheduler(one.cache, Limits(100, max_num_seqs=8), costs=PreemptionCosts(1))
 
 
 # Steps
 
 
-def test_a_prompt_comes_in_chunks_and_decoding_never_waits_for_it(engine, assert_same):
+def test_a_prompt_is_chunked_and_never_delays_decoding(engine, assert_same):
     """nano-vllm #73: decoding stalls while a prompt is computed."""
     one = engine(budget=8, num_pages=60)
     short = one.add(ask("short", 3, 20))
@@ -210,7 +212,7 @@ def test_a_prompt_comes_in_chunks_and_decoding_never_waits_for_it(engine, assert
     while not long.samples[0].token_ids:
         step = one.step()
         assert step.num_tokens == 8 or long.samples[0].token_ids
-        counts = {run.sample.request: run.num_tokens for run in step.runs}
+        counts = {chunk.sample.request: chunk.num_tokens for chunk in step.chunks}
         assert counts[short] == 1
         chunks.append(counts[long])
     assert sum(chunks) == 50 and chunks[0] == 7
@@ -220,7 +222,7 @@ def test_a_prompt_comes_in_chunks_and_decoding_never_waits_for_it(engine, assert
 
 
 def test_an_older_prompt_does_not_wait_for_newer_decoders(engine):
-    """Every running sample has a seat, there are at least as many tokens as seats."""
+    """The budget has at least one token for each running sequence."""
     one = engine(budget=4, max_num_seqs=4, num_pages=80)
     long = one.add(ask("long", 60, 2))
     one.step()
@@ -228,19 +230,19 @@ def test_an_older_prompt_does_not_wait_for_newer_decoders(engine):
         one.add(ask(f"s{i}", 1, 30))
     while not long.finished:
         step = one.step()
-        assert any(run.sample.request is long for run in step.runs)
+        assert any(chunk.sample.request is long for chunk in step.chunks)
     one.drain()
 
 
 def test_samples_of_a_request_share_one_prefill(engine, assert_same):
-    """vllm #39647: n samples are n prompts there."""
+    """vllm #39647: n samples are n prompts in vLLM."""
     one = engine()
     request = one.add(ask(prompt=13, params=wide(4)))
     step = one.step()
-    assert [run.num_tokens for run in step.runs] == [13] and len(step.draws) == 4
+    assert [chunk.num_tokens for chunk in step.chunks] == [13] and len(step.rows_to_sample) == 4
     step = one.step()
-    assert [run.num_tokens for run in step.runs] == [1] * 4
-    tables = [s.sequence.table.pages for s in request.live]
+    assert [chunk.num_tokens for chunk in step.chunks] == [1] * 4
+    tables = [s.sequence.table.pages for s in request.unfinished]
     assert len({pages[:3] for pages in tables}) == 1 and len({pages[3] for pages in tables}) == 4
     one.drain()
     assert_same(request)
@@ -279,7 +281,7 @@ def test_beams_never_take_more_rows_than_their_width(engine, assert_same):
     assert_same(request)
 
 
-def test_a_second_request_finds_the_first_ones_prompt(engine, assert_same):
+def test_a_second_request_hits_the_first_ones_prompt(engine, assert_same):
     one = engine()
     first = one.add(ask("a", 13))
     one.drain()
@@ -304,7 +306,7 @@ def test_logprobs_of_a_prompt_need_all_its_rows(engine):
 # Running out of pages
 
 
-def test_the_newest_makes_room_and_stands_where_it_stood(engine, assert_same):
+def test_the_newest_is_preempted_and_keeps_its_position(engine, assert_same):
     one = engine(num_pages=12, prefix_reuse=False)
     requests = [one.add(ask(f"r{i}", 8, 20)) for i in range(4)]
     preempted = []
@@ -313,7 +315,7 @@ def test_the_newest_makes_room_and_stands_where_it_stood(engine, assert_same):
         step = one.step()
         for request in step.recomputed:
             survivors = [r for r in before if r.status is Status.RUNNING]
-            assert all(request.rank > r.rank for r in survivors)
+            assert all(request.order_key > r.order_key for r in survivors)
             preempted.append(request)
     assert preempted and requests[0] not in preempted
     finished = [r.metrics.finished_s for r in requests]
@@ -333,9 +335,9 @@ def test_every_step_computes_something_even_in_the_smallest_pool(engine, assert_
         assert_same(request)
 
 
-def test_requests_on_the_host_do_not_pin_the_last_pages(engine, assert_same):
-    """They share a prefix: its pages belong to none of them alone and stay, until the one that runs
-    needs them.
+def test_swapped_requests_do_not_hold_the_last_pages(engine, assert_same):
+    """Swapped requests share a prefix. Its pages belong to none of them alone and stay on the
+    device until the running request needs them.
     """
     one = engine(num_pages=12, page_size=4, host_pages=40, prefix_reuse=True)
     seed = one.add(ask("seed", 24, 2))
@@ -355,9 +357,9 @@ def test_requests_on_the_host_do_not_pin_the_last_pages(engine, assert_same):
 
 @pytest.mark.parametrize("host_pages, what", [(20, "swapped_out"), (0, "recomputed")])
 @pytest.mark.parametrize("params", [wide(1), wide(3), BeamSearchParams(3, 6)], ids=str)
-def test_preempted_at_any_step_it_gives_the_same(engine, assert_same, host_pages, what, params):
-    """vllm #4422: samples that are preempted together; nano-vllm #144: the first step after it was
-    taken for a prompt.
+def test_preemption_at_any_step_changes_no_output(engine, assert_same, host_pages, what, params):
+    """vllm #4422: samples that are preempted together; nano-vllm #144: the first step after a
+    preemption was treated as a prompt.
     """
     for when in range(7):
         one = engine(host_pages=host_pages, budget=8)
@@ -373,22 +375,22 @@ def test_preempted_at_any_step_it_gives_the_same(engine, assert_same, host_pages
         assert_same(other)
 
 
-def test_beams_that_are_computed_again_twice_forget_what_they_had_found(engine, assert_same):
-    """With a budget of three tokens they catch up one after the other."""
+def test_beams_recomputed_twice_drop_their_candidates(engine, assert_same):
+    """With a budget of three tokens the beams are recomputed one after the other."""
     one = engine(budget=3, max_num_seqs=3, prefix_reuse=False)
     request = one.add(ask(params=BeamSearchParams(3, 12)))
-    while len(request.live[0].token_ids) < 8:
+    while len(request.unfinished[0].token_ids) < 8:
         one.step()
     one.scheduler.preempt(request)
-    while len({bool(beam.candidates) for beam in request.live}) == 1:
+    while len({bool(beam.candidates) for beam in request.unfinished}) == 1:
         one.step()
     one.scheduler.preempt(request)
     one.drain()
     assert_same(request)
 
 
-def test_costs_choose_between_the_link_and_the_prefill():
-    costs = Costs(page_bytes=1000, link_bytes_per_s=1e6, prefill_tokens_per_s=1000)
+def test_costs_choose_between_swap_and_recomputation():
+    costs = PreemptionCosts(page_bytes=1000, link_bytes_per_s=1e6, prefill_tokens_per_s=1000)
     assert costs.swap_s(5) == 0.01 and costs.recompute_s(20) == 0.02
     assert costs.prefers_swap(5, 20) and not costs.prefers_swap(5, 9)
     for _ in range(100):
@@ -397,10 +399,10 @@ def test_costs_choose_between_the_link_and_the_prefill():
     assert 4999 < costs.prefill_tokens_per_s < 5000
     assert not costs.prefers_swap(5, 20)
     with pytest.raises(ValueError, match="link_bytes_per_s=0"):
-        Costs(1, 0)
+        PreemptionCosts(1, 0)
 
 
-def test_what_is_larger_than_the_host_is_computed_again(engine, assert_same):
+def test_a_request_larger_than_the_host_tier_is_recomputed(engine, assert_same):
     one = engine(host_pages=2)
     request = one.add(ask(prompt=11))
     one.step()
@@ -410,7 +412,7 @@ def test_what_is_larger_than_the_host_is_computed_again(engine, assert_same):
     assert_same(request)
 
 
-def test_a_full_host_means_computing_again(engine, assert_same):
+def test_a_full_host_tier_leads_to_recomputation(engine, assert_same):
     one = engine(host_pages=4)
     requests = [one.add(ask(f"r{i}", [i] * 11)) for i in range(3)]
     one.step()
@@ -423,8 +425,10 @@ def test_a_full_host_means_computing_again(engine, assert_same):
         assert_same(request)
 
 
-def test_pages_on_their_way_out_are_waited_for(engine, assert_same):
-    """vllm-ascend #16315: as frees came later, everybody was preempted, 0 tokens/s."""
+def test_pages_being_swapped_out_are_waited_for(engine, assert_same):
+    """vllm-ascend #16315: because pages were freed late, all requests were preempted, 0
+    tokens/s.
+    """
     one = engine(num_pages=14, host_pages=40, late=True, prefix_reuse=False)
     requests = [one.add(ask(f"r{i}", [i] * 8, 20)) for i in range(4)]
     victims = set()
@@ -438,25 +442,27 @@ def test_pages_on_their_way_out_are_waited_for(engine, assert_same):
         assert_same(request)
 
 
-def test_nobody_takes_the_pages_that_another_waits_for(engine):
-    """The first in line lacks a page that is on its way out; there is room for the second."""
+def test_both_requests_run_once_the_swap_out_is_done(engine):
+    """The first request in the queue lacks a page that is being swapped out; the second
+    would fit.
+    """
     one = engine(num_pages=13, host_pages=40, budget=32, late=True, prefix_reuse=False)
     one.add(ask("leaving", 24, 9))
     one.step()
     one.scheduler.preempt(one.scheduler.running[0])
     first = one.add(ask("first", 28, priority=-1))
     second = one.add(ask("second", 4, priority=-1))
-    assert [run.sample.request for run in one.step().runs] == [first, second]
+    assert [chunk.sample.request for chunk in one.step().chunks] == [first, second]
     one.drain()
 
 
-def test_whoever_is_put_out_does_not_return_in_the_same_step(engine):
+def test_a_preempted_request_does_not_return_in_the_same_step(engine):
     one = engine(num_pages=12, prefix_reuse=False)
     for i in range(6):
         one.add(ask(f"r{i}", 8, 20))
     while one.scheduler.has_work:
         step = one.step()
-        assert not {run.sample.request for run in step.runs} & set(step.recomputed)
+        assert not {chunk.sample.request for chunk in step.chunks} & set(step.recomputed)
 
 
 # Order
@@ -471,9 +477,9 @@ def test_first_come_first_served_within_a_priority(engine):
     assert [r.request_id for r in one.finished] == ["urgent", "a", "b", "low"]
 
 
-def test_nobody_starves(engine):
-    """One level of priority is worth aging_s of waiting, not more: urgent ones that keep coming
-    overtake for that long.
+def test_no_request_starves(engine):
+    """One level of priority is worth aging_s seconds of waiting: a stream of urgent requests
+    overtakes for that long.
     """
     one = engine(max_num_seqs=1, aging_s=1.0)
     low = one.add(ask("low", tokens=1, priority=5))
@@ -486,8 +492,8 @@ def test_nobody_starves(engine):
     one.drain()
 
 
-def test_a_preempted_request_is_before_those_that_came_later(engine):
-    """vllm #41951: a priority queue put it behind them, again and again."""
+def test_a_preempted_request_stays_before_later_ones(engine):
+    """vllm #41951: a priority queue put it behind later requests, again and again."""
     one = engine(max_num_seqs=2)
     first, second = one.add(ask("first")), one.add(ask("second"))
     one.step()
@@ -495,11 +501,11 @@ def test_a_preempted_request_is_before_those_that_came_later(engine):
     one.scheduler.preempt(second)
     assert one.scheduler.waiting == (second, *later)
     step = one.step()
-    assert {run.sample.request for run in step.runs} == {first, second}
+    assert {chunk.sample.request for chunk in step.chunks} == {first, second}
     one.drain()
 
 
-def test_a_large_request_is_not_passed_by_small_ones(engine):
+def test_small_requests_do_not_overtake_a_large_one(engine):
     one = engine(num_pages=12)
     one.add(ask("running", 8, 12))
     one.step()
@@ -510,14 +516,14 @@ def test_a_large_request_is_not_passed_by_small_ones(engine):
     assert min(started) == started[0]
 
 
-def test_a_request_that_waits_pins_no_seat(engine):
-    """vllm #53130: requests that were put off kept their places forever."""
+def test_a_waiting_request_holds_no_row(engine):
+    """vllm #53130: postponed requests kept their rows forever."""
     one = engine(max_num_seqs=4, num_pages=12)
     one.add(ask("a", 8, 12))
     one.step()
     one.add(ask("large", [9] * 33, 2))
     one.step()
-    assert one.scheduler._seats() == 1
+    assert one.scheduler._num_running_seqs() == 1
     assert len(one.cache.host_table.free_rows) == one.cache.max_seqs - 1
     one.drain()
 
@@ -537,7 +543,7 @@ def test_cancelled_at_any_step_its_pages_are_free_at_once(engine, params, when):
     one.check_empty()
     assert not one.scheduler.abort("r") and not one.scheduler.has_work
     assert {s.end for s in request.samples} == {Status.FINISHED_ABORTED}
-    assert not one.scheduler.schedule().runs
+    assert not one.scheduler.schedule().chunks
     again = engine(budget=8)
     again.add(ask(prompt=13, params=params))
     for _ in range(when):
@@ -547,7 +553,7 @@ def test_cancelled_at_any_step_its_pages_are_free_at_once(engine, params, when):
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_cancelled_while_its_pages_travel(engine, ready):
+def test_cancelled_during_a_swap(engine, ready):
     """vllm #46283: blocks leaked when a request was cancelled during an asynchronous load."""
     one = engine(host_pages=10, late=True)
     one.add(ask(prompt=13, params=wide(2)))
@@ -556,7 +562,7 @@ def test_cancelled_while_its_pages_travel(engine, ready):
     one.scheduler.preempt(one.scheduler.running[0])
     if ready:
         one.tier.synchronize()
-        one.scheduler.schedule()  # on its way home
+        one.scheduler.schedule()  # swap-in under way
     assert one.scheduler.abort("r")
     one.check_empty()
 
@@ -585,7 +591,7 @@ def test_the_first_sample_is_stopped_before_others_forked_from_it(engine, assert
         one.step()
     one.scheduler.preempt(request)
     one.step()
-    assert len(request.rooted) == 1
+    assert len(request.resident) == 1
     one.step(between=lambda step: one.scheduler.stop(request.samples[0], "x"))
     one.drain()
     assert [len(s.token_ids) for s in request.samples] == [3, 6, 6]
@@ -609,9 +615,9 @@ def test_one_bad_row_fails_alone(engine, assert_same):
     one = engine()
     bad, good = one.add(ask("bad")), one.add(ask("good"))
     step = one.scheduler.schedule()
-    drawn = one.compute(step)
-    drawn[0] = drawn[0]._replace(logprob=float("nan"))
-    assert one.scheduler.update(step, drawn) == [bad]
+    tokens = one.compute(step)
+    tokens[0] = tokens[0]._replace(logprob=float("nan"))
+    assert one.scheduler.update(step, tokens) == [bad]
     one.drain()
     assert bad.status is Status.FINISHED_ERROR and bad.error == "the logits are not finite"
     assert bad.outputs()[0].finish_reason == "error"
@@ -622,8 +628,8 @@ def test_a_beam_without_candidates_fails_alone(engine):
     one = engine()
     request = one.add(ask(params=BeamSearchParams(2)))
     step = one.scheduler.schedule()
-    drawn = [d._replace(top=()) for d in one.compute(step)]
-    assert one.scheduler.update(step, drawn) == [request]
+    tokens = [d._replace(top=()) for d in one.compute(step)]
+    assert one.scheduler.update(step, tokens) == [request]
     assert "no finite candidates" in request.error
     one.check_empty()
 
@@ -663,20 +669,20 @@ def test_a_prompt_that_is_cached_to_the_last_page_still_computes_a_token(engine,
     assert_same(request)
 
 
-def test_chunks_count_from_what_is_found_not_from_what_was_planned(engine, assert_same):
-    """nano-vllm #211, #233: counted before the cache was asked, so wrong after a hit."""
+def test_chunks_start_after_the_cached_prefix(engine, assert_same):
+    """nano-vllm #211, #233: counted before the cache lookup, so wrong after a hit."""
     one = engine(budget=9)
     first = one.add(ask("a", 40, 3))
     for _ in range(5):
         one.step()
     one.scheduler.preempt(first)
     step = one.step()
-    assert step.runs[0].start == first.samples[0].sequence.hit_tokens > 30
+    assert step.chunks[0].start == first.samples[0].sequence.hit_tokens > 30
     one.drain()
     assert_same(first)
 
 
-def test_a_prompt_that_is_still_computed_is_not_found(engine, assert_same):
+def test_a_prompt_being_computed_is_not_hit(engine, assert_same):
     """ROCm/ATOM #902: pages were published before they were written."""
     one = engine(budget=8)
     first = one.add(ask("a", 23))
@@ -688,7 +694,7 @@ def test_a_prompt_that_is_still_computed_is_not_found(engine, assert_same):
     assert_same(second)
 
 
-def test_tenants_do_not_find_one_another(engine, assert_same):
+def test_different_salts_share_no_prefix(engine, assert_same):
     one = engine()
     one.add(ask("a", 13, salt="blue"))
     one.drain()
@@ -701,8 +707,8 @@ def test_tenants_do_not_find_one_another(engine, assert_same):
     assert_same(other)
 
 
-def test_pages_that_are_found_are_no_longer_free(engine, assert_same):
-    """sglang #35270 counted them twice: a hit takes free pages, and what is left must suffice."""
+def test_pages_of_a_hit_are_not_free(engine, assert_same):
+    """sglang #35270 counted them twice: a hit takes free pages, and the rest must suffice."""
     one = engine(num_pages=12)
     one.add(ask("a", 24, 2))
     one.drain()

@@ -1,40 +1,40 @@
-"""What a step costs beside the model is Python, so its calls are counted: unlike seconds they do
-not depend on the load of the machine. Some 80 calls take 10 us.
+"""The cost of a step apart from the model is Python, so its function calls are counted: unlike
+seconds they do not depend on the load of the machine. Some 80 calls take 10 us.
 """
 
 import sys
 
 import torch
 
-from onchip.engine import Drawn, Limits, Request, SamplingParams, Scheduler
-from onchip.engine.runner import _tokens, _words
-from onchip.engine.sampler import Drawers
+from onchip.engine import Limits, Request, SampledToken, SamplingParams, Scheduler
+from onchip.engine.model_runner import _int32_tensor, _token_ids
+from onchip.engine.sampler import SamplingMetadataCache
 from onchip.kvcache import KVCache, Spec
 
 
 class Stepper:
-    """A scheduler with what a runner stages, and nothing computed; each step is scheduled before
-    the tokens of the one before are told.
+    """A scheduler and the staging of a model runner, without computation; each step is scheduled
+    before the tokens of the last one are known.
     """
 
     def __init__(self, num_samples):
         spec = Spec(1, 1, 1, 1, 16, torch.float32)
         self.cache = KVCache(spec, 40 * num_samples, max_seqs=num_samples)
         self.scheduler = Scheduler(self.cache, Limits(4096, 8192, num_samples))
-        self.drawers, self.flying = Drawers("cpu"), None
+        self.metadata_cache, self.in_flight = SamplingMetadataCache("cpu"), None
         params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.6)
         for i in range(num_samples):
             self.scheduler.add(Request(str(i), [i] * 9, params))
 
     def step(self):
         step = self.scheduler.schedule()
-        self.cache.view(step.sequences, extra=_words(_tokens(step.runs)))
-        self.drawers.rows([sample for _, sample in step.draws])
-        self.scheduler.advance(step)
-        if self.flying:
-            drawn = [Drawn(5, -1.0)] * len(self.flying.draws)
-            self.scheduler.resolve(self.flying, drawn)
-        self.flying = step
+        self.cache.view(step.sequences, extra=_int32_tensor(_token_ids(step.chunks)))
+        self.metadata_cache.make([sample for _, sample in step.rows_to_sample])
+        self.scheduler.mark_launched(step)
+        if self.in_flight:
+            tokens = [SampledToken(5, -1.0)] * len(self.in_flight.rows_to_sample)
+            self.scheduler.apply_tokens(self.in_flight, tokens)
+        self.in_flight = step
 
 
 def calls_of_a_step(num_samples):

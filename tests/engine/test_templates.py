@@ -1,4 +1,4 @@
-"""Templates in the style of well-known models write what transformers writes from them."""
+"""Templates in the style of well-known models render as in transformers."""
 
 from datetime import datetime
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_thinking_can_be_switched_off():
     assert ours == theirs and ours.endswith("</think>\n\n")
 
 
-def test_the_date_is_todays():
+def test_strftime_now_gives_the_current_date():
     ours, _ = both("header", TALK)
     assert datetime.now().strftime("%Y") in ours
 
@@ -126,7 +126,7 @@ def test_reasoning_has_three_names(name):
         "{{ range(10 ** 9) | list }}",
     ],
 )
-def test_neither_gives_a_template_more_than_its_variables(template):
+def test_a_template_reaches_only_its_variables(template):
     with pytest.raises(Exception):  # noqa: B017  it has many types of its own
         reference([TALK], chat_template=template)
     with pytest.raises(ValueError, match="the chat template failed: ."):
@@ -142,6 +142,6 @@ def test_neither_gives_a_template_more_than_its_variables(template):
         "{{ strftime_now.__code__ }}",
     ],
 )
-def test_what_python_hides_is_undefined(template):
+def test_private_attributes_are_undefined(template):
     assert reference([TALK], chat_template=template)[0] == [""]
     assert render_template(template, TALK, {}) == ""

@@ -1,4 +1,4 @@
-"""Texts that grow token by token: what is shown stays, and no character is cut."""
+"""Incremental texts: shown characters do not change, and no character is cut."""
 
 import random
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onchip.engine.text import Reader, text_of
+from onchip.engine.text import Detokenizer, decode_text
 from onchip.engine.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -28,7 +28,7 @@ class Library:
 
 
 def byte_level():
-    """As GPT-2's and Llama 3's: tokens are pieces of bytes, also of characters."""
+    """Like GPT-2's and Llama 3's: tokens are pieces of bytes, also of characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level():
 
 
 def sentence_piece():
-    """As Llama 2's: words begin with a mark, and bytes stand in for what is not known."""
+    """Like Llama 2's: words begin with a mark, and unknown characters are bytes."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256}
     for piece in ("▁", *"abcdefghijklmnopqrstuvwxyz,", "▁w", "or", "ds"):
         vocab.setdefault(piece, len(vocab))
@@ -65,14 +65,14 @@ def tokenizer(request):
     return TOKENIZERS[request.param]()
 
 
-def shown(reader, token_ids, size=1):
-    """What can be seen after each piece of tokens, and at the end."""
+def shown(detokenizer, token_ids, size=1):
+    """The visible text after each push of tokens, and at the end."""
     texts = []
     for i in range(0, len(token_ids), size):
-        assert reader.push(token_ids[i : i + size]) is None
-        texts.append(str(reader.text))
-    assert reader.finish() is None
-    return [*texts, str(reader.text)]
+        assert detokenizer.push(token_ids[i : i + size]) is None
+        texts.append(str(detokenizer.text))
+    assert detokenizer.finish() is None
+    return [*texts, str(detokenizer.text)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
@@ -80,31 +80,33 @@ def shown(reader, token_ids, size=1):
 def test_a_text_grows_to_itself(tokenizer, words, size):
     prompt, whole = tokenizer.encode("words,"), tokenizer.encode("words, " + words)
     token_ids = whole[len(prompt) :]
-    texts = shown(Reader(tokenizer, prompt), token_ids, size)
-    assert texts[-1] == " " + words == text_of(tokenizer, prompt, token_ids)
+    texts = shown(Detokenizer(tokenizer, prompt), token_ids, size)
+    assert texts[-1] == " " + words == decode_text(tokenizer, prompt, token_ids)
     for before, after in zip(texts, texts[1:], strict=False):
         assert after.startswith(before) and "\ufffd" not in before
 
 
 @given(st.text(max_size=40), st.text(max_size=9))
 def test_any_text_by_bytes(text, prompt):
-    texts = shown(Reader(BYTES, BYTES.encode(prompt)), BYTES.encode(text))
+    texts = shown(Detokenizer(BYTES, BYTES.encode(prompt)), BYTES.encode(text))
     assert texts[-1] == text
     assert all(text.startswith(one) for one in texts)
 
 
 @given(st.lists(st.integers(0, 256), max_size=200), st.integers(1, 5))
-def test_any_bytes_whether_text_or_not(token_ids, size):
-    """What is shown stays, and the end is the text of all."""
-    texts = shown(Reader(BYTES, []), token_ids, size)
+def test_any_bytes_valid_or_not(token_ids, size):
+    """Shown characters do not change, and the end equals the text of all tokens."""
+    texts = shown(Detokenizer(BYTES, []), token_ids, size)
     assert texts[-1] == BYTES.decode(token_ids)
     for before, after in zip(texts, texts[1:], strict=False):
         assert after.startswith(before)
 
 
-def test_bytes_that_are_never_text_are_shown_in_the_end_and_cost_no_more():
+def test_invalid_bytes_are_shown_eventually_at_bounded_cost():
     draw = random.Random(0)
-    noise = [draw.randrange(128, 192) for _ in range(500)]  # what goes on, and nothing begins
+    noise = [
+        draw.randrange(128, 192) for _ in range(500)
+    ]  # continuation bytes without a first byte
     counts = []
 
     class Counting(ByteTokenizer):
@@ -112,20 +114,20 @@ def test_bytes_that_are_never_text_are_shown_in_the_end_and_cost_no_more():
             counts.append(len(token_ids))
             return super().decode(token_ids)
 
-    texts = shown(Reader(Counting(), []), [*noise, *"end€".encode()])
+    texts = shown(Detokenizer(Counting(), []), [*noise, *"end€".encode()])
     assert texts[-1] == "\ufffd" * 500 + "end€"
     assert max(counts) <= 65 and len(texts[-2]) >= 503
 
 
 def stopped(text, stops, prompt="", **options):
-    reader = Reader(BYTES, BYTES.encode(prompt), stops)
+    detokenizer = Detokenizer(BYTES, BYTES.encode(prompt), stops)
     seen = []
     for token in BYTES.encode(text):
-        stop = reader.push([token], **options)
-        seen.append(str(reader.text))
+        stop = detokenizer.push([token], **options)
+        seen.append(str(detokenizer.text))
         if stop:
-            return str(reader.text), stop, seen
-    return str(reader.text), reader.finish(), [*seen, str(reader.text)]
+            return str(detokenizer.text), stop, seen
+    return str(detokenizer.text), detokenizer.finish(), [*seen, str(detokenizer.text)]
 
 
 @pytest.mark.parametrize(
@@ -146,17 +148,17 @@ def test_a_stop_text_is_never_seen_not_even_its_beginning(text, stops, expected,
     assert all(expected.startswith(one) for one in seen)
 
 
-def test_a_stop_text_in_the_prompt_is_none():
+def test_a_stop_text_in_the_prompt_does_not_count():
     assert stopped("OP here", ["STOP"], prompt="ST")[1] is None
 
 
 def test_a_stop_text_counts_from_where_a_sample_may_stop():
-    reader = Reader(BYTES, [], ["ab"])
-    assert reader.push(b"xa", search=False) is None
-    assert reader.push(b"b") is None, "its beginning came too early"
-    assert reader.push(b"ab") == "ab" and str(reader.text) == "xab"
+    detokenizer = Detokenizer(BYTES, [], ["ab"])
+    assert detokenizer.push(b"xa", search=False) is None
+    assert detokenizer.push(b"b") is None, "its beginning came too early"
+    assert detokenizer.push(b"ab") == "ab" and str(detokenizer.text) == "xab"
 
 
 def test_several_tokens_at_once_end_before_the_first_stop():
-    reader = Reader(BYTES, [], ["two", "one"])
-    assert reader.push(b"zero one two") == "one" and str(reader.text) == "zero "
+    detokenizer = Detokenizer(BYTES, [], ["two", "one"])
+    assert detokenizer.push(b"zero one two") == "one" and str(detokenizer.text) == "zero "

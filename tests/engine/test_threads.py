@@ -1,4 +1,4 @@
-"""Small steps on the CPU are computed by one thread, and what torch was told is kept."""
+"""Small steps on the CPU use one thread, and torch's setting is restored."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from onchip.engine import threads
-from onchip.engine.step import Run, Step
-from onchip.engine.threads import WORTHWHILE, Threads
+from onchip.engine.step import Chunk, ScheduledStep
+from onchip.engine.threads import MIN_PARALLEL_MACS, StepThreads
 
 
 @pytest.fixture
@@ -20,53 +20,55 @@ def two_threads():
 
 def step(*lengths, draws=1):
     """(start, stop) of each run."""
-    return Step(tuple(Run(None, start, stop, (None,) * draws) for start, stop in lengths))
+    return ScheduledStep(
+        tuple(Chunk(None, start, stop, (None,) * draws) for start, stop in lengths)
+    )
 
 
 def test_work_is_that_of_a_layer_or_of_the_head(tiny):
     model = tiny.model()
     layer = sum(weight.numel() for weight in model.layers[0].parameters())
-    own = Threads(model)
+    own = StepThreads(model)
     pairs = 5 * 12 + 1 * 100
-    assert own.work(step((7, 12), (99, 100))) == (6 + 16) * layer + 2 * 32 * pairs
-    assert own.work(step((7, 8), draws=99)) == (99 + 16) * 32 * model.config.vocab_size
+    assert own.estimate_work(step((7, 12), (99, 100))) == (6 + 16) * layer + 2 * 32 * pairs
+    assert own.estimate_work(step((7, 8), draws=99)) == (99 + 16) * 32 * model.config.vocab_size
 
 
 def test_small_steps_have_one_thread_and_large_ones_all(tiny, two_threads):
-    own = Threads(tiny.model())
-    with own.of(step((7, 8))):
+    own = StepThreads(tiny.model())
+    with own.limit_for(step((7, 8))):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
     large = step((0, 2000))
-    assert own.work(large) >= WORTHWHILE
-    with own.of(large):
+    assert own.estimate_work(large) >= MIN_PARALLEL_MACS
+    with own.limit_for(large):
         assert torch.get_num_threads() == 2
-    with pytest.raises(KeyError), own.of(step((7, 8))):
+    with pytest.raises(KeyError), own.limit_for(step((7, 8))):
         raise KeyError
     assert torch.get_num_threads() == 2
 
 
-def test_the_engine_asks_for_every_step(tiny, two_threads, monkeypatch):
-    """Whatever the step is; the count that torch was told comes back after it."""
+def test_the_engine_sets_threads_for_every_step(tiny, two_threads, monkeypatch):
+    """For all steps; torch's number of threads is restored afterwards."""
     seen = []
     with tiny.engine() as one:
-        torch.set_num_threads(2)  # the model of these tests has asked for one
+        torch.set_num_threads(2)  # tiny.model() sets one
         forward = one.model.forward
         note = lambda *args: seen.append(torch.get_num_threads()) or forward(*args)
         monkeypatch.setattr(one.model, "forward", note)
         tiny.ask(one)
         tiny.drain(one)
         assert set(seen) == {1} and torch.get_num_threads() == 2
-        monkeypatch.setattr(threads, "WORTHWHILE", 0)
+        monkeypatch.setattr(threads, "MIN_PARALLEL_MACS", 0)
         seen.clear()
         tiny.ask(one)
         tiny.drain(one)
         assert set(seen) == {2}
 
 
-def test_a_gpu_has_threads_of_its_own(tiny, two_threads):
+def test_other_devices_keep_torchs_threads(tiny, two_threads):
     model = tiny.model()
     facts = {"config": model.config, "layer_weights": model.layer_weights}
-    own = Threads(SimpleNamespace(**facts, device=torch.device("meta")))
-    with own.of(step((7, 8))):
+    own = StepThreads(SimpleNamespace(**facts, device=torch.device("meta")))
+    with own.limit_for(step((7, 8))):
         assert torch.get_num_threads() == 2

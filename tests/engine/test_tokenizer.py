@@ -33,7 +33,7 @@ def test_a_folder(folder):
     assert one.special == {"bos_token": "<s>", "eos_token": "</s>"} and one.chat_template == "x"
 
 
-def test_a_folder_that_says_nothing_more(folder):
+def test_a_folder_without_tokenizer_config(folder):
     one = FileTokenizer(folder)
     assert one.eos_token_ids == () and one.chat_template is None
 
@@ -41,12 +41,12 @@ def test_a_folder_that_says_nothing_more(folder):
 @pytest.mark.parametrize(
     "name, content, match",
     [
-        ("tokenizer.json", "{}", "is no tokenizer"),
+        ("tokenizer.json", "{}", "is not a tokenizer"),
         ("tokenizer_config.json", "[1]", "holds no object"),
         ("tokenizer_config.json", "{", "is not JSON"),
     ],
 )
-def test_files_that_lie(folder, name, content, match):
+def test_invalid_files_are_rejected(folder, name, content, match):
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=match):
         FileTokenizer(folder)
@@ -60,13 +60,13 @@ def test_no_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     "content, expected", [({}, ()), ({"eos_token_id": 3}, (3,)), ({"eos_token_id": [3, 1]}, (3, 1))]
 )
-def test_the_end_as_generation_config_says_it(tmp_path, content, expected):
+def test_eos_of_generation_config(tmp_path, content, expected):
     assert generation_eos(tmp_path) == ()
     (tmp_path / "generation_config.json").write_text(json.dumps(content))
     assert generation_eos(tmp_path) == expected
 
 
-def test_an_end_that_is_no_token(tmp_path):
+def test_an_eos_that_is_not_a_token_id(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
     with pytest.raises(ValueError, match="eos_token_id=\\['x'\\]"):
         generation_eos(tmp_path)
@@ -86,7 +86,7 @@ def test_bytes():
     assert max(one.eos_token_ids) < one.VOCAB_SIZE
 
 
-def test_without_tokenizers_the_sentence_says_what_to_install(folder, monkeypatch):
+def test_without_tokenizers_the_error_names_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[serve\]' in a clone"):
         FileTokenizer(folder)

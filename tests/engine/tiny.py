@@ -1,4 +1,4 @@
-"""A real decoder that is small enough for hundreds of steps, and what is asked of it."""
+"""A real decoder that is small enough for hundreds of steps, and its requests."""
 
 from functools import cache
 
@@ -8,8 +8,8 @@ from onchip.engine import (
     BeamSearchParams,
     ByteTokenizer,
     Engine,
+    ExecutionConfig,
     Limits,
-    Pace,
     Request,
     SamplingParams,
 )
@@ -27,7 +27,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": ByteTokenizer.EOS,
 }
-EOS = (256, 39)  # and one byte that a random model does say
+EOS = (256, 39)  # and a byte that the random model generates
 PREFIX = "the prefix that many of the prompts have in common, "
 PROMPTS = [
     PREFIX + "a",
@@ -50,7 +50,7 @@ PARAMS = [
 ]
 
 
-PACE = {"overlap", "graphs", "clock"}
+EXECUTION = {"overlap", "graphs", "clock"}
 
 
 @cache
@@ -63,12 +63,14 @@ def model(device="cpu"):
 def engine(device="cpu", budget=40, max_num_seqs=12, num_pages=300, **options):
     limits = Limits(256, budget, max_num_seqs)
     fixed = {"page_size": 4, "eos_token_ids": EOS, "seed": 1} | options
-    fixed["pace"] = Pace(**{name: fixed.pop(name) for name in PACE & fixed.keys()})
+    fixed["execution"] = ExecutionConfig(
+        **{name: fixed.pop(name) for name in EXECUTION & fixed.keys()}
+    )
     return Engine(model(device), ByteTokenizer(), limits=limits, num_pages=num_pages, **fixed)
 
 
 def ask(one, prompts=PROMPTS, params=PARAMS, **options):
-    """Every prompt with every way to draw, in turns."""
+    """Add requests with all prompts and all parameters, in turns."""
     count = max(len(prompts), len(params))
     pairs = [(prompts[i % len(prompts)], params[i % len(params)]) for i in range(count)]
     requests = [one.add(prompt, how, **options) for prompt, how in pairs]
@@ -77,7 +79,7 @@ def ask(one, prompts=PROMPTS, params=PARAMS, **options):
 
 
 def drain(one, limit=2000):
-    """The last output of each request, and all outputs that came."""
+    """The last output of each request, and all outputs."""
     last, outputs = {}, []
     while one.has_work:
         outputs += one.step()
@@ -96,18 +98,18 @@ def check(one):
 
 
 def check_empty(one):
-    """No page is held, nothing is on the host, nobody is watched."""
+    """No page is in use, on the device or on the host, and no request is tracked."""
     pool = one.cache.pool
     assert not pool.tables and pool.num_free == pool.capacity
     assert len(one.cache.host_table.free_rows) == one.cache.max_seqs
     if one.tier:
         one.tier.synchronize()
         assert not one.tier.families and one.tier.num_free == one.tier.capacity
-    assert not len(one._reports) and one._flight is None
+    assert not len(one._output_processor) and one._in_flight is None
 
 
-def told(outputs):
-    """What a user sees of each request, in the order in which they were asked."""
+def visible(outputs):
+    """The visible outputs of each request, in the order of the requests."""
     outputs = dict(sorted(outputs.items(), key=lambda item: int(item[0].split("-")[1])))
     return [
         [
@@ -119,7 +121,7 @@ def told(outputs):
 
 
 def tokens_of(logprobs):
-    """Which tokens were probable, and in which order; log probabilities of other batches differ in
-    their last bits.
+    """The most probable tokens, in order. Log probabilities of other batches differ in their last
+    bits.
     """
     return logprobs and [[(t, p.rank, p.decoded_token) for t, p in one.items()] for one in logprobs]

@@ -53,7 +53,7 @@ def cache(request):
 
 
 def test_samples_are_those_of_independent_runs(cache):
-    model, watch = fork.Decoder(), fork.Watch(cache)
+    model, watch = fork.Decoder(), fork.PageWatch(cache)
     outputs = fork.sample(model, cache, PROMPT, 3, STEPS, watch)
     assert outputs == [sampled_alone(model, seed) for seed in range(3)]
     assert len(set(map(tuple, outputs))) == 3
@@ -61,7 +61,7 @@ def test_samples_are_those_of_independent_runs(cache):
 
 
 def test_beams_are_those_of_a_search_without_a_cache(cache):
-    model, watch = fork.Decoder(), fork.Watch(cache)
+    model, watch = fork.Decoder(), fork.PageWatch(cache)
     outputs = fork.search(model, cache, PROMPT, 4, STEPS, watch)
     assert outputs == searched_alone(model, 4)
     check_pages(cache, watch)
@@ -69,7 +69,7 @@ def test_beams_are_those_of_a_search_without_a_cache(cache):
 
 def check_pages(cache, watch):
     """Pages were saved, copied only where a page is cut, and all of them came back."""
-    assert 0 < watch.held < watch.alone
+    assert 0 < watch.held < watch.unshared
     assert (watch.copied > 0) == (cache.spec.page_size > 1)
     assert cache.pool.num_free == cache.pool.capacity and not cache.pool.tables
     cache.check()

@@ -17,12 +17,12 @@ SPEC.loader.exec_module(example)
 
 def test_it_completes_streams_and_walks_away(capsys):
     from onchip.engine.llm import LLM
-    from onchip.engine.server.app import Options, Server
-    from onchip.engine.server.run import Background
+    from onchip.engine.server.app import Server, ServerOptions
+    from onchip.engine.server.run import BackgroundServer
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0)
-    server = Server(llm.engine, Options("tiny"))
-    with Background(server) as url:
+    server = Server(llm.engine, ServerOptions("tiny"))
+    with BackgroundServer(server) as url:
         example.main(url)
         end = time.monotonic() + 10
         while server.service.num_open or server.service.stats.running:
@@ -34,4 +34,4 @@ def test_it_completes_streams_and_walks_away(capsys):
     prompt = len(example.PROMPT)
     assert first == f"4 samples, {first.split()[2]} tokens, 0 of {prompt} were cached"
     assert again.endswith(f"{prompt - 1} of {prompt} were cached")
-    assert last == "left after 5 pieces"
+    assert last == "left after 5 chunks"

@@ -1,6 +1,9 @@
 """An engine behind HTTP, in the OpenAI API's words. Needs the packages of the extra `serve`.
 
-service.py drives the engine from one thread, for the callers of tickets.py; protocol.py says what
-may be asked, answers.py what is answered; guard.py and keys.py stand at the door, replies.py at the
-connection; app.py has the routes, run.py the process, command.py `onchip serve`.
+    client -> auth -> bodies -> protocol -> codec -> service (the engine's thread)
+    client <------------ streaming <- responses <- pending <-----+
+
+service.py drives the engine from one thread, pending.py holds each caller's outputs; protocol.py
+has the types of requests and responses, responses.py fills them; app.py has the routes, run.py the
+process, command.py `onchip serve`.
 """

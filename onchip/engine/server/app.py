@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what each of them asks of the service."""
+"""The HTTP application: its routes and their handlers."""
 
 import asyncio
 import time
@@ -18,27 +18,27 @@ import onchip
 from onchip.engine.params import SamplingParams
 
 from . import protocol
-from .answers import ChatFormat, CompletionFormat, Echo, Format, Reader
-from .bodies import BodyMemory, Intake, body_route
-from .guard import Guard
-from .invalid import explain
+from .auth import AuthMiddleware
+from .bodies import BodyMemory, BodyReader, body_route
+from .codec import Codec
+from .errors import APIError, error_response
+from .invalid import explain_errors
 from .keys import Keyring
-from .live import Watch
+from .live import LiveView
 from .log import RequestLog
 from .metrics import Metrics
+from .pending import EngineRequest
 from .protocol import (
     ChatRequest,
     CompletionRequest,
     Conversation,
     DetokenizeRequest,
-    Sampling,
+    SamplingFields,
     TokenizeRequest,
 )
-from .refusal import Refusal, refuse
-from .replies import Order, StreamReply, WholeReply
-from .service import Engine, Service, State
-from .texts import Texts
-from .tickets import Ask
+from .responses import ChatBuilder, CompletionBuilder, DeltaReader, Echo, ResponseBuilder
+from .service import EngineProtocol, Service, ServiceState
+from .streaming import AcceptedCall, FullResponse, SSEResponse
 
 T = TypeVar("T")
 
@@ -53,17 +53,17 @@ _PAGE = {
     "/live.js": ("live.js", "text/javascript"),
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": protocol.Error, "description": "The request is at fault"},
-    "5XX": {"model": protocol.Error, "description": "The server is"},
+    "4XX": {"model": protocol.ErrorResponse, "description": "An error of the request"},
+    "5XX": {"model": protocol.ErrorResponse, "description": "An error of the server"},
 }
 _STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 @dataclass(frozen=True)
-class Options:
-    """model: the name it is served under. max_bodies_bytes: of all bodies that are being read.
-    max_request_s: no request may take longer. max_stall_s: a step older than this makes the server
-    not ready. hosts: as of Guard.
+class ServerOptions:
+    """model: the served name. max_bodies_bytes: limit for all bodies that are being read together.
+    max_request_s: time limit of any request. max_stall_s: a step older than this makes the server
+    not ready. hosts: as for AuthMiddleware.
     """
 
     model: str
@@ -92,32 +92,32 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a body asks, however it was put."""
+class GenerationInput:
+    """A completion or chat request after parsing."""
 
     params: SamplingParams
     prompts: Sequence[str | Sequence[int]]
-    form: Format
-    reader: Reader
+    builder: ResponseBuilder
+    reader: DeltaReader
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.params.n
 
-    def check_width(self) -> None:
+    def check_num_choices(self) -> None:
         prompts, samples = len(self.prompts), self.params.num_samples
         if prompts * samples > MAX_CHOICES:
-            raise Refusal(400, f"{prompts} prompts x {samples} samples exceed {MAX_CHOICES}")
+            raise APIError(400, f"{prompts} prompts x {samples} samples exceed {MAX_CHOICES}")
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """Until when a request may take, from its arrival on. asked_s: what the client set, if it did.
-    at_s: a time of time.monotonic.
+    """Time limit of a request, from its arrival on. client_s: the client's own limit, if it set
+    one. at_s: a time of time.monotonic.
     """
 
     allowed_s: float
-    asked_s: float | None
+    client_s: float | None
     at_s: float
 
     @property
@@ -125,32 +125,32 @@ class Deadline:
         return max(1e-3, self.at_s - time.monotonic())
 
     @property
-    def refusal(self) -> Refusal:
-        """Whose fault it is depends on who set the deadline."""
-        status = 408 if self.asked_s == self.allowed_s else 504
-        return Refusal(status, f"not done within {self.allowed_s:g} s", code="deadline")
+    def error(self) -> APIError:
+        """408 if the client set the deadline, 504 if the server did."""
+        status = 408 if self.client_s == self.allowed_s else 504
+        return APIError(status, f"not done within {self.allowed_s:g} s", code="deadline")
 
-    async def keep(self, work: Awaitable[T]) -> T:
+    async def enforce(self, work: Awaitable[T]) -> T:
         try:
             return await work
         except TimeoutError:
-            raise self.refusal from None
+            raise self.error from None
 
 
 class Server:
-    """One engine behind one application. `app` is ASGI; it starts the engine's thread when it
-    starts, and closes the engine when it ends.
+    """One engine behind one ASGI application, `app`, which starts the engine's thread and closes
+    the engine at the end.
     """
 
-    def __init__(self, engine: Engine, options: Options, keys: Keyring | None = None):
+    def __init__(self, engine: EngineProtocol, options: ServerOptions, keys: Keyring | None = None):
         self.options, self.keys = options, keys or Keyring()
         self.limits = engine.limits
-        self.texts = Texts(engine.tokenizer, engine.limits.max_model_len)
+        self.codec = Codec(engine.tokenizer, engine.limits.max_model_len)
         self.metrics = Metrics()
         self.service = Service(engine, max_open=options.max_open, on_output=self.metrics.observe)
-        self.watch = Watch(self.service, options.model)
+        self.live_view = LiveView(self.service, options.model)
         self._started = int(time.time())
-        # One thread each: bodies and answers take their turns, and none waits for the other kind.
+        # One thread each, so that bodies and responses do not wait for one another.
         self._parsers = ThreadPoolExecutor(1, "onchip-bodies")
         self._builders = ThreadPoolExecutor(1, "onchip-answers")
         self.app = self._application()
@@ -160,16 +160,16 @@ class Server:
             title="onchip",
             version=onchip.__version__,
             lifespan=self._lifespan,
-            docs_url=None,  # its page loads scripts from elsewhere
+            docs_url=None,  # its page would load scripts from another host
             redoc_url=None,
         )
         app.include_router(self._api())
         app.include_router(self._probes())
         for path, (file, kind) in _PAGE.items():
             app.add_api_route(path, _static(file, kind), include_in_schema=False)
-        app.add_middleware(Guard, keys=self.keys, hosts=self.options.hosts)
-        app.add_middleware(RequestLog, metrics=self.metrics)  # the last one is the outermost
-        for kind in (Refusal, HTTPException, RequestValidationError):
+        app.add_middleware(AuthMiddleware, keys=self.keys, hosts=self.options.hosts)
+        app.add_middleware(RequestLog, metrics=self.metrics)  # added last: the outermost
+        for kind in (APIError, HTTPException, RequestValidationError):
             app.add_exception_handler(kind, self._failed)
         return app
 
@@ -177,98 +177,102 @@ class Server:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         self.service.start()
         try:
-            await asyncio.to_thread(self.texts.start)
+            await asyncio.to_thread(self.codec.start)
             yield
         finally:
-            self.texts.close()
+            self.codec.close()
             await self.service.close()
             for pool in (self._parsers, self._builders):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _api(self) -> APIRouter:
-        intake = Intake(
+        reader = BodyReader(
             self.options.max_body_bytes,
             BodyMemory(self.options.max_bodies_bytes),
-            self.service.arriving,
+            self.service.track_incoming,
             self._parsers,
         )
-        router = APIRouter(route_class=body_route(intake), responses=_ERRORS)
+        router = APIRouter(route_class=body_route(reader), responses=_ERRORS)
         streams = {200: {"content": _STREAM}}
         router.post("/v1/completions", response_model=protocol.Completion, responses=streams)(
             self._completions
         )
-        router.post("/v1/chat/completions", response_model=protocol.Chat, responses=streams)(
-            self._chats
-        )
+        router.post(
+            "/v1/chat/completions", response_model=protocol.ChatCompletion, responses=streams
+        )(self._chats)
         router.post("/tokenize", response_model=protocol.Tokenized)(self._tokenize)
         router.post("/detokenize", response_model=protocol.Detokenized)(self._detokenize)
-        router.get("/v1/models", response_model=protocol.Models)(self._models)
-        router.get("/v1/models/{model:path}", response_model=protocol.Model)(self._model)
+        router.get("/v1/models", response_model=protocol.ModelList)(self._models)
+        router.get("/v1/models/{model:path}", response_model=protocol.ModelCard)(self._model)
         return router
 
     def _probes(self) -> APIRouter:
         router = APIRouter(responses=_ERRORS)
         router.get("/health")(self._health)
         router.get("/ready")(self._ready)
-        router.get("/stats")(self.watch.look)
+        router.get("/stats")(self.live_view.read_stats)
         router.get("/metrics", response_class=Response)(self._metrics)
         return router
 
     async def _completions(self, body: CompletionRequest, request: Request) -> Response:
-        deadline = self._begin(body)
-        params, prompts = _checked(body.params), body.prompts
+        deadline = self._start_deadline(body)
+        params, prompts = _or_400(body.params), body.prompts
         self._check_lengths(prompts)
         if body.stream and (body.use_beam_search or (body.best_of or 1) > (body.n or 1)):
-            raise Refusal(
-                400, "which choices are best is known at the end: they cannot be streamed"
+            raise APIError(
+                400, "the best choices are known only at the end: they cannot be streamed"
             )
         echo = None
         if body.echo:
-            texts = [await deadline.keep(self._text(prompt, deadline)) for prompt in prompts]
+            texts = [await deadline.enforce(self._text(prompt, deadline)) for prompt in prompts]
             echo = Echo(texts, body.scores_only)
-        form = CompletionFormat(self.options.model, self.texts.token)
-        question = Question(params, prompts, form, Reader(params.n, echo))
-        return await self._serve(body, request, question, deadline)
+        builder = CompletionBuilder(self.options.model, self.codec.token)
+        generation = GenerationInput(params, prompts, builder, DeltaReader(params.n, echo))
+        return await self._serve(body, request, generation, deadline)
 
     async def _chats(self, body: ChatRequest, request: Request) -> Response:
-        deadline = self._begin(body)
-        params = _checked(body.params)
+        deadline = self._start_deadline(body)
+        params = _or_400(body.params)
         prompt = await self._encode_chat(body, bool(body.add_special_tokens), deadline)
-        form = ChatFormat(self.options.model, self.texts.token, body.top_logprobs or 0)
-        question = Question(params, [prompt], form, Reader(params.n))
-        return await self._serve(body, request, question, deadline)
+        builder = ChatBuilder(self.options.model, self.codec.token, body.top_logprobs or 0)
+        generation = GenerationInput(params, [prompt], builder, DeltaReader(params.n))
+        return await self._serve(body, request, generation, deadline)
 
     async def _serve(
-        self, body: Sampling, request: Request, question: Question, deadline: Deadline
+        self,
+        body: SamplingFields,
+        request: Request,
+        generation: GenerationInput,
+        deadline: Deadline,
     ) -> Response:
-        question.check_width()
+        generation.check_num_choices()
         special = body.add_special_tokens is not False
-        tokens = [await self._encode(one, special, deadline) for one in question.prompts]
-        salt, arrival = body.salted(request.state.salt), request.state.arrival
-        rest = (question.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
-        order = Order(
+        tokens = [await self._encode(prompt, special, deadline) for prompt in generation.prompts]
+        salt, incoming = body.derive_salt(request.state.salt), request.state.incoming
+        rest = (generation.params, body.priority or 0, deadline.left_s, salt, bool(body.stream))
+        call = AcceptedCall(
             self.service,
-            await self.service.submit([Ask(one, *rest) for one in tokens], arrival),
-            question.form,
-            question.reader,
-            question.num_choices,
-            deadline.at_s,  # a little before the engine's own
-            deadline.refusal,
+            await self.service.submit([EngineRequest(ids, *rest) for ids in tokens], incoming),
+            generation.builder,
+            generation.reader,
+            generation.num_choices,
+            deadline.at_s,  # slightly before the engine's own deadline
+            deadline.error,
             body.include_usage,
             self._builders,
         )
-        return (StreamReply if body.stream else WholeReply)(order, self.metrics)
+        return (SSEResponse if body.stream else FullResponse)(call, self.metrics)
 
     async def _tokenize(self, body: TokenizeRequest) -> protocol.Tokenized:
         self._check_model(body.model)
-        deadline, chat = self._deadline(None), _checked(lambda: body.conversation)
+        deadline, chat = self._deadline(None), _or_400(lambda: body.conversation)
         if chat is None:
             special = body.add_special_tokens is not False
-            work = self.texts.encode(body.prompt, deadline.at_s, special, bounded=False)
-            tokens = await deadline.keep(work)
+            work = self.codec.encode(body.prompt, deadline.at_s, special, bounded=False)
+            tokens = await deadline.enforce(work)
         else:
             tokens = await self._encode_chat(chat, bool(body.add_special_tokens), deadline)
-        texts = [self.texts.token(i).text for i in tokens] if body.return_token_strs else None
+        texts = [self.codec.token(i).text for i in tokens] if body.return_token_strs else None
         return protocol.Tokenized(
             count=len(tokens),
             max_model_len=self.limits.max_model_len,
@@ -279,22 +283,24 @@ class Server:
     async def _detokenize(self, body: DetokenizeRequest) -> protocol.Detokenized:
         self._check_model(body.model)
         deadline = self._deadline(None)
-        return protocol.Detokenized(prompt=await deadline.keep(self._text(body.tokens, deadline)))
+        return protocol.Detokenized(
+            prompt=await deadline.enforce(self._text(body.tokens, deadline))
+        )
 
-    def _begin(self, body: Sampling) -> Deadline:
-        """The clock of a request starts before its template and its tokenizer."""
+    def _start_deadline(self, body: SamplingFields) -> Deadline:
+        """The time limit includes the chat template and the tokenizer."""
         self._check_model(body.model)
         return self._deadline(body.deadline_s)
 
-    def _deadline(self, asked_s: float | None) -> Deadline:
-        allowed_s = min(asked_s or self.options.max_request_s, self.options.max_request_s)
-        return Deadline(allowed_s, asked_s, time.monotonic() + allowed_s)
+    def _deadline(self, client_s: float | None) -> Deadline:
+        allowed_s = min(client_s or self.options.max_request_s, self.options.max_request_s)
+        return Deadline(allowed_s, client_s, time.monotonic() + allowed_s)
 
     async def _encode_chat(
         self, body: Conversation, special: bool, deadline: Deadline
     ) -> Sequence[int]:
-        messages, options = _checked(lambda: body.plain_messages), _checked(body.variables)
-        text = await deadline.keep(self.texts.render(messages, options, deadline.at_s))
+        messages, options = _or_400(lambda: body.plain_messages), _or_400(body.variables)
+        text = await deadline.enforce(self.codec.render(messages, options, deadline.at_s))
         return await self._encode(text, special, deadline)  # most templates write special tokens
 
     async def _encode(
@@ -302,18 +308,18 @@ class Server:
     ) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        return await deadline.keep(self.texts.encode(prompt, deadline.at_s, special))
+        return await deadline.enforce(self.codec.encode(prompt, deadline.at_s, special))
 
     async def _text(self, prompt: str | Sequence[int], deadline: Deadline) -> str:
         if isinstance(prompt, str):
             return prompt
-        return await self.texts.decode_prompt(prompt, deadline.at_s)
+        return await self.codec.decode_prompt(prompt, deadline.at_s)
 
     def _check_lengths(self, prompts: Sequence[str | Sequence[int]]) -> None:
-        """Token ids that can never fit, before anything is done with them."""
+        """Reject token ids that can never fit, before any other work."""
         longest = max((len(p) for p in prompts if not isinstance(p, str)), default=0)
         if longest > self.limits.max_model_len:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"the prompt has {longest} tokens, the model takes {self.limits.max_model_len}",
                 code="context_length_exceeded",
@@ -322,41 +328,41 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.options.model):
-            raise Refusal(
+            raise APIError(
                 404,
-                f"there is no model {name[:100]!r} here, only {self.options.model!r}",
+                f"there is no model {name[:100]!r}, only {self.options.model!r}",
                 code="model_not_found",
                 param="model",
             )
 
-    async def _models(self) -> protocol.Models:
-        return protocol.Models(data=[self._card()])
+    async def _models(self) -> protocol.ModelList:
+        return protocol.ModelList(data=[self._model_card()])
 
-    async def _model(self, model: str) -> protocol.Model:
+    async def _model(self, model: str) -> protocol.ModelCard:
         self._check_model(model)
-        return self._card()
+        return self._model_card()
 
-    def _card(self) -> protocol.Model:
-        return protocol.Model(
+    def _model_card(self) -> protocol.ModelCard:
+        return protocol.ModelCard(
             id=self.options.model, created=self._started, max_model_len=self.limits.max_model_len
         )
 
     async def _health(self) -> Response:
-        """503 when the engine has died: nothing but a restart helps."""
-        dead = self.service.state is State.DEAD
-        body = {"status": "dead" if dead else "ok", "reason": self.service.death}
+        """503 once the engine has died: only a restart helps."""
+        dead = self.service.state is ServiceState.DEAD
+        body = {"status": "dead" if dead else "ok", "reason": self.service.death_cause}
         return JSONResponse(body, 503 if dead else 200)
 
     async def _ready(self) -> Response:
-        """200 while requests are taken and steps are made. last_step_age_s: since the last step
-        ended, None before the first; step_age_s: of the one under way, 0 if none is.
+        """200 while requests are accepted and steps run. last_step_age_s: since the last step
+        ended, None before the first; step_age_s: of the current step, 0 between steps.
         """
         state, age = self.service.state, self.service.step_age_s
         stalled = age > self.options.max_stall_s
         body = {
-            "status": "stalled" if stalled and state is State.READY else state.value,
+            "status": "stalled" if stalled and state is ServiceState.READY else state.value,
             "step_age_s": round(age, 3),
-            "last_step_age_s": self.watch.last_step_age_s,
+            "last_step_age_s": self.live_view.last_step_age_s,
             "max_step_age_s": self.options.max_stall_s,
         }
         return JSONResponse(body, 200 if body["status"] == "ready" else 503)
@@ -366,34 +372,36 @@ class Server:
         return Response(self.metrics.render(self.service), media_type=kind)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        refusal = refusal_of(error)
-        self.metrics.refused(refusal.status)
-        reply = refuse(refusal)
+        api_error = to_api_error(error)
+        self.metrics.count_failure(api_error.status)
+        reply = error_response(api_error)
         reply.headers.update(getattr(error, "headers", None) or {})
         return reply
 
 
-def _checked(make: Callable[[], Any]) -> Any:
+def _or_400(make: Callable[[], Any]) -> Any:
     try:
         return make()
     except ValueError as error:
-        raise Refusal(400, str(error)) from None
+        raise APIError(400, str(error)) from None
 
 
-def refusal_of(error: Exception) -> Refusal:
-    """Whatever goes wrong, in the API's words."""
-    if isinstance(error, Refusal):
+def to_api_error(error: Exception) -> APIError:
+    """Any error as an APIError."""
+    if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
-        return Refusal(error.status_code, str(error.detail))
+        return APIError(error.status_code, str(error.detail))
     if isinstance(error, RequestValidationError):
-        return explain(_located(error), error.body, {})
+        return explain_errors(_strip_body(error), error.body, {})
     raise error
 
 
-def _located(error: RequestValidationError) -> list[dict[str, Any]]:
-    """FastAPI's errors, which begin with "body": of bodies that are not application/json."""
-    return [one | {"loc": one["loc"][1:]} for one in error.errors()]
+def _strip_body(error: RequestValidationError) -> list[dict[str, Any]]:
+    """FastAPI's errors about bodies that are not application/json have locations that begin with
+    "body".
+    """
+    return [entry | {"loc": entry["loc"][1:]} for entry in error.errors()]
 
 
 def _static(file: str, kind: str) -> Callable[[], Any]:

@@ -12,18 +12,18 @@ from onchip.engine.llm import LLM
 from onchip.engine.step import Limits
 from onchip.models import about, builtin
 
-from .app import Options, Server
+from .app import Server, ServerOptions
 from .keys import Keyring, read_keys
-from .run import Address, Process, raise_file_limit, url_of
+from .run import Address, ServerProcess, raise_file_limit, url_of
 
 LOG = logging.getLogger("onchip.serve")
-BUILTIN_PAGES = 2049  # of the built-in model, 112 MiB; the live page draws all but the null page
+BUILTIN_PAGES = 2049  # for the built-in model, 112 MiB; the live page draws all but the null page
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Runs until SIGTERM or SIGINT; what can be wrong is found before the model loads."""
+    """Run until SIGTERM or SIGINT. Options are checked before the model loads."""
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("onchip").setLevel(args.log_level.upper())  # of other packages: warnings
+    logging.getLogger("onchip").setLevel(args.log_level.upper())  # other packages log warnings only
     address = Address(args.host, args.port)
     keys = _keyring(args, address)
     options = _options(args, address, keys)
@@ -32,18 +32,20 @@ def serve(args: argparse.Namespace) -> int:
     engine = _model(args).engine
     LOG.info("%s", describe(engine, options.model))
     server = Server(engine, options, keys)
-    Process(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run([sock])
-    return 1 if server.service.death else 0
+    ServerProcess(server, args.drain_s, lambda: _announce(server, url_of(sock), args.model)).run(
+        [sock]
+    )
+    return 1 if server.service.death_cause else 0
 
 
 def _keyring(args: argparse.Namespace, address: Address) -> Keyring:
     keys, warnings = read_keys(args.api_key_file)
     if args.api_key:
         keys.append(args.api_key)
-        warnings.append("--api-key is visible to everybody who lists processes: use a file")
+        warnings.append("--api-key is visible to all users of this machine: use a file")
     keyring = Keyring(keys)
-    if keyring.open and not address.local:
-        warnings.append(f"anybody who reaches {address.host} may use this server: it has no keys")
+    if keyring.is_open and not address.is_local:
+        warnings.append(f"every client that reaches {address.host} may use it: there are no keys")
     for warning in warnings:
         print(f"onchip: warning: {warning}", file=sys.stderr)
     return keyring
@@ -52,7 +54,7 @@ def _keyring(args: argparse.Namespace, address: Address) -> Keyring:
 def _model(args: argparse.Namespace) -> LLM:
     tiny = args.model == builtin.NAME
     if tiny:
-        torch.set_num_threads(1)  # its matrices are smaller than the cost of sharing them
+        torch.set_num_threads(1)  # its matrices are too small for several threads
     return LLM(
         args.model,
         max_model_len=args.max_model_len,
@@ -69,26 +71,26 @@ def _model(args: argparse.Namespace) -> LLM:
     )
 
 
-def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> Options:
+def _options(args: argparse.Namespace, address: Address, keys: Keyring) -> ServerOptions:
     for name in ("max_queue", "drain_s"):
         if not getattr(args, name) >= 0:
             raise ValueError(f"{name}={getattr(args, name)} must not be negative")
     if args.max_queue > Limits.max_queued_requests:
         most = Limits.max_queued_requests
-        raise ValueError(f"max_queue={args.max_queue} exceeds {most}, which the engine lets wait")
-    return Options(
+        raise ValueError(f"max_queue={args.max_queue} exceeds {most}, the engine's queue limit")
+    return ServerOptions(
         model=args.name or Path(args.model).resolve().name,
         max_body_bytes=int(args.max_body_mib * 2**20),
         max_bodies_bytes=int(args.max_bodies_mib * 2**20),
         max_request_s=args.max_request_s,
         max_stall_s=args.max_stall_s,
         max_open=args.max_num_seqs + args.max_queue,
-        hosts=address.hosts if keys.open else None,
+        hosts=address.hosts if keys.is_open else None,
     )
 
 
 def describe(engine: Engine, name: str) -> str:
-    """What serves: device, dtype, pages, memory."""
+    """The served model: device, dtype, pages, memory."""
     model, pool, spec = engine.model, engine.cache.pool, engine.cache.spec
     words = [
         f"model={name} device={model.device} dtype={_word(model.dtype)}",
@@ -108,5 +110,5 @@ def _word(dtype: torch.dtype) -> str:
 def _announce(server: Server, url: str, model: str) -> None:
     if note := about(model):
         print(note)
-    kind = "no key needed" if server.keys.open else "with keys"
+    kind = "no key needed" if server.keys.is_open else "with keys"
     print(f"{server.options.model} on {url}/v1, live page {url}/ ({kind})", flush=True)

@@ -1,16 +1,16 @@
-"""What is wrong with a body, in a sentence: the field, what was given, and what would work.
+"""Errors of a body in one sentence: the field, its value, and what would be accepted.
 
-pydantic finds the fault. Its own messages speak of Python's types and of the members of unions, and
-name neither the value nor what this server takes instead.
+pydantic finds the errors. Its own messages name Python types and members of unions, but neither the
+value nor what this server accepts instead.
 """
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from .refusal import Refusal
+from .errors import APIError
 
-_MAX_ERRORS = 64  # that are looked at
+_MAX_ERRORS = 64  # errors that are considered
 _KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -31,37 +31,39 @@ _BOUNDS = {
     "greater_than_equal": ("ge", "a number of at least"),
     "less_than": ("lt", "a number below"),
     "less_than_equal": ("le", "a number of at most"),
-    "string_too_long": ("max_length", "a text of at most so many characters:"),
-    "string_too_short": ("min_length", "a text of at least so many characters:"),
-    "too_long": ("max_length", "at most so many entries:"),
-    "too_short": ("min_length", "at least so many entries:"),
+    "string_too_long": ("max_length", "a text with a length of at most"),
+    "string_too_short": ("min_length", "a text with a length of at least"),
+    "too_long": ("max_length", "a number of entries of at most"),
+    "too_short": ("min_length", "a number of entries of at least"),
 }
 
 
-def explain(errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]) -> Refusal:
-    """pydantic's errors about a body as one sentence, located from the body on. fields: of the
+def explain_errors(
+    errors: Sequence[Mapping[str, Any]], body: Any, fields: Mapping[str, Any]
+) -> APIError:
+    """One sentence for pydantic's errors about a body; locations start at the body. fields: of the
     body's model, by name.
 
-    A field that may be several things has an error for each of them: the one that is deepest within
-    the field is about what the client meant.
+    A field with a union type has one error per member: the error deepest within the field matches
+    what the client meant.
     """
-    same = [one for one in errors[:_MAX_ERRORS] if one["loc"][:1] == errors[0]["loc"][:1]]
-    error = max(same, key=lambda one: len(_path(one["loc"], body)))
+    same = [entry for entry in errors[:_MAX_ERRORS] if entry["loc"][:1] == errors[0]["loc"][:1]]
+    error = max(same, key=lambda entry: len(_path(entry["loc"], body)))
     path = _path(error["loc"], body)
     if not path:
-        return Refusal(400, "the body is no request: send an object as application/json")
+        return APIError(400, "the body is not a request: send an object as application/json")
     name = ".".join(map(str, path))[:100]
     if error["type"] == "extra_forbidden":
-        return Refusal(400, _unknown(name, path, fields), param=name)
+        return APIError(400, _unknown(name, path, fields), param=name)
     if error["type"] == "missing":
-        return Refusal(400, f"{name} is missing: it must be given", param=name)
+        return APIError(400, f"{name} is missing: it must be given", param=name)
     wanted = _wanted(error, path, fields)
-    given = describe(error.get("input"))
-    return Refusal(400, f"{name}={given} is not served: send {wanted}", param=name)
+    shown = describe(error.get("input"))
+    return APIError(400, f"{name}={shown} is not served: send {wanted}", param=name)
 
 
 def describe(value: Any) -> str:
-    """A value in a few characters, whatever it is: it may be megabytes."""
+    """A value in a few characters, even if it is megabytes long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
@@ -74,7 +76,7 @@ def describe(value: Any) -> str:
 
 
 def _path(loc: Sequence[Any], body: Any) -> list[str | int]:
-    """The part of the location that is in the body: pydantic adds names of its types."""
+    """The part of the location that is in the body, without the type names that pydantic adds."""
     path: list[str | int] = []
     here: Any = body
     for part in loc:
@@ -83,7 +85,7 @@ def _path(loc: Sequence[Any], body: Any) -> list[str | int]:
         elif path and part != loc[-1] or not isinstance(part, str) or _is_type(part):
             continue
         else:
-            here = None  # the name of a field that is missing
+            here = None  # a missing field
         path.append(part)
     return path
 
@@ -105,15 +107,17 @@ def _wanted(error: Mapping[str, Any], path: Sequence[Any], fields: Mapping[str, 
         return known
     kind, context = error["type"], error.get("ctx", {})
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"{words} {context[name]}"
+        name, phrase = _BOUNDS[kind]
+        return f"{phrase} {context[name]}"
     if kind == "literal_error":
         return str(context["expected"])
     return _KINDS.get(kind, "what the schema says, /openapi.json")
 
 
 def _description(path: Sequence[Any], fields: Mapping[str, Any]) -> str | None:
-    """Of the last field on the path: an entry of a list or of an object is described by that."""
+    """The description of the last field on the path, which also describes entries of a list or
+    object.
+    """
     description = None
     for part in path:
         if part in fields:
@@ -123,7 +127,7 @@ def _description(path: Sequence[Any], fields: Mapping[str, Any]) -> str | None:
 
 
 def _inner(annotation: Any) -> Mapping[str, Any]:
-    """The fields of the model within an annotation such as list[Message] | None."""
+    """The fields of the model within an annotation such as list[ChatMessage] | None."""
     if hasattr(annotation, "model_fields"):
         return annotation.model_fields
     for argument in getattr(annotation, "__args__", ()):
@@ -134,5 +138,5 @@ def _inner(annotation: Any) -> Mapping[str, Any]:
 
 def _unknown(name: str, path: Sequence[Any], fields: Mapping[str, Any]) -> str:
     message = f"Unrecognized request argument supplied: {name}"
-    near = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
-    return f"{message}; did you mean {near[0]}?" if near else message
+    similar = get_close_matches(str(path[-1])[:64], fields, 1) if len(path) == 1 else []
+    return f"{message}; did you mean {similar[0]}?" if similar else message

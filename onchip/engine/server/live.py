@@ -1,19 +1,19 @@
-"""What the live page shows: the pool page by page, who holds what, the queue."""
+"""Data of the live page: the pool page by page, the requests that hold pages, the queue."""
 
 import time
 from typing import Any, NamedTuple
 
+from .pending import OpenRequestInfo
 from .service import Service
-from .tickets import Standing
 
 MAX_SHOWN = 100  # requests that are listed; the others are counted
 MAX_MAPPED = 4096  # pages that are drawn one by one
-FRESH_S = 0.2  # however many watch, the engine is looked at so often
-PATIENCE_S = 0.2  # how long a look may wait for the step that is under way
+REFRESH_S = 0.2  # least time between two snapshots, for any number of viewers
+TIMEOUT_S = 0.2  # how long a snapshot may wait for the current step
 BLANK, CACHED = -2, -1
 
 
-class Look(NamedTuple):
+class EngineSnapshot(NamedTuple):
     """The engine between two steps."""
 
     page_size: int | None = None  # tokens of a page
@@ -21,30 +21,32 @@ class Look(NamedTuple):
     owners: list[tuple[str | int, int]] | None = None
 
 
-class Watch:
-    """Looks at a service for everybody who watches."""
+class LiveView:
+    """Reads the service for all viewers of the live page."""
 
     def __init__(self, service: Service, model: str):
         self._service, self._model = service, model
-        self._looked_s, self._seen = 0.0, Look()
+        self._read_at_s, self._snapshot = 0.0, EngineSnapshot()
 
     @property
     def last_step_age_s(self) -> float | None:
         ended = self._service.stats.last_step_at
         return round(time.monotonic() - ended, 3) if self._service.num_steps else None
 
-    async def look(self) -> dict[str, Any]:
-        """Requests, pages and tokens. holders: requests that hold pages, then those that wait.
-        map: for each page who holds it, as a place in holders, -1 if it is free and caches a
-        prefix, -2 if it is blank; shared: pages that are held more than once. None if there are too
-        many pages, or the engine is busy with a long step.
+    async def read_stats(self) -> dict[str, Any]:
+        """Requests, pages and tokens. holders: requests with pages, then waiting requests.
+        map.cells: for each page the index of its holder, -1 if it is free and caches a prefix, -2
+        if it is empty; map.shared: pages with several references. map is None if there are too many
+        pages, or while a step takes long.
         """
         now, stats = time.monotonic(), self._service.stats
-        if now - self._looked_s > FRESH_S:
-            self._looked_s = now
-            self._seen = await self._service.ask(look_at, PATIENCE_S) or Look(self._seen.page_size)
-        standings = {s.request_id: s for s in self._service.standings}
-        holders = _listed(stats.request_pages, standings)
+        if now - self._read_at_s > REFRESH_S:
+            self._read_at_s = now
+            self._snapshot = await self._service.inspect(
+                take_snapshot, TIMEOUT_S
+            ) or EngineSnapshot(self._snapshot.page_size)
+        open_requests = {s.request_id: s for s in self._service.open_requests}
+        holders = _list_holders(stats.request_pages, open_requests)
         return {
             "model": self._model,
             "state": self._service.state.value,
@@ -55,20 +57,20 @@ class Watch:
                 "running": stats.running,
                 "waiting": stats.waiting,
             },
-            "page_size": self._seen.page_size,
+            "page_size": self._snapshot.page_size,
             **_counts(stats),
-            "holders": [self._row(standings[name], pages, now) for name, pages in holders],
+            "holders": [self._row(open_requests[name], pages, now) for name, pages in holders],
             "map": self._map([name for name, _ in holders]),
         }
 
     def _map(self, names: list[str]) -> dict[str, list[int]] | None:
-        """Those who are not listed any more are numbered behind the list."""
-        owners = self._seen.owners
+        """Requests that are no longer listed get indices after the list."""
+        owners = self._snapshot.owners
         if owners is None:
             return None
-        places = {name: place for place, name in enumerate(names)}
+        indices = {name: index for index, name in enumerate(names)}
         cells = [
-            owner if isinstance(owner, int) else places.setdefault(owner, len(places))
+            owner if isinstance(owner, int) else indices.setdefault(owner, len(indices))
             for owner, _ in owners
         ]
         return {
@@ -76,18 +78,20 @@ class Watch:
             "shared": [page for page, (_, refs) in enumerate(owners) if refs > 1],
         }
 
-    def _row(self, standing: Standing, pages: int, now: float) -> dict[str, Any]:
-        """A request that does not stream has no outputs yet: the engine has its tokens."""
-        tokens = standing.tokens
+    def _row(self, info: OpenRequestInfo, pages: int, now: float) -> dict[str, Any]:
+        """A request that does not stream has no outputs yet; its token count comes from
+        the engine.
+        """
+        tokens = info.tokens
         if tokens is None:
-            tokens = self._seen.tokens.get(standing.request_id)
+            tokens = self._snapshot.tokens.get(info.request_id)
         return {
-            "id": standing.request_id,
+            "id": info.request_id,
             "pages": pages,
-            "prompt_tokens": standing.prompt_tokens,
-            "samples": standing.samples,
+            "prompt_tokens": info.prompt_tokens,
+            "samples": info.samples,
             "tokens": tokens,
-            "age_s": round(now - standing.since_s, 2),
+            "age_s": round(now - info.since_s, 2),
         }
 
 
@@ -110,32 +114,36 @@ def _counts(stats: Any) -> dict[str, Any]:
     }
 
 
-def look_at(engine: Any) -> Look:
-    """Runs between two steps."""
+def take_snapshot(engine: Any) -> EngineSnapshot:
+    """Runs in the engine's thread between two steps."""
     cache = getattr(engine, "cache", None)
     if cache is None:
-        return Look()
+        return EngineSnapshot()
     requests = (*engine.scheduler.running, *engine.scheduler.waiting)
     tokens = {r.request_id: sum(len(s.token_ids) for s in r.samples) for r in requests}
-    return Look(cache.spec.page_size, tokens, owners_of_pages(engine))
+    return EngineSnapshot(cache.spec.page_size, tokens, find_page_owners(engine))
 
 
-def owners_of_pages(engine: Any) -> list[tuple[str | int, int]] | None:
-    """(who holds it, how often) for each page but the null page; None: too many to draw."""
+def find_page_owners(engine: Any) -> list[tuple[str | int, int]] | None:
+    """(request that holds it, references) for each page but the null page; None: too many
+    to draw.
+    """
     pool = engine.cache.pool
     if pool.capacity > MAX_MAPPED:
         return None
     pages = range(1, pool.num_pages)
     owners: list[tuple[str | int, int]] = [(CACHED if pool.filled(p) else BLANK, 0) for p in pages]
     for request in engine.scheduler.running:
-        for sample in request.rooted:
+        for sample in request.resident:
             for page in sample.sequence.table.pages:
                 owners[page - 1] = (request.request_id, pool.refs(page))
     return owners
 
 
-def _listed(pages: dict[str, int], standings: dict[str, Standing]) -> list[tuple[str, int]]:
-    """(name, pages it holds), those that run first, as they came."""
-    running = [name for name in standings if name in pages]
-    waiting = [name for name in standings if name not in pages]
+def _list_holders(
+    pages: dict[str, int], open_requests: dict[str, OpenRequestInfo]
+) -> list[tuple[str, int]]:
+    """(request id, pages), running requests first, in order of arrival."""
+    running = [name for name in open_requests if name in pages]
+    waiting = [name for name in open_requests if name not in pages]
     return [(name, pages.get(name, 0)) for name in (*running, *waiting)[:MAX_SHOWN]]

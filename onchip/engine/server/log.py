@@ -1,8 +1,8 @@
-"""Names of requests, and a line in the log for each: no text of a prompt, no key.
+"""Request ids, and one log line per request, without prompts or keys.
 
     POST /v1/completions 200 in=26 out=16 first=0.034s total=0.512s id=4f0c...
 
-Probes are answered every few seconds, so they are logged at the level DEBUG.
+Probes arrive every few seconds, so they are logged at level DEBUG.
 """
 
 import logging
@@ -18,9 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onchip.engine.request import RequestOutput
 
+from .errors import CLIENT_GONE, APIError, error_response
 from .metrics import Metrics
 from .protocol import Usage
-from .refusal import CLIENT_GONE, Refusal, refuse
 
 LOG = logging.getLogger("onchip.serve")
 HEADER = "x-request-id"
@@ -30,8 +30,8 @@ _NAME = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
 @dataclass
-class Record:
-    """What is known of one request. status: None until the answer begins. first_token_s: on the
+class RequestRecord:
+    """The log entry of one request. status: None until the response begins. first_token_s: on the
     clock of started_s.
     """
 
@@ -57,15 +57,15 @@ class Record:
         return " ".join(words)
 
 
-def record_of(scope: Scope) -> Record:
-    """The record that RequestLog put there, or one that is not logged."""
-    return scope.get("state", {}).get("record") or Record("-")
+def get_record(scope: Scope) -> RequestRecord:
+    """The record that RequestLog made, or one that is not logged."""
+    return scope.get("state", {}).get("record") or RequestRecord("-")
 
 
 @dataclass(frozen=True)
 class RequestLog:
-    """ASGI middleware around everything: the header X-Request-Id, the line, and the answer to a
-    request at which the server fails.
+    """ASGI middleware around the whole application: the header X-Request-Id, the log line, and the
+    response to unexpected errors.
     """
 
     app: ASGIApp
@@ -75,10 +75,10 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = Record(_request_id(scope))
+        record = RequestRecord(_request_id(scope))
         scope.setdefault("state", {})["record"] = record
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 if record.status is None:
                     record.status = message["status"]
@@ -87,31 +87,33 @@ class RequestLog:
             await send(message)
 
         try:
-            await self.app(scope, receive, named)
+            await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            self.metrics.hung_up()
+            self.metrics.count_disconnect()
             record.status = CLIENT_GONE
         except Exception:
-            await self._fail(record, scope, receive, named)
+            await self._fail(record, scope, receive, send_with_id)
         finally:
             _write(scope, record)
 
-    async def _fail(self, record: Record, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _fail(
+        self, record: RequestRecord, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         LOG.exception("the server failed at request %s", record.request_id)
-        refusal = Refusal(500, "the server failed at this request")
-        self.metrics.refused(refusal.status)
+        error = APIError(500, "the server failed at this request")
+        self.metrics.count_failure(error.status)
         if record.status is None:
-            await refuse(refusal)(scope, receive, send)
+            await error_response(error)(scope, receive, send)
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's own, if it can stand in a line of a log."""
-    given = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
-    return given if _NAME.fullmatch(given) else uuid.uuid4().hex
+    """The client's own id if it is safe in a log line, otherwise a new one."""
+    client_id = dict(scope["headers"]).get(HEADER.encode(), b"").decode("latin-1")
+    return client_id if _NAME.fullmatch(client_id) else uuid.uuid4().hex
 
 
-def _write(scope: Scope, record: Record) -> None:
+def _write(scope: Scope, record: RequestRecord) -> None:
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if LOG.isEnabledFor(level):
-        path = quote(scope["path"])[:MAX_PATH_CHARS]  # neither a blank nor a line break
+        path = quote(scope["path"])[:MAX_PATH_CHARS]  # without spaces and line breaks
         LOG.log(level, record.line(scope["method"], path))

@@ -1,18 +1,18 @@
-"""What Prometheus is told. The registry belongs to one server: nothing here is global."""
+"""Prometheus metrics. The registry belongs to one server: nothing is global."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from onchip.engine.request import RequestOutput
 
-from .service import Service, State
+from .service import Service, ServiceState
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2)
 
-# metric: (what it is, how it is read off the engine's Stats)
+# metric: (description, function that reads it from EngineStats)
 _GAUGES = {
     "requests_running": ("Requests that have pages", lambda s: s.running),
-    "requests_waiting": ("Requests in line", lambda s: s.waiting),
+    "requests_waiting": ("Requests in the queue", lambda s: s.waiting),
     "pages": ("Pages of the cache", lambda s: s.pages_total),
     "page_bytes": ("Bytes of a page, with the scales of an 8-bit one", lambda s: s.page_bytes),
     "pages_used": ("Pages that running requests hold", lambda s: s.pages_total - s.pages_free),
@@ -21,12 +21,12 @@ _GAUGES = {
     "last_step_seconds": ("How long the last step took", lambda s: s.last_step_s),
 }
 _COUNTERS = {
-    "tokens_generated": ("Tokens drawn", lambda s: s.tokens_generated),
-    "tokens_prefilled": ("Tokens of prompts computed", lambda s: s.tokens_prefilled),
-    "tokens_cached": ("Tokens of prompts found in the cache", lambda s: s.tokens_cached),
+    "tokens_generated": ("Tokens sampled", lambda s: s.tokens_generated),
+    "tokens_prefilled": ("Prompt tokens computed", lambda s: s.tokens_prefilled),
+    "tokens_cached": ("Prompt tokens found in the cache", lambda s: s.tokens_cached),
     "preempted_by_swap": ("Preemptions to the host", lambda s: s.preempted_by_swap),
     "preempted_by_recompute": (
-        "Preemptions by giving pages up",
+        "Preemptions by recomputation",
         lambda s: s.preempted_by_recompute,
     ),
     "steps": ("Steps computed", lambda s: s.steps),
@@ -34,26 +34,32 @@ _COUNTERS = {
 
 
 class Metrics:
-    """`observe` is told every output, `refused` every failure, `render` makes the page."""
+    """`observe` counts outputs, `count_failure` errors; `render` writes the page."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._gauges = {name: self._gauge(name, what) for name, (what, _) in _GAUGES.items()}
-        self._counters = {name: self._counter(name, what) for name, (what, _) in _COUNTERS.items()}
+        self._gauges = {
+            name: self._gauge(name, description) for name, (description, _) in _GAUGES.items()
+        }
+        self._counters = {
+            name: self._counter(name, description) for name, (description, _) in _COUNTERS.items()
+        }
         self._before: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
-        self._state = self._gauge("state", "1 for the state the server is in", "state")
-        self._open = self._gauge("requests_open", "Requests whose clients wait")
-        self._step_age = self._gauge("step_age_seconds", "Age of the step under way, 0 if none is")
+        self._state = self._gauge("state", "1 for the current state of the server", "state")
+        self._open = self._gauge("requests_open", "Requests with a waiting client")
+        self._step_age = self._gauge("step_age_seconds", "Age of the current step, 0 between steps")
         self._ended = self._counter("choices", "Choices that ended", "finish_reason")
-        self._failed = self._counter("responses_failed", "Requests without an answer", "status")
-        self._gone = self._counter("clients_gone", "Clients that hung up before their answer")
+        self._failed = self._counter("responses_failed", "Failed requests", "status")
+        self._gone = self._counter(
+            "clients_gone", "Clients that disconnected before their response"
+        )
         self._first = self._histogram("time_to_first_token_seconds", _SECONDS)
         self._queue = self._histogram("queue_seconds", _SECONDS)
         self._whole = self._histogram("request_seconds", _SECONDS)
         self._token = self._histogram("time_per_output_token_seconds", _TOKEN_SECONDS)
 
     def observe(self, output: RequestOutput) -> None:
-        """Times are known when a request has ended."""
+        """Times are complete when a request has ended."""
         if not output.finished:
             return
         times = output.metrics
@@ -74,10 +80,10 @@ class Metrics:
         if steps > 0 and finished_s is not None:
             self._token.observe((finished_s - first_s) / steps)
 
-    def refused(self, status: int) -> None:
+    def count_failure(self, status: int) -> None:
         self._failed.labels(str(status)).inc()
 
-    def hung_up(self) -> None:
+    def count_disconnect(self) -> None:
         self._gone.inc()
 
     def render(self, service: Service) -> bytes:
@@ -86,7 +92,7 @@ class Metrics:
             self._gauges[name].set(read(stats))
         for name, (_, read) in _COUNTERS.items():
             self._advance(name, read(stats))
-        for state in State:
+        for state in ServiceState:
             self._state.labels(state.value).set(state is service.state)
         self._open.set(service.num_open)
         self._step_age.set(service.step_age_s)
@@ -96,12 +102,12 @@ class Metrics:
         self._counters[name].inc(max(0.0, total - self._before[name]))
         self._before[name] = total
 
-    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
-        return Gauge(f"onchip_{name}", what, labels, registry=self._registry)
+    def _gauge(self, name: str, description: str, *labels: str) -> Gauge:
+        return Gauge(f"onchip_{name}", description, labels, registry=self._registry)
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(f"onchip_{name}", what, labels, registry=self._registry)
+    def _counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(f"onchip_{name}", description, labels, registry=self._registry)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        what = name.removesuffix("_seconds").replace("_", " ").capitalize() + ", by request"
-        return Histogram(f"onchip_{name}", what, buckets=buckets, registry=self._registry)
+        description = name.removesuffix("_seconds").replace("_", " ").capitalize() + ", by request"
+        return Histogram(f"onchip_{name}", description, buckets=buckets, registry=self._registry)

@@ -1,8 +1,8 @@
-"""The OpenAI API as types: what may be asked, and what is answered.
+"""The OpenAI API as types: requests and responses.
 
-Types are strict and unknown fields are refused, as OpenAI does. A field that this server cannot
-honour takes only the value that means "not wanted"; one that changes no answer is accepted and
-unused. The bounds stand here for the schema; SamplingParams has the last word. A long list stops at
+Types are strict and unknown fields are rejected, as OpenAI does. A field that this server cannot
+honour accepts only the value that means "off"; a field that changes no response is accepted and
+ignored. The bounds here are for the schema; SamplingParams checks them again. A long list stops at
 its first error (`fail_fast`): pydantic would write an error for each of its values.
 
 The description of a field completes the sentence of invalid.py, "x=5 is not served: send ...".
@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from onchip.engine import params as bounds
 from onchip.engine.chat import RESERVED
@@ -27,9 +27,9 @@ MAX_TOOL_CALLS = 128
 MAX_VARIABLES = 64
 MAX_DETOKENIZED = 1 << 20
 
-Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1, max_length=bounds.MAX_STOP_CHARS)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = Annotated[
     dict[
@@ -38,25 +38,25 @@ Biases = Annotated[
     ],
     Field(max_length=bounds.MAX_BIASES),
 ]
-Label = Annotated[str, Field(max_length=1024)]  # read by nothing here
+Label = Annotated[str, Field(max_length=1024)]  # accepted and ignored
 Nothing = Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)]
 Absent = Annotated[Nothing | None, Field(description="null, or leave it out")]
 Off = Annotated[Literal[False] | None, Field(description="false, or leave it out")]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class Sampling(Strict):
-    """What completions and chats have in common. Beyond OpenAI's: top_k, min_p,
-    repetition_penalty, min_tokens, ignore_eos, stop_token_ids as vLLM names them; priority (0 to
-    100, more is less urgent) and deadline_s (seconds from now).
+class SamplingFields(StrictModel):
+    """Fields of both completions and chats. Beyond OpenAI's: top_k, min_p, repetition_penalty,
+    min_tokens, ignore_eos, stop_token_ids as in vLLM; priority (0 to 100, more is less urgent) and
+    deadline_s (seconds from now).
     """
 
     model: Annotated[str, Field(max_length=1024)] | None = None
@@ -73,7 +73,7 @@ class Sampling(Strict):
         Stop | Annotated[list[Stop], Field(max_length=bounds.MAX_STOPS)] | None,
         Field(description="a text of 1 to 256 characters, or a list of up to 16 of them"),
     ] = None
-    stop_token_ids: Annotated[list[Token], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=bounds.MAX_STOP_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logit_bias: Annotated[
@@ -88,7 +88,7 @@ class Sampling(Strict):
     request_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # of tokenizers that are not in Rust
+    spaces_between_special_tokens: bool | None = None  # for Python tokenizers only
     add_special_tokens: bool | None = None
     include_stop_str_in_output: Off = None
     return_token_ids: Off = None
@@ -105,20 +105,20 @@ class Sampling(Strict):
     kv_transfer_params: Absent = None
     vllm_xargs: Absent = None
 
-    def salted(self, salt: bytes) -> bytes:
-        """The salt of the request's pages: of the caller's key, and of cache_salt."""
+    def derive_salt(self, salt: bytes) -> bytes:
+        """The salt of the request's pages: from the caller's key and from cache_salt."""
         return salt + sha256(self.cache_salt.encode()).digest() if self.cache_salt else salt
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """As the engine takes it; ValueError if fields contradict one another."""
-        asked = {name: getattr(self, name) for name in _PASSED_ON}
-        asked["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        asked = {name: value for name, value in (asked | more).items() if value is not None}
-        return SamplingParams(**asked, max_tokens=max_tokens)
+    def make_params(self, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """Convert to the engine's parameters. ValueError: fields contradict one another."""
+        fields = {name: getattr(self, name) for name in _PASSED_ON}
+        fields["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        fields = {name: value for name, value in (fields | more).items() if value is not None}
+        return SamplingParams(**fields, max_tokens=max_tokens)
 
 
 _PASSED_ON = (
@@ -128,9 +128,9 @@ _PASSED_ON = (
 )
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions. max_tokens 0 with echo scores the prompt. use_beam_search and
-    length_penalty as vLLM names them.
+    length_penalty as in vLLM.
     """
 
     prompt: Annotated[
@@ -155,16 +155,16 @@ class CompletionRequest(Sampling):
 
     @property
     def scores_only(self) -> bool:
-        """Nothing is to be generated."""
+        """Nothing is generated."""
         return self.max_tokens == 0
 
     def params(self) -> SamplingParams:
         if self.scores_only and not self.echo:
-            raise ValueError("max_tokens=0 needs echo: otherwise there is nothing to answer")
+            raise ValueError("max_tokens=0 needs echo: otherwise the response would be empty")
         if self.echo and self.use_beam_search:
             raise ValueError("echo has no meaning for use_beam_search")
-        return self.sampling(
-            # The prompt is scored by computing it, and that draws one token, which is not shown.
+        return self.make_params(
+            # Scoring computes the prompt and samples one token, which is not shown.
             1 if self.scores_only else self.max_tokens,
             best_of=self.best_of,
             logprobs=self.logprobs,
@@ -174,28 +174,28 @@ class CompletionRequest(Sampling):
         )
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Annotated[Literal["text"], Field(description='"text": images and audio are not')]
     text: str
-    cache_control: dict[str, Any] | None = None  # other servers' caches; here prefixes are found
+    cache_control: dict[str, Any] | None = None  # for other servers; here all prefixes are cached
     prompt_cache_breakpoint: Any = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(StrictModel):
     name: Annotated[str, Field(max_length=256)]
     arguments: str
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Templates write arguments as JSON themselves, so they take an object."""
+        """Templates write arguments as JSON themselves, so they need an object."""
         try:
             arguments = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = self.arguments  # as the model wrote it
+            arguments = self.arguments  # not JSON: keep the text
         return {"name": self.name, "arguments": arguments}
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: Annotated[str, Field(max_length=256)]
     type: Literal["function"] = "function"
     function: FunctionCall
@@ -209,8 +209,10 @@ class ToolCall(Strict):
 Parts = Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class Message(Strict):
-    """Also as clients send answers back: with every field of an answer, null where it was."""
+class ChatMessage(StrictModel):
+    """Also accepts messages that clients send back from a response, with all fields of a
+    response.
+    """
 
     role: Annotated[
         Literal["system", "developer", "user", "assistant", "tool"],
@@ -234,8 +236,8 @@ class Message(Strict):
 
     @property
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it; most know no developer, which is the new name of system. A
-        content that is null is empty: a template would write "None".
+        """The message for chat templates. Most templates do not know the role developer, the new
+        name of system. A null content becomes empty: a template would write "None".
         """
         content = self.content or ""
         if not isinstance(content, str):
@@ -262,18 +264,20 @@ class Message(Strict):
             raise ValueError("a message of role tool needs tool_call_id, the call that it answers")
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+]
 Tools = Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     type: Literal["text"]
 
 
-class Conversation(Strict):
-    """What a chat template is given. chat_template_kwargs: more variables of the template.
-    add_generation_prompt: true unless continue_final_message, which lets the model go on with the
-    last message.
+class Conversation(StrictModel):
+    """Input of a chat template. chat_template_kwargs: further template variables.
+    add_generation_prompt: true unless continue_final_message is set, with which the model continues
+    the last message.
     """
 
     messages: Annotated[
@@ -299,24 +303,24 @@ class Conversation(Strict):
         return [message.plain for message in self.messages]
 
     def variables(self) -> dict[str, Any]:
-        """As of chat.render_template."""
-        given = dict(self.chat_template_kwargs or {})
-        if taken := RESERVED & set(given):
+        """As for chat.render_template."""
+        variables = dict(self.chat_template_kwargs or {})
+        if taken := RESERVED & set(variables):
             raise ValueError(f"chat_template_kwargs cannot set {min(taken)}: it is a field")
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError(
-                "add_generation_prompt begins a message, continue_final_message goes on with the"
+                "add_generation_prompt begins a message, continue_final_message continues the"
                 " last: give one"
             )
-        return given | {
+        return variables | {
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": bool(self.continue_final_message),
         }
 
 
-class ChatRequest(Sampling, Conversation):
-    """POST /v1/chat/completions: text alone, no tools."""
+class ChatRequest(SamplingFields, Conversation):
+    """POST /v1/chat/completions: text only, no tool calls."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -364,11 +368,11 @@ class ChatRequest(Sampling, Conversation):
     documents: Absent = None
 
     def variables(self) -> dict[str, Any]:
-        """A template that does not read reasoning_effort ignores it."""
-        given = super().variables()
+        """A template that does not use reasoning_effort ignores it."""
+        variables = super().variables()
         if self.reasoning_effort is not None:
-            given.setdefault("reasoning_effort", self.reasoning_effort)
-        return given
+            variables.setdefault("reasoning_effort", self.reasoning_effort)
+        return variables
 
     def params(self) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
@@ -378,7 +382,7 @@ class ChatRequest(Sampling, Conversation):
                 f"{len(self.tools)} tools were sent, and calls of tools are not served: leave tools"
                 ' out, or send tool_choice "none" to show them to the model only'
             )
-        return self.sampling(self._max_tokens(), logprobs=self._num_logprobs())
+        return self.make_params(self._max_tokens(), logprobs=self._num_logprobs())
 
     def _max_tokens(self) -> int | None:
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -389,8 +393,8 @@ class ChatRequest(Sampling, Conversation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(Strict):
-    """POST /tokenize, as vLLM's: a prompt, or a conversation as of the chats."""
+class TokenizeRequest(StrictModel):
+    """POST /tokenize, as in vLLM: a prompt, or a conversation as for chats."""
 
     model: Label | None = None
     prompt: str | None = None
@@ -404,7 +408,7 @@ class TokenizeRequest(Strict):
 
     @property
     def conversation(self) -> Conversation | None:
-        """None: a prompt is given."""
+        """None if a prompt is given."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt, a text, or messages, a conversation: one of them")
         if self.messages is None:
@@ -413,11 +417,11 @@ class TokenizeRequest(Strict):
         return Conversation.model_construct(**{name: getattr(self, name) for name in names})
 
 
-class DetokenizeRequest(Strict):
-    """POST /detokenize, as vLLM's."""
+class DetokenizeRequest(StrictModel):
+    """POST /detokenize, as in vLLM."""
 
     model: Label | None = None
-    tokens: Annotated[list[Token], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED, fail_fast=True)]
 
 
 class Tokenized(BaseModel):
@@ -443,7 +447,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Of /v1/completions: a list for each thing to know; None where a first token has none."""
+    """Logprobs of /v1/completions: one list per property; None where a first token has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -475,7 +479,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Whole, or a piece of a stream."""
+    """A whole completion, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -485,7 +489,7 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
-class Reply(BaseModel):
+class AssistantMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
@@ -493,13 +497,13 @@ class Reply(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
-    message: Reply
+    message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None = None
 
 
-class Chat(BaseModel):
+class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
@@ -521,8 +525,8 @@ class ChunkChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatChunk(BaseModel):
-    """A piece of a streamed chat."""
+class ChatCompletionChunk(BaseModel):
+    """A chunk of a streamed chat."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -532,7 +536,7 @@ class ChatChunk(BaseModel):
     usage: Usage | None = None
 
 
-class Model(BaseModel):
+class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -540,9 +544,9 @@ class Model(BaseModel):
     max_model_len: int
 
 
-class Models(BaseModel):
+class ModelList(BaseModel):
     object: Literal["list"] = "list"
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class ErrorDetail(BaseModel):
@@ -552,5 +556,5 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class Error(BaseModel):
+class ErrorResponse(BaseModel):
     error: ErrorDetail

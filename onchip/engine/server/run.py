@@ -1,4 +1,4 @@
-"""The process of a server: its socket, its connections, its signals, its end."""
+"""The process of a server: socket, connections, signals, shutdown."""
 
 import asyncio
 import json
@@ -13,44 +13,46 @@ from typing import Any
 
 import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol  # it bounds the size of headers
+from uvicorn.protocols.http.h11_impl import H11Protocol  # h11 bounds the size of headers
 
 from .app import Server
-from .guard import LOCAL_NAMES, MAX_HEAD_BYTES
-from .refusal import Refusal
+from .auth import LOCAL_NAMES, MAX_HEAD_BYTES
+from .errors import APIError
 
 LOG = logging.getLogger("onchip.serve")
 
-FLUSH_S = 5.0  # for answers that are on their way when everything is done
-STUCK_CLIENT_MS = 60_000  # a client that takes nothing for so long is gone
+FLUSH_S = 5.0  # time to send the last responses at shutdown
+STUCK_CLIENT_MS = 60_000  # a client that acknowledges no data for so long is disconnected
 HEADER_S = 10.0
 BACKLOG = 2048
 MAX_CONNECTIONS = 8192
-SPARE_FILES = 64  # of those that a process may open: for all that is no connection
+SPARE_FILES = 64  # open files reserved for other uses than connections
 
 
 @dataclass(frozen=True)
 class Address:
-    """Port 0: any that is free."""
+    """Port 0: any free port."""
 
     host: str = "127.0.0.1"
     port: int = 8000
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     @property
     def hosts(self) -> frozenset[str] | None:
-        """The names that a client of a local server calls it by."""
-        return LOCAL_NAMES | {self.host} if self.local else None
+        """The Host names of a local server."""
+        return LOCAL_NAMES | {self.host} if self.is_local else None
 
     def bind(self) -> socket.socket:
-        """Before the minutes of loading, not after; it listens when the server starts."""
+        """Bind before the model loads, which may take minutes; the server listens once it
+        starts.
+        """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # handed on to every connection
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by every connection
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_CLIENT_MS)
         try:
             sock.bind((self.host, self.port))
@@ -67,9 +69,9 @@ def url_of(sock: socket.socket) -> str:
 
 
 @dataclass
-class Crowd:
-    """All connections of a server, at most `limit`. idle: those without a request, the one that has
-    been so for longest first.
+class ConnectionPool:
+    """All connections of a server, at most `limit`. idle: connections without a request, longest
+    idle first.
     """
 
     limit: int
@@ -77,57 +79,61 @@ class Crowd:
 
 
 class Connection(H11Protocol):
-    """Closes unless the head of a request arrives in time: neither silence nor a byte now and then
-    keeps a connection open. Where there are too many, the one that has been idle for longest makes
-    room, so that silent clients shut out no other.
+    """Closes unless the head of a request arrives in time: neither silence nor single bytes keep a
+    connection open. If there are too many connections, the longest idle one is closed, so silent
+    clients cannot shut others out.
     """
 
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, crowd: Crowd, **kwargs: Any):
+    def __init__(self, *args: Any, pool: ConnectionPool, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._crowd = crowd
+        self._pool = pool
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore
         super().connection_made(transport)
         self._expect_request()
-        if len(self.connections) > self._crowd.limit:
-            self._make_room()
+        if len(self.connections) > self._pool.limit:
+            self._close_longest_idle()
 
     def handle_events(self) -> None:
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
-            self._crowd.idle.pop(self, None)
+            self._pool.idle.pop(self, None)
 
     def on_response_complete(self) -> None:
-        self._expect_request()  # before: the next request may have arrived already
+        self._expect_request()  # first: the next request may have arrived already
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._crowd.idle.pop(self, None)
-        self._cancel_timer()  # or it keeps the connection in memory until it rings
+        self._pool.idle.pop(self, None)
+        self._cancel_timer()  # otherwise it keeps the connection in memory until it fires
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Refusal(400, f"no HTTP, or a head of more than {MAX_HEAD_BYTES} bytes"))
+        self._respond_error(
+            APIError(400, f"not HTTP, or a head of more than {MAX_HEAD_BYTES} bytes")
+        )
 
-    def _refuse(self, refusal: Refusal) -> None:
-        """Answer in place of the application, unless that has begun to; the connection ends."""
+    def _respond_error(self, error: APIError) -> None:
+        """Respond instead of the application, unless its response has begun, and close the
+        connection.
+        """
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(refusal.body).encode()
-            headers = {**(refusal.headers or {}), "content-type": "application/json"}
+            body = json.dumps(error.body).encode()
+            headers = {**(error.headers or {}), "content-type": "application/json"}
             headers |= {"content-length": str(len(body)), "connection": "close"}
-            start = h11.Response(status_code=refusal.status, headers=list(headers.items()))
+            start = h11.Response(status_code=error.status, headers=list(headers.items()))
             for event in (start, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _make_room(self) -> None:
-        longest = next(iter(self._crowd.idle))
-        self._crowd.idle.pop(longest)
-        self.connections.discard(longest)  # now: it is lost only when the loop gets to that
+    def _close_longest_idle(self) -> None:
+        longest = next(iter(self._pool.idle))
+        self._pool.idle.pop(longest)
+        self.connections.discard(longest)  # now: connection_lost runs later on the loop
         if longest is self:
-            self._refuse(Refusal(503, "all connections are in use", retry_after_s=1))
+            self._respond_error(APIError(503, "all connections are in use", retry_after_s=1))
         else:
             longest.transport.close()
 
@@ -136,8 +142,8 @@ class Connection(H11Protocol):
             self._timer.cancel()
 
     def _expect_request(self) -> None:
-        self._crowd.idle.pop(self, None)
-        self._crowd.idle[self] = None
+        self._pool.idle.pop(self, None)
+        self._pool.idle[self] = None
         self._cancel_timer()
         self._timer = self.loop.call_later(HEADER_S, self._close_unless_asked, self.cycle)
 
@@ -146,10 +152,10 @@ class Connection(H11Protocol):
             self.transport.close()
 
 
-class Process(uvicorn.Server):
-    """A first SIGTERM or SIGINT drains: nothing new is taken, what runs may finish for drain_s,
-    what is left is answered with a sentence. A second one does not wait. announce: called once it
-    listens. max_connections: at a time.
+class ServerProcess(uvicorn.Server):
+    """A first SIGTERM or SIGINT drains the server: it accepts no new requests, open ones may finish
+    for drain_s, then they fail. A second signal ends it at once. announce: called once it listens.
+    max_connections: limit of connections at a time.
     """
 
     def __init__(
@@ -160,17 +166,17 @@ class Process(uvicorn.Server):
         max_connections: int | None = None,
     ):
         self.server, self.drain_s, self._announce = server, drain_s, announce
-        crowd = Crowd(max_connections or most_connections())
+        pool = ConnectionPool(max_connections or default_max_connections())
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 server.app,
-                http=partial(Connection, crowd=crowd),  # pyright: ignore (called, nothing else)
+                http=partial(Connection, pool=pool),  # pyright: ignore (called, nothing else)
                 h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 ws="none",
                 lifespan="on",
-                backlog=1,  # as asyncio reads it: connections to accept at a time; see startup
+                backlog=1,  # in asyncio, connections to accept at a time; see startup
                 log_config=None,
                 log_level=logging.ERROR,
                 access_log=False,
@@ -181,7 +187,7 @@ class Process(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int = 0, frame: FrameType | None = None) -> None:
-        """What a signal does; from any thread."""
+        """Handle a signal; callable from any thread."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
@@ -195,9 +201,9 @@ class Process(uvicorn.Server):
             self._drain = asyncio.ensure_future(self._end(0.0))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Where a process may open no more files, asyncio logs a line for each connection that it
-        would accept in one go, and tries again after a second as often as it failed. So it accepts
-        one in one go, and the line is ours.
+        """At the limit of open files, asyncio logs a line for each connection of its backlog and
+        retries all of them after a second. A backlog of 1 leads to one line, which `_log_failure`
+        writes.
         """
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_log_failure)
@@ -208,8 +214,8 @@ class Process(uvicorn.Server):
             self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """A client that does not take its answer in time loses its connection, which ends its task
-        in the usual way.
+        """A client that does not take its response in time loses its connection, which ends its
+        task as usual.
         """
         timer = asyncio.get_running_loop().call_later(FLUSH_S, self._abort_connections)
         await super().shutdown(sockets)
@@ -226,23 +232,23 @@ class Process(uvicorn.Server):
 
 def _log_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     if "accept" in context["message"]:
-        LOG.error("no connection can be accepted: %s", context.get("exception"))
+        LOG.error("connections cannot be accepted: %s", context.get("exception"))
     else:
         loop.default_exception_handler(context)
 
 
 def raise_file_limit() -> None:
-    """A connection is a file; many systems allow 1,024 of them until asked for more."""
+    """A connection is a file; many systems allow 1,024 of them by default."""
     try:
         import resource
-    except ImportError:  # not a Unix: there is no such limit
+    except ImportError:  # not Unix: no such limit
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def most_connections() -> int:
-    """As many as there are files for, and some to spare."""
+def default_max_connections() -> int:
+    """The limit of open files, minus some for other uses."""
     try:
         import resource
     except ImportError:
@@ -253,10 +259,10 @@ def most_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - SPARE_FILES))
 
 
-class Background:
-    """A server in a thread of this process, as a block; installs no signal handlers.
+class BackgroundServer:
+    """A server in a thread of this process, as a context manager; installs no signal handlers.
 
-    with Background(server) as url: ...
+    with BackgroundServer(server) as url: ...
     """
 
     def __init__(
@@ -266,7 +272,7 @@ class Background:
         drain_s: float = 5.0,
         max_connections: int | None = None,
     ):
-        self.process = Process(server, drain_s, max_connections=max_connections)
+        self.process = ServerProcess(server, drain_s, max_connections=max_connections)
         self._socket = (address or Address(port=0)).bind()
         self.url = url_of(self._socket)
         self._thread = threading.Thread(target=self.process.run, args=([self._socket],))

@@ -1,14 +1,19 @@
-"""The thread that drives the engine, and those who wait for it on an event loop.
+"""The thread that drives the engine, and callers on an event loop that wait for it.
 
-The engine belongs to one thread, which does everything that is asked of it between two steps, in
-order, but cancels first: a request whose client is gone is neither added nor computed.
+    event loop                                    engine thread
+    submit -> commands (queue) ---------------->  cancel released, run commands
+                                                  engine.step()
+    PendingCall.put <- outbox (newest output) <-  outputs
 
-What a step gives goes into one mailbox, by request: outputs are cumulative, so the newest one says
-it all. However slow the loop or a reader is, a request has at most one output waiting, and nobody
-waits for anybody.
+One thread owns the engine. Between two steps it runs all commands in order, but cancels first: a
+request whose client is gone is neither added nor computed.
 
-If a step raises, the engine is dead: everybody who waits is told, and the thread stays to refuse
-whatever comes later. No request is ever left without an answer.
+The outputs of a step go into one outbox, by request. Outputs are cumulative, so only the newest is
+kept: however slow the loop or a client is, a request has at most one output waiting, and neither
+side waits for the other.
+
+If a step raises, the engine is dead: all pending calls fail, and the thread continues only to
+reject later requests. Every request gets a response.
 """
 
 import asyncio
@@ -25,21 +30,21 @@ from typing import Any, Protocol, TypeVar
 
 from onchip.engine.params import BeamSearchParams, SamplingParams
 from onchip.engine.request import RequestOutput
-from onchip.engine.step import Limits, Refused
+from onchip.engine.step import Limits, RejectedRequest
 from onchip.engine.tokenizer import Tokenizer
 
-from .refusal import Refusal
-from .tickets import Arrival, Ask, Place, Standing, Ticket
+from .errors import APIError
+from .pending import EngineRequest, IncomingRequest, OpenRequest, OpenRequestInfo, PendingCall
 
 T = TypeVar("T")
 LOG = logging.getLogger("onchip.serve")
 RETRY_AFTER_S = 1
-CLOSE_S = 10.0  # for the step that is under way at the end
-TURN_S = 0.02  # of commands between two steps: a flood of requests does not stop those that run
+CLOSE_S = 10.0  # to wait for the current step when closing
+COMMANDS_S = 0.02  # time for commands between two steps: new requests cannot stop running ones
 
 
-class Engine(Protocol):
-    """What the thread drives; see onchip.engine.Engine."""
+class EngineProtocol(Protocol):
+    """The interface that the thread drives; see onchip.engine.Engine."""
 
     tokenizer: Tokenizer | None
     limits: Limits
@@ -68,7 +73,7 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
-class State(Enum):
+class ServiceState(Enum):
     READY = "ready"
     DRAINING = "draining"
     CLOSED = "closed"
@@ -76,15 +81,15 @@ class State(Enum):
 
 
 class Service:
-    """Requests in, outputs back, for callers on the event loop on which it was started.
+    """Submits requests and delivers outputs to callers on the event loop on which it was started.
 
-    max_open: requests that may be open at a time, whatever the engine would queue; those that
-    still arrive are open, too. on_output is told each output that arrives.
+    max_open: most open requests, regardless of the engine's queue; requests that are still being
+    read count, too. on_output: called with each output that arrives.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineProtocol,
         *,
         max_open: int = 16384,
         on_output: Callable[[RequestOutput], None] | None = None,
@@ -93,186 +98,194 @@ class Service:
         self.on_output = on_output
         self._commands = queue.SimpleQueue[Callable[[], None] | None]()
         self._released = deque[str]()  # ids to cancel, before any command
-        self._places: dict[str, Place] = {}
-        self._mail: dict[str, RequestOutput] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._outbox: dict[str, RequestOutput] = {}
         self._lock = threading.Lock()
         self._numbers = count(1)
         self._thread = threading.Thread(target=self._run, name="onchip-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._state = State.READY
-        self._death: str | None = None
+        self._state = ServiceState.READY
+        self._death_cause: str | None = None
         self._busy_since: float | None = None
-        self._arriving: set[Arrival] = set()
+        self._incoming: set[IncomingRequest] = set()
         self.num_steps = 0
 
     def start(self) -> None:
-        """On the loop whose callers it serves."""
+        """Call this on the event loop of the callers."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
-    def state(self) -> State:
-        return State.DEAD if self._death is not None else self._state
+    def state(self) -> ServiceState:
+        return ServiceState.DEAD if self._death_cause is not None else self._state
 
     @property
-    def death(self) -> str | None:
-        """The name of what the engine died of; the message may hold what is nobody's business."""
-        return self._death
+    def death_cause(self) -> str | None:
+        """The name of the exception that ended the engine. Its message may hold private data."""
+        return self._death_cause
 
     @property
     def num_open(self) -> int:
-        return len(self._places)
+        return len(self._open)
 
     @property
-    def num_arriving(self) -> int:
-        return len(self._arriving)
+    def num_incoming(self) -> int:
+        return len(self._incoming)
 
     @property
-    def standings(self) -> list[Standing]:
-        """All that are open, oldest first."""
-        return [place.standing for place in self._places.values()]
+    def open_requests(self) -> list[OpenRequestInfo]:
+        """All open requests, oldest first."""
+        return [entry.info for entry in self._open.values()]
 
     @property
     def step_age_s(self) -> float:
-        """For how long the step that is under way has been computed; 0 between steps."""
+        """Seconds since the current step began; 0 between steps."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     @contextmanager
-    def arriving(self) -> Iterator[Arrival]:
-        """While a request is read, up to its `submit`. A Refusal: there is no room for it."""
+    def track_incoming(self) -> Iterator[IncomingRequest]:
+        """A block around reading a request, until its `submit`. APIError: too many requests are
+        open.
+        """
         self._check_open(1)
-        arrival = Arrival()
-        self._arriving.add(arrival)
+        incoming = IncomingRequest()
+        self._incoming.add(incoming)
         try:
-            yield arrival
+            yield incoming
         finally:
-            self._arriving.discard(arrival)
+            self._incoming.discard(incoming)
 
-    async def submit(self, asks: Sequence[Ask], arrival: Arrival | None = None) -> Ticket:
-        """All of them, or none and a Refusal. A caller that is cancelled meanwhile leaves nothing
-        behind. arrival: of this request, which ends here.
+    async def submit(
+        self, requests: Sequence[EngineRequest], incoming: IncomingRequest | None = None
+    ) -> PendingCall:
+        """Submit all requests, or none and raise an APIError. A caller that is cancelled leaves
+        nothing behind. incoming: the tracked HTTP request, which ends here.
         """
-        if arrival is not None:
-            self._arriving.discard(arrival)
-        self._check_open(len(asks))
-        ticket = Ticket([f"r{next(self._numbers)}" for _ in asks])
+        if incoming is not None:
+            self._incoming.discard(incoming)
+        self._check_open(len(requests))
+        pending = PendingCall([f"r{next(self._numbers)}" for _ in requests])
         now = time.monotonic()
-        for place, (request_id, ask) in enumerate(zip(ticket.request_ids, asks, strict=True)):
-            self._places[request_id] = Place(ticket, place, ask, now)
-        self._commands.put(lambda: self._add(asks, ticket))
+        for index, (request_id, request) in enumerate(
+            zip(pending.request_ids, requests, strict=True)
+        ):
+            self._open[request_id] = OpenRequest(pending, index, request, now)
+        self._commands.put(lambda: self._add(requests, pending))
         try:
-            refusal = await ticket.taken
+            error = await pending.accepted
         except BaseException:
-            self.release(ticket)
+            self.release(pending)
             raise
-        if refusal is not None:
-            self._forget(ticket)
-            raise refusal
-        return ticket
+        if error is not None:
+            self._drop(pending)
+            raise error
+        return pending
 
-    def release(self, ticket: Ticket) -> None:
-        """Its caller is gone: what is not finished is cancelled before the next step, what is not
-        added yet is dropped.
+    def release(self, pending: PendingCall) -> None:
+        """The caller is gone: unfinished requests are cancelled before the next step, and requests
+        that were not added yet are dropped.
         """
-        self._forget(ticket)
-        ticket.released = True
-        ids = ticket.unfinished
-        if ids and self._death is None:
+        self._drop(pending)
+        pending.released = True
+        ids = pending.unfinished
+        if ids and self._death_cause is None:
             self._released.extend(ids)
-            self._commands.put(self._cancel_released)  # wakes the thread where it has no work
+            self._commands.put(self._cancel_released)  # wakes the thread if it has no work
 
-    async def ask(self, look: Callable[[Any], T], patience_s: float) -> T | None:
-        """What `look` sees of the engine between two steps; None: it died, or a step takes longer
-        than patience_s.
+    async def inspect(self, read: Callable[[Any], T], timeout_s: float) -> T | None:
+        """Call `read` with the engine between two steps. None: the engine died, or a step takes
+        longer than timeout_s.
         """
-        answer = asyncio.get_running_loop().create_future()
-        self._commands.put(lambda: self._look(look, answer))
-        done, _ = await asyncio.wait([answer], timeout=patience_s)
-        return answer.result() if done else None
+        future = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._inspect(read, future))
+        done, _ = await asyncio.wait([future], timeout=timeout_s)
+        return future.result() if done else None
 
     @property
     def stats(self) -> Any:
-        """The engine's Stats at the end of its last step."""
+        """The EngineStats at the end of the last step."""
         return self._engine.stats()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new, finish what is open; what is not done in time fails with a sentence."""
-        if self._state is State.READY:
-            self._state = State.DRAINING
-        self._fail_arrivals()
+        """Accept no new requests and finish the open ones. Requests that are not done in
+        time fail.
+        """
+        if self._state is ServiceState.READY:
+            self._state = ServiceState.DRAINING
+        self._fail_incoming()
         end = time.monotonic() + timeout_s
-        while self._places and time.monotonic() < end:
+        while self._open and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        self.fail_all(Refusal(503, "the server shut down before this was done", code="shutdown"))
+        self.fail_all(APIError(503, "the server shut down before this was done", code="shutdown"))
 
-    def fail_all(self, failure: Refusal) -> None:
-        """Everybody who waits is answered with it, and what they waited for is cancelled."""
-        for ticket in {id(p.ticket): p.ticket for p in self._places.values()}.values():
-            ticket.fail(failure)
-            self.release(ticket)
+    def fail_all(self, failure: APIError) -> None:
+        """Fail all pending calls and cancel their requests."""
+        for pending in {id(p.pending): p.pending for p in self._open.values()}.values():
+            pending.fail(failure)
+            self.release(pending)
 
     async def close(self) -> None:
-        """After it the thread is gone, and with it the engine's memory, unless a step hangs."""
-        self._state = State.CLOSED
-        self._fail_arrivals()
-        self.fail_all(Refusal(503, "the server is closed", code="shutdown"))
+        """Stop the thread and free the engine's memory, unless a step hangs."""
+        self._state = ServiceState.CLOSED
+        self._fail_incoming()
+        self.fail_all(APIError(503, "the server is closed", code="shutdown"))
         if self._thread.is_alive():
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_S)
 
     def _check_open(self, count: int) -> None:
-        if self._death is not None:
-            raise _dead(self._death)
-        if self._state is not State.READY:
-            raise _closing()
-        taken = self.num_open + self.num_arriving
+        if self._death_cause is not None:
+            raise _dead_error(self._death_cause)
+        if self._state is not ServiceState.READY:
+            raise _closing_error()
+        taken = self.num_open + self.num_incoming
         if taken + count > self._max_open:
-            raise Refusal(
+            raise APIError(
                 429,
                 f"{taken} requests are open, at most {self._max_open} may be",
                 code="queue_full",
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _fail_arrivals(self) -> None:
-        """A body that is still arriving would be refused in the end: the answer is known now."""
-        for arrival in self._arriving:
-            arrival.fail(_closing())
+    def _fail_incoming(self) -> None:
+        """A body that is still being read would be rejected at its end; reject it now."""
+        for incoming in self._incoming:
+            incoming.fail(_closing_error())
 
-    def _forget(self, ticket: Ticket) -> None:
-        for request_id in ticket.request_ids:
-            self._places.pop(request_id, None)
+    def _drop(self, pending: PendingCall) -> None:
+        for request_id in pending.request_ids:
+            self._open.pop(request_id, None)
 
-    def _open_mail(self) -> None:
-        """On the loop."""
+    def _deliver_outputs(self) -> None:
+        """Runs on the loop."""
         with self._lock:
-            mail, self._mail = self._mail, {}
-        for request_id, output in mail.items():
-            if request_id not in self._places:
-                continue  # its caller is gone
-            found = self._places[request_id]
+            outputs, self._outbox = self._outbox, {}
+        for request_id, output in outputs.items():
+            if request_id not in self._open:
+                continue  # the caller is gone
+            entry = self._open[request_id]
             if self.on_output:
                 self.on_output(output)
-            found.ticket.put(found.place, output)
+            entry.pending.put(entry.index, output)
             if output.finished:
-                del self._places[request_id]
+                del self._open[request_id]
 
     def _run(self) -> None:
         """The engine's thread."""
         try:
-            while self._obey():
+            while self._run_commands():
                 self._step()
         except BaseException as error:
-            self._die(error)
+            self._mark_dead(error)
             while (command := self._commands.get()) is not None:
                 command()
         finally:
             self._close_engine()
 
-    def _obey(self) -> bool:
-        """Do what was asked; with nothing to compute, wait for something. False: close."""
-        end = time.monotonic() + TURN_S
+    def _run_commands(self) -> bool:
+        """Run the queued commands; without work, wait for one. Return False to close."""
+        end = time.monotonic() + COMMANDS_S
         while not self._engine.has_work or time.monotonic() < end:
             try:
                 command = self._commands.get(block=not self._engine.has_work)
@@ -290,82 +303,84 @@ class Service:
         outputs = self._engine.step()
         self._busy_since = None
         self.num_steps += 1
-        self._post(outputs)
+        self._post_outputs(outputs)
 
-    def _post(self, outputs: Sequence[RequestOutput]) -> None:
+    def _post_outputs(self, outputs: Sequence[RequestOutput]) -> None:
         if not outputs:
             return
         with self._lock:
-            waiting = bool(self._mail)
-            self._mail.update((o.request_id, o) for o in outputs)
+            waiting = bool(self._outbox)
+            self._outbox.update((o.request_id, o) for o in outputs)
         if not waiting:
-            self._tell(self._open_mail)
+            self._call_on_loop(self._deliver_outputs)
 
-    def _add(self, asks: Sequence[Ask], ticket: Ticket) -> None:
-        if ticket.released:
+    def _add(self, requests: Sequence[EngineRequest], pending: PendingCall) -> None:
+        if pending.released:
             return
         try:
-            self._answer(ticket.taken, self._try_all(asks, ticket.request_ids))
-        except BaseException as error:  # to take a prompt back is a step, too, and may be the last
-            self._answer(ticket.taken, _dead(type(error).__name__))
+            self._set_result(pending.accepted, self._add_all(requests, pending.request_ids))
+        except BaseException as error:  # cancelling may run a step, which may fail
+            self._set_result(pending.accepted, _dead_error(type(error).__name__))
             raise
 
-    def _answer(self, answer: asyncio.Future, result: Any) -> None:
-        self._tell(lambda: None if answer.done() else answer.set_result(result))
+    def _set_result(self, future: asyncio.Future, result: Any) -> None:
+        self._call_on_loop(lambda: None if future.done() else future.set_result(result))
 
-    def _try_all(self, asks: Sequence[Ask], request_ids: Sequence[str]) -> Refusal | None:
-        for place, (ask, request_id) in enumerate(zip(asks, request_ids, strict=True)):
-            if refusal := self._try(ask, request_id):
-                self._cancel(request_ids[:place])
-                return refusal
+    def _add_all(
+        self, requests: Sequence[EngineRequest], request_ids: Sequence[str]
+    ) -> APIError | None:
+        for index, (request, request_id) in enumerate(zip(requests, request_ids, strict=True)):
+            if error := self._add_one(request, request_id):
+                self._cancel(request_ids[:index])
+                return error
         return None
 
-    def _try(self, ask: Ask, request_id: str) -> Refusal | None:
-        """A question that the engine cannot take, even one that breaks it, fails alone."""
-        if self._death is not None:
-            return _dead(self._death)
+    def _add_one(self, request: EngineRequest, request_id: str) -> APIError | None:
+        """A request that the engine cannot take, even one that raises an unexpected error, fails
+        alone.
+        """
+        if self._death_cause is not None:
+            return _dead_error(self._death_cause)
         try:
-            answer = self._engine.add(request_id=request_id, **vars(ask))
+            added = self._engine.add(request_id=request_id, **vars(request))
         except ValueError as error:
-            return Refusal(400, str(error))
+            return APIError(400, str(error))
         except Exception as error:
             LOG.exception("a request could not be added")
-            return Refusal(500, f"the engine could not take the request: {type(error).__name__}")
-        if not isinstance(answer, Refused):
+            return APIError(500, f"the engine could not take the request: {type(error).__name__}")
+        if not isinstance(added, RejectedRequest):
             return None
-        if answer.later:
-            return Refusal(429, answer.reason, code="queue_full", retry_after_s=RETRY_AFTER_S)
-        return Refusal(400, answer.reason, code="context_length_exceeded")
+        if added.is_retryable:
+            return APIError(429, added.reason, code="queue_full", retry_after_s=RETRY_AFTER_S)
+        return APIError(400, added.reason, code="context_length_exceeded")
 
     def _cancel_released(self) -> None:
-        """However many clients have left: none of them is computed for, and no other waits for
-        more than this.
-        """
+        """Cancel the requests of all clients that left, before any other work."""
         ids = [self._released.popleft() for _ in range(len(self._released))]
         if ids:
             self._cancel(ids)
 
     def _cancel(self, request_ids: Sequence[str]) -> None:
-        if self._death is None:
+        if self._death_cause is None:
             for request_id in request_ids:
                 self._engine.cancel(request_id)
             if not self._engine.has_work:
-                self._step()  # of nothing: Stats are those of the last step
+                self._step()  # an empty step, to update the stats
 
-    def _look(self, look: Callable[[Any], T], answer: asyncio.Future[T | None]) -> None:
-        seen = None
-        if self._death is None:
+    def _inspect(self, read: Callable[[Any], T], future: asyncio.Future[T | None]) -> None:
+        result = None
+        if self._death_cause is None:
             try:
-                seen = look(self._engine)
-            except Exception:  # who only looks does not kill
-                LOG.exception("the engine could not be looked at")
-        self._answer(answer, seen)
+                result = read(self._engine)
+            except Exception:  # a failed read does not end the engine
+                LOG.exception("the engine could not be inspected")
+        self._set_result(future, result)
 
-    def _die(self, error: BaseException) -> None:
+    def _mark_dead(self, error: BaseException) -> None:
         LOG.critical("the engine died", exc_info=error)
-        self._death = type(error).__name__
+        self._death_cause = type(error).__name__
         self._busy_since = None
-        self._tell(lambda: self.fail_all(_dead(self._death)))
+        self._call_on_loop(lambda: self.fail_all(_dead_error(self._death_cause)))
 
     def _close_engine(self) -> None:
         try:
@@ -373,16 +388,16 @@ class Service:
         except Exception:
             LOG.exception("the engine did not close cleanly")
 
-    def _tell(self, callback: Callable[[], None]) -> None:
-        """Run it on the loop, if that still runs: then somebody may be waiting."""
+    def _call_on_loop(self, callback: Callable[[], None]) -> None:
+        """Run the callback on the loop, unless the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
             LOG.debug("the event loop is closed")
 
 
-def _closing() -> Refusal:
-    return Refusal(
+def _closing_error() -> APIError:
+    return APIError(
         503,
         "the server is shutting down",
         code="shutdown",
@@ -391,7 +406,7 @@ def _closing() -> Refusal:
     )
 
 
-def _dead(reason: str | None) -> Refusal:
-    return Refusal(
+def _dead_error(reason: str | None) -> APIError:
+    return APIError(
         503, f"the engine died ({reason}); the server's log says more", code="engine_dead"
     )

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, behind a real server on the loopback."""
+"""A fake engine with scripted outputs behind a real server on the loopback."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from onchip.engine import CompletionOutput, Logprob, Refused, RequestOutput, SamplingParams
+from onchip.engine import CompletionOutput, Logprob, RejectedRequest, RequestOutput, SamplingParams
 from onchip.engine.request import RequestMetrics
 from onchip.engine.step import Limits
 from onchip.engine.tokenizer import ByteTokenizer
@@ -35,7 +35,7 @@ class FakeRequest:
         self.first = self.scheduled = self.finished = None
 
     def say(self, index):
-        """Sample i says: the prompt again and again, from its i-th byte on."""
+        """The tokens of sample i: the prompt repeated, from its i-th byte on."""
         return [self.prompt[(index + k) % len(self.prompt)] for k in range(self.made)]
 
     def choice(self, index):
@@ -70,12 +70,12 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Of the shape of onchip.engine.Engine. Knobs: step_s (how long a step takes), seats and
-    queue (how many run and wait), boom (the exception of the next step).
+    """The interface of onchip.engine.Engine. step_s: duration of a step; max_running and
+    max_waiting: limits; boom: exception of the next step.
     """
 
-    def __init__(self, *, step_s=0.0, seats=8, queue=1000):
-        self.step_s, self.seats, self.queue = step_s, seats, queue
+    def __init__(self, *, step_s=0.0, max_running=8, max_waiting=1000):
+        self.step_s, self.max_running, self.max_waiting = step_s, max_running, max_waiting
         self.tokenizer, self.limits = ByteTokenizer(), Limits(4096)
         self.boom = None
         self.requests = {}
@@ -98,9 +98,9 @@ class FakeEngine:
         if bytes(prompt) == b"break me":
             raise KeyError("a bug")
         if len(prompt) + (params.max_tokens or 1) > 4096:
-            return Refused(f"{len(prompt)} tokens are too many")
-        if len(self.requests) >= self.seats + self.queue:
-            return Refused("the queue is full", later=True)
+            return RejectedRequest(f"{len(prompt)} tokens are too many")
+        if len(self.requests) >= self.max_running + self.max_waiting:
+            return RejectedRequest("the queue is full", is_retryable=True)
         self.salts.append(salt)
         deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self.requests[request_id] = FakeRequest(request_id, prompt, params, deadline, salt, stream)
@@ -116,7 +116,7 @@ class FakeEngine:
             self.requests.clear()
             raise self.boom
         self.steps += 1
-        told = [r for r in list(self.requests.values())[: self.seats] if self.grow(r)]
+        told = [r for r in list(self.requests.values())[: self.max_running] if self.grow(r)]
         for request in told:
             if request.end:
                 del self.requests[request.request_id]
@@ -141,7 +141,7 @@ class FakeEngine:
         return True
 
     def stats(self):
-        running = list(self.requests.values())[: self.seats]
+        running = list(self.requests.values())[: self.max_running]
         pages = {r.request_id: 1 + r.made // 16 for r in running}
         return SimpleNamespace(
             running=len(running),
@@ -174,18 +174,18 @@ def fake():
 
 @contextmanager
 def serve(engine, keys=(), drain_s=5.0, **options):
-    from onchip.engine.server.app import Options, Server
+    from onchip.engine.server.app import Server, ServerOptions
     from onchip.engine.server.keys import Keyring
-    from onchip.engine.server.run import Background
+    from onchip.engine.server.run import BackgroundServer
 
-    server = Server(engine, Options(MODEL, **options), Keyring(keys))
-    with Background(server, drain_s=drain_s) as url:
+    server = Server(engine, ServerOptions(MODEL, **options), Keyring(keys))
+    with BackgroundServer(server, drain_s=drain_s) as url:
         yield url, server
 
 
 @pytest.fixture
 def serving():
-    """`with serving(engine) as (url, server)`; options as of Options, keys: API keys."""
+    """`with serving(engine) as (url, server)`; options as for ServerOptions, keys: API keys."""
     return serve
 
 
@@ -196,7 +196,7 @@ def shared_engine():
 
 @pytest.fixture(scope="module")
 def shared(shared_engine):
-    """The address of a server for all tests of a file that leave nothing behind."""
+    """The address of a server for all tests of a file that leave no requests behind."""
     with serve(shared_engine) as (url, _):
         yield url
 
@@ -213,8 +213,8 @@ def _connect():
 
 @pytest.fixture
 def ask():
-    """ask(url, path, body, **headers): (status, JSON or text, headers). A body that is bytes is
-    sent as it is.
+    """ask(url, path, body, **headers): (status, JSON or text, headers). A body of bytes is sent as
+    it is.
     """
 
     def send(url, path, body=None, method=None, **headers):
@@ -235,7 +235,7 @@ def ask():
 
 @pytest.fixture
 def open_stream():
-    """open_stream(url, ...): the connection of a streamed completion, its answer unread."""
+    """open_stream(url, ...): the connection of a streamed completion, its response unread."""
     opened = []
 
     def start(url, **body):
@@ -253,7 +253,7 @@ def open_stream():
 
 @pytest.fixture
 def until():
-    """until(condition): waits for it, and fails after a few seconds."""
+    """until(condition): wait for it, and fail after a few seconds."""
 
     def wait(condition, seconds=10.0):
         end = time.monotonic() + seconds
@@ -266,8 +266,8 @@ def until():
 
 @contextmanager
 def processes(log):
-    """start(*options): (the process, its address). log: a file for what it writes, which no pipe
-    would hold.
+    """start(*options): (the process, its address). log: a file for its output, which could fill a
+    pipe.
     """
     started = []
 
@@ -298,12 +298,14 @@ def process(tmp_path):
 
 @pytest.fixture(scope="module")
 def shared_log(tmp_path_factory):
-    """What the shared process has written."""
+    """The output of the shared process."""
     return tmp_path_factory.mktemp("process") / "log"
 
 
 @pytest.fixture(scope="module")
 def shared_process(shared_log):
-    """A process for all tests of a file that leave nothing behind; little room for bodies."""
+    """A process for all tests of a file that leave no requests behind; with little memory for
+    bodies.
+    """
     with processes(shared_log) as start:
         yield start("--max-bodies-mib", "16")

@@ -1,6 +1,7 @@
-"""Bodies as agents and libraries send them: defaults are taken, the rest is refused by a sentence.
+"""Bodies as agents and libraries send them: defaults are accepted, other values rejected in a
+sentence.
 
-The fake engine says its prompt again, so an answer shows what the template wrote.
+The fake engine repeats its prompt, so a response shows what the template wrote.
 """
 
 import json
@@ -78,7 +79,7 @@ BODIES = {
 
 
 def text_of(reply):
-    """The text of a whole answer, or of a stream."""
+    """The text of a whole response, or of a stream."""
     if isinstance(reply, dict):
         return reply["choices"][0]["message"]["content"]
     events = [e.removeprefix("data: ") for e in reply.split("\n\n") if e][:-1]
@@ -88,13 +89,13 @@ def text_of(reply):
 
 @pytest.mark.parametrize("messages", [HELLO, HISTORY], ids=["one", "history"])
 @pytest.mark.parametrize("name", BODIES)
-def test_what_they_send_is_answered(shared, ask, name, messages):
+def test_bodies_of_common_clients_are_served(shared, ask, name, messages):
     status, answer, _ = ask(shared, CHATS, BODIES[name] | {"messages": messages})
     assert status == 200, answer
     assert text_of(answer) == ("user: he" if messages is HELLO else "system: ")
 
 
-def test_every_parameter_of_the_openai_client_has_a_name_here():
+def test_every_parameter_of_the_openai_client_is_known():
     from openai.types import completion_create_params as completions
     from openai.types.chat import completion_create_params as chats
 
@@ -105,7 +106,7 @@ def test_every_parameter_of_the_openai_client_has_a_name_here():
         assert set(params.__annotations__) <= set(ours.model_fields)
 
 
-def test_an_answer_can_be_sent_back_as_it_came(shared):
+def test_a_response_message_can_be_sent_back(shared):
     with openai.OpenAI(base_url=f"{shared}/v1", api_key="none", max_retries=0) as client:
         done = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=4)
         back = [*HELLO, done.choices[0].message.model_dump(), *HELLO]
@@ -115,7 +116,7 @@ def test_an_answer_can_be_sent_back_as_it_came(shared):
 
 @pytest.fixture(scope="module")
 def echoing(shared_engine):
-    """The template of this test writes all that a template may see."""
+    """A tokenizer with a template that writes all template variables."""
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = (
         "{{ messages | tojson }}|{{ tools | tojson }}|{{ enable_thinking }}|{{ reasoning_effort }}"
@@ -126,7 +127,7 @@ def echoing(shared_engine):
 
 @pytest.fixture
 def seen(serving, fake, ask, echoing):
-    """seen(body): what the template saw, and the engine."""
+    """seen(body): the variables that the template saw."""
 
     def send(**body):
         engine = fake()
@@ -140,7 +141,7 @@ def seen(serving, fake, ask, echoing):
     return send
 
 
-def test_a_history_reaches_the_template_whole(seen):
+def test_the_whole_history_reaches_the_template(seen):
     messages, tools, *_ = seen(messages=HISTORY, tools=[WEATHER])
     messages = json.loads(messages)
     assert messages[1] == {"role": "user", "content": "Weather?"}
@@ -229,7 +230,7 @@ def test_a_cache_salt_separates_prefixes_within_a_key(serving, fake, ask):
         ({"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
     ],
 )  # fmt: skip
-def test_the_rest_is_refused_in_our_sentences(shared, ask, change, sentence):
+def test_other_values_are_rejected_with_a_message(shared, ask, change, sentence):
     status, answer, _ = ask(shared, CHATS, {"messages": HELLO} | change)
     message = answer["error"]["message"]
     assert status == 400 and sentence in message, message
@@ -243,11 +244,11 @@ def test_the_rest_is_refused_in_our_sentences(shared, ask, change, sentence):
         ({"prompt": 5}, "prompt=5 is not served: send a text, a list of token ids"),
         ({"prompt": [1, "a"]}, "is not served: send a text, a list of token ids"),
         ({"prompt": "a", "suffix": "b"}, "suffix='b' is not served: send \"\", or leave it out"),
-        ([1], "the body is no request"),
-        ("text", "the body is no request"),
+        ([1], "the body is not a request"),
+        ("text", "the body is not a request"),
     ],
 )
-def test_completions_too(shared, ask, body, sentence):
+def test_invalid_completions_are_rejected_with_a_message(shared, ask, body, sentence):
     status, answer, _ = ask(shared, COMPLETIONS, body)
     assert status == 400 and sentence in answer["error"]["message"], answer
 
@@ -266,7 +267,7 @@ class TestTokenize:
         answer = ask(shared, "/tokenize", body)[1]
         assert "".join(answer["token_strs"]) == "user: hello\n" and answer["count"] == 12
 
-    def test_more_than_a_prompt_may_have_is_counted(self, shared, ask):
+    def test_texts_longer_than_a_prompt_are_tokenized(self, shared, ask):
         assert ask(shared, "/tokenize", {"prompt": "a" * 10_000})[1]["count"] == 10_000
 
     @pytest.mark.parametrize(
@@ -280,6 +281,6 @@ class TestTokenize:
             ("/detokenize", {}, "tokens is missing"),
         ],
     )
-    def test_what_is_no_text_is_refused(self, shared, ask, path, body, sentence):
+    def test_invalid_tokenize_bodies_are_rejected(self, shared, ask, path, body, sentence):
         status, answer, _ = ask(shared, path, body)
         assert status in (400, 404) and sentence in answer["error"]["message"], answer

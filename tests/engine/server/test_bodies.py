@@ -1,4 +1,4 @@
-"""No body costs much, whatever it holds: every field of every schema with its worst bodies."""
+"""No body costs much: every field of every schema with its worst bodies."""
 
 import json
 import os
@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from onchip.engine.server import bodies
-from onchip.engine.server.app import Options
+from onchip.engine.server.app import ServerOptions
+from onchip.engine.server.errors import APIError
 from onchip.engine.server.protocol import ChatRequest, CompletionRequest
-from onchip.engine.server.refusal import Refusal
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 SCHEMAS = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
@@ -71,7 +71,7 @@ def body(path, field, value):
 
 
 def fields(path):
-    """Those of the schema, and one that is none; what completions and chats share once."""
+    """The fields of the schema and an unknown one; fields of both endpoints once."""
     own = SCHEMAS[path].model_fields
     return [f for f in own if path == COMPLETIONS or f not in CompletionRequest.model_fields] + [
         "unknown"
@@ -83,12 +83,12 @@ CASES = [(path, field) for path in SCHEMAS for field in fields(path)]
 
 @pytest.mark.parametrize(("path", "field"), CASES)
 def test_validation_ends_at_few_errors(path, field):
-    """An error costs some kilobytes and microseconds; what is built before is bounded, too."""
+    """An error costs some kilobytes and microseconds; all work before it is bounded, too."""
     for kind, value in KINDS.items():
         sent = body(path, field, value(12_000))
         try:
             SCHEMAS[path].model_validate(bodies.load(sent))
-        except Refusal as refusal:
+        except APIError as refusal:
             assert refusal.status == 400 and len(refusal.message) < 500, kind
         except ValidationError as error:
             assert error.error_count() < MAX_ERRORS, kind
@@ -100,14 +100,14 @@ def test_structures_are_counted_outside_of_texts():
     for unit, each in {b"{}": 1, b"[]": 1, b'{"":1}': 2, b'{"a":"}"}': 2, b'[":"]': 1}.items():
         most = (bodies.MAX_STRUCTURES - 1) // each  # the list around them is one, too
         assert len(bodies.load(b"[" + b",".join([unit] * most) + b"]")) == most
-        with pytest.raises(Refusal, match="lists, objects and names"):
+        with pytest.raises(APIError, match="lists, objects and names"):
             bodies.load(b"[" + b",".join([unit] * (most + 1)) + b"]")
 
 
 def test_names_of_an_object_are_counted_wherever_it_is():
     for around in (b"%s", b"[1,%s]", b'{"a":[[%s]]}'):
         assert bodies.load(around % names(0, bodies.MAX_NAMES))
-        with pytest.raises(Refusal, match="513 names"):
+        with pytest.raises(APIError, match="513 names"):
             bodies.load(around % names(0, bodies.MAX_NAMES + 1))
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_the_engine_sees_it(serving, 
 
 
 class Child:
-    """What the system says about a process."""
+    """A process as reported by the system."""
 
     def __init__(self, pid):
         self.folder = Path(f"/proc/{pid}")
@@ -179,7 +179,7 @@ def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask
     """In processor time: this machine may be busy with other things."""
     running, url = shared_process
     child = Child(running.pid)
-    size = Options("any").max_body_bytes - 2000
+    size = ServerOptions("any").max_body_bytes - 2000
     attack(child, ask, url, COMPLETIONS, body(COMPLETIONS, "prompt", b"[-1]"))
     for path, field, kind in WORST:
         cpu_s, mib = attack(child, ask, url, path, body(path, field, KINDS[kind](size)))
@@ -195,10 +195,10 @@ def test_the_worst_bodies_cost_little_while_a_stream_goes_on(shared_process, ask
 @linux
 @pytest.mark.slow
 def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
-    """Each field with some kinds, by turns, and those that hold lists with all of them."""
+    """Each field with some kinds, in turn, and fields with lists with all kinds."""
     running, url = shared_process
     child = Child(running.pid)
-    size = Options("any").max_body_bytes - 2000
+    size = ServerOptions("any").max_body_bytes - 2000
     values = {kind: value(size - 100) for kind, value in KINDS.items()}
     attack(child, ask, url, COMPLETIONS, body(COMPLETIONS, "prompt", b"[-1]"))
     for place, (path, field) in enumerate(CASES):
@@ -212,8 +212,8 @@ def test_every_field_and_every_kind_of_body_cost_little(shared_process, ask):
 
 @linux
 def test_unfinished_bodies_are_bounded_in_all(shared_process, ask, connect):
-    """60 clients send all but the end of 4 MiB each: what is held of them stays within the bound,
-    small requests are served meanwhile, and afterwards all is as before.
+    """60 clients send all but the end of 4 MiB each: the memory of their bodies stays within the
+    bound, small requests are served meanwhile, and all memory is freed afterwards.
     """
     running, url = shared_process
     child = Child(running.pid)
@@ -243,12 +243,16 @@ def test_unfinished_bodies_are_bounded_in_all(shared_process, ask, connect):
     assert set(statuses) == {400, 503} and 1 <= statuses.count(400) <= 4
     assert any(b"bodies of other requests" in answer for _, answer in answers)
     sent = body(COMPLETIONS, "prompt", KINDS["negative ints"](MIB))
-    assert ask(url, COMPLETIONS, sent)[0] == 400  # there is room again
+    assert ask(url, COMPLETIONS, sent)[0] == 400  # the memory is free again
 
 
 @linux
-def test_no_more_files_is_said_once_a_second(shared_process, shared_log, ask, connect, until):
-    """A process that may open no more files accepts nothing, says so, and goes on afterwards."""
+def test_reaching_the_file_limit_is_logged_once_a_second(
+    shared_process, shared_log, ask, connect, until
+):
+    """A process at its limit of open files accepts no connection, logs it, and recovers
+    afterwards.
+    """
     running, url = shared_process
     assert ask(url, "/health")[0] == 200
     used = len(list(Path(f"/proc/{running.pid}/fd").iterdir()))
@@ -262,5 +266,7 @@ def test_no_more_files_is_said_once_a_second(shared_process, shared_log, ask, co
         client.close()
     resource.prlimit(running.pid, resource.RLIMIT_NOFILE, limits)
     until(lambda: ask(url, "/health")[0] == 200, 30)
-    lines = [x for x in shared_log.read_text().splitlines() if "no connection can" in x]
+    lines = [
+        x for x in shared_log.read_text().splitlines() if "connections cannot be accepted" in x
+    ]
     assert 1 <= len(lines) < 20 and "Traceback" not in shared_log.read_text()

@@ -1,4 +1,4 @@
-"""docs/serving.md tells the truth about the command, and about what it counts."""
+"""docs/serving.md matches the options of the command and the metrics."""
 
 import argparse
 import re
@@ -35,28 +35,28 @@ def test_every_metric_is_listed_and_no_other(shared, ask):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (["--api-key", "a-secret-key"], "lists processes"),
-        (["--host", "0.0.0.0"], "anybody who reaches 0.0.0.0"),
+        (["--api-key", "a-secret-key"], "visible to all users"),
+        (["--host", "0.0.0.0"], "every client that reaches 0.0.0.0"),
         ([], ""),
     ],
 )
-def test_what_is_unwise_is_said_and_no_key_is_repeated(options, word, capsys):
+def test_unsafe_options_are_warned_about_without_printing_keys(options, word, capsys):
     args = commands._parser().parse_args(["serve", *options])
     keys = command._keyring(args, Address(args.host))
     said = capsys.readouterr().err
     assert word in said and bool(word) == bool(said) and "a-secret-key" not in said
-    assert keys.open == ("--api-key" not in options)
+    assert keys.is_open == ("--api-key" not in options)
 
 
 @pytest.mark.parametrize("count", ["-1", "4097"])
-def test_no_more_may_wait_than_the_engine_lets(count):
+def test_max_queue_is_bounded_by_the_engine(count):
     args = commands._parser().parse_args(["serve", "--max-queue", count])
     with pytest.raises(ValueError, match=f"max_queue={count}"):
         command._options(args, Address(), Keyring())
 
 
 def test_nothing_else_of_the_engine_needs_the_server():
-    """Where there is no FastAPI, offline engines and GPU code work."""
+    """Offline engines and GPU code work without FastAPI."""
     for path in (Path(commands.__file__).parent / "engine").glob("*.py"):
         assert "engine.server" not in path.read_text(encoding="utf-8"), path
 

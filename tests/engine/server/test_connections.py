@@ -1,4 +1,4 @@
-"""What a client may do to its connection, byte by byte, and how many there may be."""
+"""Connections: byte-level misbehaviour of clients, and their number."""
 
 import logging
 import signal
@@ -8,16 +8,16 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from onchip.engine.server.app import Options, Server
-from onchip.engine.server.guard import MAX_HEAD_BYTES
-from onchip.engine.server.run import Background
+from onchip.engine.server.app import Server, ServerOptions
+from onchip.engine.server.auth import MAX_HEAD_BYTES
+from onchip.engine.server.run import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 
 
 @pytest.fixture
 def dial():
-    """dial(url, data): a socket that has sent this."""
+    """dial(url, data): a socket that has sent this data."""
     opened = []
 
     def connect(url, data=b""):
@@ -32,7 +32,7 @@ def dial():
 
 
 def read(client):
-    """All until the end of the connection."""
+    """All bytes until the end of the connection."""
     data = b""
     try:
         while part := client.recv(65536):
@@ -60,20 +60,20 @@ CHUNKS = b"2\r\n{}\r\n0\r\n\r\n"
         (post(*[f"x{i}: {'a' * 90}" for i in range(700)], "content-length: 2"), b"431", b"head"),
         (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n", b"431", b"head"),
         (b"GET /health?" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: a\r\n\r\n", b"431", b"head"),
-        (b"nonsense\r\n\r\n", b"400", b"no HTTP"),
-        (post("content-length: 2", "content-length: 3"), b"400", b"no HTTP"),
-        (post("transfer-encoding: gzip, chunked", body=CHUNKS), b"400", b"no HTTP"),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400", b"no HTTP"),
+        (b"nonsense\r\n\r\n", b"400", b"not HTTP"),
+        (post("content-length: 2", "content-length: 3"), b"400", b"not HTTP"),
+        (post("transfer-encoding: gzip, chunked", body=CHUNKS), b"400", b"not HTTP"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"400", b"not HTTP"),
     ],
 )
 def test_a_head_that_is_ambiguous_or_too_large_is_refused(shared, dial, request_, status, word):
-    """In one read, in which h11 would take it; and the connection ends."""
+    """In one read, in which h11 would accept it; the connection ends."""
     answer = read(dial(shared, request_))
     assert answer.split()[1] == status and word in answer, answer[:300]
     assert b"connection: close" in answer.lower() and answer.count(b"HTTP/1.1") == 1
 
 
-def test_one_length_is_enough(shared, dial):
+def test_one_body_length_is_accepted(shared, dial):
     small = f"x: {'a' * (MAX_HEAD_BYTES - 1000)}"
     for header, body in (("transfer-encoding: chunked", CHUNKS), ("content-length: 2", b"{}")):
         client = dial(shared, post(header, small, "connection: close", body=body))
@@ -81,7 +81,7 @@ def test_one_length_is_enough(shared, dial):
 
 
 def test_nothing_a_client_sends_late_writes_a_traceback(shared, dial, caplog):
-    """A chunk that is none, after the answer has begun or ended."""
+    """An invalid chunk, after the response has begun or ended."""
     caplog.set_level(logging.INFO)
     for body in (b"zz\r\n", b"ffffffffffffffffffffff\r\n", b"2\r\n{}zz\r\n"):
         client = dial(shared, post("transfer-encoding: chunked", body=body))
@@ -94,10 +94,10 @@ def test_nothing_a_client_sends_late_writes_a_traceback(shared, dial, caplog):
     assert "Traceback" not in caplog.text and "rror" not in caplog.text
 
 
-def test_silent_connections_make_room_for_those_that_ask(fake, ask, dial):
-    """More than may be open, all silent or dripping: the oldest of them end."""
-    server = Server(fake(), Options("fake"))
-    with Background(server, max_connections=20) as url:
+def test_idle_connections_are_closed_for_new_ones(fake, ask, dial):
+    """More connections than allowed, all silent or slow: the oldest of them are closed."""
+    server = Server(fake(), ServerOptions("fake"))
+    with BackgroundServer(server, max_connections=20) as url:
         silent = [dial(url, b"GET /health HTTP/1.1\r\nx: " * (i % 2)) for i in range(60)]
         for _ in range(3):
             assert ask(url, "/health")[0] == 200
@@ -107,10 +107,12 @@ def test_silent_connections_make_room_for_those_that_ask(fake, ask, dial):
             silent[-1].recv(1)
 
 
-def test_a_connection_more_than_can_be_is_told_so(fake, ask, open_stream, dial, until):
-    """All are busy: nobody is cut off for a newcomer."""
+def test_a_connection_beyond_the_limit_gets_a_503(fake, ask, open_stream, dial, until):
+    """All connections are busy: none is closed for a new one."""
     engine = fake(step_s=0.02)
-    background = Background(Server(engine, Options("fake")), max_connections=3, drain_s=0.0)
+    background = BackgroundServer(
+        Server(engine, ServerOptions("fake")), max_connections=3, drain_s=0.0
+    )
     with background as url:
         streams = [open_stream(url, max_tokens=4000) for _ in range(3)]
         until(lambda: len(engine.requests) == 3)
@@ -121,14 +123,14 @@ def test_a_connection_more_than_can_be_is_told_so(fake, ask, open_stream, dial, 
         assert ask(url, "/health")[0] == 200 and len(engine.requests) == 2
 
 
-def test_a_body_that_arrives_at_the_end_is_answered(fake, dial, until, caplog):
-    """SIGTERM while a client is sending: a sentence for it, and no traceback."""
+def test_a_body_that_arrives_during_shutdown_is_rejected(fake, dial, until, caplog):
+    """SIGTERM while a client is sending: it gets an error, and no traceback is logged."""
     caplog.set_level(logging.INFO)
-    background = Background(Server(fake(), Options("fake")), drain_s=20.0)
+    background = BackgroundServer(Server(fake(), ServerOptions("fake")), drain_s=20.0)
     started = time.monotonic()
     with background as url:
         client = dial(url, post("content-length: 1000"))
-        until(lambda: background.process.server.service.num_arriving == 1)
+        until(lambda: background.process.server.service.num_incoming == 1)
         background.process.handle_exit(signal.SIGTERM)
         answer = read(client)
     assert b" 503 " in answer and b"shutting down" in answer
@@ -136,14 +138,14 @@ def test_a_body_that_arrives_at_the_end_is_answered(fake, dial, until, caplog):
     assert time.monotonic() - started < 15
 
 
-def test_a_client_that_does_not_read_does_not_hold_up_the_end(
+def test_a_client_that_does_not_read_does_not_delay_the_shutdown(
     fake, dial, until, caplog, monkeypatch
 ):
     monkeypatch.setattr("onchip.engine.server.run.FLUSH_S", 0.5)
     caplog.set_level(logging.INFO)
     engine = fake()
     text = b'{"prompt": "abc", "max_tokens": 2000, "n": 32, "stream": true, "logprobs": 2}'
-    with Background(Server(engine, Options("fake")), drain_s=0.0) as url:
+    with BackgroundServer(Server(engine, ServerOptions("fake")), drain_s=0.0) as url:
         client = dial(url)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.sendall(post(f"content-length: {len(text)}", body=text))

@@ -14,8 +14,8 @@ from onchip.engine.tokenizer import ByteTokenizer
 from onchip.models import ModelConfig, random_model, save
 
 CLIENTS = 1000
-TOKENS = 24  # so many that nobody is done before all are there
-MODEL = {  # small: what a step holds for a moment is little beside what is watched
+TOKENS = 24  # enough that all are open before the first is done
+MODEL = {  # small: the temporary memory of a step is negligible
     "model_type": "llama",
     "vocab_size": ByteTokenizer.VOCAB_SIZE,
     "hidden_size": 128,
@@ -58,8 +58,8 @@ async def watch(ask, url, seen):
 
 @pytest.mark.slow
 def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask):
-    """No error, no request left behind: who came earlier begins earlier, up to a batch. A second
-    crowd finds the memory that the first one left.
+    """No error and no lost request: earlier requests begin earlier, up to a batch. A second
+    thousand needs no more memory than the first.
     """
     child, url = crowd_server
 
@@ -77,7 +77,9 @@ def test_a_thousand_open_connections_are_all_answered_in_turn(crowd_server, ask)
     assert [o for o in outcomes if not o.ok] == []
     assert all(o.num_tokens == TOKENS for o in outcomes)
     spans = sorted(o.last_s - o.first_s for o in outcomes)
-    assert spans[-1] < 20 * spans[CLIENTS // 2], summary(outcomes)  # who has begun goes on
+    assert spans[-1] < 20 * spans[CLIENTS // 2], summary(
+        outcomes
+    )  # a started request is not delayed much
     before = rss_mib(child.pid)
     asyncio.run(scene(1))
     assert rss_mib(child.pid) < 1.05 * before + 20

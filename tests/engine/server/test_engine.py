@@ -1,4 +1,4 @@
-"""With the real engine behind it: what is answered over HTTP is what the engine answers offline."""
+"""With the real engine: responses over HTTP equal offline outputs."""
 
 import inspect
 import json
@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from onchip.engine import Engine, SamplingParams, Stats
+from onchip.engine import Engine, EngineStats, SamplingParams
 from onchip.engine.llm import LLM
 
 PATH = "/v1/completions"
@@ -19,7 +19,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def offline():
-    """Of each prompt, by what was asked for."""
+    """The offline outputs of each prompt."""
     llm = model()
     yield lambda **params: llm.generate(PROMPTS, SamplingParams(**params), use_tqdm=False)
     llm.close()
@@ -43,7 +43,7 @@ def url(serving):
     ids=["greedy", "seeded", "stopped", "best", "beams"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_http_changes_nothing(url, ask, offline, asked, stream):
+def test_http_outputs_equal_offline_outputs(url, ask, offline, asked, stream):
     streamable = "best_of" not in asked and "use_beam_search" not in asked
     body = {"prompt": PROMPTS, "stream": stream} | asked
     status, answer, _ = ask(url, PATH, body)
@@ -86,7 +86,7 @@ def test_a_scored_prompt_has_the_logprobs_of_its_tokens(url, ask, offline):
     assert choice["logprobs"]["text_offset"] == list(range(len(PROMPTS[0])))
 
 
-def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
+def test_prefixes_are_shared_within_a_key_only(serving, ask):
     """Both halves matter: a cache that is never hit would pass the second."""
     anna, bert = ({"authorization": f"Bearer {name}-secret-key"} for name in ("anna", "bert"))
     body = {"prompt": "Only we know what stands here. " * 3, "max_tokens": 1}
@@ -97,15 +97,15 @@ def test_prefixes_are_found_by_the_same_key_and_by_no_other(serving, ask):
         assert cached(ask(url, PATH, body, **bert)) == 0
 
 
-def test_the_engine_of_the_fault_tests_has_the_shape_of_the_real_one(fake):
+def test_the_fake_engine_has_the_interface_of_the_real_one(fake):
     names = lambda function: set(inspect.signature(function).parameters) - {"self"}
     assert names(fake.add) == names(Engine.add)
-    assert set(vars(fake().stats())) == {field.name for field in fields(Stats)}
+    assert set(vars(fake().stats())) == {field.name for field in fields(EngineStats)}
     members = ("has_work", "cancel", "step", "stats", "close")
     assert all(hasattr(fake, name) and hasattr(Engine, name) for name in members)
 
 
-def test_a_deadline_gives_the_pages_back(serving, ask):
+def test_a_deadline_frees_the_pages(serving, ask):
     with serving(model().engine) as (url, server):
         body = {"prompt": "abc", "max_tokens": 2000, "ignore_eos": True, "deadline_s": 0.3}
         status, answer, _ = ask(url, PATH, body)
@@ -115,7 +115,7 @@ def test_a_deadline_gives_the_pages_back(serving, ask):
         assert (stats.running, stats.pages_free) == (0, stats.pages_total)
 
 
-def test_a_step_that_fails_is_told_to_all(serving, ask, open_stream, until, monkeypatch):
+def test_a_failed_step_fails_all_pending_calls(serving, ask, open_stream, until, monkeypatch):
     llm = model()
     with serving(llm.engine) as (url, server):
         streams = [open_stream(url, max_tokens=2000, ignore_eos=True) for _ in range(3)]

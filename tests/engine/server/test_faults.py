@@ -1,4 +1,4 @@
-"""Whatever a client does harms that client alone; whatever the engine does, all are told."""
+"""A misbehaving client harms only itself; if the engine fails, every client gets an error."""
 
 import json
 import socket
@@ -89,8 +89,8 @@ class TestQuestions:
         status, answer, _ = ask(shared, CHATS, body)
         assert status == 400 and word in answer["error"]["message"], answer
 
-    def test_other_kinds_of_bodies_are_no_json(self, shared, ask):
-        """A page elsewhere may send text, but not JSON, without being asked for leave."""
+    def test_other_content_types_are_rejected(self, shared, ask):
+        """A page of another origin may send text, but not JSON, without a preflight request."""
         for kind in ("text/plain", "application/x-www-form-urlencoded"):
             headers = {"content-type": kind}
             assert ask(shared, COMPLETIONS, b'{"prompt": "a"}', **headers)[0] == 400
@@ -120,12 +120,12 @@ class TestQuestions:
             pass  # the connection ended before all was sent
         connection.close()
 
-    def test_unknown_paths_and_methods_are_refused_in_the_same_words(self, shared, ask):
+    def test_unknown_paths_and_methods_get_the_same_error_object(self, shared, ask):
         assert ask(shared, "/v1/nonsense")[1]["error"]["type"] == "invalid_request_error"
         status, answer, headers = ask(shared, COMPLETIONS)
         assert status == 405 and answer["error"] and headers["allow"] == "POST"
 
-    def test_a_name_of_ones_own_does_not_reach_a_local_server(self, serving, fake, ask):
+    def test_a_foreign_host_name_does_not_reach_a_local_server(self, serving, fake, ask):
         with serving(fake(), hosts=frozenset({"127.0.0.1"})) as (url, _):
             assert ask(url, "/v1/models")[0] == 200
             status, answer, _ = ask(url, "/v1/models", host="evil.example")
@@ -157,7 +157,7 @@ class TestClients:
             until(lambda: not engine.requests)
             assert engine.cancelled and server.service.num_open == 0
 
-    def test_a_reader_that_takes_nothing_keeps_nobody_waiting(
+    def test_a_reader_that_takes_nothing_delays_no_other_client(
         self, serving, fake, open_stream, ask, until
     ):
         engine = fake()
@@ -168,13 +168,13 @@ class TestClients:
             for _ in range(5):
                 assert ask(url, COMPLETIONS, {"prompt": "abc", "max_tokens": 3})[0] == 200
             assert time.monotonic() - started < 10
-            until(lambda: not engine.requests)  # although nobody has read a byte of it
+            until(lambda: not engine.requests)  # although no byte of it was read
             chunks = [json.loads(e) for e in events(connection.getresponse())[:-1]]
             texts = ["".join(c["text"] for c in one) for one in by_index(chunks)]
             assert [len(text) for text in texts] == [300] * 16
 
     @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux can tell")
-    def test_a_reader_that_is_stuck_is_gone(self, serving, fake, until, monkeypatch):
+    def test_a_stuck_reader_is_disconnected(self, serving, fake, until, monkeypatch):
         monkeypatch.setattr("onchip.engine.server.run.STUCK_CLIENT_MS", 1000)
         engine = fake(step_s=0.001)
         body = json.dumps({**LONG, "n": 64, "logprobs": 2, "stream": True}).encode()
@@ -188,7 +188,7 @@ class TestClients:
             until(lambda: engine.cancelled, 30)
             assert server.service.num_open == 0
 
-    def test_one_that_breaks_the_engines_door_fails_alone(self, serving, fake, ask, open_stream):
+    def test_a_request_that_breaks_add_fails_alone(self, serving, fake, ask, open_stream):
         engine = fake(step_s=0.001)
         with serving(engine) as (url, _):
             connection = open_stream(url, max_tokens=50)
@@ -197,7 +197,7 @@ class TestClients:
             assert ask(url, "/health")[0] == 200 and not engine.requests
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_one_prompt_that_fails_ends_the_others_of_its_request_alone(
+    def test_a_failed_prompt_ends_only_its_own_call(
         self, serving, fake, ask, open_stream, until, stream
     ):
         engine = fake(step_s=0.002)
@@ -212,8 +212,8 @@ class TestClients:
             until(lambda: len(engine.requests) == 1)
             assert events(other.getresponse())[-1] == "[DONE]"
 
-    def test_a_full_queue_is_said_with_a_time(self, serving, fake, ask, open_stream, until):
-        engine = fake(step_s=0.002, seats=1, queue=2)
+    def test_a_full_queue_gets_a_429_with_retry_after(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.002, max_running=1, max_waiting=2)
         with serving(engine) as (url, _):
             taken = [open_stream(url, max_tokens=200, prompt="abc") for _ in range(3)]
             until(lambda: len(engine.requests) == 3)
@@ -222,13 +222,13 @@ class TestClients:
             assert int(headers["retry-after"]) >= 1
             assert all(events(c.getresponse())[-1] == "[DONE]" for c in taken)
 
-    def test_all_prompts_of_a_request_find_room_or_none(self, serving, fake, ask):
-        engine = fake(seats=1, queue=2)
+    def test_all_prompts_of_a_call_are_accepted_or_none(self, serving, fake, ask):
+        engine = fake(max_running=1, max_waiting=2)
         with serving(engine) as (url, _):
             status, _, _ = ask(url, COMPLETIONS, {"prompt": ["a"] * 4, "max_tokens": 4000})
             assert status == 429 and not engine.requests
 
-    def test_so_many_may_be_open_and_no_more(self, serving, fake, ask, open_stream, until):
+    def test_max_open_is_kept(self, serving, fake, ask, open_stream, until):
         engine = fake(step_s=0.002)
         with serving(engine, max_open=2, drain_s=0.0) as (url, server):
             taken = [open_stream(url, **LONG) for _ in range(2)]
@@ -237,8 +237,8 @@ class TestClients:
             assert len(taken) == 2
 
     def test_slow_uploads_are_open_requests_too(self, serving, fake, ask, connect, until):
-        """300 clients send a body byte by byte: as many as may be open are read, the others are
-        told at once when to come again, and who hangs up makes room.
+        """300 clients send a body byte by byte: up to the limit they are read, the others get a 429
+        with Retry-After at once, and a client that hangs up frees its place.
         """
         body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
 
@@ -252,22 +252,22 @@ class TestClients:
 
         with serving(fake(), max_open=120) as (url, server):
             service, slow = server.service, [upload(url) for _ in range(120)]
-            until(lambda: service.num_arriving == 120)
+            until(lambda: service.num_incoming == 120)
             late = [upload(url).getresponse() for _ in range(180)]
-            assert {answer.status for answer in late} == {429} and service.num_arriving == 120
+            assert {answer.status for answer in late} == {429} and service.num_incoming == 120
             assert all(int(answer.headers["retry-after"]) >= 1 for answer in late)
             assert ask(url, "/v1/models")[0] == ask(url, "/health")[0] == 200
             for connection in slow[60:]:
                 connection.close()
-            until(lambda: service.num_arriving == 60)
+            until(lambda: service.num_incoming == 60)
             assert ask(url, COMPLETIONS, body)[0] == 200
             for connection in slow[:60]:
                 connection.send(body[1:])
             assert {connection.getresponse().status for connection in slow[:60]} == {200}
-            until(lambda: service.num_arriving == service.num_open == 0)
+            until(lambda: service.num_incoming == service.num_open == 0)
 
-    def test_a_server_of_one_request_takes_one(self, serving, fake, ask):
-        """It does not count twice while it is read."""
+    def test_a_server_with_max_open_1_serves_requests(self, serving, fake, ask):
+        """A request does not count twice while it is read."""
         with serving(fake(), max_open=1) as (url, _):
             assert [ask(url, COMPLETIONS, {"prompt": "a"})[0] for _ in range(3)] == [200] * 3
 
@@ -283,14 +283,14 @@ class TestClients:
                 assert status == 408
             assert error["code"] == "deadline" and "not done within 0.2 s" in error["message"]
 
-    def test_nobody_waits_longer_than_the_server_allows(self, serving, fake, ask):
+    def test_no_request_takes_longer_than_max_request_s(self, serving, fake, ask):
         with serving(fake(step_s=0.005), max_request_s=0.2) as (url, _):
             assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 1000})[0] == 504
 
 
 class TestEngine:
-    def test_if_it_dies_all_who_wait_are_told(self, serving, fake, ask, open_stream, until):
-        engine = fake(step_s=0.005, seats=2)
+    def test_if_it_dies_all_pending_calls_fail(self, serving, fake, ask, open_stream, until):
+        engine = fake(step_s=0.005, max_running=2)
         with serving(engine) as (url, server), ThreadPoolExecutor(4) as pool:
             waiting = [pool.submit(ask, url, COMPLETIONS, LONG) for _ in range(4)]
             streams = [open_stream(url, **LONG) for _ in range(4)]
@@ -312,15 +312,17 @@ class TestEngine:
             assert server.service.num_open == 0
         assert engine.closed
 
-    def test_if_it_dies_while_a_question_is_refused_that_is_answered(self, serving, fake, ask):
-        """The second prompt is none, so the first is taken back: by a step that fails."""
+    def test_if_it_dies_while_rejecting_a_call_the_call_fails(self, serving, fake, ask):
+        """The second prompt is invalid, so the first is cancelled: by a step that fails."""
         engine = fake()
         engine.boom = RuntimeError("gone")
         with serving(engine) as (url, _):
             status, reply, _ = ask(url, COMPLETIONS, {"prompt": [[1], [VOCAB]]})
             assert status == 503 and reply["error"]["code"] == "engine_dead"
 
-    def test_a_step_that_hangs_is_seen(self, serving, fake, ask, open_stream, until):
+    def test_a_hanging_step_makes_the_server_not_ready(
+        self, serving, fake, ask, open_stream, until
+    ):
         engine = fake()
         with serving(engine, max_stall_s=0.1) as (url, _):
             assert ask(url, "/ready")[1]["last_step_age_s"] is None
@@ -335,8 +337,8 @@ class TestEngine:
             assert events(connection.getresponse())[-1] == "[DONE]"
             until(lambda: ask(url, "/ready")[0] == 200)
 
-    def test_without_it_a_deadline_is_kept_too(self, serving, fake, ask, monkeypatch):
-        monkeypatch.setattr("onchip.engine.server.replies.GRACE_S", 0.1)
+    def test_a_deadline_is_kept_while_a_step_hangs(self, serving, fake, ask, monkeypatch):
+        monkeypatch.setattr("onchip.engine.server.streaming.GRACE_S", 0.1)
         with serving(fake(step_s=1.0)) as (url, _):
             started = time.monotonic()
             assert ask(url, COMPLETIONS, {**LONG, "deadline_s": 0.1})[0] == 408
@@ -359,7 +361,9 @@ class TestEngine:
             )
             assert running.result(10)[1]["usage"]["completion_tokens"] == 60
 
-    def test_what_a_drain_cannot_finish_is_answered(self, serving, fake, ask, open_stream, until):
+    def test_calls_that_a_drain_cannot_finish_get_an_error(
+        self, serving, fake, ask, open_stream, until
+    ):
         engine = fake(step_s=0.01)
         with ThreadPoolExecutor(1) as pool:
             with serving(engine, drain_s=0.2) as (url, _):
@@ -373,7 +377,7 @@ class TestEngine:
 
 
 def by_index(chunks):
-    """The choices of a stream, by choice."""
+    """The choices of a stream, grouped by choice."""
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     indices = sorted({choice["index"] for choice in choices})
     return [[c for c in choices if c["index"] == i] for i in indices]

@@ -1,4 +1,4 @@
-"""A client that hangs up is computed for no more: wherever its request is at that moment."""
+"""If a client hangs up, its request is no longer computed, in whichever state it is."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ COMPLETIONS = "/v1/completions"
 
 @pytest.fixture
 def post():
-    """post(url, **body): a socket that has sent a request and has read nothing."""
+    """post(url, **body): a socket that has sent a request and read nothing."""
     opened = []
 
     def send(url, **body):
@@ -29,8 +29,8 @@ def post():
         client.close()
 
 
-def test_it_is_noticed_while_a_step_is_computed(serving, fake, post, until):
-    """The request waits for the step to end, and is not added any more."""
+def test_a_disconnect_is_noticed_during_a_step(serving, fake, post, until):
+    """The request waits for the step to end, and is then not added."""
     engine = fake(step_s=2.0)
     with serving(engine, drain_s=0.0) as (url, server):
         first = post(url, max_tokens=2)
@@ -46,7 +46,7 @@ def test_it_is_noticed_while_a_step_is_computed(serving, fake, post, until):
 
 
 class SlowToAdd:
-    """Adding takes longer than the turn between two steps has time for."""
+    """Adding takes longer than the time for commands between two steps."""
 
     def __init__(self, engine, add_s):
         self._add, self._add_s = engine.add, add_s
@@ -56,9 +56,9 @@ class SlowToAdd:
         return self._add(*args, **kwargs)
 
 
-def test_a_crowd_that_leaves_holds_up_nobody(serving, fake, ask, post, until):
-    """Those that are in the engine are cancelled at once, the others are never added."""
-    engine = fake(step_s=0.02, seats=4)
+def test_many_disconnects_delay_no_other_request(serving, fake, ask, post, until):
+    """Added requests are cancelled at once, the others are never added."""
+    engine = fake(step_s=0.02, max_running=4)
     engine.add = SlowToAdd(engine, 0.03)
     with serving(engine) as (url, server):
         clients = [post(url) for _ in range(150)]
@@ -73,9 +73,9 @@ def test_a_crowd_that_leaves_holds_up_nobody(serving, fake, ask, post, until):
         assert added < 150
 
 
-def test_cancels_come_before_adds(serving, fake, post, until):
-    """With the thread busy adding, those that left hold no seat at the next step."""
-    engine = fake(step_s=0.5, seats=100)
+def test_cancels_run_before_adds(serving, fake, post, until):
+    """While the thread is busy adding, cancelled requests hold no row at the next step."""
+    engine = fake(step_s=0.5, max_running=100)
     with serving(engine, drain_s=0.0) as (url, server):
         clients = [post(url) for _ in range(30)]
         until(lambda: len(engine.requests) == 30)

@@ -1,4 +1,4 @@
-"""Who may ask, and whose prefixes they find."""
+"""API keys, and the prefixes that their requests share."""
 
 import pytest
 
@@ -10,28 +10,28 @@ bearer = lambda key: f"Bearer {key}".encode()
 
 def test_a_key_has_one_salt_and_every_other_another():
     keys = Keyring([ANNA, BERT])
-    assert keys.salt(bearer(ANNA)) == keys.salt(b"bearer " + ANNA.encode())
-    assert keys.salt(bearer(ANNA)) != keys.salt(bearer(BERT))
-    assert len(keys.salt(bearer(ANNA))) == 32
+    assert keys.find_salt(bearer(ANNA)) == keys.find_salt(b"bearer " + ANNA.encode())
+    assert keys.find_salt(bearer(ANNA)) != keys.find_salt(bearer(BERT))
+    assert len(keys.find_salt(bearer(ANNA))) == 32
 
 
-def test_salts_are_those_of_one_process():
-    assert Keyring([ANNA]).salt(bearer(ANNA)) != Keyring([ANNA]).salt(bearer(ANNA))
+def test_salts_differ_between_processes():
+    assert Keyring([ANNA]).find_salt(bearer(ANNA)) != Keyring([ANNA]).find_salt(bearer(ANNA))
 
 
 @pytest.mark.parametrize(
     "header", [None, b"", b"Bearer", b"Bearer ", b"Basic " + ANNA.encode(), bearer(ANNA[:-1])]
 )
-def test_whoever_has_no_key_is_nobody(header):
-    assert Keyring([ANNA]).salt(header) is None
+def test_an_unknown_key_has_no_salt(header):
+    assert Keyring([ANNA]).find_salt(header) is None
 
 
-def test_without_keys_all_are_one():
-    assert Keyring().open and Keyring().salt(None) == b""
+def test_without_keys_all_clients_share_one_salt():
+    assert Keyring().is_open and Keyring().find_salt(None) == b""
 
 
 @pytest.mark.parametrize("key", ["short", "käse-käse-käse", "with\nnewline"])
-def test_a_key_that_no_header_carries_is_refused_and_not_repeated(key):
+def test_an_invalid_key_is_rejected_without_printing_it(key):
     with pytest.raises(ValueError, match="API key") as error:
         Keyring([key])
     assert key not in str(error.value)
@@ -61,7 +61,7 @@ def test_every_path_needs_a_key_but_the_page_and_the_probes(serving, fake, ask):
 
 
 def test_a_salt_of_the_body_joins_that_of_the_key(serving, fake, ask):
-    """Equal salts of two keys stay apart: a body cannot reach the pages of another key."""
+    """Equal salts of two keys differ: a body cannot reach the pages of another key."""
     engine = fake()
     with serving(engine, keys=[ANNA, BERT]) as (url, _):
         for key, salt in [(ANNA, None), (ANNA, None), (BERT, None), (ANNA, "x"), (BERT, "x")]:

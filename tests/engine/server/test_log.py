@@ -1,4 +1,4 @@
-"""What the server writes down: a line for each request, and nothing that is secret."""
+"""The log: one line per request, and no secrets."""
 
 import logging
 import re
@@ -6,8 +6,8 @@ import re
 import pytest
 
 from onchip.engine.server import command
-from onchip.engine.server.app import Options, Server
-from onchip.engine.server.run import Background
+from onchip.engine.server.app import Server, ServerOptions
+from onchip.engine.server.run import BackgroundServer
 
 COMPLETIONS = "/v1/completions"
 KEY = "a-key-of-a-tenant"
@@ -16,7 +16,7 @@ SECRET = "a prompt that nobody may read"
 
 @pytest.fixture
 def lines(caplog):
-    """lines(): those of requests so far, at every level."""
+    """lines(): log lines of requests so far, at every level."""
     caplog.set_level(logging.DEBUG, "onchip.serve")
 
     def said():
@@ -54,19 +54,19 @@ def test_every_kind_of_request_has_its_line(shared, ask, lines, until, path, bod
 
 
 @pytest.mark.parametrize("given", ["", "a b", "a\tb", "ä", "a" * 129, 'a"b', "a,b"])
-def test_a_name_that_would_spoil_a_line_is_replaced(shared, ask, given):
+def test_an_unsafe_request_id_is_replaced(shared, ask, given):
     _, _, headers = ask(shared, "/health", **{"x-request-id": given.encode()})
     assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
 
 
-def test_probes_are_not_worth_a_line(shared, ask, caplog):
+def test_probes_are_logged_at_debug(shared, ask, caplog):
     caplog.set_level(logging.INFO, "onchip.serve")
     for path in ("/health", "/ready", "/metrics", "/stats"):
         assert ask(shared, path)[0] == 200
     assert not caplog.records
 
 
-def test_a_client_that_hung_up_is_noted(serving, fake, open_stream, lines, until):
+def test_a_disconnected_client_is_logged_as_499(serving, fake, open_stream, lines, until):
     engine = fake(step_s=0.01)
     with serving(engine) as (url, server):
         connection = open_stream(url, max_tokens=4000)
@@ -79,7 +79,7 @@ def test_a_client_that_hung_up_is_noted(serving, fake, open_stream, lines, until
 
 def test_a_failure_of_the_server_is_answered_and_logged_once(serving, fake, ask, caplog):
     with serving(fake()) as (url, server):
-        server.watch.look = None
+        server.live_view.read_stats = None
         server.metrics.render = None
         status, answer, headers = ask(url, "/metrics")
         assert status == 500 and answer["error"]["message"] == "the server failed at this request"
@@ -90,7 +90,7 @@ def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     caplog.set_level(logging.DEBUG)
     from onchip.engine.server.keys import Keyring
 
-    with Background(Server(fake(), Options("fake"), Keyring([KEY]))) as url:
+    with BackgroundServer(Server(fake(), ServerOptions("fake"), Keyring([KEY]))) as url:
         bearer = {"authorization": f"Bearer {KEY}"}
         chat = {"messages": [{"role": "user", "content": SECRET}], "nonsense": SECRET}
         assert ask(url, COMPLETIONS, {"prompt": SECRET}, **bearer)[0] == 200
@@ -102,7 +102,7 @@ def test_no_prompt_and_no_key_is_logged(fake, ask, caplog):
     assert SECRET not in caplog.text and KEY not in caplog.text
 
 
-def test_the_start_says_what_serves():
+def test_the_start_line_describes_the_model():
     from onchip.engine import LLM
 
     llm = LLM("tiny", num_pages=200, max_num_seqs=8, swap_space=0, device="cpu")

@@ -1,4 +1,4 @@
-"""The official client is the judge: it completes, streams and cancels."""
+"""The official OpenAI client completes, streams and cancels."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def text_of(stream):
 
 
 class TestCompletions:
-    def test_a_whole_answer(self, client):
+    def test_a_whole_response(self, client):
         done = client.completions.create(model="fake", prompt="abc", max_tokens=7)
         (choice,) = done.choices
         assert (choice.text, choice.finish_reason, choice.index) == ("abcabca", "length", 0)
@@ -38,7 +38,7 @@ class TestCompletions:
     def test_token_ids_are_a_prompt(self, client, prompt):
         assert client.completions.create(model="fake", prompt=prompt).choices[0].text[:2] == "ab"
 
-    def test_a_stream_is_the_answer_in_pieces(self, client):
+    def test_a_stream_adds_up_to_the_whole_response(self, client):
         asked = {"model": "fake", "prompt": "héllo", "max_tokens": 11, "n": 2}
         whole = client.completions.create(**asked)
         texts = {0: "", 1: ""}
@@ -52,7 +52,7 @@ class TestCompletions:
         for given in reasons.values():
             assert given[-1] == "length" and not any(given[:-1])
 
-    def test_a_stream_ends_with_its_usage_if_asked(self, client):
+    def test_a_stream_ends_with_its_usage_if_requested(self, client):
         asked = {"model": "fake", "prompt": "abc", "max_tokens": 5, "stream": True}
         _, chunks = text_of(
             client.completions.create(**asked, stream_options={"include_usage": True})
@@ -73,7 +73,7 @@ class TestCompletions:
         assert given.top_logprobs == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
         assert given.text_offset == [0, 1]
 
-    def test_logprobs_of_a_stream_are_those_of_the_whole(self, client):
+    def test_streamed_logprobs_equal_the_whole_response(self, client):
         asked = {"model": "fake", "prompt": "abc", "max_tokens": 9, "logprobs": 0, "echo": True}
         whole = client.completions.create(**asked).choices[0].logprobs
         parts = [
@@ -93,7 +93,7 @@ class TestCompletions:
         )
         assert streamed == "xyxy"
 
-    def test_no_tokens_at_all_score_the_prompt(self, client):
+    def test_max_tokens_0_scores_the_prompt(self, client):
         asked = {"model": "fake", "prompt": "abc", "max_tokens": 0, "echo": True, "logprobs": 0}
         done = client.completions.create(**asked)
         (choice,) = done.choices
@@ -101,14 +101,14 @@ class TestCompletions:
         assert choice.logprobs.token_logprobs == [None, -0.25, -0.25]
         assert done.usage.completion_tokens == 0
 
-    def test_what_the_client_has_no_name_for_goes_as_extra(self, client):
+    def test_fields_unknown_to_the_client_are_sent_as_extra_body(self, client):
         extra = {"top_k": 5, "min_p": 0.1, "ignore_eos": True, "priority": 3, "deadline_s": 30}
         done = client.completions.create(model="fake", prompt="a", extra_body=extra)
         assert done.choices[0].text
 
 
 class TestChats:
-    def test_a_whole_answer(self, client):
+    def test_a_whole_response(self, client):
         done = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=5)
         (choice,) = done.choices
         assert choice.message.role == "assistant" and choice.message.content == "user:"
@@ -148,7 +148,7 @@ class TestChats:
         assert (first.token, first.logprob, first.bytes) == ("u", -0.5, [117])
         assert [t.token for t in first.top_logprobs] == ["u"]
 
-    def test_with_no_limit_there_is_all_the_room(self, client):
+    def test_without_max_tokens_the_model_limit_applies(self, client):
         done = client.chat.completions.create(model="fake", messages=HELLO, stop=" hel")
         assert done.choices[0].finish_reason == "stop" and done.usage.completion_tokens > 4
 
@@ -164,7 +164,7 @@ class TestEnds:
         assert shared_engine.cancelled
         shared_engine.step_s = 0.0
 
-    def test_errors_are_the_clients_own(self, client):
+    def test_errors_raise_the_exceptions_of_the_client(self, client):
         with pytest.raises(openai.NotFoundError, match="no model 'gpt-4'"):
             client.completions.create(model="gpt-4", prompt="a")
         with pytest.raises(openai.BadRequestError, match="temperature"):

@@ -31,7 +31,7 @@ def find():
 
 
 class Browser:
-    """One page. `errors`: what it wrote to its console as an error, or threw."""
+    """One page. `errors`: errors that it logged or threw."""
 
     def __init__(self, folder, seconds=30.0):
         commands, self._out = os.pipe()
@@ -96,7 +96,7 @@ class Browser:
         self.until("document.readyState === 'complete'")
 
     def run(self, expression):
-        """The value of an expression on the page."""
+        """The value of a JavaScript expression on the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -130,7 +130,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def tiny(serving, browser):
-    """The address of a server; the browser has left it, and all before it, when it goes."""
+    """The address of a server; at the end the browser has left the page."""
     llm = LLM("tiny", num_pages=129, max_num_seqs=8, swap_space=0)
     browser.go("about:blank")
     browser.errors.clear()
@@ -157,7 +157,7 @@ def test_a_prompt_sent_from_the_page_takes_pages_and_is_answered(browser, tiny):
 
 
 def test_a_request_that_does_not_stream_shows_its_tokens(browser, tiny):
-    """And the page says what its pages are."""
+    """The page also shows the size of a page."""
     browser.see(1280, 900)
     browser.go(f"{tiny}/")
     browser.until("now !== null && now.page_size !== null")
@@ -176,7 +176,7 @@ def test_a_request_that_does_not_stream_shows_its_tokens(browser, tiny):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_every_screen_sees_all_of_it(browser, tiny, width, scheme):
+def test_the_page_fits_every_screen(browser, tiny, width, scheme):
     browser.see(width, 800, scheme)
     browser.go(f"{tiny}/")
     browser.until("now !== null")
@@ -192,15 +192,15 @@ def test_every_screen_sees_all_of_it(browser, tiny, width, scheme):
 def test_a_locked_server_asks_for_the_key(browser, serving, fake):
     with serving(fake(), keys=["a-secret-key"]) as (url, _):
         browser.go(f"{url}/")
-        browser.until("!document.getElementById('door').hidden")
+        browser.until("!document.getElementById('key-form').hidden")
         assert browser.text("state") == "locked"
         browser.run("document.getElementById('key').value = 'a-secret-key'")
-        browser.run("document.getElementById('door').requestSubmit()")
+        browser.run("document.getElementById('key-form').requestSubmit()")
         browser.until("document.getElementById('state').textContent === 'ready'")
-        assert browser.run("document.getElementById('door').hidden")
+        assert browser.run("document.getElementById('key-form').hidden")
 
 
-def test_a_server_that_is_gone_is_said(browser, serving, fake):
+def test_an_unreachable_server_is_shown(browser, serving, fake):
     with serving(fake()) as (url, _):
         browser.go(f"{url}/")
         browser.until("now !== null")

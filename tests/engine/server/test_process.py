@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onchip.engine.server.app import Options, Server
-from onchip.engine.server.run import Background
+from onchip.engine.server.app import Server, ServerOptions
+from onchip.engine.server.run import BackgroundServer
 
 CLIENT = """
 import sys
@@ -28,8 +28,8 @@ def stats(ask, url):
 
 
 def test_killed_clients_and_a_drain_under_load(process, ask, until):
-    """A client that is killed frees its pages. After SIGTERM every request is answered: done, or
-    refused with a sentence; none hangs, none is cut off in silence.
+    """A killed client frees its pages. After SIGTERM every request is finished or rejected with an
+    error; none hangs, and none ends silently.
     """
     child, url = process("--drain-s", "2", "--max-num-seqs", "4")
     until(lambda: ask(url, "/ready")[0] == 200)
@@ -70,7 +70,7 @@ def drive(ask, url, max_tokens, stream):
 
 def test_a_second_signal_does_not_wait(fake, ask, until):
     engine = fake(step_s=0.01)
-    background = Background(Server(engine, Options("fake")), drain_s=60.0)
+    background = BackgroundServer(Server(engine, ServerOptions("fake")), drain_s=60.0)
     with background as url, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(drive, ask, url, 2000, False)
         until(lambda: engine.requests)
@@ -81,8 +81,8 @@ def test_a_second_signal_does_not_wait(fake, ask, until):
         assert answer.result(10) == "shutdown"
 
 
-def test_a_connection_that_asks_nothing_is_closed(shared, monkeypatch):
-    """Neither silence nor a byte now and then keeps it open."""
+def test_a_connection_without_a_request_is_closed(shared, monkeypatch):
+    """Neither silence nor single bytes keep it open."""
     monkeypatch.setattr("onchip.engine.server.run.HEADER_S", 0.3)
     host, port = shared.removeprefix("http://").split(":")
     for head in (
@@ -110,7 +110,7 @@ def test_a_connection_that_asks_nothing_is_closed(shared, monkeypatch):
         (["--max-model-len", "100000"], "max_model_len"),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_served(options, word, capsys):
+def test_invalid_options_are_found_before_serving(options, word, capsys):
     from onchip.cli import main
 
     assert main(["serve", "--port", "0", *options]) == 2
@@ -118,7 +118,7 @@ def test_a_mistake_is_found_before_anything_is_served(options, word, capsys):
     assert word in captured.err and captured.out == ""
 
 
-def test_an_address_in_use_is_said(shared, capsys):
+def test_an_address_in_use_is_reported(shared, capsys):
     from onchip.cli import main
 
     assert main(["serve", "--port", shared.rpartition(":")[2]]) == 2

@@ -1,4 +1,4 @@
-"""Whatever the OpenAPI schema allows or forbids is answered as the schema says."""
+"""Requests that the OpenAPI schema allows or forbids get the responses that it describes."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +15,7 @@ OPERATIONS = [
     ("/v1/models/{model}", "GET"),
     *((path, "GET") for path in ("/health", "/ready", "/stats", "/metrics")),
 ]
-# A schema cannot say that a prompt fits into the model: what it allows may still be refused.
+# A schema cannot express that a prompt fits into the model: allowed bodies may still be rejected.
 UNSAID = (checks.positive_data_acceptance,)
 
 
@@ -24,7 +24,7 @@ def schema(shared):
     return schemathesis.openapi.from_url(f"{shared}/openapi.json")
 
 
-def test_every_operation_is_asked(schema):
+def test_every_operation_is_covered(schema):
     listed = {(o.ok().path, o.ok().method.upper()) for o in schema.get_all_operations()}
     assert listed == set(OPERATIONS)
 

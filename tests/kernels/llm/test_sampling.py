@@ -54,7 +54,7 @@ def sample(kernel, monkeypatch):
     """sample(logits, rows, fused=True)"""
 
     def sample(logits, rows, fused=True):
-        monkeypatch.setattr(sampler, "_kernel", lambda logits: kernel if fused else None)
+        monkeypatch.setattr(sampler, "_find_kernel", lambda logits: kernel if fused else None)
         return sampler.sample(logits, rows)
 
     return sample
@@ -64,14 +64,14 @@ def members(params, count, seed=0):
     """Samples that ask for the params in turn, each with a draw of its own."""
     samples = []
     for i in range(count):
-        request = Request("r", (3, 5, 5), params[i % len(params)], draw_seed=seed + i)
+        request = Request("r", (3, 5, 5), params[i % len(params)], rng_seed=seed + i)
         request.samples[0].token_ids.extend([7, 7, 40, 3][: i % 5])
         samples += request.samples[:1]
     return samples
 
 
-def rows_of(samples):
-    return sampler.rows_of(samples, DEVICE)
+def make_sampling_metadata(samples):
+    return sampler.make_sampling_metadata(samples, DEVICE)
 
 
 def randn(*shape, dtype=FP32):
@@ -86,7 +86,9 @@ def test_the_tokens_and_logprobs_of_the_sampler(sample, dtype):
     samples = members(PARAMS, count)
     logits = randn(count, VOCAB, dtype=dtype)
     logits[::3] *= 4
-    ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+    ours, theirs = (
+        sample(logits, make_sampling_metadata(samples), fused) for fused in (True, False)
+    )
     assert ours.token.dtype == theirs.token.dtype
     assert (ours.token != theirs.token).sum() <= count // 500
     same = ours.token == theirs.token
@@ -99,14 +101,18 @@ def test_a_batch_of_one_kind(sample):
     """All greedy, all random, all random with a cut: what is absent costs no launch."""
     for params in ([PARAMS[0]], [PARAMS[1]], [PARAMS[5]]):
         samples, logits = members(params, 5), randn(5, VOCAB)
-        ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+        ours, theirs = (
+            sample(logits, make_sampling_metadata(samples), fused) for fused in (True, False)
+        )
         assert torch.equal(ours.token, theirs.token)
 
 
 @here
 def test_ranks_and_top_tokens_are_reported(sample):
     samples, logits = members([SamplingParams(logprobs=3)], 4), randn(4, VOCAB)
-    ours, theirs = (sample(logits, rows_of(samples), fused) for fused in (True, False))
+    ours, theirs = (
+        sample(logits, make_sampling_metadata(samples), fused) for fused in (True, False)
+    )
     for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
@@ -116,8 +122,10 @@ def test_a_row_draws_the_same_whatever_the_batch(sample):
     """The same bits of its log probability, too."""
     count = 7 if INTERPRETED else 64
     samples, logits = members([*PARAMS[3:], *PARAMS[:3]], count), randn(count, VOCAB) * 3
-    together = sample(logits, rows_of(samples))
-    alone = [sample(logits[i : i + 1], rows_of(samples[i : i + 1])) for i in range(count)]
+    together = sample(logits, make_sampling_metadata(samples))
+    alone = [
+        sample(logits[i : i + 1], make_sampling_metadata(samples[i : i + 1])) for i in range(count)
+    ]
     assert together.token.tolist() == [one.token.item() for one in alone]
     assert together.logprob.tolist() == [one.logprob.item() for one in alone]
 
@@ -178,9 +186,9 @@ def test_tokens_that_are_ruled_out_stay_out(kernel):
 @pytest.mark.parametrize("bad", [float("nan"), INF])
 def test_a_row_that_is_not_finite_fails_alone(sample, bad):
     samples, logits = members(PARAMS[4:], 6), randn(6, VOCAB)
-    clean = sample(logits, rows_of(samples))
+    clean = sample(logits, make_sampling_metadata(samples))
     logits[::2, 9] = bad
-    out = sample(logits, rows_of(samples))
+    out = sample(logits, make_sampling_metadata(samples))
     assert not out.logprob[::2].isfinite().any()
     assert ((out.token >= 0) & (out.token < VOCAB)).all()
     assert torch.equal(out.token[1::2], clean.token[1::2]) and out.logprob[1::2].isfinite().all()

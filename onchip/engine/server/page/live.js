@@ -1,5 +1,5 @@
 "use strict";
-// Asks /stats twice a second while somebody looks, and draws what it says. No library, nothing from elsewhere.
+// Reads /stats twice a second while the page is visible, and draws it. No library, nothing from other hosts.
 
 const EVERY_MS = 500, HISTORY = 240, BLANK = -2, CACHED = -1;
 const at = (id) => document.getElementById(id);
@@ -7,10 +7,10 @@ const ink = (name) => getComputedStyle(document.documentElement).getPropertyValu
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const whole = new Intl.NumberFormat("en"), short = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 
-let key = "";          // kept for as long as the page is open, nowhere else
-let last = null;       // the stats before these
-let now = null;        // what is drawn
-let lit = null;        // the request that is pointed at
+let key = "";          // kept only while the page is open
+let last = null;       // the stats of the poll before
+let now = null;        // the stats that are drawn
+let lit = null;        // the highlighted request
 const rates = [];      // tokens per second, newest last
 let grid = { columns: 1, cell: 8 };
 
@@ -26,7 +26,7 @@ async function poll() {
   if (document.visibilityState === "visible") {
     try {
       const reply = await fetch("stats", { headers: headers(), cache: "no-store" });
-      at("door").hidden = reply.status !== 401;
+      at("key-form").hidden = reply.status !== 401;
       if (reply.ok) show(await reply.json());
       else setState(reply.status === 401 ? "locked" : "unreachable");
     } catch {
@@ -38,7 +38,7 @@ async function poll() {
 
 function setState(state) {
   const pill = at("state");
-  if (pill.dataset.state === state) return;  // a screen reader is told of changes alone
+  if (pill.dataset.state === state) return;  // screen readers announce changes only
   pill.dataset.state = state;
   pill.textContent = state;
 }
@@ -82,7 +82,7 @@ function numbers() {
   for (const [id, text] of Object.entries(texts)) at(id).textContent = text;
 }
 
-// A canvas of its size on the page, in the pixels of the screen.
+// Size a canvas to its place on the page, in device pixels.
 function canvas(id, height) {
   const element = at(id), scale = devicePixelRatio || 1, width = element.clientWidth;
   element.width = Math.round(width * scale);
@@ -110,7 +110,7 @@ function drawSpark() {
   brush.fill();
 }
 
-// Page by page if the server says so; otherwise one cell stands for several, in proportion.
+// One cell per page if the server sends a map; otherwise one cell for several pages, in proportion.
 function cells() {
   if (now.map) return { owners: now.map.cells, shared: new Set(now.map.shared), pages: 1 };
   const { total, used, cached } = now.pages, pages = Math.max(1, Math.ceil(total / 2048));
@@ -123,7 +123,7 @@ function cells() {
   return { owners, shared: new Set(), pages };
 }
 
-// As many columns as wanted, or somewhat fewer if the last row is then full.
+// The requested number of columns, or slightly fewer if that fills the last row.
 function fitting(count, wanted) {
   for (let columns = wanted; columns > 0.75 * wanted; columns--) if (count % columns === 0) return columns;
   return wanted;
@@ -178,7 +178,7 @@ function listHolders() {
   const most = Math.max(1, ...now.holders.map((holder) => holder.pages)), body = at("holders");
   while (body.children.length > now.holders.length) body.lastChild.remove();
   now.holders.forEach((holder, i) => fill(body.children[i] ?? body.appendChild(newRow()), holder, most));
-  at("nobody").hidden = now.holders.length > 0;
+  at("no-requests").hidden = now.holders.length > 0;
 }
 
 function newRow() {
@@ -204,7 +204,7 @@ function fill(row, holder, most) {
   bar.firstChild.style.width = `${(100 * holder.pages) / most}%`;
   bar.firstChild.style.background = tint;
   prompt.textContent = whole.format(holder.prompt_tokens);
-  if (holder.tokens !== null) made.textContent = whole.format(holder.tokens);  // else as before: a long step is under way
+  if (holder.tokens !== null) made.textContent = whole.format(holder.tokens);  // otherwise unchanged: a long step is running
   samples.textContent = holder.samples;
   age.textContent = `${short.format(holder.age_s)} s`;
 }
@@ -258,7 +258,7 @@ function complain(box, message) {
 
 at("ask").addEventListener("submit", send);
 at("stop").addEventListener("click", () => asking?.abort());
-at("door").addEventListener("submit", (event) => { event.preventDefault(); key = at("key").value; });
+at("key-form").addEventListener("submit", (event) => { event.preventDefault(); key = at("key").value; });
 at("pool").addEventListener("pointermove", describe);
 at("pool").addEventListener("pointerdown", describe);
 at("pool").addEventListener("pointerleave", () => light(null));

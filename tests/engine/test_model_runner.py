@@ -1,4 +1,4 @@
-"""Steps on the device: what travels, what is replayed, and that nobody waits."""
+"""Steps on the device: copies, graph replays, and no synchronization."""
 
 import gc
 from collections.abc import Callable
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from onchip.engine import SamplingParams
-from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to
-from onchip.engine.runner import _only_decodes, _words
+from onchip.engine.graphs import RecordedGraph, StepGraphs, batch_sizes, fill_in_sampled
+from onchip.engine.model_runner import _int32_tensor, _is_decode_only
 from onchip.kvcache import PagedBatch
 from onchip.kvcache import batch as batches
 
@@ -26,15 +26,15 @@ WAYS = {
 }
 
 
-def test_tokens_that_were_drawn_last_are_filled_in():
-    ids, last = _words([5, ~2, 0, ~0, 7]), torch.tensor([10, 11, 12, 13])
-    assert filled_in(ids, last).tolist() == [5, 12, 0, 10, 7]
+def test_tokens_sampled_last_are_filled_in():
+    ids, last = _int32_tensor([5, ~2, 0, ~0, 7]), torch.tensor([10, 11, 12, 13])
+    assert fill_in_sampled(ids, last).tolist() == [5, 12, 0, 10, 7]
     assert ids.tolist() == [5, -3, 0, -1, 7]
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 33, 128, 129, 256, 300, 1000])
 def test_graphs_for_every_batch_size(most):
-    sizes = sizes_up_to(most)
+    sizes = batch_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[-1] == most
     for count in range(1, most + 1):
         size = next(s for s in sizes if s >= count)
@@ -45,35 +45,35 @@ def test_graphs_for_every_batch_size(most):
 def expected(tiny):
     with tiny.engine("cuda", prefix_caching=False, overlap=False, graphs=False) as one:
         tiny.ask(one)
-        return tiny.told(tiny.drain(one)[0])
+        return tiny.visible(tiny.drain(one)[0])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_gives_the_same_on_a_gpu(tiny, expected, way):
-    """fp32: replayed or not, overlapped or not, swapped over real streams."""
+def test_every_setting_gives_the_same_outputs_on_a_gpu(tiny, expected, way):
+    """In fp32: with and without graphs and overlap, swapped over real streams."""
     with tiny.engine("cuda", **WAYS[way]) as one:
         if one.tier:
             one.costs.link_bytes_per_s = 1e30
         one.warm_up()
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sent_whole", [8, 256])
 def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
-    """After the start nothing is recorded, however long sequences get, and nobody waits for the
-    columns of a wide table.
+    """After the start no graph is recorded for longer sequences, and sending the columns of a wide
+    table does not synchronize.
     """
     monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
     with tiny.engine("cuda") as one:
         one.warm_up()
         tiny.ask(one)
         tiny.drain(one)  # everything is compiled
-        one._num_taken = 0
+        one._num_accepted = 0
         tiny.ask(one)
-        monkeypatch.setattr(Graphs, "_record", None)
+        monkeypatch.setattr(StepGraphs, "_record", None)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -82,38 +82,38 @@ def test_a_graph_serves_all_lengths(tiny, expected, monkeypatch, sent_whole):
                 outputs += one.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert tiny.told({output.request_id: output for output in outputs}) == expected
+        assert tiny.visible({output.request_id: output for output in outputs}) == expected
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_what_the_cpu_draws(tiny):
-    """Greedy, in fp32; a handful of tokens, none of which is a near tie."""
+def test_a_gpu_samples_the_tokens_of_the_cpu(tiny):
+    """Greedy, in fp32; a few tokens without near ties."""
     texts = []
     for device in ("cpu", "cuda"):
         with tiny.engine(device) as one:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             tiny.ask(one, params=[params])
-            texts.append(tiny.told(tiny.drain(one)[0]))
+            texts.append(tiny.visible(tiny.drain(one)[0]))
     assert texts[0] == texts[1]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU, or none")
-def test_any_gpu_replays_whichever_is_current(tiny, expected):
-    """The recording is of the model's device, not of the current one, which may be another."""
+def test_graphs_replay_on_a_gpu_that_is_not_current(tiny, expected):
+    """Graphs are recorded on the model's device, which may not be the current one."""
     with torch.cuda.device(0), tiny.engine("cuda:1") as one:
         one.warm_up()
         tiny.ask(one)
-        assert tiny.told(tiny.drain(one)[0]) == expected
+        assert tiny.visible(tiny.drain(one)[0]) == expected
 
 
 @pytest.mark.gpu
-def test_two_engines_in_threads_record_and_serve_side_by_side(tiny, expected):
+def test_two_engines_in_threads_record_and_serve(tiny, expected):
     def serve(_):
         with tiny.engine("cuda") as one:
             one.warm_up()
             tiny.ask(one)
-            return tiny.told(tiny.drain(one)[0])
+            return tiny.visible(tiny.drain(one)[0])
 
     tiny.model("cuda")  # made once, for both
     with ThreadPoolExecutor(2) as pool:
@@ -121,8 +121,8 @@ def test_two_engines_in_threads_record_and_serve_side_by_side(tiny, expected):
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_device_but_to_read_what_was_drawn(tiny):
-    """Prompts, decoding, draws of every kind: with nothing else between the host and the queue."""
+def test_only_collect_waits_for_the_device(tiny):
+    """Prompts, decoding and every sampling option, without synchronization."""
     with tiny.engine("cuda", host_pages=100) as one:
         one.warm_up()
         tiny.ask(one)
@@ -140,21 +140,21 @@ def test_no_step_waits_for_the_device_but_to_read_what_was_drawn(tiny):
 
 @pytest.mark.gpu
 def test_a_step_is_queued_while_the_one_before_runs(tiny):
-    """The device is kept busy, and the host has queued the next step long before it is free."""
+    """The host has queued the next step long before the device is free."""
     with tiny.engine("cuda") as one:
         one.warm_up()
         one.add("text", SamplingParams(max_tokens=40, ignore_eos=True))
         for _ in range(5):
             one.step()
         torch.cuda._sleep(200_000_000)  # some 0.1 s
-        flight = one._runner.launch(one.scheduler.schedule())
-        assert not flight.event.query()
+        in_flight = one._runner.launch(one.scheduler.schedule())
+        assert not in_flight.event.query()
         torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
-def test_close_gives_the_memory_of_a_gpu_back(tiny):
-    """Two engines one after the other: what libraries keep for good they keep from the first."""
+def test_close_frees_gpu_memory(tiny):
+    """Two engines in turn: libraries allocate their permanent memory with the first."""
     held = []
     for num_pages in (300, 200_000):
         one = tiny.engine("cuda", num_pages=num_pages, host_pages=100)
@@ -174,9 +174,9 @@ def test_close_gives_the_memory_of_a_gpu_back(tiny):
     assert held[1][0] - held[0][0] < 2**20 and held[1][1] - held[0][1] < 64 * 2**20
 
 
-class Replayed(Graphs):
-    """Graphs as the CPU can have them: a replay computes what the static batch shows. The padding,
-    which a GPU computes and nobody looks at, is left out.
+class Replayed(StepGraphs):
+    """Graphs on the CPU: a replay computes the static batch. The padding, which a GPU computes and
+    ignores, is left out.
     """
 
     def __init__(self, *args):
@@ -186,7 +186,7 @@ class Replayed(Graphs):
     def _record(self, shape):
         batch = self._cache.static_batch(shape, self._table)
         hidden = torch.full((shape.num_seqs, self._model.config.hidden_size), float("nan"))
-        return Recorded(Again(lambda: self._compute(batch, hidden)), batch, hidden)
+        return RecordedGraph(Again(lambda: self._compute(batch, hidden)), batch, hidden)
 
     def _compute(self, batch, hidden):
         seqs, tokens = int((batch.cu_seqlens_q.diff() > 0).sum()), int(batch.cu_seqlens_q[-1])
@@ -207,8 +207,8 @@ class Again(NamedTuple):
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("sent_whole", [3, 256])
 def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, sent_whole):
-    """Sizes of 12 sequences are 1, 2, 4, 8 and 12, those of tokens 64, 128 ...; padding reads and
-    writes nothing. All are recorded at the start, for sequences of any length.
+    """Batch sizes for 12 sequences are 1, 2, 4, 8 and 12, numbers of tokens 64, 128 ...; padding
+    reads and writes nothing. All graphs are recorded at the start, for sequences of any length.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
@@ -218,23 +218,23 @@ def test_padded_batches_give_what_eager_steps_give(tiny, monkeypatch, overlap, s
             one.cache.pages.k.fill_(float("nan"))
             one.cache.pages.v.fill_(float("nan"))
             if graphs:
-                one._runner._graphs = Replayed(one.model, one.cache, one._runner._last)
+                one._runner._graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
                 one._runner._graphs.record_all(one.limits.max_num_batched_tokens)
                 monkeypatch.setattr(Replayed, "_record", None)
             tiny.ask(one)
-            told.append(tiny.told(tiny.drain(one)[0]))
+            told.append(tiny.visible(tiny.drain(one)[0]))
             used = one._runner._graphs.used if graphs else None
     assert told[0] == told[1] and used >= {(4, 4), (8, 8), (12, 64)}
 
 
 @pytest.mark.parametrize("max_num_seqs", [12, 300, 3000])
-def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_seqs):
-    """Of a device on which a graph takes 3 bytes of its own, and all together 100 for each token of
-    the largest: no less is estimated than all of them take.
+def test_graph_memory_is_estimated_from_a_few_graphs(tiny, monkeypatch, max_num_seqs):
+    """On a device where each graph takes 3 bytes, and all share 100 bytes per token of the largest,
+    the estimate equals the memory of all graphs.
     """
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     with tiny.engine(budget=4096, max_num_seqs=max_num_seqs) as one:
-        graphs = Replayed(one.model, one.cache, one._runner._last)
+        graphs = Replayed(one.model, one.cache, one._runner._last_tokens)
         used = lambda: 100 * max((s.num_tokens for s in found()), default=0) + 3 * len(found())
         found = lambda: graphs._recorded
         estimate = graphs.estimate_bytes(4096, used)
@@ -244,13 +244,16 @@ def test_what_graphs_take_is_judged_by_a_few_of_them(tiny, monkeypatch, max_num_
     assert max(shape.num_tokens for shape in found()) == max(2048, max_num_seqs)
 
 
-def test_a_step_that_draws_twice_from_one_run_and_not_from_another_is_no_decoding_step(tiny):
-    """One token for each run, as many draws as runs, and yet not row by row."""
+def test_two_rows_of_one_chunk_make_no_decode_only_step(tiny):
+    """One token per chunk and as many sampled rows as chunks, but not one row per chunk."""
     with tiny.engine(budget=12, max_num_seqs=3) as one:
         one.add("x", SamplingParams(n=2, max_tokens=2))
         one.add("y" * 30, SamplingParams(max_tokens=2))
         step = one.scheduler.schedule()
-        assert [(run.num_tokens, len(run.draws)) for run in step.runs] == [(1, 2), (11, 0)]
-        short = replace(step, runs=(step.runs[0], step.runs[1]._replace(stop=1)))
-        assert len(short.draws) == len(short.runs) == short.num_tokens
-        assert not _only_decodes(short)
+        assert [(chunk.num_tokens, len(chunk.sampled_by)) for chunk in step.chunks] == [
+            (1, 2),
+            (11, 0),
+        ]
+        short = replace(step, chunks=(step.chunks[0], step.chunks[1]._replace(stop=1)))
+        assert len(short.rows_to_sample) == len(short.chunks) == short.num_tokens
+        assert not _is_decode_only(short)

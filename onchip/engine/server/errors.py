@@ -1,15 +1,15 @@
-"""Why a request gets no answer, as the OpenAI API says it."""
+"""Errors of the API, in the format of OpenAI's error object."""
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-CLIENT_GONE = 499  # no status of HTTP: for logs alone, a client that hung up reads none
+CLIENT_GONE = 499  # nginx's status for a client that hung up; only in logs
 
 
-class Refusal(HTTPException):
-    """One request fails, with a status of HTTP and a sentence. param: the field at fault.
-    retry_after_s: when to ask again. closes: the connection ends with the answer, because the rest
-    of the request is not read.
+class APIError(HTTPException):
+    """A request fails with an HTTP status and a message. param: the field at fault. retry_after_s:
+    when to try again. closes: the connection ends with the response, because the rest of the
+    request is not read.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class Refusal(HTTPException):
     ):
         headers = {}
         if status == 401:
-            headers["www-authenticate"] = "Bearer"  # RFC 9110 wants a 401 to say what would help
+            headers["www-authenticate"] = "Bearer"  # required by RFC 9110
         if retry_after_s is not None:
             headers["retry-after"] = str(retry_after_s)
         if closes:
@@ -59,6 +59,5 @@ _KINDS = {
 }
 
 
-def refuse(refusal: Refusal) -> JSONResponse:
-    """The answer."""
-    return JSONResponse(refusal.body, refusal.status, refusal.headers)
+def error_response(error: APIError) -> JSONResponse:
+    return JSONResponse(error.body, error.status, error.headers)

@@ -1,4 +1,4 @@
-"""Templates and tokenizers on the way to the engine: bounded, and apart from everybody else."""
+"""Templates and tokenizers before the engine: bounded, and isolated from other requests."""
 
 import threading
 import time
@@ -7,9 +7,9 @@ import pytest
 
 from onchip.engine import workers
 from onchip.engine.request import Logprob
-from onchip.engine.server import texts
-from onchip.engine.server.answers import CompletionFormat, Piece
-from onchip.engine.server.texts import Texts, Token, offsets
+from onchip.engine.server import codec
+from onchip.engine.server.codec import Codec, TokenText, text_offsets
+from onchip.engine.server.responses import ChoiceDelta, CompletionBuilder
 from onchip.engine.tokenizer import ByteTokenizer, FileTokenizer
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -18,7 +18,7 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 
 def folder_engine(fake, folder, template=None, **knobs):
-    """An engine with the tokenizer of a folder, and a template of its author's."""
+    """An engine with the tokenizer of a folder and a given template."""
     ByteTokenizer().save(folder)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
@@ -27,7 +27,7 @@ def folder_engine(fake, folder, template=None, **knobs):
     return engine
 
 
-def test_a_template_that_loops_holds_up_no_plain_prompt(fake, tmp_path, serving, ask, monkeypatch):
+def test_a_template_that_loops_delays_no_plain_prompt(fake, tmp_path, serving, ask, monkeypatch):
     monkeypatch.setattr(workers, "JOB_S", 0.5)
     answers = []
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
@@ -59,14 +59,12 @@ def test_the_deadline_covers_the_template(fake, tmp_path, serving, ask):
         assert ask(url, CHATS, {"messages": HELLO})[0] == 504
 
 
-def test_the_deadline_covers_the_line_before_the_template(
-    fake, tmp_path, serving, ask, monkeypatch
-):
-    """All processes are taken for three seconds: what waits leaves at its own time."""
+def test_the_deadline_covers_the_wait_for_a_process(fake, tmp_path, serving, ask, monkeypatch):
+    """All processes are busy for three seconds: a waiting request leaves at its own deadline."""
     monkeypatch.setattr(workers, "JOB_S", 3.0)
     with serving(folder_engine(fake, tmp_path, LOOP)) as (url, _):
         chat = lambda: ask(url, CHATS, {"messages": HELLO})
-        threads = [threading.Thread(target=chat) for _ in range(texts.PROCESSES)]
+        threads = [threading.Thread(target=chat) for _ in range(codec.PROCESSES)]
         for thread in threads:
             thread.start()
         time.sleep(0.3)
@@ -89,7 +87,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 ):
     engine = folder_engine(fake, tmp_path)
     with serving(engine) as (url, server):
-        monkeypatch.setattr(server.texts._tokens.workers, "encode", pytest.fail)
+        monkeypatch.setattr(server.codec._tokenizer_queue.workers, "encode", pytest.fail)
         status, answer, _ = ask(url, COMPLETIONS, {"prompt": "a" * (3 << 20)})
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
         # of this tokenizer the longest token is <|endoftext|>
@@ -97,7 +95,9 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
 
 
 def test_a_chat_is_quick(fake, tmp_path, serving, ask):
-    """A template and a tokenizer in processes of their own: a few milliseconds even here."""
+    """A template and a tokenizer in separate processes: a few milliseconds even on a slow
+    machine.
+    """
     with serving(folder_engine(fake, tmp_path)) as (url, _):
         took = []
         for _ in range(15):
@@ -107,9 +107,9 @@ def test_a_chat_is_quick(fake, tmp_path, serving, ask):
     assert sorted(took)[len(took) // 2] < 0.2
 
 
-def test_a_tokenizer_of_the_users_own_runs_here(fake, serving, ask):
+def test_a_tokenizer_object_runs_in_the_server_process(fake, serving, ask):
     class Own:
-        """No more than the protocol asks for."""
+        """The minimal tokenizer protocol."""
 
         chat_template, special, eos_token_ids = "{{ messages[0].content }}", {}, ()
 
@@ -145,17 +145,19 @@ def test_without_a_template_or_a_tokenizer_there_is_no_chat(fake, tmp_path, serv
 
 class TestTokens:
     def test_a_token_has_the_bytes_that_it_writes(self, shared, ask):
-        """The prompt's bytes come back one by one: three of a euro, none of which is a text."""
+        """The prompt's bytes come back one by one: three of a euro sign, none of them a
+        valid text.
+        """
         body = {"prompt": list("€".encode()), "max_tokens": 3, "logprobs": 1}
         (choice,) = ask(shared, COMPLETIONS, body)[1]["choices"]
         given = choice["logprobs"]
         assert given["tokens"] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
         assert given["text_offset"] == [0, 0, 0] and choice["text"] == "€"
-        # each table has the token and its neighbour: both are there
+        # each table has the token and its neighbour
         assert [len(table) for table in given["top_logprobs"]] == [2, 2, 2]
         assert given["top_logprobs"][0] == {"bytes:\\xe2": -0.5, "bytes:\\xe3": -1.5}
 
-    def test_chats_say_so_too(self, serving, fake, ask):
+    def test_a_chat_token_has_its_bytes(self, serving, fake, ask):
         engine = fake()
         engine.tokenizer.chat_template = "{{ messages[0].content }}"
         with serving(engine) as (url, _):
@@ -168,21 +170,21 @@ class TestTokens:
 
     def test_two_tokens_of_one_text_are_two_keys(self):
         """As the byte token <0x41> and the token A of a SentencePiece vocabulary."""
-        form = CompletionFormat("m", lambda token: Token("A", b"A"))
+        builder = CompletionBuilder("m", lambda token: TokenText("A", b"A"))
         table = {7: Logprob(-0.1, 1), 65: Logprob(-2.0, 2), 66: Logprob(-3.0, 3)}
-        choice = form.chunk(Piece(0, "A", ((65, table),), 0)).choices[0]
+        choice = builder.build_chunk(ChoiceDelta(0, "A", ((65, table),), 0)).choices[0]
         assert choice.logprobs.top_logprobs == [
             {"A": -0.1, "token_id:65": -2.0, "token_id:66": -3.0}
         ]
 
     def test_offsets_count_characters_that_are_shown(self):
-        tokens = [Token("a", b"a"), Token("?", b"\xe2"), Token("?", b"\x82\xac!")]
-        tokens += [Token("<s>", b"<s>", hidden=True), Token("b", b"b")]
-        assert offsets(tokens, 5) == [5, 6, 6, 8, 8]
+        tokens = [TokenText("a", b"a"), TokenText("?", b"\xe2"), TokenText("?", b"\x82\xac!")]
+        tokens += [TokenText("<s>", b"<s>", hidden=True), TokenText("b", b"b")]
+        assert text_offsets(tokens, 5) == [5, 6, 6, 8, 8]
 
     def test_special_tokens_have_names(self, tmp_path):
         ByteTokenizer().save(tmp_path)
-        some = Texts(FileTokenizer(tmp_path), 100)
-        assert some.token(256) == Token("<|endoftext|>", b"<|endoftext|>", hidden=True)
-        assert some.token(0x82) == Token("bytes:\\x82", b"\x82")
+        some = Codec(FileTokenizer(tmp_path), 100)
+        assert some.token(256) == TokenText("<|endoftext|>", b"<|endoftext|>", hidden=True)
+        assert some.token(0x82) == TokenText("bytes:\\x82", b"\x82")
         some.close()

@@ -1,0 +1,231 @@
+"""Requests and their pages: allocation, forks, swapping and recomputation. No tensors here."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from onchip.engine.costs import PreemptionCosts
+from onchip.engine.request import Request, Sample, Status
+from onchip.engine.step import Chunk
+from onchip.kvcache.pool import NoRoom
+
+ScheduledTokens = tuple[Sample, int]  # a sample, and how many of its tokens the step computes
+
+
+class PagePool(Protocol):
+    """The interface of a pool that the scheduler needs."""
+
+    page_size: int
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def num_free(self) -> int: ...
+
+
+class PagedCache(Protocol):
+    """The interface of a cache that the scheduler needs; `onchip.kvcache.KVCache` implements it. A
+    sequence has `computed`, `length`, `tokens` and `hit_tokens`.
+    """
+
+    max_seqs: int
+    max_seqlen: int
+
+    @property
+    def pool(self) -> PagePool: ...
+    def open(self, tokens: Sequence[int], *, salt: str) -> Any: ...
+    def reserve_all(self, sequences: Sequence[Any], counts: Sequence[int]) -> NoRoom | None: ...
+    def reserve_each(self, sequences: Sequence[Any]) -> NoRoom | None: ...
+    def tell(self, sequence: Any, tokens: Sequence[int]) -> None: ...
+    def fork(self, sequence: Any) -> Any: ...
+    def truncate(self, sequence: Any, length: int) -> None: ...
+    def commit_all(self, sequences: Sequence[Any], lengths: Sequence[int]) -> None: ...
+    def free(self, sequence: Any) -> None: ...
+
+
+class SwapTier(Protocol):
+    """The interface of host memory for preempted sequences; `onchip.kvcache.HostTier` implements
+    it. A group of swapped sequences has `sequences`, `pages` and `leaving`.
+    """
+
+    capacity: int
+
+    def swap_out(self, sequences: Sequence[Any]) -> Any: ...
+    def swap_in(self, group: Any) -> NoRoom | None: ...
+    def discard(self, group: Any) -> None: ...
+    def poll(self) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class KVManager:
+    """The cache and the host tier, by request. A preempted request becomes SWAPPED (its pages are
+    copied to the host) or RECOMPUTE (its pages are freed), whichever costs less.
+    """
+
+    def __init__(self, cache: PagedCache, tier: SwapTier | None, costs: PreemptionCosts | None):
+        self._cache, self._tier, self.costs = cache, tier, costs
+        self._last_misfit: tuple[Request, int] | None = None
+
+    @property
+    def num_free(self) -> int:
+        return self._cache.pool.num_free
+
+    def poll(self) -> None:
+        if self._tier is not None:
+            self._tier.poll()
+
+    def synchronize(self) -> None:
+        """Wait until every swap-out under way has finished."""
+        if self._tier is not None:
+            self._tier.synchronize()
+
+    def append(self, scheduled: Sequence[ScheduledTokens]) -> NoRoom | None:
+        """Reserve slots for the next tokens of all these samples; if pages are missing, reserve
+        none.
+        """
+        if not scheduled:
+            return None
+        sequences = [sample.sequence for sample, _ in scheduled]
+        if full := self._cache.reserve_all(sequences, [count for _, count in scheduled]):
+            return full
+        for sample, _ in scheduled:
+            self._append_known(sample)
+        return None
+
+    def append_each(self, samples: Sequence[Sample]) -> NoRoom | None:
+        """Reserve one slot for each of these samples; if pages are missing, reserve none."""
+        if full := self._cache.reserve_each([sample.sequence for sample in samples]):
+            return full
+        for sample in samples:
+            if not sample.pending:
+                self._append_known(sample)
+        return None
+
+    def _append_known(self, sample: Sample) -> None:
+        """Give the cache the known tokens of a sample that have slots and are new to it."""
+        sequence = sample.sequence
+        self._cache.tell(sequence, sample.tokens(len(sequence.tokens), sequence.length))
+
+    def append_last(self, samples: Iterable[Sample]) -> None:
+        """Give the cache the last token of each sample that already has a slot for it."""
+        for sample in samples:
+            sequence = sample.sequence
+            if sequence is not None and len(sequence.tokens) < sequence.length:
+                self._cache.tell(sequence, (sample.token_ids[-1],))
+
+    def commit(self, chunks: Sequence[Chunk]) -> None:
+        """Mark the tokens of these chunks as written."""
+        self._cache.commit_all(
+            [chunk.sample.sequence for chunk in chunks], [chunk.stop for chunk in chunks]
+        )
+
+    def fork(self, parent: Sample, child: Sample) -> bool:
+        """Fork the parent's sequence for the child. Return False if the batch has no free row."""
+        sequence = self._cache.fork(parent.sequence)
+        if isinstance(sequence, NoRoom):
+            return False
+        child.sequence = sequence
+        return True
+
+    def release(self, sample: Sample) -> None:
+        """Free a sample's sequence on the device. On the host, the sequences of a request stay
+        together.
+        """
+        if sample.sequence is not None and sample.request.host_group is None:
+            self._cache.free(sample.sequence)
+            sample.sequence = None
+
+    def release_all(self, request: Request) -> None:
+        """Free all pages of a request, on the device or on the host."""
+        if request.host_group is not None:
+            self._tier.discard(request.host_group)
+            request.host_group = None
+        else:
+            for sample in request.samples:
+                self.release(sample)
+        for sample in request.samples:
+            sample.sequence, sample.candidates = None, ()
+
+    def preempt(self, request: Request) -> None:
+        """Swap a request out, or free its pages."""
+        for sample in request.resident:  # free the slots of tokens that no step computes
+            self._cache.truncate(sample.sequence, sample.sequence.computed)
+        request.host_group = self._swap_out(request)
+        request.status = Status.SWAPPED
+        if request.host_group is None:
+            self.discard(request)
+
+    def discard(self, request: Request) -> None:
+        """Free all pages of a request, which is then recomputed."""
+        self.release_all(request)
+        request.status = Status.RECOMPUTE
+
+    def make_resident(self, request: Request, num_running: int) -> bool:
+        """Bring a request onto the device. num_running: sequences that run now; 0 skips the check
+        that leaves pages for them. Return False if the request does not fit.
+        """
+        return (
+            self._swap_in(request, num_running)
+            if request.host_group
+            else self._start(request, num_running)
+        )
+
+    def _swap_out(self, request: Request) -> Any:
+        """Copy a request to the host. Return None if the host is full or recomputing is cheaper."""
+        sequences = [s.sequence for s in request.resident]
+        longest = max((s.computed for s in sequences), default=0)
+        pages = request.pages(self._cache.pool.page_size, longest)
+        if self._tier is None or not longest or pages > self._tier.capacity:
+            return None
+        shared = min(longest, len(request.prompt_token_ids))
+        tokens = shared + sum(max(0, s.computed - shared) for s in sequences)
+        if not self.costs.prefers_swap(pages, tokens):
+            return None
+        group = self._tier.swap_out(sequences)
+        return None if isinstance(group, NoRoom) else group
+
+    def _swap_in(self, request: Request, num_running: int) -> bool:
+        group = request.host_group
+        if num_running and len(group.pages) + len(group.sequences) + num_running > self.num_free:
+            return False
+        if isinstance(self._tier.swap_in(group), NoRoom):
+            return False
+        request.host_group = None
+        for sample in request.samples:
+            if sample.finished:  # stopped while it was on the host
+                self.release(sample)
+        return True
+
+    def _start(self, request: Request, num_running: int) -> bool:
+        """Open the sequence of the first sample, starting with its cached prefix."""
+        if num_running and self._last_misfit == (request, self.num_free):
+            return False  # no page was freed since the last attempt
+        sequence = self._cache.open(_cacheable_tokens(request), salt=request.salt)
+        if isinstance(sequence, NoRoom):
+            return False
+        if num_running and not self._fits(request, sequence, num_running):
+            self._cache.free(sequence)
+            self._last_misfit = (request, self.num_free)
+            return False
+        request.unfinished[0].sequence = sequence
+        return True
+
+    def _fits(self, request: Request, sequence: Any, num_running: int) -> bool:
+        """Whether all known tokens of the request and one more fit while each running sequence
+        still gets one more page. Prompts admitted without this reserve would be preempted again
+        soon.
+        """
+        size = self._cache.pool.page_size
+        need = request.pages(size, request.unfinished[0].length + 1) - -(-sequence.length // size)
+        return need + num_running <= self.num_free
+
+
+def _cacheable_tokens(request: Request) -> list[int]:
+    """The tokens of the first sample that may come from the prefix cache. The other samples fork at
+    the end of the prompt, so nothing beyond it may be cached. Prompt logprobs need the logits of
+    the whole prompt, so nothing may be.
+    """
+    first, prompt = request.unfinished[0], len(request.prompt_token_ids)
+    if request.params.prompt_logprobs is not None and not first.token_ids:
+        return []
+    return first.tokens(0, prompt if len(request.unfinished) > 1 else first.length)

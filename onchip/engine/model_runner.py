@@ -1,0 +1,271 @@
+"""The tensors of a step: inputs to the device, forward pass, sampling, results back to the host.
+
+    ScheduledStep
+      token ids, page table, slots ----one copy----> device
+                                                     forward (CUDA graph, or eager)
+                                                     logits of the last rows
+                                                     sample -> last_tokens (input of the next step)
+      SampledToken <------ event, two copies --------+
+
+The host waits for the device in `ModelRunner.collect` only.
+"""
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from onchip.engine.graphs import StepGraphs, fill_in_sampled
+from onchip.engine.params import SamplingParams
+from onchip.engine.request import Request, Sample, SampledToken
+from onchip.engine.sampler import SamplerOutput, SamplingMetadataCache, compute_logprobs, sample
+from onchip.engine.step import Chunk, ScheduledStep
+from onchip.engine.threads import StepThreads
+from onchip.kvcache import KVCache
+from onchip.models import Decoder, Model, positions_of
+
+_EMPTY = torch.empty(0)
+_WARM_UP_PARAMS = SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)
+_PROMPT_ROWS = 256  # rows of prompt logits that exist at a time: each is vocab_size wide
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A step queued on the device, and its results. event: set when the results have arrived on the
+    host; None on the CPU, where they are complete at once. prompts: prompt logprobs by request.
+    """
+
+    step: ScheduledStep
+    sampled: SamplerOutput | None
+    prompts: Sequence[tuple[Request, SamplerOutput]]
+    event: "torch.cuda.Event | None"
+    launched_at: float
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class ModelRunner:
+    """Runs the steps of a scheduler. Only `collect` waits for the device.
+
+    Sampled tokens stay on the device, where the next step reads them. Steps must therefore be
+    launched in order, and a sample with an unknown last token may only be in the next step. graphs:
+    replay steps from CUDA graphs where `StepGraphs` has one (native decoders on a GPU).
+    """
+
+    def __init__(self, model: Model, cache: KVCache, graphs: bool = True):
+        self._model, self._cache, self._device = model, cache, cache.device
+        self._last_tokens = torch.zeros(cache.max_seqs, dtype=torch.int64, device=cache.device)
+        self._metadata_cache, self._threads = (
+            SamplingMetadataCache(cache.device),
+            StepThreads(model),
+        )
+        # Modules of transformers may branch on tensor values, which a graph cannot record.
+        replayed = graphs and isinstance(model, Decoder) and cache.device.type == "cuda"
+        self._graphs = StepGraphs(model, cache, self._last_tokens) if replayed else None
+
+    @torch.inference_mode()
+    def warm_up(self, most_tokens: int) -> None:
+        """Record the graphs of steps with at most `most_tokens` tokens, and compile the sampling
+        kernels.
+        """
+        if self._device.type == "cpu":
+            return
+        if self._graphs is not None:
+            self._graphs.record_all(most_tokens)
+        model = self._model
+        hidden = torch.zeros(1, model.width, dtype=model.dtype, device=model.device)
+        for params in _WARM_UP_PARAMS:
+            metadata = self._metadata_cache.make([Request("", [0], params).samples[0]])
+            sample(model.logits(hidden, wide=False), metadata)
+
+    @torch.inference_mode()
+    def graph_bytes(self, most_tokens: int) -> int:
+        """Estimate the GPU memory of `warm_up`'s graphs by recording a few. Call it before anything
+        is recorded.
+        """
+        if self._graphs is None:
+            return 0
+        return self._graphs.estimate_bytes(most_tokens, partial(_used_bytes, self._device))
+
+    @torch.inference_mode()
+    def launch(self, step: ScheduledStep) -> InFlightStep:
+        """Queue a step: forward pass, sampling, and the copies to the host."""
+        with self._threads.limit_for(step):
+            return self._launch(step)
+
+    def _launch(self, step: ScheduledStep) -> InFlightStep:
+        started, prompts, sampled = time.monotonic(), [], None
+        graphs = self._graphs
+        if graphs is not None and _is_decode_only(step):
+            hidden = graphs.replay(step, _int32_tensor(_token_ids(step.chunks)))
+        elif (
+            graphs is not None
+            and graphs.has_graph_for(step.num_tokens)
+            and not _needs_prompt_logprobs(step)
+        ):
+            words = _int32_tensor(_token_ids(step.chunks) + _logit_rows(step))
+            hidden = graphs.replay_mixed(
+                step, *words.split([step.num_tokens, len(step.rows_to_sample)])
+            )
+        else:
+            hidden, prompts = self._forward(step)
+        if step.rows_to_sample:
+            sampled = self._sample(hidden, [sample for _, sample in step.rows_to_sample])
+        return self._copy_results(InFlightStep(step, sampled, prompts, None, started))
+
+    def collect(self, in_flight: InFlightStep) -> list[SampledToken]:
+        """Wait for the sampled tokens, in the order of `step.rows_to_sample`."""
+        in_flight.wait()
+        for request, logprobs in in_flight.prompts:
+            _store_prompt_logprobs(request, logprobs)
+        if in_flight.sampled is None:
+            return []
+        return in_flight.sampled.to_tokens([sample for _, sample in in_flight.step.rows_to_sample])
+
+    def _forward(self, step: ScheduledStep) -> tuple[Tensor, list[tuple[Request, SamplerOutput]]]:
+        """Hidden states of the rows to sample (forks share one), and requested prompt logprobs."""
+        tokens, rows, ends = _token_ids(step.chunks), _logit_rows(step), _chunk_ends(step.chunks)
+        batch = self._cache.view(step.sequences, extra=_int32_tensor(tokens + rows))
+        ids, at = batch.extra.split([len(tokens), len(rows)])
+        if min(tokens) < 0:
+            ids = fill_in_sampled(ids, self._last_tokens)
+        requested = [
+            (chunk, end)
+            for chunk, end in zip(step.chunks, ends, strict=True)
+            if _prompt_logprob_range(chunk)
+        ]
+        if not requested:
+            return self._model(ids, positions_of(batch), batch, self._cache, at), []
+        hidden = self._model(ids, positions_of(batch), batch, self._cache)
+        prompts = [
+            (
+                chunk.sample.request,
+                self._prompt_logprobs(chunk, hidden[end - chunk.num_tokens : end]),
+            )
+            for chunk, end in requested
+        ]
+        return hidden.index_select(0, at), prompts
+
+    def _sample(self, hidden: Tensor, samples: Sequence[Sample]) -> SamplerOutput:
+        for row, owner in enumerate(samples):
+            owner.row = row
+        logits = self._model.logits(hidden, wide=False)  # the sampler converts to fp32 as it reads
+        metadata = self._metadata_cache.make(samples)
+        sampled = sample(logits, metadata)
+        self._last_tokens[: len(samples)].copy_(sampled.token)
+        if metadata.num_top is None:  # only tokens were requested: copy nothing else
+            return SamplerOutput(sampled.token, sampled.logprob, _EMPTY, _EMPTY, _EMPTY)
+        return sampled
+
+    def _prompt_logprobs(self, chunk: Chunk, hidden: Tensor) -> SamplerOutput:
+        """Logprobs of the prompt tokens that this chunk predicts and that are not stored yet."""
+        request, requested = chunk.sample.request, _prompt_logprob_range(chunk)
+        hidden = hidden[requested.start - 1 - chunk.start : requested.stop - 1 - chunk.start]
+        tokens = _int32_tensor(request.prompt_token_ids[requested.start : requested.stop]).long()
+        tokens = tokens if self._device.type == "cpu" else tokens.pin_memory()
+        tokens = tokens.to(self._device, non_blocking=True)
+        parts = [
+            compute_logprobs(self._model.logits(rows), predicted, request.params.prompt_logprobs)
+            for rows, predicted in zip(
+                hidden.split(_PROMPT_ROWS), tokens.split(_PROMPT_ROWS), strict=True
+            )
+        ]
+        return SamplerOutput(
+            *(torch.cat(columns) for columns in zip(*map(_columns, parts), strict=True))
+        )
+
+    def _copy_results(self, in_flight: InFlightStep) -> InFlightStep:
+        """Start the copies of the results to the host."""
+        if self._device.type != "cuda":
+            return in_flight
+        host_output = None if in_flight.sampled is None else _to_host(in_flight.sampled)
+        prompts = [(request, _to_host(logprobs)) for request, logprobs in in_flight.prompts]
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return replace(in_flight, sampled=host_output, prompts=prompts, event=event)
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Used GPU memory of all processes, without torch's cache."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _is_decode_only(step: ScheduledStep) -> bool:
+    """Each chunk has one token and one sampled row, so hidden states are the rows to sample."""
+    chunks = step.chunks
+    return step.num_tokens == len(chunks) and all([len(chunk.sampled_by) == 1 for chunk in chunks])
+
+
+def _token_ids(chunks: Sequence[Chunk]) -> list[int]:
+    """Token ids of the chunks; the id ~i means the i-th token that the last step sampled."""
+    tokens = []
+    for owner, start, stop, _ in chunks:
+        if owner.pending:  # a decode: the last step sampled its only token
+            tokens.append(~owner.row)
+        else:
+            tokens += owner.tokens(start, stop)
+    return tokens
+
+
+def _int32_tensor(values: Sequence[int]) -> Tensor:
+    """int32 holds both token ids and row indices."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32)
+
+
+def _logit_rows(step: ScheduledStep) -> list[int]:
+    """The index of the last token of each sampled row's chunk, among the tokens of the step."""
+    ends = _chunk_ends(step.chunks)
+    return [ends[chunk] - 1 for chunk, _ in step.rows_to_sample]
+
+
+def _chunk_ends(chunks: Sequence[Chunk]) -> list[int]:
+    """Where each chunk ends among the tokens of the step."""
+    return list(accumulate(chunk.num_tokens for chunk in chunks))
+
+
+def _needs_prompt_logprobs(step: ScheduledStep) -> bool:
+    return any(_prompt_logprob_range(chunk) for chunk in step.chunks)
+
+
+def _prompt_logprob_range(chunk: Chunk) -> range:
+    """Prompt positions with requested logprobs that are not stored yet and that this chunk
+    predicts.
+    """
+    request = chunk.sample.request
+    if request.prompt_logprobs is None:
+        return range(0)
+    last = min(chunk.stop, len(request.prompt_token_ids) - 1)
+    return range(max(chunk.start + 1, len(request.prompt_logprobs)), last + 1)
+
+
+def _store_prompt_logprobs(request: Request, logprobs: SamplerOutput) -> None:
+    rows = zip(*(column.tolist() for column in _columns(logprobs)), strict=True)
+    for token, logprob, rank, ids, tops in rows:
+        sampled = SampledToken(token, logprob, rank, tuple(zip(ids, tops, strict=True)))
+        request.prompt_logprobs.append(sampled.logprobs())
+
+
+def _columns(sampled: SamplerOutput) -> tuple[Tensor, ...]:
+    return tuple(vars(sampled).values())
+
+
+def _to_host(sampled: SamplerOutput) -> SamplerOutput:
+    """Start copies to the host without waiting for them."""
+    return SamplerOutput(*(_copy_to_host(column) for column in _columns(sampled)))
+
+
+def _copy_to_host(column: Tensor) -> Tensor:
+    if not column.is_cuda:
+        return column
+    host = torch.empty(column.shape, dtype=column.dtype, pin_memory=column.numel() > 0)
+    return host.copy_(column, non_blocking=True)

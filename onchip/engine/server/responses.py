@@ -1,0 +1,281 @@
+"""Outputs of the engine as responses of the OpenAI API, whole or streamed.
+
+    RequestOutput (cumulative) -> DeltaReader -> ChoiceDelta -> CompletionBuilder or ChatBuilder
+
+A delta is the new part of one choice since the last delta. A whole response is built from one delta
+per choice.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from onchip.engine.request import CompletionOutput, Logprob, RequestOutput
+
+from . import protocol
+from .codec import TokenText, text_offsets
+from .errors import APIError
+
+ReadToken = Callable[[int], TokenText]
+Table = dict[int, Logprob]
+Tokens = tuple[tuple[int, Table | None], ...]
+
+
+@dataclass(frozen=True)
+class ChoiceDelta:
+    """tokens: (id, logprobs at its position; None if not requested, or for the first token of a
+    prompt). offset: characters before this delta.
+    """
+
+    index: int
+    text: str
+    tokens: Tokens
+    offset: int
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The texts of the prompts, put before each choice. scores_only: nothing is generated."""
+
+    texts: Sequence[str]
+    scores_only: bool = False
+
+
+@dataclass
+class _SentCounts:
+    """How much of a choice was sent."""
+
+    chars: int = 0
+    tokens: int = 0
+    begun: bool = False
+    finished: bool = False
+
+
+@dataclass
+class DeltaReader:
+    """Reads the outputs of one call; n: choices per prompt."""
+
+    n: int
+    echo: Echo | None = None
+    _sent: dict[tuple[int, int], _SentCounts] = field(default_factory=dict)
+
+    def read_new(self, outputs: Sequence[RequestOutput | None]) -> Iterator[ChoiceDelta]:
+        """The new part of each choice, if there is any."""
+        for prompt_index, output in enumerate(outputs):
+            for i, choice in enumerate(output.outputs if output else ()):
+                sent = self._sent.setdefault((prompt_index, i), _SentCounts())
+                delta = self._read_delta(prompt_index * self.n + i, sent, choice)
+                delta = self._prepend_echo(delta, sent, prompt_index, output)
+                if choice.finished and not sent.finished:
+                    sent.finished = True
+                    yield self._mark_finished(delta, choice)
+                elif delta.text or delta.tokens:
+                    sent.begun = True
+                    yield delta
+
+    def _read_delta(self, index: int, sent: _SentCounts, choice: CompletionOutput) -> ChoiceDelta:
+        if self._scores_only:
+            return ChoiceDelta(index, "", (), 0)
+        text, ids, tables = choice.since(sent.chars, sent.tokens)
+        tokens = () if tables is None else tuple(zip(ids, tables, strict=True))
+        offset, sent.chars = sent.chars, sent.chars + len(text)
+        sent.tokens += len(ids)
+        return ChoiceDelta(index, text, tokens, offset)
+
+    def _mark_finished(self, delta: ChoiceDelta, choice: CompletionOutput) -> ChoiceDelta:
+        reason = "length" if self._scores_only else choice.finish_reason
+        return replace(delta, finish_reason=reason, stop_reason=choice.stop_reason)
+
+    def _prepend_echo(
+        self, delta: ChoiceDelta, sent: _SentCounts, prompt_index: int, output: RequestOutput
+    ) -> ChoiceDelta:
+        if self.echo is None:
+            return delta
+        ahead = self.echo.texts[prompt_index]
+        if sent.begun or sent.finished:
+            return replace(delta, offset=delta.offset + len(ahead))
+        return replace(
+            delta, text=ahead + delta.text, tokens=(*_prompt_tokens(output), *delta.tokens)
+        )
+
+    @property
+    def _scores_only(self) -> bool:
+        return self.echo is not None and self.echo.scores_only
+
+
+def _prompt_tokens(output: RequestOutput) -> Tokens:
+    return tuple(zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=False))
+
+
+def count_usage(
+    outputs: Sequence[RequestOutput | None], scores_only: bool = False
+) -> protocol.Usage:
+    """Each prompt counts once, each choice separately."""
+    known = [o for o in outputs if o]
+    prompt = sum(len(o.prompt_token_ids) for o in known)
+    made = 0 if scores_only else sum(len(c.token_ids) for o in known for c in o.outputs)
+    return protocol.Usage(
+        prompt_tokens=prompt,
+        completion_tokens=made,
+        total_tokens=prompt + made,
+        prompt_tokens_details=protocol.CachedTokens(
+            cached_tokens=sum(o.num_cached_tokens for o in known)
+        ),
+    )
+
+
+def find_failure(
+    outputs: Sequence[RequestOutput | None], deadline_error: APIError | None
+) -> APIError | None:
+    """The error of a choice that failed or was cut off. deadline_error: returned if its deadline
+    passed.
+    """
+    for choice in (c for o in outputs if o for c in o.outputs):
+        if choice.finish_reason == "error":
+            return APIError(500, f"the model failed: {choice.stop_reason or 'no reason is known'}")
+        if choice.finish_reason == "abort":
+            return deadline_error or APIError(503, "the request was cancelled", code="cancelled")
+    return None
+
+
+class ResponseBuilder(Protocol):
+    """Builds the responses of one of the two endpoints."""
+
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.Completion | protocol.ChatCompletion: ...
+
+    def build_opening(
+        self, num_choices: int
+    ) -> Iterator[protocol.Completion | protocol.ChatCompletionChunk]:
+        """The first chunks of a stream."""
+        ...
+
+    def build_chunk(
+        self, delta: ChoiceDelta
+    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
+
+    def build_usage_chunk(
+        self, usage: protocol.Usage
+    ) -> protocol.Completion | protocol.ChatCompletionChunk: ...
+
+
+class _Builder:
+    """Fields that every response has."""
+
+    def __init__(self, prefix: str, model: str, read_token: ReadToken):
+        self.head = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.read_token = read_token
+
+
+class CompletionBuilder(_Builder):
+    """/v1/completions."""
+
+    def __init__(self, model: str, read_token: ReadToken):
+        super().__init__("cmpl", model, read_token)
+
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.Completion:
+        choices = [self._choice(delta) for delta in deltas]
+        return protocol.Completion(**self.head, choices=choices, usage=usage)
+
+    def build_opening(self, num_choices: int) -> Iterator[protocol.Completion]:
+        return iter(())
+
+    def build_chunk(self, delta: ChoiceDelta) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[self._choice(delta)])
+
+    def build_usage_chunk(self, usage: protocol.Usage) -> protocol.Completion:
+        return protocol.Completion(**self.head, choices=[], usage=usage)
+
+    def _choice(self, delta: ChoiceDelta) -> protocol.CompletionChoice:
+        return protocol.CompletionChoice(
+            index=delta.index,
+            text=delta.text,
+            logprobs=self._logprobs(delta) if delta.tokens else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+
+    def _logprobs(self, delta: ChoiceDelta) -> protocol.CompletionLogprobs:
+        tokens = [self.read_token(token) for token, _ in delta.tokens]
+        return protocol.CompletionLogprobs(
+            tokens=[token.text for token in tokens],
+            token_logprobs=[t and t[token].logprob for token, t in delta.tokens],
+            top_logprobs=[t and self._by_text(t) for _, t in delta.tokens],
+            text_offset=text_offsets(tokens, delta.offset),
+        )
+
+    def _by_text(self, table: Table) -> dict[str, float]:
+        """Two tokens may have the same text: the less probable one is named by its id."""
+        named: dict[str, float] = {}
+        for token, entry in sorted(table.items(), key=lambda item: -item[1].logprob):
+            text = self.read_token(token).text
+            named[f"token_id:{token}" if text in named else text] = entry.logprob
+        return named
+
+
+class ChatBuilder(_Builder):
+    """/v1/chat/completions; top: number of alternatives shown per token."""
+
+    def __init__(self, model: str, read_token: ReadToken, top: int = 0):
+        super().__init__("chatcmpl", model, read_token)
+        self.top = top
+
+    def build_full(
+        self, deltas: Sequence[ChoiceDelta], usage: protocol.Usage
+    ) -> protocol.ChatCompletion:
+        choices = [
+            protocol.ChatChoice(
+                message=protocol.AssistantMessage(content=delta.text), **self._rest(delta)
+            )
+            for delta in deltas
+        ]
+        return protocol.ChatCompletion(**self.head, choices=choices, usage=usage)
+
+    def build_opening(self, num_choices: int) -> Iterator[protocol.ChatCompletionChunk]:
+        for index in range(num_choices):
+            delta = protocol.Delta(role="assistant", content="")
+            choice = protocol.ChunkChoice(index=index, delta=delta, finish_reason=None)
+            yield protocol.ChatCompletionChunk(**self.head, choices=[choice])
+
+    def build_chunk(self, delta: ChoiceDelta) -> protocol.ChatCompletionChunk:
+        content = protocol.Delta(content=delta.text) if delta.text else protocol.Delta()
+        choice = protocol.ChunkChoice(delta=content, **self._rest(delta))
+        return protocol.ChatCompletionChunk(**self.head, choices=[choice])
+
+    def build_usage_chunk(self, usage: protocol.Usage) -> protocol.ChatCompletionChunk:
+        return protocol.ChatCompletionChunk(**self.head, choices=[], usage=usage)
+
+    def _rest(self, delta: ChoiceDelta) -> dict:
+        return {
+            "index": delta.index,
+            "logprobs": self._logprobs(delta) if delta.tokens else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _logprobs(self, delta: ChoiceDelta) -> protocol.ChatLogprobs:
+        return protocol.ChatLogprobs(
+            content=[self._token(token, table) for token, table in delta.tokens if table]
+        )
+
+    def _token(self, token: int, table: Table) -> protocol.TokenLogprob:
+        ranked = sorted(table.items(), key=lambda entry: -entry[1].logprob)[: self.top]
+        return protocol.TokenLogprob(
+            **self._entry(token, table[token]),
+            top_logprobs=[protocol.TopLogprob(**self._entry(i, e)) for i, e in ranked],
+        )
+
+    def _entry(self, token: int, entry: Logprob) -> dict:
+        read = self.read_token(token)
+        return {"token": read.text, "logprob": entry.logprob, "bytes": list(read.data)}
