@@ -31,9 +31,9 @@ from onchip.flops import backward_flops, forward_flops, tell_counters
 from onchip.kernels import protocol
 from onchip.kernels.protocol import Grads, Result, Stats, accumulator_dtype, empty_result
 from onchip.kernels.tapes import MAX_TAPES, replayed
-from onchip.masks import later
+from onchip.masks import deferred
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule, is_number
+from onchip.masks.deferred import Later, LaterRule, is_number
 from onchip.problem import (
     Problem,
     Question,
@@ -413,7 +413,7 @@ def _keep_mask(mask: Tensor, seqlen_k: int) -> Tensor:
     """A tensor of its own, whose meaning is kept for as long as the object lives."""
     kept = _spaced(mask)
     kept.copy_(mask)
-    later.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
+    deferred.keep(kept, Later(kept, mask.shape[-2], seqlen_k).built())
     return kept
 
 

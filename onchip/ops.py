@@ -16,7 +16,7 @@ from onchip.fold import cascade, offload
 from onchip.iomodel.prefixes import costs
 from onchip.kernels.protocol import Result
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later, LaterRule
+from onchip.masks.deferred import Later, LaterRule
 from onchip.problem import (
     Options,
     Question,

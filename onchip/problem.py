@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from onchip.arguments import as_int, check_flag
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.deferred import Later
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

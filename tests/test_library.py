@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import onchip
 from onchip import library, masks
 from onchip.bench import delta_accuracy
-from onchip.masks.later import LaterRule
+from onchip.masks.deferred import LaterRule
 from onchip.ops import Extras, pose
 from onchip.problem import Options
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from onchip import library
-from onchip.masks import later, mods
+from onchip.masks import deferred, mods
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.later import Later
+from onchip.masks.deferred import Later
 from onchip.models import interface
 from onchip.models.interface import options_of
 from onchip.models.rules import Reading, read
@@ -276,7 +276,7 @@ def _blocks(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
     """
     built = Later(mask, seqlen_q, seqlen_k).built()
     if mods.is_spans(mask) or not mask.is_inference():
-        later.keep(mask, built)
+        deferred.keep(mask, built)
     return built
 
 

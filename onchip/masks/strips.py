@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .bits import BLOCK
 from .blockmask import BlockMask, flat_offsets, num_blocks, owners
-from .later import version_of
+from .deferred import version_of
 
 UNSEEN = -1
 FAR, CUT, BIT_TILE = 1, 2, 4  # of which the part of an entry in a row is the sum

@@ -11,7 +11,7 @@ import torch
 
 import onchip
 from onchip.adapters import transformers as adapter
-from onchip.masks import later
+from onchip.masks import deferred
 from onchip.models import interface
 from tests.adapters import families
 from tests.adapters.families import DECODERS, OTHERS, padding
@@ -304,14 +304,14 @@ class TestStructure:
         built = []
         spy = lambda *args: built.append(1) or onchip.masks.build(*args)
         gc.collect()
-        before = len(later._built)
-        monkeypatch.setattr(later, "build", spy)
+        before = len(deferred._built)
+        monkeypatch.setattr(deferred, "build", spy)
         with torch.no_grad():
             one = as_name(families.model("llama"), "onchip")
             one(words, attention_mask=padding(BATCH, TOKENS, "left"))
         assert len(built) == 1
         gc.collect()
-        assert len(later._built) == before
+        assert len(deferred._built) == before
 
     def test_padding_with_gaps_is_asked_cell_by_cell(self, words):
         seen = padding(BATCH, TOKENS, "right")

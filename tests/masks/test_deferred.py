@@ -9,8 +9,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import onchip
 from onchip import library, masks
-from onchip.masks import later
-from onchip.masks.later import Later
+from onchip.masks import deferred
+from onchip.masks.deferred import Later
 
 
 def bounds(seqlen=40, window=7, batch=2):
@@ -33,7 +33,7 @@ def builds(monkeypatch):
     """One entry for each mask that is built."""
     found = []
     spy = lambda *args: found.append(1) or masks.build(*args)
-    monkeypatch.setattr(later, "build", spy)
+    monkeypatch.setattr(deferred, "build", spy)
     return found
 
 
@@ -123,18 +123,18 @@ def test_the_op_passes_the_checks_of_torch():
 
 def test_what_is_kept_dies_with_its_tensor():
     gc.collect()
-    before = len(later._built)
+    before = len(deferred._built)
     kept = torch.ops.onchip.mask(bounds(), 40)
-    assert len(later._built) == before + 1
+    assert len(deferred._built) == before + 1
     assert Later(kept, 40, 40).built() is Later(kept, 40, 40).built()
     del kept
     gc.collect()
-    assert len(later._built) == before
+    assert len(deferred._built) == before
 
 
 def test_what_was_written_to_is_built_again():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
+    deferred.keep(given, Later(given, 40, 40).built())
     given[..., 0] = 0
     causal = masks.causal().build(1, 1, 40, 40).to_dense()
     assert torch.equal(Later(given, 40, 40).built().to_dense(), causal.expand(2, 1, 40, 40))
@@ -142,5 +142,5 @@ def test_what_was_written_to_is_built_again():
 
 def test_other_lengths_are_another_mask():
     given = bounds()
-    later.keep(given, Later(given, 40, 40).built())
+    deferred.keep(given, Later(given, 40, 40).built())
     assert Later(given, 40, 50).built().shape == (2, 1, 40, 50)
