@@ -79,6 +79,7 @@ LEAVES = {
     "scores",
     "philox",
     "configs",
+    "strips",
 }
 ONLY_UNDER = {
     "triton": ("kernels/triton", "kernels/hopper", "kernels/flat.py"),

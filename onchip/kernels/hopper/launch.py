@@ -35,8 +35,8 @@ from onchip.kernels.hopper.tensors import (
     without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
+from onchip.kernels.strips import Strips, strips_of
 from onchip.masks.blockmask import BlockMask
-from onchip.masks.strips import Strips, strips_of
 from onchip.problem import Problem, Tensors
 
 _forward_kernel = Handle(forward_kernel)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .bits import BLOCK
-from .blockmask import BlockMask, flat_offsets, num_blocks, owners
-from .deferred import version_of
+from onchip.masks.bits import BLOCK
+from onchip.masks.blockmask import BlockMask, flat_offsets, num_blocks, owners
+from onchip.masks.deferred import version_of
 
 UNSEEN = -1
 FAR, CUT, BIT_TILE = 1, 2, 4  # of which the part of an entry in a row is the sum

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from onchip import masks
+from onchip.kernels.strips import _KEPT, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 from onchip.masks.bits import unpack
-from onchip.masks.strips import _KEPT, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 
 EMPTY, PARTIAL, FULL = range(3)
 ROWS = 192
