@@ -22,7 +22,7 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import Later
 from onchip.models import interface
 from onchip.models.interface import options_of
-from onchip.models.rules import Reading, read
+from onchip.models.mask_parsing import Reading, read
 from onchip.ops import attention, varlen_attention
 from onchip.problem import UnsupportedError
 

@@ -10,7 +10,7 @@ from onchip.engine.engine import Engine, Pace
 from onchip.engine.params import MAX_LOGPROBS, SamplingParams
 from onchip.engine.step import Limits
 from onchip.kvcache import Spec
-from onchip.kvcache.host import CHUNK_BYTES
+from onchip.kvcache.swap import CHUNK_BYTES
 from onchip.models import Model
 
 _HOST_SHARE = 0.25  # of the memory that is free where the CPU computes: it belongs to others too
@@ -107,5 +107,5 @@ def _graph_bytes(model: Model, limits: Limits, paging: Paging) -> int:
 
 
 def _staging_bytes(model: Model, paging: Paging) -> int:
-    """Where pages are packed on their way to the host and back: see kvcache/host.py."""
+    """Where pages are packed on their way to the host and back: see kvcache/swap.py."""
     return 2 * max(CHUNK_BYTES, model.cache_spec(*paging).page_bytes)

@@ -2,12 +2,12 @@
 found again, speculation rolled back, sequences swapped to the host.
 """
 
-from .batch import PagedBatch, Shape
 from .cache import KVCache, Sequence
-from .host import Family, HostTier
+from .paged_batch import PagedBatch, Shape
 from .pages import Spec
 from .pool import NoRoom, Pool, Table
 from .prefix import Chain, Hit, PrefixIndex
+from .swap import Family, HostTier
 
 __all__ = [
     "Chain",

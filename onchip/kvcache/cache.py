@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onchip.kvcache import batch as batches
-from onchip.kvcache.batch import HostTable, Members, PagedBatch, Shape
+from onchip.kvcache import paged_batch as batches
+from onchip.kvcache.paged_batch import HostTable, Members, PagedBatch, Shape
 from onchip.kvcache.pages import Pages, Spec
 from onchip.kvcache.pool import NoRoom, Pool, Table, whole, whole_all
 from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words

@@ -8,9 +8,9 @@ from .decoder import Decoder, positions_of
 from .folders import about, check_exists, is_native
 from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
-from .names import Part, num_parameters
 from .protocol import Model
 from .rotary import Rotary
+from .weight_names import Part, num_parameters
 
 __all__ = [
     "FAMILIES",

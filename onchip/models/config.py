@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from onchip.models.fields import Fields, check_size
-from onchip.models.parts import text_fields
+from onchip.models.multimodal import text_fields
 from onchip.models.rotary import Rotary
 from onchip.problem import MAX_HEAD_DIM
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
-from onchip.models.names import Part
 from onchip.models.rotary import rotate, turns
+from onchip.models.weight_names import Part
 from onchip.ops import attention, paged_attention, varlen_attention
 from onchip.pointwise import (
     Norms,

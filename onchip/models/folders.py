@@ -6,7 +6,7 @@ from pathlib import Path
 from onchip.models import builtin, foreign
 from onchip.models.config import FAMILIES
 from onchip.models.loader import read_json
-from onchip.models.parts import text_fields
+from onchip.models.multimodal import text_fields
 
 
 def is_native(folder: str | Path) -> bool:

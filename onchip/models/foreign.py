@@ -24,8 +24,8 @@ from onchip.models.decoder import Paged
 from onchip.models.interface import Rule
 from onchip.models.loader import entries_of, read_json
 from onchip.models.probe import Layout, call, check_config, probe
-from onchip.models.rehearsal import MOST_TOKENS, rehearse
 from onchip.models.safetensors import Entry
+from onchip.models.self_check import MOST_TOKENS, rehearse
 from onchip.problem import UnsupportedError
 
 ABOUT = "runs through transformers, slower: nothing is fused, and no step is recorded"

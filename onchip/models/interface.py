@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from onchip.models import served
-from onchip.models.rules import Rule
+from onchip.models import interface_check
+from onchip.models.mask_parsing import Rule
 from onchip.problem import UnsupportedError
 
 NAME = "onchip_paged"
@@ -64,7 +64,7 @@ def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) ->
         ) from None
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
-    served.guard(transformers.PreTrainedModel, name)
+    interface_check.guard(transformers.PreTrainedModel, name)
     return transformers
 
 

@@ -17,9 +17,9 @@ from onchip.files import read_regular
 from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
-from onchip.models.names import DERIVED, NAMES, Part, Target, expected, targets
-from onchip.models.parts import text_entries
+from onchip.models.multimodal import text_entries
 from onchip.models.safetensors import Entry
+from onchip.models.weight_names import DERIVED, NAMES, Part, Target, expected, targets
 
 MAX_JSON_BYTES = 100_000_000
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

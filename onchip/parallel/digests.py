@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.masks import BLOCK, BlockMask, Mask
 from onchip.masks.nodes import Cells, Dense, Grid, Interval, Join, Node, Not
-from onchip.masks.parts import node_of
+from onchip.masks.submask import node_of
 from onchip.parallel.rounds import PLANS
 
 # Of a mask that is a function, all cells are compared up to so many blocks of 128 x 128 cells;

@@ -20,7 +20,7 @@ from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
-from onchip.masks.parts import node_of, part
+from onchip.masks.submask import node_of, part
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 

@@ -178,11 +178,11 @@ def _refuses(kind):
     """Whether a model, or one that it builds with the same config, refuses our name."""
     from transformers import PreTrainedModel
 
-    from onchip.models import served
+    from onchip.models import interface_check
 
-    if served.reason(kind, NAMES["sdpa"], PreTrainedModel):
+    if interface_check.reason(kind, NAMES["sdpa"], PreTrainedModel):
         return True
-    built = [one for one in served.named_in(kind, "__init__") if isinstance(one, type)]
+    built = [one for one in interface_check.named_in(kind, "__init__") if isinstance(one, type)]
     return any(_refuses(one) for one in built if issubclass(one, PreTrainedModel) and one != kind)
 
 

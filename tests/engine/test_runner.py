@@ -13,7 +13,7 @@ from onchip.engine import SamplingParams
 from onchip.engine.graphs import Graphs, Recorded, filled_in, sizes_up_to
 from onchip.engine.runner import _only_decodes, _words
 from onchip.kvcache import PagedBatch
-from onchip.kvcache import batch as batches
+from onchip.kvcache import paged_batch as batches
 
 WAYS = {
     "plain": {},

@@ -6,7 +6,7 @@ import torch
 import onchip
 from onchip.eightbit import dequantise, quantise
 from onchip.kvcache import KVCache, NoRoom, Shape, Spec
-from onchip.kvcache import batch as batches
+from onchip.kvcache import paged_batch as batches
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
 KV_DTYPES = [None, "fp8", "int8"]

@@ -10,7 +10,7 @@ import torch
 import onchip
 from onchip.eightbit import quantise
 from onchip.kvcache import HostTier, KVCache, Shape, Spec
-from onchip.kvcache.host import Place
+from onchip.kvcache.swap import Place
 
 pytestmark = pytest.mark.gpu
 

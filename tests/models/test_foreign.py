@@ -13,7 +13,7 @@ import onchip
 from onchip import UnsupportedError, models
 from onchip.kvcache import KVCache
 from onchip.models import foreign, positions_of, safetensors
-from tests.models import foreigners
+from tests.models import foreign_models
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,13 @@ def tokens(count, seed=0):
 
 
 def loaded(kind, folder, **options):
-    foreigners.model(kind).save_pretrained(folder)
+    foreign_models.model(kind).save_pretrained(folder)
     return models.load_foreign(folder, **options)
 
 
 def described(folder, kind, **fields):
     """A folder with a config and one tensor that is none of the model's."""
-    foreigners.config(kind, **fields).save_pretrained(folder)
+    foreign_models.config(kind, **fields).save_pretrained(folder)
     safetensors.write(folder / "model.safetensors", {"x": torch.zeros(3)})
     return folder
 
@@ -44,7 +44,7 @@ def edited(folder, **fields):
 
 
 @pytest.mark.parametrize("page_size", [1, 8])
-@pytest.mark.parametrize("kind", foreigners.SERVED)
+@pytest.mark.parametrize("kind", foreign_models.SERVED)
 @torch.no_grad()
 def test_a_packed_step_gives_the_logits_of_transformers(kind, page_size, tmp_path):
     """Three sequences in odd chunks and token by token, past the windows, on pages that hold NaN
@@ -69,7 +69,7 @@ def test_a_packed_step_gives_the_logits_of_transformers(kind, page_size, tmp_pat
             cache.commit(sequences[i])
             parts[i].append(part)
     for text, part in zip(texts, parts, strict=True):
-        theirs = foreigners.model(kind)(torch.tensor([text]), use_cache=False).logits[0]
+        theirs = foreign_models.model(kind)(torch.tensor([text]), use_cache=False).logits[0]
         torch.testing.assert_close(one.logits(torch.cat(part)), theirs, rtol=0, atol=1e-4)
 
 
@@ -78,7 +78,7 @@ def test_every_type_of_transformers_is_itself_or_refused(tmp_path):
     """As far as a small config of it is known."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as kinds
 
-    foreigners.quiet()
+    foreign_models.quiet()
     fates = {kind: fate(kind, tmp_path / kind) for kind in sorted(kinds)}
     assert [kind for kind, what in fates.items() if what == "differs"] == []
     assert list(fates.values()).count("served") >= 80
@@ -86,8 +86,8 @@ def test_every_type_of_transformers_is_itself_or_refused(tmp_path):
 
 def fate(kind, folder):
     try:
-        config = foreigners.most_of(kind)
-        theirs = config and foreigners.build(config)
+        config = foreign_models.most_of(kind)
+        theirs = config and foreign_models.build(config)
     except Exception:
         return "unknown"
     if theirs is None:
@@ -128,7 +128,7 @@ def test_only_the_asked_rows_are_computed(tmp_path):
 
 
 def test_a_checkpoint_is_described_without_its_weights(tmp_path):
-    foreigners.model("gpt_oss").save_pretrained(tmp_path)
+    foreign_models.model("gpt_oss").save_pretrained(tmp_path)
     found = models.inspect_foreign(tmp_path)
     assert found.layout.windows == (7, None)
     assert found.layout.heads == (4, 2, 16, 16, torch.float32)
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_described_without_its_weights(tmp_path):
 
 
 def test_weights_may_lie_in_several_files(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path, max_shard_size="60KB")
+    foreign_models.model("olmo2").save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert models.load_foreign(tmp_path).config.num_layers == 2
 
@@ -157,7 +157,7 @@ def test_nothing_is_fetched_and_no_code_of_a_checkpoint_is_run(monkeypatch, tmp_
     def refuse(*args, **kwargs):
         raise AssertionError("the network was asked")
 
-    foreigners.model("olmo2").save_pretrained(tmp_path)
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
     (tmp_path / "code.py").write_text("raise AssertionError('code of a checkpoint was run')")
     edited(tmp_path, auto_map={"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"})
     for name in ("connect", "connect_ex"):
@@ -175,7 +175,7 @@ REFUSED = {
     "mamba": ({}, "remember more than keys and values"),
     "jamba": ({}, "remember more than keys and values"),
     "deepseek_v32": (
-        {**foreigners._HEADS_OF_MLA, "head_dim": 8},
+        {**foreign_models._HEADS_OF_MLA, "head_dim": 8},
         "remember more than keys and values",
     ),
     "openai-gpt": ({}, "OpenAIGPTModel runs attention of its own"),
@@ -216,8 +216,8 @@ def test_a_type_that_nobody_knows(tmp_path):
 
 def test_positions_that_a_model_counts_for_itself_fail_the_rehearsal(tmp_path):
     """RoBERTa's begin after the id of its padding: what is given from 0 on is another place."""
-    kind = foreigners.config("roberta", is_decoder=True)
-    foreigners.build(kind).save_pretrained(tmp_path)
+    kind = foreign_models.config("roberta", is_decoder=True)
+    foreign_models.build(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="in a rehearsal its logits"):
         models.load_foreign(tmp_path)
 
@@ -250,7 +250,7 @@ def test_quantised_weights_adapters_and_pickles_are_refused(tmp_path):
 
 
 def test_a_config_is_bounded_by_the_files(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path)
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match="asks for .* weights, the files hold"):
         models.inspect_foreign(edited(tmp_path, vocab_size=10**9))
     with pytest.raises(UnsupportedError, match="1000000000 layers"):
@@ -258,7 +258,7 @@ def test_a_config_is_bounded_by_the_files(tmp_path):
 
 
 def test_weights_that_are_missing_are_not_made_up(tmp_path):
-    foreigners.model("olmo2").save_pretrained(tmp_path)
+    foreign_models.model("olmo2").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     entries, mapped = safetensors.header(file), safetensors.map_file(file)
     held = {name: safetensors.read(entry, mapped).clone() for name, entry in entries.items()}

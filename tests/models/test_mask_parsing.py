@@ -5,8 +5,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from onchip.models import rules
-from onchip.models.rules import read
+from onchip.models import mask_parsing
+from onchip.models.mask_parsing import read
 
 masking = pytest.importorskip("transformers").masking_utils
 
@@ -80,7 +80,7 @@ def other_version(**changes):
 @pytest.fixture
 def _afresh():
     yield
-    rules._codes.cache_clear()
+    mask_parsing._codes.cache_clear()
 
 
 @pytest.mark.usefixtures("_afresh")

@@ -5,7 +5,7 @@ import torch
 
 from onchip import masks
 from onchip.masks.nodes import Interval, build
-from onchip.masks.parts import node_of, part
+from onchip.masks.submask import node_of, part
 
 SEQLEN = 700
 CU = torch.tensor([0, 3, 130, 131, 500, 700], dtype=torch.int32)

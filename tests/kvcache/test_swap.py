@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.kvcache import HostTier, KVCache, NoRoom, Spec
-from onchip.kvcache.host import Place
+from onchip.kvcache.swap import Place
 
 
 def make(num_pages=20, host_pages=12, chunk_pages=3, late=None, spec=None):

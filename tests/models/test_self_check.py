@@ -5,7 +5,7 @@ import torch
 
 from onchip import UnsupportedError
 from onchip.models import ModelConfig, random_model
-from onchip.models.rehearsal import rehearse
+from onchip.models.self_check import rehearse
 
 
 @pytest.fixture

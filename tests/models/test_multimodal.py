@@ -7,7 +7,7 @@ import torch
 
 from onchip import models
 from onchip.models.folders import is_native
-from tests.models.foreigners import quiet, randomise
+from tests.models.foreign_models import quiet, randomise
 
 transformers = pytest.importorskip("transformers")
 
