@@ -122,9 +122,9 @@ class KVCache:
         root = self.prefix.root(salt)
         hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
         table = self.pool.adopt(hit.pages)
-        copied = 0 if hit.source is None else self._graft(table, hit.source, hit.copied)
+        copied = 0 if hit.source is None else self._copy_partial_page(table, hit.source, hit.copied)
         found = tokens[: table.length]
-        sequence = Sequence(self, table, found, Chain(root, hit.keys), self._seat(table))
+        sequence = Sequence(self, table, found, Chain(root, hit.keys), self._assign_row(table))
         sequence.hit_tokens, sequence.copied_tokens = len(found), copied
         return sequence
 
@@ -183,7 +183,7 @@ class KVCache:
             self.host_table.put(sequences[i].row, place, tables[i].since(place))
         return None
 
-    def tell(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
+    def append_tokens(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """The ids of the first reserved tokens that have none."""
         ids, free = words(tokens), self.resident(sequence).length - len(sequence.tokens)
         if len(ids) > free:
@@ -203,7 +203,7 @@ class KVCache:
         if not self.host_table.free_rows:
             return NoRoom(1, 0, "sequences")
         table = self.pool.fork(table)
-        row, chain = self._seat(table), sequence.chain.fork()
+        row, chain = self._assign_row(table), sequence.chain.fork()
         return Sequence(self, table, sequence.tokens.copy(), chain, row)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -247,7 +247,7 @@ class KVCache:
         """Give the pages back. What was committed can be found until its pages are needed."""
         table = self.resident(sequence)
         self._publish(sequence, final=True)
-        self.unseat(sequence)
+        self.release_row(sequence)
         self.pool.free(table)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -310,7 +310,7 @@ class KVCache:
         own = isinstance(sequence, Sequence) and sequence.cache is self
         # One from before a `reset` has a row, but its table is of a pool that is gone.
         if not own or sequence.row is None or not self.pool.holds([sequence.table]):
-            raise ValueError(self._stranger(sequence))
+            raise ValueError(self._describe_foreign(sequence))
         if sequence.arrival is not None:
             sequence.arrival.wait()
             sequence.arrival = None
@@ -324,7 +324,7 @@ class KVCache:
         tables = [s.table for s in sequences]
         return tables if self.pool.holds(tables) else [self.resident(s) for s in sequences]
 
-    def _stranger(self, sequence: Sequence) -> str:
+    def _describe_foreign(self, sequence: Sequence) -> str:
         if not isinstance(sequence, Sequence):
             return f"{sequence!r} is no sequence"
         if sequence.cache is not self:
@@ -332,27 +332,27 @@ class KVCache:
         gone = sequence.table not in self.pool.tables
         return f"the sequence was {'freed already' if gone else 'swapped out'}"
 
-    def unseat(self, sequence: Sequence) -> None:
+    def release_row(self, sequence: Sequence) -> None:
         """The sequence leaves the host table, to be seated again or freed."""
         self.resident(sequence)
         self.host_table.free_rows.append(sequence.row)
         sequence.row = None
 
-    def seat(self, sequence: Sequence) -> None:
+    def assign_row(self, sequence: Sequence) -> None:
         """A sequence that left the host table takes a row of it again."""
         own = isinstance(sequence, Sequence) and sequence.cache is self and sequence.row is None
         if not own or not self.pool.holds([sequence.table]) or not self.host_table.free_rows:
             raise ValueError(f"{sequence!r} has no row to take, or its pages are not here")
-        sequence.row = self._seat(sequence.table)
+        sequence.row = self._assign_row(sequence.table)
 
-    def _seat(self, table: Table) -> int:
+    def _assign_row(self, table: Table) -> int:
         row = self.host_table.free_rows.pop()
         self.host_table.put(row, 0, table.since(0))
         return row
 
-    def _graft(self, table: Table, source: int, num_tokens: int) -> int:
+    def _copy_partial_page(self, table: Table, source: int, num_tokens: int) -> int:
         """Tokens reused by copy: none if there is no page to copy to."""
-        copies = self.pool.graft(table, source, num_tokens)
+        copies = self.pool.copy_partial_page(table, source, num_tokens)
         if isinstance(copies, NoRoom):
             return 0
         self.pages.copy(copies)

@@ -224,7 +224,7 @@ class Pool:
     def free(self, table: Table) -> None:
         """Give the pages back, last page first, so that a cached sequence loses its tail first."""
         if getattr(table, "_pool", None) is not self:
-            raise ValueError(self._stranger(table))
+            raise ValueError(self._describe_foreign(table))
         self._tables.discard(table)
         table._pool = None
         pages, table._pages, table._length = table._pages, [], 0
@@ -260,7 +260,7 @@ class Pool:
             self._pin(page)
         return self._register(pages, len(pages) * self.page_size)
 
-    def graft(self, table: Table, source: int, num_tokens: int) -> list[Copy] | NoRoom:
+    def copy_partial_page(self, table: Table, source: int, num_tokens: int) -> list[Copy] | NoRoom:
         """Extend a table of full pages by the first num_tokens of page `source`, by copy."""
         pages, num_tokens = self._held(table), whole("num_tokens", num_tokens)
         if table._length % self.page_size or not 0 < num_tokens <= self.filled(source):
@@ -389,12 +389,12 @@ class Pool:
 
     def _held(self, table: Table) -> list[int]:
         if getattr(table, "_pool", None) is not self:
-            raise ValueError(self._stranger(table))
+            raise ValueError(self._describe_foreign(table))
         if table._away:
             raise ValueError("pages of this table are away: bring them back before using it")
         return table._pages
 
-    def _stranger(self, table: Table) -> str:
+    def _describe_foreign(self, table: Table) -> str:
         if not isinstance(table, Table):
             return f"{table!r} is no table"
         return "the table was freed already" if table._pool is None else "a table of another pool"

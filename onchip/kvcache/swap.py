@@ -128,7 +128,7 @@ class HostTier:
             return NoRoom(need * self.chunk_pages, self.num_free, "host pages")
         family = Family(sequences, pages, [self._free_chunks.pop() for _ in range(need)])
         for sequence in sequences:
-            self._cache.unseat(sequence)
+            self._cache.release_row(sequence)
         self._families.add(family)
         self._moving.append((self._mover.move_out(pages, family.chunks), family))
         self.poll()
@@ -149,7 +149,7 @@ class HostTier:
                 return fresh
             self._fetch(family, fresh)
         for sequence in family.sequences:
-            self._cache.seat(sequence)
+            self._cache.assign_row(sequence)
         self._dismiss(family, Place.HOME)
         return None
 

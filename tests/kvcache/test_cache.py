@@ -436,7 +436,7 @@ def test_ids_may_be_told_after_their_slots():
         assert cache.reserve_each([one]) is None
         cache.commit(one)  # written, by one who knows the token
         assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == min(one.length, 6) - 1
-        cache.tell(one, [token])
+        cache.append_tokens(one, [token])
     cache.free(one)
     assert cache.open([1, 2, 3, 4, 5, 6, 9]).hit_tokens == 6
     cache.check()
@@ -447,8 +447,8 @@ def test_no_more_ids_than_slots():
     one = cache.open()
     cache.append(one, [1, 2])
     cache.reserve(one, 2)
-    refused(cache, "3 ids for 2 reserved tokens", cache.tell, one, [3, 4, 5])
-    cache.tell(one, [3])
+    refused(cache, "3 ids for 2 reserved tokens", cache.append_tokens, one, [3, 4, 5])
+    cache.append_tokens(one, [3])
     assert one.tokens == [1, 2, 3] and one.length == 4
 
 

@@ -202,15 +202,15 @@ def test_ids_that_are_none_are_refused_when_they_are_told(ids, match):
     sequence = cache.open()
     cache.reserve(sequence, 2)
     with pytest.raises(ValueError, match=match):
-        cache.tell(sequence, ids)
+        cache.append_tokens(sequence, ids)
     assert sequence.tokens == []
-    cache.tell(sequence, torch.tensor([4]))
-    cache.tell(sequence, b"\x05")
+    cache.append_tokens(sequence, torch.tensor([4]))
+    cache.append_tokens(sequence, b"\x05")
     cache.commit(sequence)
     cache.free(sequence)
     assert sorted(cache.prefix._entries.values())[0].ids[0] == 4
     with pytest.raises(ValueError, match="freed already"):
-        cache.tell(sequence, [1])
+        cache.append_tokens(sequence, [1])
 
 
 def test_handles_from_before_a_reset_are_strangers():

@@ -201,7 +201,7 @@ def test_misuse_is_refused_and_changes_nothing():
     refused(pool, "page 6 is not one", pool.adopt, [6])
     refused(pool, "page 5 is free and holds nothing", pool.adopt, [1, 5])
     refused(pool, "page 5 is free", pool.keep, 5, 4)
-    refused(pool, "cannot graft", pool.graft, table, 1, 2)
+    refused(pool, "cannot graft", pool.copy_partial_page, table, 1, 2)
 
 
 def test_a_sequence_longer_than_the_pool_is_refused_not_postponed():
@@ -279,10 +279,10 @@ class TestCachedPages:
         others = pool.alloc(8)
         table = pool.alloc(0)
         before = state(pool)
-        assert pool.graft(table, 1, 3) == NoRoom(1, 0)
+        assert pool.copy_partial_page(table, 1, 3) == NoRoom(1, 0)
         assert state(pool) == before
         pool.free(others)
-        assert pool.graft(table, 1, 3) == [(1, 2)] and table.length == 3
+        assert pool.copy_partial_page(table, 1, 3) == [(1, 2)] and table.length == 3
         pool.check()
 
     def test_overwriting_forgets_what_was_relied_on_and_no_more(self):

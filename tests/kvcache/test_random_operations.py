@@ -124,7 +124,7 @@ class Model:
             return self.cache.append_all(chosen, tokens)
         full = self.cache.reserve_each(chosen)
         for sequence, more in zip(chosen, tokens, strict=True) if full is None else ():
-            self.cache.tell(sequence, more)
+            self.cache.append_tokens(sequence, more)
         return full
 
     def step(self):
