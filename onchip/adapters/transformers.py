@@ -22,7 +22,7 @@ from onchip.masks.blockmask import BlockMask
 from onchip.masks.deferred import Later
 from onchip.models import interface
 from onchip.models.interface import options_of
-from onchip.models.mask_parsing import Reading, read
+from onchip.models.mask_parsing import ParsedMask, parse_mask
 from onchip.ops import attention, varlen_attention
 from onchip.problem import UnsupportedError
 
@@ -105,13 +105,13 @@ def mask(
     return made
 
 
-def _read(mask_function: Callable[..., Tensor]) -> Reading | None:
+def _read(mask_function: Callable[..., Tensor]) -> ParsedMask | None:
     from transformers import masking_utils
 
-    return read(mask_function, masking_utils)
+    return parse_mask(mask_function, masking_utils)
 
 
-def _by_structure(frame: _Frame, reading: Reading, asked: dict[str, Any]) -> Tensor | None:
+def _by_structure(frame: _Frame, reading: ParsedMask, asked: dict[str, Any]) -> Tensor | None:
     keys = frame.reach if reading.has("causal_mask_function") else frame.kv_length
     seen = _seen(frame, asked["attention_mask"])
     if seen is not None and not bool(seen[:, :keys].all()):
@@ -134,7 +134,7 @@ def _may_skip(frame: _Frame, options: dict[str, Any], asked: dict[str, Any]) -> 
     return options == {"causal": False} and asked.get("allow_is_bidirectional_skip", False)
 
 
-def _bounds(frame: _Frame, reading: Reading, device: torch.device | str) -> Tensor:
+def _bounds(frame: _Frame, reading: ParsedMask, device: torch.device | str) -> Tensor:
     q = torch.arange(frame.q_length, device=device) + frame.q_offset
     both = torch.stack(reading.bounds(q, frame.kv_offset + frame.kv_length), -1)
     return (both - frame.kv_offset).clamp(0, frame.kv_length).int()[:, None]

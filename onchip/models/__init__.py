@@ -10,7 +10,7 @@ from .foreign import Foreign, ForeignCheckpoint, inspect_foreign, load_foreign
 from .loader import Checkpoint, inspect, load, random_model, save
 from .protocol import Model
 from .rotary import Rotary
-from .weight_names import Part, num_parameters
+from .weight_names import Shard, num_parameters
 
 __all__ = [
     "FAMILIES",
@@ -21,7 +21,7 @@ __all__ = [
     "Layer",
     "Model",
     "ModelConfig",
-    "Part",
+    "Shard",
     "Rotary",
     "about",
     "builtin",

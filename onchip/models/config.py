@@ -179,7 +179,7 @@ class ModelConfig:
         f = Fields(data, f"config.json of {model_type}")
         facts = FAMILIES[model_type](f) | token_ids(data)
         hint = "; if it does not, pass ignore=['{}']"
-        f.close({"model_type", *_HARMLESS, *ignore}, hint)
+        f.reject_unread({"model_type", *_HARMLESS, *ignore}, hint)
         return cls(model_type=model_type, source=json.dumps(dict(data), indent=2), **facts)
 
     def shard(self, world_size: int) -> "ModelConfig":
@@ -290,7 +290,7 @@ def _llama(f: Fields) -> dict[str, Any]:
 
 
 def _mistral(f: Fields) -> dict[str, Any]:
-    f.stated("num_key_value_heads", "sliding_window")
+    f.require_present("num_key_value_heads", "sliding_window")
     return _windowed(f)
 
 
@@ -311,13 +311,13 @@ def _windowed(f: Fields, partial: bool = False) -> dict[str, Any]:
 
 def _qwen(f: Fields) -> dict[str, Any]:
     """Layers from max_window_layers on slide, where the window is used at all."""
-    f.stated("num_key_value_heads")
+    f.require_present("num_key_value_heads")
     sizes, count = _sizes(f), _num_layers(f)
     window, start = f.size("sliding_window", None), f.take("max_window_layers", count)
     if type(start) is not int:
         raise ValueError(f"max_window_layers={start!r} must be an integer")
     if f.flag("use_sliding_window", False):
-        f.stated("sliding_window", "max_window_layers")
+        f.require_present("sliding_window", "max_window_layers")
     else:
         window = None
     slides = lambda i: window is not None and i >= start
@@ -334,7 +334,7 @@ def _qwen2(f: Fields) -> dict[str, Any]:
 
 
 def _qwen3(f: Fields) -> dict[str, Any]:
-    f.stated("head_dim")
+    f.require_present("head_dim")
     bias = f.flag("attention_bias", False)
     return _qwen(f) | {"qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
@@ -342,7 +342,7 @@ def _qwen3(f: Fields) -> dict[str, Any]:
 def _gemma_common(f: Fields) -> dict[str, Any]:
     """What all Gemmas share: 1 + weight, a scaled embedding, the tanh form of GELU."""
     f.must_be("use_bidirectional_attention", False)
-    f.stated("head_dim", "num_key_value_heads")
+    f.require_present("head_dim", "num_key_value_heads")
     bias, sizes = f.flag("attention_bias", False), _sizes(f)
     activation = f.text("hidden_activation", f.text("hidden_act", "gelu_pytorch_tanh"))
     return sizes | {
@@ -362,7 +362,7 @@ def _gemma(f: Fields) -> dict[str, Any]:
 
 
 def _gemma2(f: Fields) -> dict[str, Any]:
-    f.stated("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+    f.require_present("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
     common = _gemma_common(f)
     period = ["sliding_attention", "full_attention"]
     default = [period[i % 2] for i in range(_num_layers(f))]
@@ -379,7 +379,7 @@ def _gemma2(f: Fields) -> dict[str, Any]:
 def _gemma3(f: Fields) -> dict[str, Any]:
     """Five layers slide, with a rotary base of their own; the sixth does not."""
     f.must_be("attn_logit_softcapping", 0.0)
-    f.stated("sliding_window")
+    f.require_present("sliding_window")
     common, period = _gemma_common(f), f.size("sliding_window_pattern", 6)
     default = [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention"
@@ -404,7 +404,7 @@ def _gemma3_rotary(f: Fields, head_dim: int) -> dict[str, Rotary]:
         "sliding_attention": {"rope_theta": local},
     }
     both = {kind: old[kind] | new.block(kind) for kind in old}
-    new.close()
+    new.reject_unread()
     max_seqlen = f.size("max_position_embeddings")
     return {kind: Rotary.from_hf(values, head_dim, max_seqlen) for kind, values in both.items()}
 

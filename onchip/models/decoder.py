@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models.config import Layer, ModelConfig
-from onchip.models.rotary import rotate, turns
-from onchip.models.weight_names import Part
+from onchip.models.rotary import cos_sin, rotate
+from onchip.models.weight_names import Shard
 from onchip.ops import attention, paged_attention, varlen_attention
 from onchip.pointwise import (
     Norms,
@@ -29,7 +29,7 @@ from onchip.pointwise import (
 )
 from onchip.problem import DTYPES, checks
 
-Turns = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
+Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.rotaries`
 
 
 class Attend(Protocol):
@@ -40,7 +40,7 @@ class Attend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
 
 
-class Paged(NamedTuple):
+class PagedAttend(NamedTuple):
     """Keys and values go to the pages of the cache, and are read from there."""
 
     batch: PagedBatch
@@ -62,7 +62,7 @@ class Paged(NamedTuple):
         return cast(Tensor, paged_attention(q, *pages, **options))
 
 
-class Packed(NamedTuple):
+class PackedAttend(NamedTuple):
     """Whole sequences, one after another."""
 
     cu_seqlens: Tensor
@@ -73,13 +73,13 @@ class Packed(NamedTuple):
         return cast(Tensor, varlen_attention(q, k, v, *lengths, causal=True, **options))
 
 
-def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def attend_dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Whole sequences of one length: an `Attend` of (batch, seqlen) tokens."""
     return cast(Tensor, attention(q, k, v, causal=True, **options))
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterFactory:
     """Where parameters are made."""
 
     device: torch.device | str = "cpu"
@@ -96,10 +96,10 @@ class Place:
 class Linear(nn.Module):
     """x @ weight.T + bias, not initialised: `loader` fills it."""
 
-    def __init__(self, inner: int, outer: int, bias: bool, place: Place):
+    def __init__(self, inner: int, outer: int, bias: bool, factory: ParameterFactory):
         super().__init__()
-        self.weight = place.empty(outer, inner)
-        self.bias = place.empty(outer) if bias else None
+        self.weight = factory.empty(outer, inner)
+        self.bias = factory.empty(outer) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -108,11 +108,11 @@ class Linear(nn.Module):
 class NormLayer(nn.Module):
     """The norm of a config over the last `size` elements."""
 
-    def __init__(self, config: ModelConfig, size: int, place: Place):
+    def __init__(self, config: ModelConfig, size: int, factory: ParameterFactory):
         super().__init__()
         self.eps, self.offset = config.norm_eps, config.norm_offset
-        self.weight = place.empty(size)
-        self.bias = place.empty(size) if config.norm == "layer" else None
+        self.weight = factory.empty(size)
+        self.bias = factory.empty(size) if config.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is not None:
@@ -120,28 +120,31 @@ class NormLayer(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """qkv holds the rows of q, then k, then v."""
 
-    def __init__(self, config: ModelConfig, index: int, place: Place):
+    def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
         heads, dim, width = config.num_heads, config.head_dim, config.hidden_size
         self.heads, self.head_dim = (heads, config.num_kv_heads, config.num_kv_heads), dim
         layer, rotaries = config.layers[index], config.rotaries
         self.index, self.options = index, score_options(config, layer)
-        self.turned = None if layer.rotary is None else rotaries.index(layer.rotary)
-        self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, place)
-        self.out = Linear(heads * dim, width, config.out_bias, place)
-        self.q_norm = NormLayer(config, dim, place) if config.qk_norm else None
-        self.k_norm = NormLayer(config, dim, place) if config.qk_norm else None
+        self.rope_index = None if layer.rotary is None else rotaries.index(layer.rotary)
+        self.qkv = Linear(width, sum(self.heads) * dim, config.qkv_bias, factory)
+        self.out = Linear(heads * dim, width, config.out_bias, factory)
+        self.q_norm = NormLayer(config, dim, factory) if config.qk_norm else None
+        self.k_norm = NormLayer(config, dim, factory) if config.qk_norm else None
 
-    def forward(self, x: Tensor, turned: Turns, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         qkv = self.qkv(x)
-        if isinstance(attend, Paged) and self._fuses(qkv):
-            q = self.write(qkv, turned, attend)
+        if isinstance(attend, PagedAttend) and self._fuses(qkv):
+            q = self.write(qkv, rope, attend)
             return self.out(attend.read(self.index, q, **self.options).flatten(-2))
         q, k, v = qkv.unflatten(-1, (-1, self.head_dim)).split(self.heads, dim=-2)
-        q, k = self._place(q, self.q_norm, turned), self._place(k, self.k_norm, turned)
+        q, k = (
+            self._norm_and_rotate(q, self.q_norm, rope),
+            self._norm_and_rotate(k, self.k_norm, rope),
+        )
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
     def _fuses(self, qkv: Tensor) -> bool:
@@ -149,11 +152,11 @@ class Attention(nn.Module):
         norm = self.q_norm
         return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
 
-    def write(self, qkv: Tensor, turned: Turns, paged: Paged) -> Tensor:
+    def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
         """Queries, normed and turned; keys, treated alike, and values go to their pages: one
         launch.
         """
-        turn = None if self.turned is None else turned[self.turned]
+        turn = None if self.rope_index is None else rope[self.rope_index]
         norms = None if self.q_norm is None else self._norms()
         cache, slots = paged.cache, paged.batch.slot_mapping
         pages = *cache.layer(self.index), *cache.scales(self.index).values()
@@ -163,20 +166,20 @@ class Attention(nn.Module):
         q, k = self.q_norm, self.k_norm
         return Norms(q.weight, k.weight, q.eps, q.offset)
 
-    def _place(self, x: Tensor, norm: NormLayer | None, turned: Turns) -> Tensor:
+    def _norm_and_rotate(self, x: Tensor, norm: NormLayer | None, rope: Rope) -> Tensor:
         x = optional(norm, x)
-        return x if self.turned is None else rotate(x, *turned[self.turned])
+        return x if self.rope_index is None else rotate(x, *rope[self.rope_index])
 
 
 class MLP(nn.Module):
     """up holds the rows of gate, then up, where the MLP is gated."""
 
-    def __init__(self, config: ModelConfig, place: Place):
+    def __init__(self, config: ModelConfig, factory: ParameterFactory):
         super().__init__()
         self.gated, self.activation = config.gated, config.activation
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.up = Linear(width, inner * (2 if config.gated else 1), bias, place)
-        self.down = Linear(inner, width, bias, place)
+        self.up = Linear(width, inner * (2 if config.gated else 1), bias, factory)
+        self.down = Linear(inner, width, bias, factory)
 
     def forward(self, x: Tensor) -> Tensor:
         act = gated_activation if self.gated else activate
@@ -188,23 +191,23 @@ class Block(nn.Module):
     the sums.
     """
 
-    def __init__(self, config: ModelConfig, index: int, place: Place):
+    def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
-        norm = lambda: NormLayer(config, config.hidden_size, place)
+        norm = lambda: NormLayer(config, config.hidden_size, factory)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(config, index, place)
-        self.mlp = MLP(config, place)
+        self.attention = SelfAttention(config, index, factory)
+        self.mlp = MLP(config, factory)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def forward(
-        self, x: Tensor, y: Tensor | None, turned: Turns, attend: Attend
+        self, x: Tensor, y: Tensor | None, rope: Rope, attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """x: the residual stream; y: what the block before adds to it. Both of the next block: a
         sum and the norm after it are one operation.
         """
         x, normed = add_norm(x, y, self.attention_norm)
-        y = optional(self.attention_post_norm, self.attention(normed, turned, attend))
+        y = optional(self.attention_post_norm, self.attention(normed, rope, attend))
         x, normed = add_norm(x, y, self.mlp_norm)
         return x, optional(self.mlp_post_norm, self.mlp(normed))
 
@@ -222,19 +225,19 @@ class Decoder(nn.Module):
         config: ModelConfig,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        part: Part = Part(),  # noqa: B008 (immutable)
+        shard: Shard = Shard(),  # noqa: B008 (immutable)
     ):
         super().__init__()
-        place = Place(device, dtype)
-        config = config.shard(part.world_size)
+        factory = ParameterFactory(device, dtype)
+        config = config.shard(shard.world_size)
         width = config.hidden_size
-        self.config, self.part, self.rotaries = config, part, config.rotaries
-        self.embed = place.empty(config.vocab_size, width)
+        self.config, self.shard, self.rotaries = config, shard, config.rotaries
+        self.embed = factory.empty(config.vocab_size, width)
         learned = config.learned_positions
-        self.positions = place.empty(config.max_seqlen, width) if learned else None
-        self.layers = nn.ModuleList(Block(config, i, place) for i in range(config.num_layers))
-        self.norm = NormLayer(config, width, place)
-        self.head = None if config.tied else place.empty(config.vocab_size, width)
+        self.positions = factory.empty(config.max_seqlen, width) if learned else None
+        self.layers = nn.ModuleList(Block(config, i, factory) for i in range(config.num_layers))
+        self.norm = NormLayer(config, width, factory)
+        self.head = None if config.tied else factory.empty(config.vocab_size, width)
 
     @property
     def device(self) -> torch.device:
@@ -278,7 +281,7 @@ class Decoder(nn.Module):
         Keys and values are written to the cache; committing them is the caller's. rows: integers
         (num_rows,), positions in `tokens`. Padding of a static batch gives rows of no meaning.
         """
-        return self.run(tokens, positions, Paged(batch, cache), rows)
+        return self.run(tokens, positions, PagedAttend(batch, cache), rows)
 
     def full(
         self, tokens: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
@@ -291,10 +294,10 @@ class Decoder(nn.Module):
         self._check_length(max_seqlen or tokens.shape[-1])
         if cu_seqlens is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
-            return self.run(tokens, positions.expand(tokens.shape), dense)
+            return self.run(tokens, positions.expand(tokens.shape), attend_dense)
         each = torch.arange(tokens.shape[0], device=tokens.device)
         owner = torch.searchsorted(cu_seqlens, each.int(), right=True) - 1
-        return self.run(tokens, each - cu_seqlens[owner], Packed(cu_seqlens, max_seqlen))
+        return self.run(tokens, each - cu_seqlens[owner], PackedAttend(cu_seqlens, max_seqlen))
 
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
         """(..., vocab_size) in fp32 (fp64 for fp64). Not wide: as the matrix product rounds them,
@@ -317,10 +320,10 @@ class Decoder(nn.Module):
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
         x = x if self.positions is None else x + F.embedding(positions, self.positions)
-        turned = [turns(rotary, positions) for rotary in self.rotaries]
+        rope = [cos_sin(rotary, positions) for rotary in self.rotaries]
         y = None
         for block in self.layers:
-            x, y = block(x, y, turned, attend)
+            x, y = block(x, y, rope, attend)
         if rows is not None:
             x, y = x.index_select(0, rows), y.index_select(0, rows)
         return add_norm(x, y, self.norm)[1]

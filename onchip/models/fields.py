@@ -20,11 +20,11 @@ class Fields:
     def __init__(self, data: Mapping[str, Any], what: str):
         self.data = data
         self.what = what
-        self._asked: set[str] = set()
+        self._read_names: set[str] = set()
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
         """The value of a field, of any type."""
-        self._asked.add(name)
+        self._read_names.add(name)
         value = self.data.get(name)
         if value is not None:
             return value
@@ -60,7 +60,7 @@ class Fields:
             raise ValueError(f"{name}={value!r} in {self.what} must hold strings")
         return value
 
-    def stated(self, *names: str) -> None:
+    def require_present(self, *names: str) -> None:
         """Fields whose default depends on who reads the file: they must be there, if only null."""
         for name in names:
             if name not in self.data:
@@ -72,9 +72,9 @@ class Fields:
         if value != expected:
             raise ValueError(f"{name}={value!r} in {self.what} is not served: only {expected!r} is")
 
-    def close(self, harmless: Collection[str] = (), hint: str = "") -> None:
+    def reject_unread(self, harmless: Collection[str] = (), hint: str = "") -> None:
         """Refuse fields that were not asked for, are not harmless, and say something."""
-        for name in sorted(set(self.data) - self._asked - set(harmless)):
+        for name in sorted(set(self.data) - self._read_names - set(harmless)):
             if self.data[name] not in (None, False):
                 raise ValueError(
                     f"{name}={self.data[name]!r} in {self.what} is not known and may change the"

@@ -20,18 +20,19 @@ from onchip.files import check_folder
 from onchip.kvcache import KVCache, PagedBatch, Spec
 from onchip.models import interface, safetensors
 from onchip.models.config import FAMILIES, token_ids
-from onchip.models.decoder import Paged
-from onchip.models.interface import Rule
+from onchip.models.decoder import PagedAttend
+from onchip.models.interface import MaskFunction
 from onchip.models.loader import entries_of, read_json
-from onchip.models.probe import Layout, call, check_config, probe
-from onchip.models.safetensors import Entry
-from onchip.models.self_check import MOST_TOKENS, rehearse
+from onchip.models.probe import AttentionLayout, call, check_config, probe
+from onchip.models.safetensors import TensorEntry
+from onchip.models.self_check import MAX_TOKENS, run_self_check
 from onchip.problem import UnsupportedError
 
 ABOUT = "runs through transformers, slower: nothing is fused, and no step is recorded"
 # Why modules of transformers fail where ours would not, by what the error says.
 _REASONS = {
-    "'Rule'": "it computes with its masks instead of handing them to the attention interface",
+    "'MaskFunction'": "it computes with its masks instead of passing them to the attention"
+    " interface",
     "meta tensor": "it looks at values while it computes, so nothing is known before it is loaded",
 }
 
@@ -62,18 +63,18 @@ class ForeignCheckpoint:
     source: Any
     model_class: Any
     dtype: torch.dtype
-    layout: Layout
+    layout: AttentionLayout
     config: ForeignConfig
 
 
-class _Pages:
+class _PagedHandler:
     """A `Reader` that walks through the layers of one step."""
 
-    def __init__(self, paged: Paged, windows: tuple[int | None, ...]):
+    def __init__(self, paged: PagedAttend, windows: tuple[int | None, ...]):
         self._paged, self._windows, self._layer = paged, windows, 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor:
         layer, self._layer = self._layer, self._layer + 1
         window = self._windows[layer]
@@ -87,7 +88,7 @@ class Foreign:
     states are logits, because what lies between them is the model's own.
     """
 
-    def __init__(self, model: Any, config: ForeignConfig, layout: Layout):
+    def __init__(self, model: Any, config: ForeignConfig, layout: AttentionLayout):
         self.model, self.config, self._layout = model, config, layout
         self.device = next(model.parameters()).device
         self.dtype, self.width = layout.logits_dtype, layout.vocab_size
@@ -110,8 +111,14 @@ class Foreign:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Logits of one step, of the asked rows of it: as `Decoder.forward`."""
-        keep = {"logits_to_keep": rows.long()} if rows is not None and self._layout.keeps else {}
-        with interface.reading(_Pages(Paged(batch, cache), self._layout.windows)):
+        keep = (
+            {"logits_to_keep": rows.long()}
+            if rows is not None and self._layout.selects_rows
+            else {}
+        )
+        with interface.handle_attention(
+            _PagedHandler(PagedAttend(batch, cache), self._layout.windows)
+        ):
             logits = call(self.model, tokens.long(), position_ids=positions[None], **keep)
         return logits if rows is None or keep else logits.index_select(0, rows)
 
@@ -139,8 +146,8 @@ def inspect_foreign(folder: str | Path, dtype: torch.dtype | None = None) -> For
     check_folder(folder)
     entries = entries_of(folder)
     dtype = dtype or _dtype(entries)
-    transformers = interface.library()
-    with _refusing(model_type, transformers):
+    transformers = interface.load_transformers()
+    with _as_unsupported(model_type, transformers):
         source = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -160,11 +167,11 @@ def load_foreign(
     """The model of a checkpoint, rehearsed. Its weights pass through host memory."""
     if not isinstance(checkpoint, ForeignCheckpoint):
         checkpoint = inspect_foreign(checkpoint, dtype)
-    transformers = interface.library()
-    with _refusing(checkpoint.config.model_type, transformers):
+    transformers = interface.load_transformers()
+    with _as_unsupported(checkpoint.config.model_type, transformers):
         model = _read(checkpoint).to(device)
         foreign = Foreign(model, checkpoint.config, checkpoint.layout)
-        rehearse(foreign, foreign.own_logits)
+        run_self_check(foreign, foreign.own_logits)
     return foreign
 
 
@@ -180,7 +187,7 @@ def _stated_type(folder: Path) -> str:
     return model_type
 
 
-def _dtype(entries: dict[str, Entry]) -> torch.dtype:
+def _dtype(entries: dict[str, TensorEntry]) -> torch.dtype:
     """That of most weights."""
     counts: dict[str, int] = {}
     for entry in entries.values():
@@ -192,9 +199,9 @@ def _dtype(entries: dict[str, Entry]) -> torch.dtype:
     return safetensors.DTYPES[most]
 
 
-def _config(source: Any, layout: Layout) -> ForeignConfig:
+def _config(source: Any, layout: AttentionLayout) -> ForeignConfig:
     text, heads = source.get_text_config(), layout.heads
-    if text.max_position_embeddings < MOST_TOKENS:
+    if text.max_position_embeddings < MAX_TOKENS:
         raise UnsupportedError(f"it has {text.max_position_embeddings} positions only")
     return ForeignConfig(
         model_type=source.model_type,
@@ -217,7 +224,7 @@ def _skeleton(source: Any, dtype: torch.dtype, transformers: ModuleType) -> Any:
         ).eval()
 
 
-def _check_size(skeleton: Any, entries: dict[str, Entry]) -> None:
+def _check_size(skeleton: Any, entries: dict[str, TensorEntry]) -> None:
     """A config is bounded by the files before anything is allocated for it."""
     wanted = sum(weight.numel() for weight in skeleton.parameters())
     known = [entry for entry in entries.values() if entry.dtype in safetensors.DTYPES]
@@ -245,7 +252,7 @@ def _read(checkpoint: ForeignCheckpoint) -> Any:
 
 
 @contextmanager
-def _refusing(model_type: str, transformers: ModuleType) -> Iterator[None]:
+def _as_unsupported(model_type: str, transformers: ModuleType) -> Iterator[None]:
     """What goes wrong inside is a sentence about the model: configs and modules of transformers
     fail in many ways with what they, or we, did not expect. Memory that runs out is another matter.
     """
@@ -256,11 +263,11 @@ def _refusing(model_type: str, transformers: ModuleType) -> Iterator[None]:
     except Exception as error:
         raise UnsupportedError(
             f"model_type={model_type!r} is none of {', '.join(FAMILIES)}, and cannot be served"
-            f" through transformers {transformers.__version__}: {_why(error):.300}"
+            f" through transformers {transformers.__version__}: {_explain(error):.300}"
         ) from error
 
 
-def _why(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
     if isinstance(error, ValueError):
         return text

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from onchip.models import interface_check
-from onchip.models.mask_parsing import Rule
+from onchip.models.mask_parsing import MaskFunction
 from onchip.problem import UnsupportedError
 
 NAME = "onchip_paged"
@@ -31,20 +31,20 @@ _REFUSED = frozenset(
 )
 
 
-class Reader(Protocol):
+class AttentionHandler(Protocol):
     """Attention of the next layer: q (tokens, num_heads, head_dim), k and v (tokens, num_kv_heads,
     ...) of one batch row, the rule that the model hands over, and options of `onchip.attention`.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor: ...
 
 
-_reader: ContextVar[Reader] = ContextVar("onchip_reader")
+_handler: ContextVar[AttentionHandler] = ContextVar("onchip_attention_handler")
 
 
-def library() -> ModuleType:
+def load_transformers() -> ModuleType:
     """transformers, with our functions registered."""
     return register(NAME, _attend, _mask)
 
@@ -69,13 +69,13 @@ def register(name: str, attend: Callable[..., Any], mask: Callable[..., Any]) ->
 
 
 @contextmanager
-def reading(reader: Reader) -> Iterator[None]:
+def handle_attention(handler: AttentionHandler) -> Iterator[None]:
     """Inside, in this thread, attention of models under `NAME` is the reader's."""
-    token = _reader.set(reader)
+    token = _handler.set(handler)
     try:
         yield
     finally:
-        _reader.reset(token)
+        _handler.reset(token)
 
 
 def options_of(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,16 +105,18 @@ def _attend(
     """query (1, num_heads, tokens, head_dim), key and value alike; out (1, tokens, num_heads,
     head_dim_v).
     """
-    reader = _reader.get(None)
-    if reader is None:
+    handler = _handler.get(None)
+    if handler is None:
         raise UnsupportedError(f"attn_implementation={NAME!r} runs in steps of an engine alone")
-    if not isinstance(attention_mask, Rule):
+    if not isinstance(attention_mask, MaskFunction):
         raise UnsupportedError(f"{type(module).__name__} attends without a causal mask")
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         raise UnsupportedError(f"{type(module).__name__} attends to other tokens than its own")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    return reader(q, k, v, attention_mask, options_of(said))[None], None
+    return handler(q, k, v, attention_mask, options_of(said))[None], None
 
 
-def _mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> Rule:
-    return Rule(mask_function, local_size)
+def _mask(
+    *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any
+) -> MaskFunction:
+    return MaskFunction(mask_function, local_size)

@@ -22,7 +22,7 @@ from onchip.problem import UnsupportedError
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # Deformable attention samples points of an image, a map of DETR is scores without values, and the
 # projector of Aria stands outside of the two models that it connects.
-_BESIDES = ("Deformable", "AttentionMap", "AriaCrossAttention")
+_NOT_ATTENTION = ("Deformable", "AttentionMap", "AriaCrossAttention")
 _DENSE_ONLY = ("eager", "sdpa")  # what sparse attention with an indexer compares its name with
 _guarded: dict[type, set[str]] = {}
 
@@ -135,7 +135,7 @@ def _wrap(base: Any) -> None:
 
 
 def _is_attention(part: type) -> bool:
-    return "Attention" in part.__name__ and not any(one in part.__name__ for one in _BESIDES)
+    return "Attention" in part.__name__ and not any(one in part.__name__ for one in _NOT_ATTENTION)
 
 
 def _tables(part: type) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from onchip.models import safetensors
 from onchip.models.config import ModelConfig
 from onchip.models.decoder import Decoder
 from onchip.models.multimodal import text_entries
-from onchip.models.safetensors import Entry
-from onchip.models.weight_names import DERIVED, NAMES, Part, Target, expected, targets
+from onchip.models.safetensors import TensorEntry
+from onchip.models.weight_names import DERIVED, NAMES, Shard, Target, expected, targets
 
 MAX_JSON_BYTES = 100_000_000
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -32,7 +32,7 @@ class Checkpoint:
 
     folder: Path
     config: ModelConfig
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     targets: tuple[Target, ...]
 
     @property
@@ -73,13 +73,13 @@ def load(
     connected by `onchip.parallel.tensor.Job.connect`.
     """
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else inspect(checkpoint)
-    part = Part(rank, world_size)
+    shard = Shard(rank, world_size)
     read = _reader(checkpoint)
     _check_tied(checkpoint, read)
-    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, part)
+    decoder = Decoder(checkpoint.config, device, dtype or checkpoint.dtype, shard)
     parameters = dict(decoder.named_parameters())
     for target in checkpoint.targets:
-        _fill(parameters[target.name], target, read, part)
+        _fill(parameters[target.name], target, read, shard)
     return decoder
 
 
@@ -93,7 +93,7 @@ def random_model(
     decoder = Decoder(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in decoder.named_parameters():
-        _draw(name, parameter, config, generator)
+        _randomise(name, parameter, config, generator)
     return decoder
 
 
@@ -119,7 +119,7 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file.name} is not JSON: {error}") from None
 
 
-def entries_of(folder: Path) -> dict[str, Entry]:
+def entries_of(folder: Path) -> dict[str, TensorEntry]:
     """The tensors of a folder, by its index where it has one."""
     if (folder / _INDEX).exists():
         return _indexed(folder, read_json(folder / _INDEX))
@@ -135,18 +135,20 @@ def entries_of(folder: Path) -> dict[str, Entry]:
     raise ValueError(f"{folder} has {len(files)} safetensors files and no {_INDEX}")
 
 
-def _indexed(folder: Path, index: Any) -> dict[str, Entry]:
+def _indexed(folder: Path, index: Any) -> dict[str, TensorEntry]:
     where = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(where, dict) or not all(isinstance(f, str) for f in where.values()):
         raise ValueError(f"{_INDEX} has no weight_map from names to files")
-    headers = {file: safetensors.header(_beside(folder, file)) for file in set(where.values())}
+    headers = {
+        file: safetensors.header(_file_in_folder(folder, file)) for file in set(where.values())
+    }
     for name, file in where.items():
         if name not in headers[file]:
             raise ValueError(f"{_INDEX} says that {name} is in {file}, which does not have it")
     return {name: headers[file][name] for name, file in where.items()}
 
 
-def _beside(folder: Path, name: str) -> Path:
+def _file_in_folder(folder: Path, name: str) -> Path:
     """A file that the index names: in the folder itself, nowhere else."""
     if "/" in name or "\\" in name or not name.endswith(".safetensors"):
         raise ValueError(f"{_INDEX} names {name!r}, which is no .safetensors file of the folder")
@@ -155,14 +157,14 @@ def _beside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def _check_entries(entries: dict[str, Entry], shapes: dict, tied_head: str | None) -> None:
+def _check_entries(entries: dict[str, TensorEntry], shapes: dict, tied_head: str | None) -> None:
     missing = sorted(shapes.keys() - entries.keys())
     if missing:
-        raise ValueError(f"{len(missing)} tensors are missing: {_some(missing)}")
+        raise ValueError(f"{len(missing)} tensors are missing: {_first_few(missing)}")
     extra = [n for n in entries.keys() - shapes.keys() if not n.endswith(DERIVED)]
     extra = sorted(n for n in extra if n != tied_head)
     if extra:
-        raise ValueError(f"{len(extra)} tensors have no place in the model: {_some(extra)}")
+        raise ValueError(f"{len(extra)} tensors have no place in the model: {_first_few(extra)}")
     for name, shape in shapes.items():
         entry = entries[name]
         if entry.shape != shape:
@@ -172,7 +174,7 @@ def _check_entries(entries: dict[str, Entry], shapes: dict, tied_head: str | Non
             raise ValueError(f"{name} is stored as {entry.dtype}; weights are one of {kinds}")
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
@@ -201,19 +203,19 @@ def _check_tied(checkpoint: Checkpoint, read: Callable[[str], Tensor]) -> None:
 
 @torch.no_grad()
 def _fill(
-    parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], part: Part
+    parameter: nn.Parameter, target: Target, read: Callable[[str], Tensor], shard: Shard
 ) -> None:
     at = 0
     for piece in target.pieces:
         source = read(piece.name)
         source = source.T if target.transposed else source
-        share = part.of(source.narrow(0, piece.start, piece.rows), target.cut)
+        share = shard.of(source.narrow(0, piece.start, piece.rows), target.cut)
         parameter[at : at + len(share)].copy_(share)
         at += len(share)
 
 
 @torch.no_grad()
-def _draw(name: str, parameter: nn.Parameter, config: ModelConfig, generator: torch.Generator):
+def _randomise(name: str, parameter: nn.Parameter, config: ModelConfig, generator: torch.Generator):
     if parameter.dim() == 2:
         parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
         return

@@ -16,19 +16,19 @@ from torch import Tensor
 
 from onchip.problem import UnsupportedError
 
-Sees = Callable[..., Tensor]
+MaskFn = Callable[..., Tensor]
 _ROWS = 300  # of a rule, and as many columns, that are compared with what it should be
 _TRIED = 17  # positions of the samples that readers are compared on
 
 
 @dataclass(frozen=True)
-class Rule:
+class MaskFunction:
     """A mask as transformers describes it: sees(batch, head, q, k) over tensors of indices, and the
     length it names, if it names one. No tensor: a model that computes with its masks, instead of
     handing them over, fails.
     """
 
-    sees: Sees
+    fn: MaskFn
     length: int | None
 
     def window(self) -> int | None:
@@ -41,7 +41,7 @@ class Rule:
         expected = k <= q if self.length is None else (k <= q) & (q - k < self.length)
         try:
             zero = torch.zeros((), dtype=torch.long)
-            same = torch.equal(self.sees(zero, zero, q, k).expand(expected.shape), expected)
+            same = torch.equal(self.fn(zero, zero, q, k).expand(expected.shape), expected)
         except (RuntimeError, NotImplementedError):  # it looks at tensors that have no values here
             same = False
         if not same:
@@ -60,23 +60,23 @@ class Rule:
         return each[:, None], each[None]
 
 
-class Part(NamedTuple):
+class MaskTerm(NamedTuple):
     """One function of a conjunction: the name it has in transformers, and what it captured."""
 
     name: str
     captured: dict[str, Any]
 
 
-class Reading(NamedTuple):
+class ParsedMask(NamedTuple):
     """A mask function that was read: a query sees what all parts let it see, an interval."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MaskTerm, ...]
 
     def has(self, name: str) -> bool:
         return any(part.name == name for part in self.parts)
 
-    def without(self, name: str) -> "Reading":
-        return Reading(tuple(part for part in self.parts if part.name != name))
+    def without(self, name: str) -> "ParsedMask":
+        return ParsedMask(tuple(part for part in self.parts if part.name != name))
 
     def options(self) -> dict[str, Any] | None:
         """causal and window_size of `onchip.attention` that say the same of queries which stand at
@@ -103,44 +103,44 @@ class Reading(NamedTuple):
         """First and end of the positions that queries at positions q (queries,) see, of those below
         end: (batch or 1, queries) each. Where the end does not exceed the first there are none.
         """
-        found = [_READERS[part.name](part.captured, q[None], end) for part in self.parts]
+        found = [_BOUNDS[part.name](part.captured, q[None], end) for part in self.parts]
         lo, hi = (torch.broadcast_tensors(*side) for side in zip(*found, strict=True))
         return torch.stack(lo).amax(0), torch.stack(hi).amin(0)
 
 
-def read(sees: Sees, masking: ModuleType) -> Reading | None:
+def parse_mask(fn: MaskFn, masking: ModuleType) -> ParsedMask | None:
     """A mask function of transformers.masking_utils, taken apart; None: it is not known."""
-    known, pairs = _codes(masking)
-    parts = [_part(leaf, known) for leaf in _leaves(sees, pairs)]
-    return None if None in parts else Reading(tuple(parts))  # pyright: ignore[reportArgumentType]
+    known, pairs = _known_code(masking)
+    parts = [_parse_term(leaf, known) for leaf in _leaves(fn, pairs)]
+    return None if None in parts else ParsedMask(tuple(parts))  # pyright: ignore[reportArgumentType]
 
 
-def _part(leaf: Sees, known: dict[CodeType, str]) -> Part | None:
+def _parse_term(leaf: MaskFn, known: dict[CodeType, str]) -> MaskTerm | None:
     name = known.get(getattr(leaf, "__code__", None))  # pyright: ignore[reportArgumentType]
-    return None if name is None else Part(name, _captured(leaf))
+    return None if name is None else MaskTerm(name, _captured(leaf))
 
 
-def _leaves(sees: Sees, pairs: CodeType | None) -> list[Sees]:
+def _leaves(fn: MaskFn, pairs: CodeType | None) -> list[MaskFn]:
     """The functions of nested conjunctions."""
-    if pairs is None or getattr(sees, "__code__", None) is not pairs:
-        return [sees]
-    inner = _captured(sees)["mask_functions"]
+    if pairs is None or getattr(fn, "__code__", None) is not pairs:
+        return [fn]
+    inner = _captured(fn)["mask_functions"]
     return [leaf for each in inner for leaf in _leaves(each, pairs)]
 
 
-def _captured(sees: Any) -> dict[str, Any]:
-    cells = sees.__closure__ or ()
-    names = sees.__code__.co_freevars
+def _captured(fn: Any) -> dict[str, Any]:
+    cells = fn.__closure__ or ()
+    names = fn.__code__.co_freevars
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 @lru_cache(maxsize=1)
-def _codes(masking: ModuleType) -> tuple[dict[CodeType, str], CodeType | None]:
+def _known_code(masking: ModuleType) -> tuple[dict[CodeType, str], CodeType | None]:
     """The code of each function that our reading of is right in this version, and the code of
     conjunctions.
     """
-    samples = {name: _sample(masking, name) for name in _READERS}
-    known = {made.__code__: name for name, made in samples.items() if _is_right(name, made)}
+    samples = {name: _sample(masking, name) for name in _BOUNDS}
+    known = {made.__code__: name for name, made in samples.items() if _matches(name, made)}
     joined = masking.and_masks(masking.causal_mask_function)
     captured = _captured(joined)
     return known, joined.__code__ if isinstance(captured.get("mask_functions"), tuple) else None
@@ -158,14 +158,14 @@ def _sample(masking: ModuleType, name: str) -> Any:
     return made(*arguments[name]) if made is not None and name in arguments else made
 
 
-def _is_right(name: str, made: Any) -> bool:
+def _matches(name: str, made: Any) -> bool:
     """Whether the reader of this name agrees with the function, cell by cell."""
     if not isinstance(made, FunctionType):
         return False
     at = torch.arange(_TRIED)
     said = made(torch.arange(2)[:, None, None], 0, at[:, None], at)
     try:
-        lo, hi = _READERS[name](_captured(made), at[None], _TRIED)
+        lo, hi = _BOUNDS[name](_captured(made), at[None], _TRIED)
     except KeyError:  # it captures other names in this version
         return False
     ours = (lo[..., None] <= at) & (at < hi[..., None])
@@ -201,7 +201,7 @@ def _packed(captured: dict[str, Any], q: Tensor, end: int) -> tuple[Tensor, Tens
     return torch.searchsorted(numbers, own), torch.searchsorted(numbers, own, right=True)
 
 
-_READERS = {
+_BOUNDS = {
     "causal_mask_function": _causal,
     "bidirectional_mask_function": _bidirectional,
     "sliding_window_overlay": _sliding,

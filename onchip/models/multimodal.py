@@ -7,7 +7,7 @@ weights have the names of a text model behind a prefix; weights of the other par
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from onchip.models.safetensors import Entry
+from onchip.models.safetensors import TensorEntry
 
 
 class _Composite(NamedTuple):
@@ -52,7 +52,7 @@ def text_fields(data: Any) -> Any:
     return {**fields, **whole, "model_type": family, **_rope_of_text(fields)}
 
 
-def text_entries(data: Any, entries: dict[str, Entry]) -> dict[str, Entry]:
+def text_entries(data: Any, entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The tensors of the language model under the names of a text model."""
     composite = _composite(data)
     if composite is None:

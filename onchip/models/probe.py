@@ -12,13 +12,13 @@ from torch import Tensor
 
 from onchip.models import interface
 from onchip.models.config import MAX_LAYERS
-from onchip.models.interface import Rule
+from onchip.models.interface import MaskFunction
 from onchip.problem import DTYPES, MAX_HEAD_DIM, UnsupportedError
 
 _TOKENS = 3
 # What a cache of transformers may keep for a layer: keys and values, all or the last of them.
 _KEYS_AND_VALUES = {"DynamicLayer", "DynamicSlidingWindowLayer"}
-_GROWING = {"dynamic", "longrope"}  # frequencies that change with the length
+_LENGTH_DEPENDENT = {"dynamic", "longrope"}  # frequencies that change with the length
 
 
 class Heads(NamedTuple):
@@ -32,7 +32,7 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """What was found. windows: of each attention, in the order of their calls. heads: of the first;
     num_kv_heads, dimensions and dtype are those of all. keeps: whether the model computes logits of
     chosen rows only.
@@ -42,10 +42,10 @@ class Layout:
     windows: tuple[int | None, ...]
     vocab_size: int
     logits_dtype: torch.dtype
-    keeps: bool
+    selects_rows: bool
 
 
-class _Recorder:
+class _AttentionRecorder:
     """A `Reader` that takes notes, and answers with the shape that is expected."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Recorder:
         self.windows: list[int | None] = []
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, options: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, rule: MaskFunction, options: dict[str, Any]
     ) -> Tensor:
         if len({t.dtype for t in (q, k, v)}) > 1:
             raise UnsupportedError("queries, keys and values of a layer differ in dtype")
@@ -77,30 +77,36 @@ def check_config(config: Any, transformers: ModuleType) -> None:
         raise UnsupportedError(
             f"its layers remember more than keys and values ({', '.join(others)})"
         )
-    if growing := sorted(_rope_types(getattr(text, "rope_parameters", None)) & _GROWING):
+    if growing := sorted(_rope_types(getattr(text, "rope_parameters", None)) & _LENGTH_DEPENDENT):
         raise UnsupportedError(
             f"its rotary frequencies change with the length ({growing[0]}), so cached keys would"
             " be wrong"
         )
 
 
-def probe(model: Any, transformers: ModuleType) -> Layout:
+def probe(model: Any, transformers: ModuleType) -> AttentionLayout:
     """The layout of a model of transformers on the meta device."""
     named = inspect.signature(model.forward).parameters
     if "position_ids" not in named:
         raise UnsupportedError("it takes no position_ids, so tokens cannot be placed")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # routed without looking at values
-    recorder, keeps = _Recorder(), "logits_to_keep" in named
-    keep = {"logits_to_keep": torch.zeros(1, dtype=torch.long, device="meta")} if keeps else {}
-    with interface.reading(recorder), torch.no_grad():
+    recorder, selects_rows = _AttentionRecorder(), "logits_to_keep" in named
+    keep = (
+        {"logits_to_keep": torch.zeros(1, dtype=torch.long, device="meta")} if selects_rows else {}
+    )
+    with interface.handle_attention(recorder), torch.no_grad():
         zeros = torch.zeros(_TOKENS, dtype=torch.long, device="meta")
         logits = call(model, zeros, position_ids=zeros[None], **keep)
-    if logits.shape[0] != (1 if keeps else _TOKENS):
+    if logits.shape[0] != (1 if selects_rows else _TOKENS):
         raise UnsupportedError(f"it gives {logits.shape[0]} rows of logits for {_TOKENS} tokens")
     _check_memory(recorder, model.config.get_text_config(), transformers)
-    return Layout(
-        _common(recorder.heads), tuple(recorder.windows), logits.shape[-1], logits.dtype, keeps
+    return AttentionLayout(
+        _common(recorder.heads),
+        tuple(recorder.windows),
+        logits.shape[-1],
+        logits.dtype,
+        selects_rows,
     )
 
 
@@ -115,7 +121,7 @@ def call(model: Any, tokens: Tensor, **named: Any) -> Tensor:
     return answer.logits[0]
 
 
-def _check_memory(recorder: _Recorder, config: Any, transformers: ModuleType) -> None:
+def _check_memory(recorder: _AttentionRecorder, config: Any, transformers: ModuleType) -> None:
     """Every layer that would have keys and values in a cache of transformers brings them here, and
     sees as many of them as are kept there.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.models.fields import Fields
 
-_MOVING = ("dynamic", "longrope", "su")
+_LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Rotary:
             f.must_be("partial_rotary_factor", 1.0)
         dim = int(head_dim * min(f.positive("partial_rotary_factor", 1.0), 1.0))
         kind = f.text("rope_type", f.text("type", "default"))
-        if kind in _MOVING:
+        if kind in _LENGTH_DEPENDENT:
             raise ValueError(
                 f"rope_type={kind!r} is not served: its frequencies change with the length of a"
                 " sequence, so that keys which are cached already would be wrong"
             )
-        if kind not in _READ:
-            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_READ)}")
-        rotary = cls(f.positive("rope_theta"), dim, kind, **_READ[kind](f, max_seqlen))
-        f.close()
+        if kind not in _PARSERS:
+            raise ValueError(f"rope_type={kind!r} is not one of {', '.join(_PARSERS)}")
+        rotary = cls(f.positive("rope_theta"), dim, kind, **_PARSERS[kind](f, max_seqlen))
+        f.reject_unread()
         return rotary
 
 
@@ -97,7 +97,7 @@ def _yarn_amplitude(f: Fields, factor: float) -> float:
     return f.positive("attention_factor", implied)
 
 
-_READ: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
+_PARSERS: dict[str, Callable[[Fields, int], dict[str, Any]]] = {
     "default": lambda f, max_seqlen: {},
     "linear": lambda f, max_seqlen: {"factor": f.positive("factor")},
     "llama3": _read_llama3,
@@ -144,14 +144,14 @@ _SCALED = {
 }
 
 
-def turns(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+def cos_sin(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of every position, fp32 (*positions, 1, dim / 2): one for all heads."""
     angles = positions[..., None, None].float() * frequencies(rotary, positions.device)
     return angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: (..., heads, head_dim), turned by (cos, sin) of `turns` in fp32 and rounded once."""
+    """x: (..., heads, head_dim), turned by (cos, sin) of `cos_sin` in fp32 and rounded once."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1).to(x.dtype)

@@ -40,7 +40,7 @@ BITS = {
 FIELDS = ("dtype", "shape", "data_offsets")
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor of a file: bytes start to end of it. dtype as the file says it, one of `BITS`."""
 
     file: Path
@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def header(file: Path) -> dict[str, Entry]:
+def header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of a file, which cover its bytes from the header to its end."""
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -64,7 +64,7 @@ def header(file: Path) -> dict[str, Entry]:
     return found
 
 
-def read(entry: Entry, mapped: Tensor) -> Tensor:
+def read(entry: TensorEntry, mapped: Tensor) -> Tensor:
     """The tensor of an entry, a view of its mapped file."""
     raw, dtype = mapped[entry.start : entry.end], DTYPES[entry.dtype]
     # A header may have any length: elements that are not aligned to their size are copied.
@@ -132,7 +132,7 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _check_cover(file: Path, entries: Mapping[str, Entry], base: int, size: int) -> None:
+def _check_cover(file: Path, entries: Mapping[str, TensorEntry], base: int, size: int) -> None:
     """Overlaps would allocate more than the file has, gaps would hide what no tensor shows."""
     at = base
     for name, entry in sorted(entries.items(), key=lambda item: item[1][3:]):
@@ -144,7 +144,7 @@ def _check_cover(file: Path, entries: Mapping[str, Entry], base: int, size: int)
         raise ValueError(f"the tensors of {file.name} end {size - at} bytes before it does")
 
 
-def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> Entry:
+def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> TensorEntry:
     try:
         dtype, shape, (start, end) = (fields[n] for n in FIELDS)
         numbers = [*shape, start, end]
@@ -161,7 +161,7 @@ def _entry(file: Path, name: str, fields: Any, base: int, size: int) -> Entry:
         raise ValueError(f"{name} in {file.name} is {dtype}, which is none of {', '.join(BITS)}")
     if math.prod(shape) * BITS[dtype] != 8 * (end - start) or _overflows(shape):
         raise ValueError(f"{name} in {file.name}: {end - start} bytes for {dtype} {shape}")
-    return Entry(file, dtype, tuple(shape), base + start, base + end)
+    return TensorEntry(file, dtype, tuple(shape), base + start, base + end)
 
 
 def _overflows(shape: Iterable[int]) -> bool:

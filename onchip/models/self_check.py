@@ -11,7 +11,7 @@ from onchip.models.decoder import positions_of
 from onchip.models.protocol import Model
 from onchip.problem import UnsupportedError
 
-MOST_TOKENS = 16  # a rehearsal takes no more positions
+MAX_TOKENS = 16  # a rehearsal takes no more positions
 # How far logits over pages may be from those of the model's own attention, RMS over RMS. Measured
 # on tiny models: 6e-7 in fp32, 0.02 in bf16, 0.07 where many experts are chosen in many layers, and
 # from 0.58 on where positions are not what the model counts.
@@ -21,7 +21,7 @@ _ENDS = ((0, 4, 5, 6), (0, 0, 9, 11))  # where the steps of two sequences end
 
 
 @torch.no_grad()
-def rehearse(model: Model, own: Callable[[Tensor], Tensor]) -> None:
+def run_self_check(model: Model, own: Callable[[Tensor], Tensor]) -> None:
     """Two short sequences over pages, in chunks and packed, against own(tokens), logits of each of
     them alone; UnsupportedError where they differ by more than roundings.
     """

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class Shard:
     """The share of one rank of tensor parallelism: of heads and MLP; embedding, norms and head are
     on every rank.
     """
@@ -36,7 +36,7 @@ class Part:
         return piece.chunk(self.world_size, cut)[self.rank]
 
 
-class Piece(NamedTuple):
+class WeightSlice(NamedTuple):
     """Rows start to start + rows of a tensor of the checkpoint (columns, where it is stored
     transposed), which are the next rows of a parameter.
     """
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
     name: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightSlice, ...]
     transposed: bool = False
     cut: int | None = None
 
@@ -67,7 +67,7 @@ class Target(NamedTuple):
         return {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
 
 
-class Names(NamedTuple):
+class WeightNames(NamedTuple):
     """One family's names. qkv and up have one name for each part, or one for all of them."""
 
     prefix: str
@@ -87,7 +87,7 @@ class Names(NamedTuple):
     transposed: bool = False
 
 
-_LLAMA = Names(
+_LLAMA = WeightNames(
     prefix="model.",
     embed="embed_tokens.weight",
     norm="norm",
@@ -102,7 +102,7 @@ _GEMMA2 = _LLAMA._replace(
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
 )
-_GPT2 = Names(
+_GPT2 = WeightNames(
     prefix="transformer.",
     embed="wte.weight",
     norm="ln_f",
@@ -149,7 +149,7 @@ def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
 
 
 def _whole(name: str, source: str, shape: Shape) -> Target:
-    return Target(name, shape, (Piece(source, 0, shape[0]),))
+    return Target(name, shape, (WeightSlice(source, 0, shape[0]),))
 
 
 def _norm(config: ModelConfig, name: str, source: str, size: int) -> Iterator[Target]:
@@ -157,7 +157,7 @@ def _norm(config: ModelConfig, name: str, source: str, size: int) -> Iterator[Ta
         yield _whole(f"{name}.{part}", f"{source}.{part}", (size,))
 
 
-def _layer(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterator[Target]:
+def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> Iterator[Target]:
     for name in ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm"):
         if source := getattr(names, name):
             yield from _norm(config, ours + name, theirs + source, config.hidden_size)
@@ -166,11 +166,13 @@ def _layer(config: ModelConfig, names: Names, ours: str, theirs: str) -> Iterato
             source = f"{theirs}self_attn.{name}"
             yield from _norm(config, f"{ours}attention.{name}", source, config.head_dim)
     for name, sources, parts, columns, bias in _projections(config, names):
-        fused = Fused(ours + name, tuple(theirs + s for s in sources), parts, names.transposed)
+        fused = FusedProjection(
+            ours + name, tuple(theirs + s for s in sources), parts, names.transposed
+        )
         yield from fused.targets(columns, bias, cut=1 if name.endswith(("out", "down")) else 0)
 
 
-def _projections(config: ModelConfig, names: Names):
+def _projections(config: ModelConfig, names: WeightNames):
     """(our name, their names, rows of each part, columns, has a bias)"""
     c = config
     q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
@@ -181,7 +183,7 @@ def _projections(config: ModelConfig, names: Names):
     yield "mlp.down", (names.down,), (c.hidden_size,), inner, c.mlp_bias
 
 
-class Fused(NamedTuple):
+class FusedProjection(NamedTuple):
     """A projection of several parts, stored as one tensor or as one for each part."""
 
     name: str
@@ -197,12 +199,12 @@ class Fused(NamedTuple):
             pieces = self.pieces("bias")
             yield Target(f"{self.name}.bias", shape[:1], pieces, False, -1 if cut else 0)
 
-    def pieces(self, kind: str) -> tuple[Piece, ...]:
+    def pieces(self, kind: str) -> tuple[WeightSlice, ...]:
         split = len(self.sources) == len(self.parts)
         names = self.sources if split else self.sources * len(self.parts)
         starts = [0] * len(self.parts) if split else accumulate(self.parts, initial=0)
         return tuple(
-            Piece(f"{name}.{kind}", start, rows)
+            WeightSlice(f"{name}.{kind}", start, rows)
             for name, start, rows in zip(names, starts, self.parts, strict=False)
         )
 

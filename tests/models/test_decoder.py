@@ -9,7 +9,7 @@ import torch
 
 import onchip
 from onchip import models
-from onchip.kvcache import KVCache, Shape
+from onchip.kvcache import BatchShape, KVCache
 from onchip.models import ModelConfig, positions_of, random_model
 
 
@@ -197,7 +197,7 @@ def test_room_for_more_sequences_changes_nothing(data):
     cache = new_cache(decoder, 8, max_seqs=4)
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [tokens(9).tolist(), tokens(17).tolist()])
-    roomy = cache.view(sequences, cache.static_batch(Shape(4, 26, 6, 17)))
+    roomy = cache.view(sequences, cache.static_batch(BatchShape(4, 26, 6, 17)))
     new, exact = torch.cat([tokens(9), tokens(17)]), cache.view(sequences)
     assert positions_of(roomy).tolist() == positions_of(exact).tolist() == [*range(9), *range(17)]
     a, b = (decoder(new, positions_of(batch), batch, cache) for batch in (roomy, exact))
@@ -211,7 +211,7 @@ def test_padding_has_position_0(llama):
     sequences = [cache.open(), cache.open()]
     cache.append_all(sequences, [[1] * 9, [2] * 5])
     cache.commit(sequences[0], 7)
-    batch = cache.view(sequences, cache.static_batch(Shape(3, 10, 6, 5)))
+    batch = cache.view(sequences, cache.static_batch(BatchShape(3, 10, 6, 5)))
     assert positions_of(batch).tolist() == [7, 8, 0, 1, 2, 3, 4, 0, 0, 0]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from onchip.kvcache import KVCache, Shape
+from onchip.kvcache import BatchShape, KVCache
 from onchip.models import ModelConfig, positions_of, random_model
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_a_step_replays_from_a_graph(data):
     exact, decoder = on_gpu(data, torch.bfloat16)
     cache = KVCache(decoder.cache_spec(16), 64)
     _, sequences, _ = prefill(decoder, cache, [41, 5, 70])
-    batch = cache.static_batch(Shape(4, 4, 16, 1))
+    batch = cache.static_batch(BatchShape(4, 4, 16, 1))
     tokens = torch.zeros(4, dtype=torch.int64, device="cuda")
     step = lambda: decoder.logits(decoder(tokens, positions_of(batch), batch, cache))
     step()  # kernels are compiled and frequencies computed before the capture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip import UnsupportedError
-from onchip.models.interface import Rule, options_of
+from onchip.models.interface import MaskFunction, options_of
 
 CAUSAL = lambda b, h, q, k: k <= q
 
@@ -15,8 +15,8 @@ def sliding(window):
 
 @pytest.mark.parametrize("window", [1, 2, 7, 4096, 10**12])
 def test_a_window_is_found_by_asking_its_rule(window):
-    assert Rule(sliding(window), window).window() == window
-    assert Rule(CAUSAL, None).window() is None
+    assert MaskFunction(sliding(window), window).window() == window
+    assert MaskFunction(CAUSAL, None).window() is None
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_a_window_is_found_by_asking_its_rule(window):
 )
 def test_any_other_rule_is_refused(sees, length):
     with pytest.raises(UnsupportedError, match="neither causal nor a sliding window"):
-        Rule(sees, length).window()
+        MaskFunction(sees, length).window()
 
 
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(UnsupportedError, match="a window of 0 tokens"):
-        Rule(sliding(0), 0).window()
+        MaskFunction(sliding(0), 0).window()
 
 
 def test_options_are_those_of_attention():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onchip.models import mask_parsing
-from onchip.models.mask_parsing import read
+from onchip.models.mask_parsing import parse_mask
 
 masking = pytest.importorskip("transformers").masking_utils
 
@@ -38,7 +38,7 @@ OPTIONS = {
 def test_bounds_are_what_the_function_says(name, rows):
     q, k = torch.arange(*rows), torch.arange(40)
     said = FUNCTIONS[name](torch.arange(2)[:, None, None], 0, q[:, None], k)
-    lo, hi = read(FUNCTIONS[name], masking).bounds(q, 40)
+    lo, hi = parse_mask(FUNCTIONS[name], masking).bounds(q, 40)
     ours = (lo[..., None] <= k) & (k < hi[..., None])
     shape = (2, len(q), 40)
     assert torch.equal(ours.expand(shape), said.expand(shape))
@@ -46,7 +46,7 @@ def test_bounds_are_what_the_function_says(name, rows):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_options_are_said_where_they_say_it_all(name):
-    assert read(FUNCTIONS[name], masking).options() == OPTIONS.get(name)
+    assert parse_mask(FUNCTIONS[name], masking).options() == OPTIONS.get(name)
 
 
 def test_what_is_not_known_is_not_read():
@@ -58,14 +58,14 @@ def test_what_is_not_known_is_not_read():
         masking.padding_mask_function(torch.ones(2, 40, dtype=torch.bool)),
         torch.nn.Identity(),
     ):
-        assert read(sees, masking) is None
+        assert parse_mask(sees, masking) is None
 
 
 def test_two_windows_are_no_option():
     twice = masking.and_masks(
         masking.sliding_window_causal_mask_function(7), masking.sliding_window_overlay(3)
     )
-    reading = read(twice, masking)
+    reading = parse_mask(twice, masking)
     assert reading.options() is None
     assert reading.bounds(torch.arange(9), 9)[0].tolist() == [[0, 0, 0, 1, 2, 3, 4, 5, 6]]
 
@@ -91,8 +91,8 @@ def test_a_function_that_changed_its_meaning_is_not_read():
         return lambda b, h, q, k: k >= q - sliding_window
 
     changed = other_version(sliding_window_overlay=sliding_window_overlay)
-    assert read(sliding_window_overlay(7), changed) is None
-    assert read(masking.causal_mask_function, changed) is not None
+    assert parse_mask(sliding_window_overlay(7), changed) is None
+    assert parse_mask(masking.causal_mask_function, changed) is not None
 
 
 @pytest.mark.usefixtures("_afresh")
@@ -101,11 +101,11 @@ def test_a_function_that_captures_other_names_is_not_read():
         return lambda b, h, q, k: k > q - width
 
     changed = other_version(sliding_window_overlay=sliding_window_overlay)
-    assert read(sliding_window_overlay(7), changed) is None
+    assert parse_mask(sliding_window_overlay(7), changed) is None
 
 
 @pytest.mark.usefixtures("_afresh")
 def test_functions_that_are_gone_are_not_missed():
     changed = other_version(chunked_overlay=None)
-    assert read(FUNCTIONS["chunks"], changed) is None
-    assert read(FUNCTIONS["window"], changed).options() == OPTIONS["window"]
+    assert parse_mask(FUNCTIONS["chunks"], changed) is None
+    assert parse_mask(FUNCTIONS["window"], changed).options() == OPTIONS["window"]

@@ -5,7 +5,7 @@ import torch
 
 from onchip import UnsupportedError
 from onchip.models import ModelConfig, random_model
-from onchip.models.self_check import rehearse
+from onchip.models.self_check import run_self_check
 
 
 @pytest.fixture
@@ -20,21 +20,21 @@ def own(decoder):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_roundings_pass(decoder, dtype):
     one = random_model(decoder.config, seed=1, dtype=dtype)
-    rehearse(one, own(one))
+    run_self_check(one, own(one))
 
 
 def test_another_model_does_not(decoder):
     with pytest.raises(UnsupportedError, match=r"differ from its own by 1\.\d of their size"):
-        rehearse(decoder, own(random_model(decoder.config, seed=2)))
+        run_self_check(decoder, own(random_model(decoder.config, seed=2)))
 
 
 def test_keys_that_were_not_written_show(decoder, monkeypatch):
     """Pages hold anything until somebody writes to them."""
     monkeypatch.setattr("onchip.kvcache.KVCache.write", lambda self, layer, k, v, slots: None)
     with pytest.raises(UnsupportedError, match="in a rehearsal"):
-        rehearse(decoder, own(decoder))
+        run_self_check(decoder, own(decoder))
 
 
 def test_no_number_is_no_pass(decoder):
     with pytest.raises(UnsupportedError, match="by nan"):
-        rehearse(decoder, lambda tokens: own(decoder)(tokens) * torch.nan)
+        run_self_check(decoder, lambda tokens: own(decoder)(tokens) * torch.nan)

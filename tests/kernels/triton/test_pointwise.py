@@ -9,7 +9,7 @@ from onchip import pointwise
 from onchip.eightbit import quantise
 from onchip.kvcache import KVCache
 from onchip.models import ModelConfig, decoder, positions_of, random_model
-from onchip.models.rotary import Rotary, rotate, turns
+from onchip.models.rotary import Rotary, cos_sin, rotate
 from tests.eightbit import FORMS
 from tests.interpreted import DEVICE, INTERPRETED, here, outside, run_inside
 
@@ -124,7 +124,7 @@ def step(sizes, dtype, tokens=5):
     turn = None
     if turned:
         positions = torch.randint(0, 5000, (tokens,), device=DEVICE)
-        turn = turns(Rotary(1e4, turned), positions)
+        turn = cos_sin(Rotary(1e4, turned), positions)
     weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
     pool = randn(2, 12, page_size, num_kv_heads, head_dim, dtype=dtype)
     slots = torch.randperm(9 * page_size)[:tokens].int()
