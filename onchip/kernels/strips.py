@@ -21,7 +21,7 @@ FAR, CUT, BIT_TILE = 1, 2, 4  # of which the part of an entry in a row is the su
 ENTRY = 3  # numbers of an entry
 
 
-class Strips(NamedTuple):
+class MaskStrips(NamedTuple):
     """heads: of each strip its first entry, and how many of them both rows list, the first row
     alone, the second row alone. entries: a key block, and its part in each of the two rows:
     UNSEEN, or a sum of FAR if the entry that is walked after it is the other row's alone; CUT if
@@ -36,33 +36,33 @@ class Strips(NamedTuple):
     shared: float
 
 
-_KEPT = WeakTensorKeyDictionary()  # by a tensor of the mask: (what they were made of, strips)
+_CACHE = WeakTensorKeyDictionary()  # by a tensor of the mask: (what they were made of, strips)
 
 
-def strips_of(mask: BlockMask) -> Strips:
+def strips_of(mask: BlockMask) -> MaskStrips:
     """Made once, and waited for: the next call may be on another stream. What a CUDA graph records
     is not kept: it is not there before the graph is replayed.
     """
     key = mask.rows.full_offsets
     source = [(id(t), version_of(t)) for t in mask.rows], mask.seqlen_q, mask.seqlen_k
-    kept = _KEPT.get(key)
+    kept = _CACHE.get(key)
     if kept is not None and kept[0] == source:
         return kept[1]
     recorded = key.is_cuda and torch.cuda.is_current_stream_capturing()
-    found = _make(mask)
+    found = _build(mask)
     if not recorded:
-        found = found._replace(shared=_shared(mask, found))
-        _KEPT[key] = source, found
+        found = found._replace(shared=_load_share(mask, found))
+        _CACHE[key] = source, found
     return found
 
 
-def _shared(mask: BlockMask, strips: Strips) -> float:
+def _load_share(mask: BlockMask, strips: MaskStrips) -> float:
     """A block row is that of two warpgroups of the three for which a strip loads its tiles."""
     loaded = 3 * int(strips.heads[..., 1:].sum())
     return 2 * (mask.num_full + mask.num_partial) / loaded if loaded else 1.0
 
 
-class _Listed(NamedTuple):
+class _ListedBlocks(NamedTuple):
     """Blocks of a strip, each once for each row that lists it."""
 
     strip: Tensor
@@ -71,11 +71,11 @@ class _Listed(NamedTuple):
     tile: Tensor  # counted from 1; 0: none
 
 
-def _make(mask: BlockMask) -> Strips:
+def _build(mask: BlockMask) -> MaskStrips:
     planes_b, planes_h, seqlen_q, seqlen_k = mask.shape
     per_plane = 2 * -(-num_blocks(seqlen_q) // 3)
     strips = planes_b * planes_h * per_plane
-    listed = _listed(mask, per_plane, strips)
+    listed = _list_blocks(mask, per_plane, strips)
     cell = listed.strip * num_blocks(seqlen_k) + listed.block
     order = (cell * 2 + listed.side).argsort()
     cell, (strip, block, side, tile) = cell[order], (t[order] for t in listed)
@@ -105,10 +105,10 @@ def _make(mask: BlockMask) -> Strips:
     entries[at, 0] = block.int()
     entries[at, 1 + side] = part.int()
     heads = torch.cat([start[:strips, None], counts[:strips]], 1).int()
-    return Strips(heads.view(planes_b, planes_h, per_plane, 4), entries, 1.0)
+    return MaskStrips(heads.view(planes_b, planes_h, per_plane, 4), entries, 1.0)
 
 
-def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
+def _list_blocks(mask: BlockMask, per_plane: int, strips: int) -> _ListedBlocks:
     """Of three block rows the middle one is the second of a strip and the first of the next. The
     others have no second strip, which is strip number `strips`.
     """
@@ -123,7 +123,7 @@ def _listed(mask: BlockMask, per_plane: int, strips: int) -> _Listed:
     first = plane * per_plane + row // 3 * 2 + (third == 2)
     second = torch.where(third == 1, first + 1, strips)
     side = (third > 0).long()
-    return _Listed(
+    return _ListedBlocks(
         torch.cat([first, second]),
         block.repeat(2),
         torch.cat([side, torch.zeros_like(side)]),

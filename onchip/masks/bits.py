@@ -17,7 +17,7 @@ class Bits(NamedTuple):
     """n bit tiles without repetition: tile number t of the n is `tiles[which[t]]`."""
 
     tiles: Tensor  # (distinct, 128, 4) int32
-    which: Tensor  # (n,) int64
+    tile_ids: Tensor  # (n,) int64
 
 
 def _signed(value: int, width: int) -> int:
@@ -111,7 +111,7 @@ def distinct_tiles(tiles: Tensor) -> Bits:
 def distinct_pairs(a: Bits, b: Bits) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs that two lists of n tiles form, each once: left tiles, right tiles, index (n,)."""
     width = len(b.tiles)
-    pairs, index = torch.unique(a.which * width + b.which, return_inverse=True)
+    pairs, index = torch.unique(a.tile_ids * width + b.tile_ids, return_inverse=True)
     return a.tiles[pairs // width], b.tiles[pairs % width], index
 
 

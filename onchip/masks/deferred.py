@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blockmask import BlockMask
-from .mods import Mask, build, is_spans, numbered
+from .mods import Mask, build, find_numbered, is_spans
 
 _built: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 # What the dispatcher includes and excludes outside of any op. A mask function runs under vmap,
@@ -76,7 +76,7 @@ class LaterRule(Later):
 
     def built(self) -> BlockMask:
         with torch._C._ForceDispatchKeyGuard(*_OUTSIDE):
-            return numbered(int(self.source)).build(*self._grid, self._device)
+            return find_numbered(int(self.source)).build(*self._grid, self._device)
 
 
 def is_number(source: Tensor) -> bool:

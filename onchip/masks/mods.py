@@ -19,7 +19,7 @@ from .blockmask import BlockMask
 from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
-_REMEMBERED = 4  # builds kept per expression: a training and an evaluation length, twice
+_MAX_BUILDS = 4  # builds kept per expression: a training and an evaluation length, twice
 _NUMBERS = count(2)  # torch.compile makes constants of 0 and 1, and a variable of another number
 _NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
 
@@ -45,9 +45,9 @@ class Mask:
         self._text = text
         self._resolve = resolve
         self._depends = depends
-        self._forget()
+        self._reset_builds()
 
-    def _forget(self) -> None:
+    def _reset_builds(self) -> None:
         """Begin without results, under a new number: a mask that a graph makes has none."""
         self._built: dict[tuple, BlockMask] = {}
         self._planes: dict[torch.device, Planes] = {}
@@ -61,7 +61,7 @@ class Mask:
 
     def __setstate__(self, state: tuple) -> None:
         self._text, self._resolve, self._depends = state
-        self._forget()
+        self._reset_builds()
 
     def build(
         self,
@@ -81,7 +81,7 @@ class Mask:
         if built is None:
             built = nodes.build(self._resolve(grid)).to(device)
             self._built[grid] = built
-            for oldest in list(self._built)[:-_REMEMBERED]:
+            for oldest in list(self._built)[:-_MAX_BUILDS]:
                 self._built.pop(oldest, None)
         return built
 
@@ -164,7 +164,7 @@ class Mask:
         return self._text
 
 
-def numbered(number: int) -> Mask:
+def find_numbered(number: int) -> Mask:
     """The mask of a graph that holds its number."""
     mask = _NUMBERED.get(number)
     if mask is None:
@@ -263,13 +263,13 @@ def document(
     With one cu_seqlens, `document(cu_seqlens) & causal()` is causal within each document. With two,
     causal() still compares positions in the whole sequence, not within the document.
     """
-    cu_q = _checked_cu("cu_seqlens", cu_seqlens)
-    cu_k = None if cu_seqlens_k is None else _checked_cu("cu_seqlens_k", cu_seqlens_k)
+    cu_q = _check_cu("cu_seqlens", cu_seqlens)
+    cu_k = None if cu_seqlens_k is None else _check_cu("cu_seqlens_k", cu_seqlens_k)
     if cu_k is not None and len(cu_q) != len(cu_k):
         raise ValueError(
             f"cu_seqlens has {len(cu_q) - 1} documents and cu_seqlens_k has {len(cu_k) - 1}"
         )
-    return Mask(f"document({_shown(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
+    return Mask(f"document({_format(len(cu_q) - 1)} documents)", partial(_document, cu_q, cu_k))
 
 
 def _document(cu_q: Tensor, own_cu_k: Tensor | None, grid: Grid) -> Interval:
@@ -298,7 +298,7 @@ def spans(bounds: Tensor) -> Mask:
         lambda: "a bound of a span is negative: where keys are no interval there is none",
     )
     shape = (len(ends), 1, ends.shape[2])
-    return Mask(f"spans{_shown(shape)}", partial(_spans, ends), (len(ends) != 1, False))
+    return Mask(f"spans{_format(shape)}", partial(_spans, ends), (len(ends) != 1, False))
 
 
 def _spans(ends: Tensor, grid: Grid) -> Interval:
@@ -352,10 +352,10 @@ def dense(visible: Tensor) -> Mask:
         )
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
     cells = visible.view(shape)
-    node = nodes.Given if torch.compiler.is_compiling() else nodes.Dense
+    node = nodes.TracedTensor if torch.compiler.is_compiling() else nodes.Dense
     kept = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
     planes = (shape[0] != 1, shape[1] != 1)
-    return Mask(f"dense{_shown(shape)}", partial(_dense, node, kept, shape), planes)
+    return Mask(f"dense{_format(shape)}", partial(_dense, node, kept, shape), planes)
 
 
 def _dense(node: Callable[[Grid, Tensor], Node], kept: Tensor, shape: tuple, grid: Grid) -> Node:
@@ -374,7 +374,7 @@ def from_flex(block_mask) -> Mask:
     tables = [_flex_table(*one) for one in lists]
     blocks, seqlens, fn = block_mask.BLOCK_SIZE, block_mask.seq_lengths, block_mask.mask_mod
     planes = tables[0].shape[0] != 1, tables[0].shape[1] != 1
-    text = f"from_flex({_shown(tuple(tables[0].shape[:2]))})"
+    text = f"from_flex({_format(tuple(tables[0].shape[:2]))})"
     resolve = partial(_flex, tables, blocks, tuple(seqlens), fn)
     return Mask(text, resolve, partial(_depends_on_flex, planes, fn))
 
@@ -384,7 +384,7 @@ def _flex(
 ) -> Node:
     planes = tables[0].shape[:2]
     _check_fit("FlexAttention BlockMask", (*planes, *seqlens), grid[:4])
-    patterns = [nodes.Pattern(grid, partial(_listed, table), *blocks) for table in tables]
+    patterns = [nodes.BlockPattern(grid, partial(_listed, table), *blocks) for table in tables]
     partly = nodes.both(patterns[0], nodes.Mod(grid, fn))
     return nodes.either(partly, patterns[1]) if len(patterns) > 1 else partly
 
@@ -447,7 +447,7 @@ def _lengths(name: str, value: int | Tensor) -> tuple[Tensor, str]:
     negative = lambda: f"{name} must not be negative, got {lengths.tolist()}"
     _require((lengths >= 0).all(), negative)
     if lengths.dim():
-        return lengths, f"{_shown(len(lengths))} lengths"
+        return lengths, f"{_format(len(lengths))} lengths"
     return lengths, "?" if torch.compiler.is_compiling() else str(lengths.item())
 
 
@@ -462,19 +462,19 @@ def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     return lengths.view(-1, 1).int()
 
 
-def _checked_cu(name: str, given: Tensor | Sequence[int]) -> Tensor:
+def _check_cu(name: str, given: Tensor | Sequence[int]) -> Tensor:
     """Offsets as int64 on the host, copied."""
     cu = torch.as_tensor(given)
     if cu.dim() != 1 or not len(cu) or cu.is_floating_point() or cu.dtype == torch.bool:
-        got = f"{cu.dtype} {_shown(tuple(cu.shape))}"
+        got = f"{cu.dtype} {_format(tuple(cu.shape))}"
         raise ValueError(f"{name} must be integers of shape (documents + 1,), got {got}")
     cu = cu.to("cpu", torch.int64, copy=True)
     _require(cu[0] == 0, lambda: f"{name} must start at 0, got {name}[0]={int(cu[0])}")
-    _require((cu.diff() >= 0).all(), partial(_say_where_it_falls, name, cu))
+    _require((cu.diff() >= 0).all(), partial(_describe_decrease, name, cu))
     return cu
 
 
-def _say_where_it_falls(name: str, cu: Tensor) -> str:
+def _describe_decrease(name: str, cu: Tensor) -> str:
     at = int(cu.diff().argmin())
     return f"{name} must not decrease, got {int(cu[at])} then {int(cu[at + 1])} at index {at}"
 
@@ -498,7 +498,7 @@ def _require(is_met: Tensor, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
-def _shown(numbers: int | tuple) -> str:
+def _format(numbers: int | tuple) -> str:
     """Numbers in the text of a mask: in a graph they may be symbols."""
     return "?" if torch.compiler.is_compiling() else str(numbers)
 

@@ -94,7 +94,7 @@ class Node:
         """uint8 per key: EMPTY and FULL are certain, PARTIAL means that only the bits can tell."""
         return torch.full(keys.shape, PARTIAL, dtype=torch.uint8)
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         """Bit tiles of the given blocks; cells outside the lengths may be anything."""
         raise NotImplementedError
 
@@ -111,9 +111,9 @@ class Node:
         where = (status == PARTIAL).nonzero().flatten()
         if not len(where):
             return known
-        tiles, index = self.cut(keys[where])
-        known.which[where] = index + len(known.tiles)
-        return Bits(torch.cat([known.tiles, tiles]), known.which)
+        tiles, index = self.compute_bits(keys[where])
+        known.tile_ids[where] = index + len(known.tiles)
+        return Bits(torch.cat([known.tiles, tiles]), known.tile_ids)
 
 
 class Interval(Node):
@@ -203,7 +203,7 @@ class Interval(Node):
         some, all_ = (first <= j) & (j < end), (full_first <= j) & (j < full_end)
         return some.to(torch.uint8) + all_
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         row, j = self._locate(keys)
         start = (j * BLOCK)[:, None]
         lo, hi = (
@@ -222,7 +222,7 @@ class Cells(Node):
         """Bool (n, 128, 128) from b, h (n) and the indices q, k (n, 128), all within range."""
         raise NotImplementedError
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         chunks = [self._tiles(chunk) for chunk in keys.split(_CELL_BLOCKS_AT_ONCE)]
         return Bits(torch.cat(chunks), torch.arange(len(keys)))
 
@@ -257,7 +257,7 @@ class Mod(Cells):
         return cells if cells.stride(1) else cells[:, :1]
 
 
-class Pattern(Cells):
+class BlockPattern(Cells):
     """Rectangles of block_q x block_k cells that are visible or not as a whole.
 
     Cell (q, k) is visible iff rule(b, h, (q + shift) // block_q, k // block_k); `rule` works on
@@ -310,7 +310,7 @@ class Dense(Node):
         super().__init__(grid)
         self.words = words.unflatten(-1, (-1, WORDS))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         b, h, i, j = self.grid.split(keys)
         if self.words.shape[0] == 1:
             b = torch.zeros_like(b)
@@ -332,7 +332,7 @@ class Dense(Node):
         return (words >> (k % 32) & 1).bool()
 
 
-class Given(Node):
+class TracedTensor(Node):
     """A bool tensor of a graph, as it is."""
 
     def __init__(self, grid: Grid, visible: Tensor):
@@ -361,7 +361,7 @@ class And(Join):
     def status(self, keys: Tensor) -> Tensor:
         return reduce(torch.minimum, (part.status(keys) for part in self.parts))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_and, a, b), bits)
 
@@ -379,7 +379,7 @@ class Or(Join):
     def status(self, keys: Tensor) -> Tensor:
         return reduce(torch.maximum, (part.status(keys) for part in self.parts))
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = (part.bits(keys) for part in self.parts)
         return reduce(lambda a, b: combine(torch.bitwise_or, a, b), bits)
 
@@ -397,9 +397,9 @@ class Not(Node):
     def status(self, keys: Tensor) -> Tensor:
         return FULL - self.part.status(keys)
 
-    def cut(self, keys: Tensor) -> Bits:
+    def compute_bits(self, keys: Tensor) -> Bits:
         bits = self.part.bits(keys)
-        return Bits(~bits.tiles, bits.which)
+        return Bits(~bits.tiles, bits.tile_ids)
 
     def cells(self) -> Tensor:
         return ~self.part.cells()
@@ -436,11 +436,11 @@ def pack_dense(cells: Tensor) -> Tensor:
 
 def build(node: Node) -> BlockMask:
     """The exact EMPTY / PARTIAL / FULL blocks of a node, on the CPU."""
-    keys, status = _visited(node)
+    keys, status = _find_blocks(node)
     open_ = (status == PARTIAL).nonzero().flatten()
     tiles, ids, count = [], [], 0
     for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
-        found, status[chunk], index = _settle(node, keys[chunk])
+        found, status[chunk], index = _classify(node, keys[chunk])
         tiles.append(found)
         ids.append(index + count)
         count += len(found)
@@ -453,7 +453,7 @@ def build(node: Node) -> BlockMask:
     return assemble(node.grid, keys[some], full, index[torch.cat(ids)], tiles)
 
 
-def _visited(node: Node) -> tuple[Tensor, Tensor]:
+def _find_blocks(node: Node) -> tuple[Tensor, Tensor]:
     """Ascending keys of the blocks that may hold something, and their status."""
     total = node.grid.num_blocks
     keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
@@ -469,7 +469,7 @@ def _visited(node: Node) -> tuple[Tensor, Tensor]:
     return torch.cat(keys), torch.cat(status)
 
 
-def _settle(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _classify(node: Node, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PARTIAL tiles, exact status per key, and the tile of each key that turns out PARTIAL."""
     tiles, inside, index = distinct_pairs(node.bits(keys), node.grid.inside(keys))
     tiles = tiles & inside

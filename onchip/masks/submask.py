@@ -20,11 +20,11 @@ def node_of(
 ) -> Node:
     """A mask over a whole problem: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
     if isinstance(mask, BlockMask):
-        return Built(Grid(*mask.shape, torch.device("cpu")), mask)
+        return BuiltMask(Grid(*mask.shape, torch.device("cpu")), mask)
     return mask.node(*planes, *lengths, device)
 
 
-def part(node: Node, rows: Tensor, cols: Tensor) -> Node:
+def submask(node: Node, rows: Tensor, cols: Tensor) -> Node:
     """Rows and columns of a mask: cell (i, j) of the part is cell (rows[i], cols[j]) of the whole.
     int64, ascending, on the CPU.
     """
@@ -33,15 +33,15 @@ def part(node: Node, rows: Tensor, cols: Tensor) -> Node:
         lo, hi = (x.long()[:, rows] for x in node.bounds)
         return Interval(grid, torch.searchsorted(cols, lo), torch.searchsorted(cols, hi))
     if isinstance(node, Join):
-        return type(node)(grid, [part(each, rows, cols) for each in node.parts])
+        return type(node)(grid, [submask(each, rows, cols) for each in node.parts])
     if isinstance(node, Not):
-        return Not(grid, part(node.part, rows, cols))
+        return Not(grid, submask(node.part, rows, cols))
     if isinstance(node, (Cells, Dense)):
-        return Picked(grid, node, rows, cols)
+        return Submask(grid, node, rows, cols)
     raise TypeError(f"{type(node).__name__} is not known to be cut")
 
 
-class Picked(Cells):
+class Submask(Cells):
     """Rows and columns of a mask that is known cell by cell."""
 
     def __init__(self, grid: Grid, whole: Cells | Dense, rows: Tensor, cols: Tensor):
@@ -62,13 +62,13 @@ class Picked(Cells):
             for step_j in range(_NEAR):
                 row = torch.minimum(first_i + step_i, last_i)
                 col = torch.minimum(first_j + step_j, last_j)
-                status = self._ask(b[near], h[near], row[near], col[near])
+                status = self._status_of_blocks(b[near], h[near], row[near], col[near])
                 all_[near] &= status == FULL
                 none[near] &= status == EMPTY
         found[all_], found[none] = FULL, EMPTY
         return found
 
-    def _ask(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def _status_of_blocks(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         grid = self.whole.grid
         return self.whole.status(((b * grid.heads + h) * grid.blocks_q + i) * grid.blocks_k + j)
 
@@ -84,7 +84,7 @@ def _first_and_last(positions: Tensor) -> Tensor:
     return torch.stack([positions[starts], positions[ends]]) // BLOCK
 
 
-class Built(Cells):
+class BuiltMask(Cells):
     """A mask that is data already."""
 
     def __init__(self, grid: Grid, mask: BlockMask):

@@ -20,7 +20,7 @@ from onchip.dispatch import kernel_module
 from onchip.kernels.protocol import Grads, accumulator_dtype
 from onchip.masks import BlockMask, Mask
 from onchip.masks.nodes import Grid, Interval, Node, both, build
-from onchip.masks.submask import node_of, part
+from onchip.masks.submask import node_of, submask
 from onchip.parallel.sharding import Layout, documents_of, visible_cells
 from onchip.problem import Options, Question, Tensors, Window, ask, describe, device_info
 
@@ -174,7 +174,7 @@ def plan(
         return None
     lo, hi = (torch.searchsorted(cols, ends) for ends in rule.spans(rows))
     if rule.mask is not None:
-        seen = part(whole or _whole(rule, device), rows, cols)
+        seen = submask(whole or _whole(rule, device), rows, cols)
         node = both(Interval(seen.grid, lo, hi), seen)
         if not isinstance(node, Interval) or len(node.bounds[0]) > 1:
             return _masked(rule, node, rows, cols, device)

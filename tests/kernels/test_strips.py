@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onchip import masks
-from onchip.kernels.strips import _KEPT, BIT_TILE, CUT, FAR, UNSEEN, strips_of
+from onchip.kernels.strips import _CACHE, BIT_TILE, CUT, FAR, UNSEEN, strips_of
 from onchip.masks.bits import unpack
 
 EMPTY, PARTIAL, FULL = range(3)
@@ -96,14 +96,14 @@ def test_where_a_side_finds_its_own(lengths):
 
 def test_they_are_made_once_and_go_with_their_mask():
     mask = build(masks.causal(), 500, 500)
-    before = len(_KEPT)
+    before = len(_CACHE)
     assert strips_of(mask) is strips_of(mask)
     again = type(mask).from_tensors(mask.tensors(), 500, 500)
     assert strips_of(again) is strips_of(mask)
-    assert len(_KEPT) == before + 1
+    assert len(_CACHE) == before + 1
     del mask, again
     gc.collect()
-    assert len(_KEPT) == before
+    assert len(_CACHE) == before
 
 
 def test_a_mask_that_was_written_to_is_another():

@@ -123,7 +123,7 @@ def test_no_visible_key_gives_no_span():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_part_sees_what_the_whole_sees_there(rows, keys, window_size, causal):
     whole = Visibility(9, 12, causal, window_size)
-    part = whole.part(rows, keys)
+    part = whole.restrict(rows, keys)
     cells = lambda rule, *at: torch.ones(1) if (t := rule.tile(*at)) is None else t
     size = rows[1] - rows[0], keys[1] - keys[0]
     want = cells(whole, *rows, *keys).expand(size).bool()

@@ -35,7 +35,7 @@ from onchip.kernels.hopper.tensors import (
     without_keys,
 )
 from onchip.kernels.protocol import Result, empty_result
-from onchip.kernels.strips import Strips, strips_of
+from onchip.kernels.strips import MaskStrips, strips_of
 from onchip.masks.blockmask import BlockMask
 from onchip.problem import Problem, Tensors
 
@@ -102,7 +102,7 @@ def _launch(problem: Problem, x: Tensors, out: Tensor, lse: Tensor, room: int) -
     )
 
 
-def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strips | None]:
+def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, MaskStrips | None]:
     """How a call is computed, and the strips of its mask if three consumers walk them."""
     config = hopper_forward_of(problem)
     if mask is None or config.consumers == 2:
@@ -113,7 +113,7 @@ def _walk(problem: Problem, mask: BlockMask | None) -> tuple[HopperConfig, Strip
     return config, strips
 
 
-def _mask_arguments(mask: BlockMask | None, strips: Strips | None, anything: Tensor) -> tuple:
+def _mask_arguments(mask: BlockMask | None, strips: MaskStrips | None, anything: Tensor) -> tuple:
     """(pointers, strides) of a mask: its lists of block rows, or those of its strips."""
     if mask is None or strips is None:
         rows, tiles = (None, None) if mask is None else (mask.rows, mask.tiles)
