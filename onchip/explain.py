@@ -71,7 +71,7 @@ class Sharing(NamedTuple):
     predicted for both.
     """
 
-    plan: cascade.Plan
+    plan: cascade.CascadePlan
     plain_bytes: int
     cascade_bytes: int
     plain_s: float
@@ -508,7 +508,7 @@ def _plan(
     lengths: Sequence[tuple[int, int]],
     model: prefixes.Costs,
     max_levels: int = cascade.MAX_LEVELS,
-) -> cascade.Plan | None:
+) -> cascade.CascadePlan | None:
     """None where the queries are not all in the cache: such tables cannot be shared."""
     if any(seqlen_k < seqlen_q for seqlen_q, seqlen_k in lengths):
         return None
@@ -524,7 +524,7 @@ def _sharing(
     x: Tensors,
     lengths: Sequence[tuple[int, int]],
     pages: Pages,
-    shared: cascade.Plan,
+    shared: cascade.CascadePlan,
     model: prefixes.Costs,
 ) -> Sharing:
     moved = prefixes.moved(x.q, x.k, x.v)

@@ -235,7 +235,7 @@ def cascade_attention(
     *,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    plan: cascade.Plan | None = None,
+    plan: cascade.CascadePlan | None = None,
     cu_seqlens_q: Tensor | None = None,
     causal: bool = True,
     softmax_scale: float | None = None,
@@ -286,7 +286,7 @@ class _Posed(NamedTuple):
     kernel: str | None  # asked for
 
 
-def _attend_at_once(own: cascade.Call, level: cascade.Call) -> list[Any] | None:
+def _attend_at_once(own: cascade.AttendCall, level: cascade.AttendCall) -> list[Any] | None:
     """(out, lse) of two paged calls that run at once; None, and nothing done, where they cannot.
     Not where somebody watches: what a compiler does between them nobody knows.
     """

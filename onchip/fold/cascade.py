@@ -25,7 +25,7 @@ Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table an
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Sequences that share pages [start, stop) of their tables."""
 
     members: tuple[int, ...]
@@ -33,13 +33,13 @@ class Group(NamedTuple):
     stop: int
 
 
-class Level(NamedTuple):
+class CascadeLevel(NamedTuple):
     """One paged call: each segment of each group is a sequence whose keys are its share of the
     group's run and whose queries are all queries of the group's members; the first segments of all
     groups come first. No sequence is in two groups of a level.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[PrefixGroup, ...]
     saved: float  # seconds against reading the runs once per sequence, net of the level's costs
     segments: int
     page_table: Tensor  # (segments * groups, longest segment) int32
@@ -50,7 +50,7 @@ class Level(NamedTuple):
     place: Tensor | None  # (total_q,) int32: where in `rows` each query is, -1 if it is not
 
 
-class Part(NamedTuple):
+class LevelState(NamedTuple):
     """What a level gives to the merge: states over disjoint keys, of the queries in its `rows`."""
 
     out: Tensor  # (segments, rows, heads, head_dim_v), contiguous
@@ -58,10 +58,10 @@ class Part(NamedTuple):
     place: Tensor | None  # of each query among the rows, -1: it has no part; None: in order
 
 
-class Plan(NamedTuple):
+class CascadePlan(NamedTuple):
     """What `plan` found, as tensors that `run` uses unchanged; `to` moves them to a device."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[CascadeLevel, ...]
     saved: float  # seconds of one layer against one paged call, as predicted
     page_size: int
     shared: tuple[int, ...]  # pages of each sequence that the levels cover
@@ -72,10 +72,10 @@ class Plan(NamedTuple):
     shared_tokens: Tensor  # (batch,) int32
     together: Together | None = None  # the one level runs beside the own parts, where kernels can
 
-    def to(self, device: torch.device | str) -> "Plan":
+    def to(self, device: torch.device | str) -> "CascadePlan":
         """The same plan with its tensors on a device (one copy each, when the batch changes)."""
         move = lambda x: x.to(device) if isinstance(x, Tensor) else x
-        levels = tuple(Level(*map(move, level)) for level in self.levels)
+        levels = tuple(CascadeLevel(*map(move, level)) for level in self.levels)
         names = ("cu_seqlens_q", "shared_pages", "shared_tokens")
         return self._replace(levels=levels, **{name: move(getattr(self, name)) for name in names})
 
@@ -129,7 +129,7 @@ def plan(
     seqlen_q: int = 1,
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     max_levels: int = MAX_LEVELS,
-) -> Plan:
+) -> CascadePlan:
     """The levels of shared pages that save most time, as `iomodel.prefixes.costs` of the tensors
     (`model`) predicts it; none, if the plain call is fastest.
 
@@ -150,30 +150,30 @@ def plan(
     shared = _covered(groups, len(table))
     pages = torch.tensor(shared, dtype=torch.int64)
     tokens = (pages * page_size).int()
-    found = Plan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
+    found = CascadePlan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
     own_pages = int((-(-seqlens // page_size) - pages).sum())
-    return found if cu_seqlens_q is not None else _together(found, own_pages, model)
+    return found if cu_seqlens_q is not None else _try_together(found, own_pages, model)
 
 
-class Call(NamedTuple):
+class AttendCall(NamedTuple):
     """A call of attend, not yet made."""
 
     args: tuple[Tensor, ...]  # q, k_pages, v_pages, page_table, cache_seqlens
     options: dict
 
-    def beside(self, programs: int, second: bool) -> "Call":
-        return Call(self.args, {**self.options, "beside": Beside(programs, second)})
+    def beside(self, programs: int, second: bool) -> "AttendCall":
+        return AttendCall(self.args, {**self.options, "beside": Beside(programs, second)})
 
 
 def run(
-    plan: Plan,
+    plan: CascadePlan,
     attend: Callable[..., Pair],
     q: Tensor,
     pages: Pair,
     own: Pair,
     *,
-    merge: Callable[[Pair, list[Part], torch.dtype], Pair] | None = None,
-    at_once: Callable[[Call, Call], list[Pair] | None] | None = None,
+    merge: Callable[[Pair, list[LevelState], torch.dtype], Pair] | None = None,
+    at_once: Callable[[AttendCall, AttendCall], list[Pair] | None] | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = True,
     **options: object,
@@ -198,11 +198,11 @@ def run(
     for_all["return_lse"] = True
     calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
     calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
-    found = _side_by_side(plan, calls, at_once)
+    found = _run_both(plan, calls, at_once)
     if found is None:
         found = [attend(*call.args, **call.options) for call in calls]
     (out, lse), *found = found
-    parts = [_part(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
+    parts = [_level_state(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
@@ -211,8 +211,10 @@ def run(
     return (out, lse) if return_lse else out
 
 
-def _side_by_side(
-    plan: Plan, calls: list[Call], at_once: Callable[[Call, Call], list[Pair] | None] | None
+def _run_both(
+    plan: CascadePlan,
+    calls: list[AttendCall],
+    at_once: Callable[[AttendCall, AttendCall], list[Pair] | None] | None,
 ) -> list[Pair] | None:
     """What the own call and that of the level give, each on its programs, if they may run so."""
     if plan.together is None or at_once is None:
@@ -239,7 +241,7 @@ def _split_options(options: dict) -> tuple[dict, dict]:
     return pick(FOR_ALL), pick(FOR_OWN)
 
 
-def _packed(plan: Plan, q: Tensor, pages: Pair) -> Tensor:
+def _packed(plan: CascadePlan, q: Tensor, pages: Pair) -> Tensor:
     """q as (total_q, heads, head_dim), if queries and pages are those that were planned."""
     if pages[0].shape[1] != plan.page_size:
         raise ValueError(
@@ -255,17 +257,17 @@ def _packed(plan: Plan, q: Tensor, pages: Pair) -> Tensor:
     return q.flatten(0, 1) if uniform else q
 
 
-def _own_call(plan: Plan, q: Tensor, pages: Pair, own: Pair, options: dict) -> Call:
+def _own_call(plan: CascadePlan, q: Tensor, pages: Pair, own: Pair, options: dict) -> AttendCall:
     packing: dict[str, object] = {}
     if q.dim() == 3:
         packing = {
             "cu_seqlens_q": plan.cu_seqlens_q,
             "max_seqlen_q": max(plan.lengths_q, default=0),
         }
-    return Call((q, *pages, *own), {**packing, **options})
+    return AttendCall((q, *pages, *own), {**packing, **options})
 
 
-def _level_call(level: Level, rows: Tensor, pages: Pair, options: dict) -> Call:
+def _level_call(level: CascadeLevel, rows: Tensor, pages: Pair, options: dict) -> AttendCall:
     """One group's segments are sequences of equal length: such a call need not be packed, and all
     of them read the same queries.
     """
@@ -276,15 +278,17 @@ def _level_call(level: Level, rows: Tensor, pages: Pair, options: dict) -> Call:
         q = q.repeat(level.segments, 1, 1)
         packing = {"cu_seqlens_q": level.cu_seqlens_q, "max_seqlen_q": level.max_seqlen_q}
     tables = level.page_table, level.seqlens
-    return Call((q, *pages, *tables), {"causal": False, **packing, **options})
+    return AttendCall((q, *pages, *tables), {"causal": False, **packing, **options})
 
 
-def _part(level: Level, out: Tensor, lse: Tensor) -> Part:
+def _level_state(level: CascadeLevel, out: Tensor, lse: Tensor) -> LevelState:
     """What the call of a level has found."""
     if len(level.groups) == 1:
-        return Part(out, lse, level.place)
+        return LevelState(out, lse, level.place)
     stacked = (level.segments, -1)
-    return Part(out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place)
+    return LevelState(
+        out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place
+    )
 
 
 def _packed_lse(lse: Tensor) -> Tensor:
@@ -292,14 +296,14 @@ def _packed_lse(lse: Tensor) -> Tensor:
     return lse.transpose(0, 1).flatten(1) if lse.dim() == 3 else lse
 
 
-def _merge(own: Pair, parts: list[Part], out_dtype: torch.dtype) -> Pair:
+def _merge(own: Pair, parts: list[LevelState], out_dtype: torch.dtype) -> Pair:
     states = [own, *(state for part in parts for state in _states(part))]
     outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
     out, lse = merge_at_rest(outs, lses)
     return out.transpose(0, 1).to(out_dtype), lse
 
 
-def _states(part: Part) -> Iterator[Pair]:
+def _states(part: LevelState) -> Iterator[Pair]:
     """The states of a part in the order of all queries; those without a part have seen no key."""
     out, lse, place = part
     if place is not None:
@@ -343,13 +347,13 @@ def _shareable(table: Tensor, seqlens: Tensor, lengths: Tensor, page_size: int) 
 
 
 @dataclass
-class Node:
+class TrieNode:
     """Sequences [lo, hi) of the sorted order, which share exactly their first `pages` pages."""
 
     lo: int
     pages: int
     hi: int = 0
-    children: list["Node"] = field(default_factory=list)
+    children: list["TrieNode"] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # `pages` of every ancestor, root first
     cost: Tensor = field(default_factory=lambda: torch.empty(0))  # (levels + 1, ancestors)
     taken: Tensor = field(default_factory=lambda: torch.empty(0))  # (levels, ancestors)
@@ -357,7 +361,7 @@ class Node:
 
 def _choose(
     table: Tensor, shareable: Tensor, lengths: Sequence[int], model: Costs, max_levels: int
-) -> list[list[Group]]:
+) -> list[list[PrefixGroup]]:
     """The groups of each level."""
     order, common = _sorted_prefixes(table, shareable)
     nodes = _trie(common)
@@ -383,11 +387,11 @@ def _sorted_prefixes(table: Tensor, shareable: Tensor) -> tuple[list[int], list[
     return order.tolist(), (keys[1:] == keys[:-1]).cumprod(1).sum(1).tolist()
 
 
-def _trie(common: list[int]) -> list[Node]:
+def _trie(common: list[int]) -> list[TrieNode]:
     """The trie of the sorted sequences, children before parents, the root (no page) last: one pass
     with a stack over the lengths of common prefixes.
     """
-    stack, done = [Node(0, 0)], []
+    stack, done = [TrieNode(0, 0)], []
     for i, pages in enumerate([*common, 0], start=1):
         lo, orphan = i - 1, None
         while stack[-1].pages > pages:
@@ -398,12 +402,12 @@ def _trie(common: list[int]) -> list[Node]:
                 stack[-1].children.append(orphan)
                 orphan = None
         if stack[-1].pages < pages:
-            stack.append(Node(lo, pages, children=[orphan] if orphan else []))
+            stack.append(TrieNode(lo, pages, children=[orphan] if orphan else []))
     stack[0].hi = len(common) + 1
     return [*done, stack[0]]
 
 
-def _deepest(nodes: list[Node]) -> int:
+def _deepest(nodes: list[TrieNode]) -> int:
     """Levels of the trie; also tells every node its ancestors."""
     for node in reversed(nodes):
         for child in node.children:
@@ -411,7 +415,7 @@ def _deepest(nodes: list[Node]) -> int:
     return max(len(node.ends) for node in nodes)
 
 
-def _price(nodes: list[Node], queries: list[int], model: Costs, levels: int) -> Tensor:
+def _price(nodes: list[TrieNode], queries: list[int], model: Costs, levels: int) -> Tensor:
     """Seconds against one plain call, with at most 0, 1, ..., levels levels.
 
     cost[l, a] of a node is the least its subtree needs with l levels left when ancestor a is the
@@ -430,7 +434,7 @@ def _price(nodes: list[Node], queries: list[int], model: Costs, levels: int) -> 
     return _below(nodes[-1], model, levels)[:, 0]
 
 
-def _below(node: Node, model: Costs, levels: int) -> Tensor:
+def _below(node: TrieNode, model: Costs, levels: int) -> Tensor:
     """(levels + 1, ancestors + 1): what is below a node costs, if the last one taken is each of its
     ancestors, or the node itself. A sequence that has no part in a child reads what is left.
     """
@@ -440,21 +444,21 @@ def _below(node: Node, model: Costs, levels: int) -> Tensor:
     return sum((child.cost for child in node.children), alone)
 
 
-def _trace(root: Node, order: list[int], levels: int) -> list[list[Group]]:
+def _trace(root: TrieNode, order: list[int], levels: int) -> list[list[PrefixGroup]]:
     """The groups that _price took."""
-    found: list[list[Group]] = [[] for _ in range(levels)]
+    found: list[list[PrefixGroup]] = [[] for _ in range(levels)]
     todo = [(child, levels, 0) for child in root.children]
     while todo:
         node, left, last = todo.pop()
         if left and node.taken[left - 1, last]:
             members = tuple(sorted(order[node.lo : node.hi]))
-            found[levels - left].append(Group(members, node.ends[last], node.pages))
+            found[levels - left].append(PrefixGroup(members, node.ends[last], node.pages))
             left, last = left - 1, len(node.ends)
         todo += [(child, left, last) for child in node.children]
     return [sorted(groups) for groups in found]
 
 
-def _covered(levels: list[list[Group]], batch: int) -> tuple[int, ...]:
+def _covered(levels: list[list[PrefixGroup]], batch: int) -> tuple[int, ...]:
     shared = [0] * batch
     for groups in levels:
         for group in groups:
@@ -466,22 +470,22 @@ def _covered(levels: list[list[Group]], batch: int) -> tuple[int, ...]:
 def _level(
     table: Tensor,
     cu: list[int],
-    groups: list[Group],
+    groups: list[PrefixGroup],
     page_size: int,
     model: Costs,
     segments: int | None = None,
-) -> Level:
+) -> CascadeLevel:
     """segments: None for as many as fill the device."""
     runs = [table[g.members[0], g.start : g.stop] for g in groups]
     lengths = [sum(cu[b + 1] - cu[b] for b in g.members) for g in groups]
     if segments is None:
         longest = torch.tensor(max(map(len, runs)))
         segments = int(model.occupancy.segments(lengths, longest))
-    page_table, sizes = _cut(runs, segments, model.occupancy.segment_pages)
+    page_table, sizes = _cut_runs(runs, segments, model.occupancy.segment_pages)
     rows = _rows(cu, [b for g in groups for b in g.members])
     once_each = sum((len(g.members) - 1) * len(run) for g, run in zip(groups, runs, strict=True))
     paid = sum(model.of_queries(n, segments, len(r)) for n, r in zip(lengths, runs, strict=True))
-    return Level(
+    return CascadeLevel(
         tuple(groups),
         once_each * model.page - paid - model.level,
         segments,
@@ -494,7 +498,7 @@ def _level(
     )
 
 
-def _together(plan: Plan, own_pages: int, model: Costs) -> Plan:
+def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePlan:
     """The plan with its level beside the own parts, where that may be and is predicted to take less
     than one after the other.
     """
@@ -513,7 +517,7 @@ def _together(plan: Plan, own_pages: int, model: Costs) -> Plan:
     return plan._replace(levels=(cut,), saved=plan.saved + gained, together=found)
 
 
-def _may_be_together(plan: Plan, model: Costs) -> bool:
+def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
     """One level of one group, whose queries need not be copied: nothing that the level reads is
     then made between the two calls. Each sequence has queries few enough for a kernel that splits
     keys, all of them together have too many for it.
@@ -525,7 +529,7 @@ def _may_be_together(plan: Plan, model: Costs) -> bool:
     return fits and isinstance(level.rows, slice)
 
 
-def _cut(runs: list[Tensor], segments: int, least: int) -> Pair:
+def _cut_runs(runs: list[Tensor], segments: int, least: int) -> Pair:
     """(page_table, pages of its rows): the first segment of every run, the second of every run, and
     so on; of a run the segments are equal, and as few as make them `least` pages long.
     """

@@ -95,7 +95,9 @@ def run(
     room = room if segment_bytes is None else segment_bytes
     if room < 1:
         raise ValueError(f"{segment_bytes=} must be at least 1")
-    cut = Cut(q.shape[1], source.seqlen, max(1, room // source.token_bytes), causal, window_size)
+    cut = Segmentation(
+        q.shape[1], source.seqlen, max(1, room // source.token_bytes), causal, window_size
+    )
     options["out_dtype"] = wide = torch.promote_types(q.dtype, torch.float32)
     parts = [_fold_rows(attend, q, source, cut, rows, options) for rows in cut.chunks()]
     outs, lses = zip(*parts, strict=True)
@@ -133,7 +135,7 @@ def _check(
         raise UnsupportedError("offload has no gradient: call it under torch.no_grad()")
 
 
-class Cut(NamedTuple):
+class Segmentation(NamedTuple):
     """Which keys meet which queries, in which pieces. Query i stands at position i + offset."""
 
     seqlen_q: int
@@ -191,11 +193,16 @@ class Cut(NamedTuple):
 
 
 def _fold_rows(
-    attend: Callable[..., Pair], q: Tensor, source: Offloaded, cut: Cut, rows: Span, options: dict
+    attend: Callable[..., Pair],
+    q: Tensor,
+    source: Offloaded,
+    cut: Segmentation,
+    rows: Span,
+    options: dict,
 ) -> Pair:
     """(out, lse) of some queries, unrounded."""
     spans = cut.spans(rows)
-    bring = _views if q.device.type == "cpu" else _copies
+    bring = _view_segments if q.device.type == "cpu" else _copy_segments
     segments = zip(spans, bring(source, spans, q.device), strict=True)
 
     def attend_segment(q: Tensor, segment: tuple[Span, Pair]) -> Pair:
@@ -205,7 +212,7 @@ def _fold_rows(
     return fold(q[:, slice(*rows)], segments, attend_segment)
 
 
-def _views(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
     """Segments where they are, for queries on the CPU."""
     del device
     for i, span in enumerate(spans):
@@ -215,7 +222,7 @@ def _views(source: Offloaded, spans: list[Span], device: torch.device) -> Iterat
         source.release(*span)
 
 
-class Slot:
+class SegmentBuffer:
     """Room for one segment on the device, and beside it the pinned room through which memory that
     is not pinned must pass.
     """
@@ -252,13 +259,13 @@ class Slot:
         return k, v
 
 
-def _copies(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
     """Segments on the device, the next one under way while one is in use. The current stream waits
     for copies, the host only for staging.
     """
     compute, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     tokens = max(hi - lo for lo, hi in spans)
-    slots = [Slot(source, tokens, device) for _ in spans[:2]]
+    slots = [SegmentBuffer(source, tokens, device) for _ in spans[:2]]
     copier.wait_stream(compute)  # the rooms may have been somebody else's a moment ago
     worker = ThreadPoolExecutor(1)
 

@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 NAMES = ("k", "v")
 
 
-class Entry(NamedTuple):
+class SpilledTensor(NamedTuple):
     """Where a tensor lies in a file; start counts from the beginning of the file."""
 
     dtype: torch.dtype
@@ -58,8 +58,8 @@ class Spill(Offloaded):
             self._header, begin = _read_header(file, self.path)
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         place = begin, len(self._map), self.path
-        self._entries = [_entry(self._header, name, *place) for name in NAMES]
-        _check_apart(self._entries, self.path)
+        self._entries = [_parse_tensor(self._header, name, *place) for name in NAMES]
+        _check_disjoint(self._entries, self.path)
         super().__init__(*(_view(self._map, entry) for entry in self._entries))
         self._seqlen = _seqlen(self._header, self.capacity, self.path)
         metadata = self._header.get("__metadata__")
@@ -199,12 +199,12 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict, int]:
     return header, 8 + length
 
 
-def _entry(header: dict, name: str, begin: int, size: int, path: Path) -> Entry:
+def _parse_tensor(header: dict, name: str, begin: int, size: int, path: Path) -> SpilledTensor:
     """A tensor's place, if the header is true to the file."""
     fields = header.get(name)
     fields = fields if isinstance(fields, dict) else {}
     dtype = DTYPES.get(str(fields.get("dtype")))
-    shape, offsets = (_ints(fields.get(key)) for key in ("shape", "data_offsets"))
+    shape, offsets = (_int_list(fields.get(key)) for key in ("shape", "data_offsets"))
     if dtype is None or len(offsets) != 2 or len(shape) not in (3, 4) or min(shape) < 1:
         raise ValueError(
             f"{path}: {name!r} must be a tensor [batch,] seqlen, kv_heads, dim of {[*DTYPES]}, its"
@@ -214,17 +214,17 @@ def _entry(header: dict, name: str, begin: int, size: int, path: Path) -> Entry:
     inside = begin <= start and stop - start == prod(shape) * dtype.itemsize and stop <= size
     if not inside or start % dtype.itemsize:
         raise ValueError(f"{path}: {name!r} at {offsets} does not fit its {shape} or the {size=}")
-    return Entry(dtype, shape if len(shape) == 4 else (1, *shape), start)
+    return SpilledTensor(dtype, shape if len(shape) == 4 else (1, *shape), start)
 
 
-def _check_apart(entries: list[Entry], path: Path) -> None:
+def _check_disjoint(entries: list[SpilledTensor], path: Path) -> None:
     """What is appended to one tensor must not change the other."""
     first, second = sorted(entries, key=lambda entry: entry.start)
     if first.start + prod(first.shape) * first.dtype.itemsize > second.start:
         raise ValueError(f"{path}: its tensors overlap")
 
 
-def _ints(x: object) -> tuple[int, ...]:
+def _int_list(x: object) -> tuple[int, ...]:
     """A JSON list of integers, or nothing."""
     return tuple(x) if isinstance(x, list) and all(type(n) is int for n in x) else ()
 
@@ -239,7 +239,7 @@ def _seqlen(header: dict, capacity: int, path: Path) -> int:
     return int(text)
 
 
-def _view(mapped: mmap.mmap, entry: Entry) -> Tensor:
+def _view(mapped: mmap.mmap, entry: SpilledTensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor do we write
         flat = torch.frombuffer(

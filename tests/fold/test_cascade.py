@@ -402,9 +402,9 @@ class TestServing:
         pages = torch.zeros(4, 16, 8, 128, **half), torch.zeros(4, 16, 8, dim_v, **half)
         q = torch.zeros(64, seqlen_q, 32, 128, **half)
         tables = lambda n, width: (torch.zeros(n, width).int(), torch.zeros(n).int())
-        own = cascade.Call((q, *pages, *tables(64, 20)), {**options, "causal": True})
+        own = cascade.AttendCall((q, *pages, *tables(64, 20)), {**options, "causal": True})
         rows = q.flatten(0, 1).expand(3, -1, -1, -1)
-        level = cascade.Call((rows, *pages, *tables(3, 171)), {**options, "causal": False})
+        level = cascade.AttendCall((rows, *pages, *tables(3, 171)), {**options, "causal": False})
         return own.beside(80, second=False), level.beside(level_programs, second=True)
 
     @staticmethod
@@ -422,7 +422,7 @@ class TestServing:
         assert self.serves(*self.calls(kernel="hopper"))
         own, level = self.calls()
         sinks = {"sinks": torch.zeros(32)}
-        assert self.serves(cascade.Call(own.args, {**own.options, **sinks}), level)
+        assert self.serves(cascade.AttendCall(own.args, {**own.options, **sinks}), level)
 
     @pytest.mark.parametrize(
         "changed",
@@ -454,7 +454,7 @@ class TestServing:
             options, own = {"kernel": None}, plan.own(table.to("meta"), table[:, 0].to("meta"))
             calls = [cascade._own_call(plan, q, pages, own, options)]
             calls += [cascade._level_call(plan.levels[0], q[:, 0], pages, options)]
-            cascade._side_by_side(plan, calls, lambda *both: served.append(self.serves(*both)))
+            cascade._run_both(plan, calls, lambda *both: served.append(self.serves(*both)))
         assert served and all(served)
 
     def test_not_what_must_be_deterministic(self):
@@ -470,7 +470,9 @@ class TestServing:
 
     def test_not_where_a_compiler_watches_nor_packed(self, monkeypatch):
         own, level = self.calls()
-        packed = cascade.Call(own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()})
+        packed = cascade.AttendCall(
+            own.args, {**own.options, "cu_seqlens_q": torch.arange(65).int()}
+        )
         assert ops._attend_at_once(packed, level) is None
         monkeypatch.setattr(ops, "is_eager", lambda _: False)
         assert ops._attend_at_once(own, level) is None

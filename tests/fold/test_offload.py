@@ -8,7 +8,7 @@ import torch
 
 import onchip
 from onchip.fold import offload
-from onchip.fold.offload import Cut, Offloaded
+from onchip.fold.offload import Offloaded, Segmentation
 from onchip.testing import assert_accurate
 
 HEADS, KV_HEADS, DIM, DIM_V = 6, 2, 16, 24
@@ -105,7 +105,7 @@ def test_a_window_reads_only_what_it_sees():
 
 def test_the_diagonal_is_one_call():
     """Of a prefill chunk over a long context only the last call is masked."""
-    cut = Cut(64, 1000, 300, True, (None, None))
+    cut = Segmentation(64, 1000, 300, True, (None, None))
     options = [cut.options((0, 64), span) for span in cut.spans((0, 64))]
     free = {"causal": False, "window_size": (None, None)}
     assert options == [free] * 3 + [{"causal": True, "window_size": (None, None)}]
