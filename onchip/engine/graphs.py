@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.engine.step import Step
-from onchip.kvcache import KVCache, PagedBatch, Shape
+from onchip.kvcache import BatchShape, KVCache, PagedBatch
 from onchip.models import Decoder, positions_of
 from onchip.models.rotary import frequencies
 
@@ -49,10 +49,10 @@ class Graphs:
         self.sizes = sizes_up_to(cache.max_seqs)
         self._table = cache.static_table()
         self._frequencies = [frequencies(r, cache.device) for r in model.rotaries]
-        self._recorded: dict[Shape, Recorded] = {}
+        self._recorded: dict[BatchShape, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def shapes(self, most_tokens: int) -> list[Shape]:
+    def shapes(self, most_tokens: int) -> list[BatchShape]:
         """Of the batches that steps of at most so many tokens need, the largest first: what is
         recorded after it fits into its memory.
         """
@@ -97,22 +97,22 @@ class Graphs:
         recorded.graph.replay()
         return recorded.hidden[: len(rows)]
 
-    def _decoding(self, num_seqs: int) -> Shape:
+    def _decoding(self, num_seqs: int) -> BatchShape:
         """The static batch for so many sequences of one token each: ids come along."""
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
-        return Shape(size, size, self._table.shape[1], 1, size)
+        return BatchShape(size, size, self._table.shape[1], 1, size)
 
-    def _mixed(self, num_tokens: int) -> Shape:
+    def _mixed(self, num_tokens: int) -> BatchShape:
         """The one for so many tokens of any sequences: ids and rows come along."""
         tokens, (seqs, width) = _TOKENS[bisect_left(_TOKENS, num_tokens)], self._table.shape
-        return Shape(seqs, tokens, width, tokens, tokens + seqs)
+        return BatchShape(seqs, tokens, width, tokens, tokens + seqs)
 
-    def _find(self, shape: Shape) -> Recorded:
+    def _find(self, shape: BatchShape) -> Recorded:
         if shape not in self._recorded:
             self._recorded[shape] = self._record(shape)
         return self._recorded[shape]
 
-    def _record(self, shape: Shape) -> Recorded:
+    def _record(self, shape: BatchShape) -> Recorded:
         """The batch shows no sequence yet, so recording touches no page of anybody."""
         batch = self._cache.static_batch(shape, self._table)
         graph = torch.cuda.CUDAGraph()

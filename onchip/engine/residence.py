@@ -45,7 +45,7 @@ class Cache(Protocol):
 
 class Tier(Protocol):
     """And of a place for sequences that wait; `onchip.kvcache.HostTier` is one. Its families have
-    `sequences`, `pages` and `leaving`.
+    `sequences`, `pages` and `is_swapping_out`.
     """
 
     capacity: int

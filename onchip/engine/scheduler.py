@@ -365,7 +365,7 @@ class Scheduler:
 
     def _pages_leaving(self) -> int:
         families = (r.family for r in self._waiting if r.family)
-        return sum(len(family.pages) for family in families if family.leaving)
+        return sum(len(family.pages) for family in families if family.is_swapping_out)
 
     def _strip_last_swapped(self) -> bool:
         """Give up what the last request on the host holds: pages it shares stay on the device."""

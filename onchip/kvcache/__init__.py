@@ -3,15 +3,15 @@ found again, speculation rolled back, sequences swapped to the host.
 """
 
 from .cache import KVCache, Sequence
-from .paged_batch import PagedBatch, Shape
+from .paged_batch import BatchShape, PagedBatch
 from .pages import Spec
-from .pool import NoRoom, Pool, Table
+from .pool import NoRoom, PageTable, Pool
 from .prefix import Chain, Hit, PrefixIndex
-from .swap import Family, HostTier
+from .swap import HostTier, SequenceGroup
 
 __all__ = [
     "Chain",
-    "Family",
+    "SequenceGroup",
     "Hit",
     "HostTier",
     "KVCache",
@@ -20,7 +20,7 @@ __all__ = [
     "Pool",
     "PrefixIndex",
     "Sequence",
-    "Shape",
+    "BatchShape",
     "Spec",
-    "Table",
+    "PageTable",
 ]

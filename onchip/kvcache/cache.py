@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 from onchip.kvcache import paged_batch as batches
-from onchip.kvcache.paged_batch import HostTable, Members, PagedBatch, Shape
-from onchip.kvcache.pages import Pages, Spec
-from onchip.kvcache.pool import NoRoom, Pool, Table, whole, whole_all
-from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, words
+from onchip.kvcache.paged_batch import BatchShape, HostTable, Members, PagedBatch
+from onchip.kvcache.pages import PageTensors, Spec
+from onchip.kvcache.pool import NoRoom, PageTable, Pool, as_int, as_ints
+from onchip.kvcache.prefix import Chain, Hit, PrefixIndex, pack_token_ids
 
 DEFAULT_MAX_SEQLEN = 131_072
 _MISS = Hit((), (), None, 0, 0)
 
 
-class Arrival(Protocol):
+class PendingTransfer(Protocol):
     """Pages on their way from the host."""
 
     def wait(self) -> None:
@@ -32,7 +32,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival",
+        "pending_transfer",
         "cache",
         "chain",
         "computed",
@@ -43,7 +43,9 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, cache: "KVCache", table: Table, tokens: list[int], chain: Chain, row: int):
+    def __init__(
+        self, cache: "KVCache", table: PageTable, tokens: list[int], chain: Chain, row: int
+    ):
         self.cache = cache
         self.table = table
         self.tokens = tokens
@@ -51,7 +53,7 @@ class Sequence:
         self.row: int | None = row  # of the host table; None: freed or swapped out
         self.computed = table.length
         self.hit_tokens = self.copied_tokens = 0
-        self.arrival: Arrival | None = None
+        self.pending_transfer: PendingTransfer | None = None
 
     @property
     def length(self) -> int:
@@ -86,7 +88,7 @@ class KVCache:
         self.pool = Pool(num_pages, spec.page_size)
         self.max_seqs = max_seqs
         self.max_seqlen = min(max_seqlen, self.pool.capacity * spec.page_size)
-        self.pages = Pages(spec, self.pool)
+        self.pages = PageTensors(spec, self.pool)
         self.prefix_reuse = prefix_reuse
         self.reset()
 
@@ -156,7 +158,7 @@ class KVCache:
     ) -> NoRoom | None:
         """`reserve` for many sequences, all or none, with one batch of page copies."""
         tables = [self.resident(s) for s in sequences]
-        counts = whole_all("num_tokens", counts)
+        counts = as_ints("num_tokens", counts)
         size = self.spec.page_size
         places = [t.length // size for t in tables]
         for table, count in zip(tables, counts, strict=False):
@@ -166,7 +168,7 @@ class KVCache:
             return copies
         self.pages.copy(copies)
         for sequence, table, place in zip(sequences, tables, places, strict=True):
-            self.host_table.put(sequence.row, place, table.since(place))
+            self.host_table.put(sequence.row, place, table.pages_from(place))
         return None
 
     def reserve_each(self, sequences: abc.Sequence[Sequence]) -> NoRoom | None:
@@ -180,12 +182,12 @@ class KVCache:
         self.pages.copy(copies)
         for i in moved:
             place = len(tables[i]) - 1
-            self.host_table.put(sequences[i].row, place, tables[i].since(place))
+            self.host_table.put(sequences[i].row, place, tables[i].pages_from(place))
         return None
 
     def append_tokens(self, sequence: Sequence, tokens: abc.Sequence[int]) -> None:
         """The ids of the first reserved tokens that have none."""
-        ids, free = words(tokens), self.resident(sequence).length - len(sequence.tokens)
+        ids, free = pack_token_ids(tokens), self.resident(sequence).length - len(sequence.tokens)
         if len(ids) > free:
             raise ValueError(f"{len(ids)} ids for {free} reserved tokens")
         sequence.tokens += ids
@@ -208,7 +210,7 @@ class KVCache:
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens from `length` on."""
-        length = whole("length", length)
+        length = as_int("length", length)
         self.pool.truncate(self.resident(sequence), length)
         sequence.computed = min(sequence.computed, length)
         del sequence.tokens[length:]
@@ -225,7 +227,7 @@ class KVCache:
         """`commit` for many sequences, all or none."""
         size, filled = self.spec.page_size, self.pool.filled
         tables = self._residents(sequences)
-        lengths = whole_all("length", lengths)
+        lengths = as_ints("length", lengths)
         if len(set(sequences)) != len(sequences) or len(lengths) != len(sequences):
             raise ValueError(
                 f"{len(sequences)} sequences and {len(lengths)} lengths must be as many, no"
@@ -270,15 +272,15 @@ class KVCache:
         num_extra = 0 if extra is None else len(extra)
         shape = batches.shape_of(members, self.spec.page_size, num_extra)
         if out is not None:
-            batches.check_room(out, shape)
-            shape = batches.sent(shape, out.shape)
+            batches.check_fits(out, shape)
+            shape = batches.staged_shape(shape, out.shape)
         staged = batches.empty(shape, pinned=self.device.type == "cuda")
         if members.rows:
             batches.fill(staged, members, self.host_table, self.spec.page_size)
         if extra is not None:
             staged.extra[:num_extra] = extra
         if out is None:
-            return batches.carve(staged.buffer.to(self.device, non_blocking=True), shape)
+            return batches.split_buffer(staged.buffer.to(self.device, non_blocking=True), shape)
         batches.refill(out, staged, len(members.rows))
         return out
 
@@ -286,7 +288,7 @@ class KVCache:
         """A page table on the device with room for all sequences, however long."""
         return torch.zeros_like(self.host_table.pages, device=self.device)
 
-    def static_batch(self, shape: Shape, table: Tensor | None = None) -> PagedBatch:
+    def static_batch(self, shape: BatchShape, table: Tensor | None = None) -> PagedBatch:
         """An empty batch on the device whose addresses stay, for `view(sequences, out=...)`. Those
         that are used one after another may share a table of their max_pages.
         """
@@ -305,21 +307,21 @@ class KVCache:
         if len(set(rows)) != len(rows) or not set(rows) <= set(range(self.max_seqs)):
             raise AssertionError("a row of the host table is free twice")
 
-    def resident(self, sequence: Sequence) -> Table:
+    def resident(self, sequence: Sequence) -> PageTable:
         """The table of a sequence on the device; what is queued from now on sees its pages."""
         own = isinstance(sequence, Sequence) and sequence.cache is self
         # One from before a `reset` has a row, but its table is of a pool that is gone.
         if not own or sequence.row is None or not self.pool.holds([sequence.table]):
             raise ValueError(self._describe_foreign(sequence))
-        if sequence.arrival is not None:
-            sequence.arrival.wait()
-            sequence.arrival = None
+        if sequence.pending_transfer is not None:
+            sequence.pending_transfer.wait()
+            sequence.pending_transfer = None
         return sequence.table
 
-    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[Table]:
+    def _residents(self, sequences: abc.Sequence[Sequence]) -> list[PageTable]:
         """`resident` for many, most of which have long been there."""
         for s in sequences:
-            if s.cache is not self or s.row is None or s.arrival is not None:
+            if s.cache is not self or s.row is None or s.pending_transfer is not None:
                 self.resident(s)
         tables = [s.table for s in sequences]
         return tables if self.pool.holds(tables) else [self.resident(s) for s in sequences]
@@ -345,12 +347,12 @@ class KVCache:
             raise ValueError(f"{sequence!r} has no row to take, or its pages are not here")
         sequence.row = self._assign_row(sequence.table)
 
-    def _assign_row(self, table: Table) -> int:
+    def _assign_row(self, table: PageTable) -> int:
         row = self.host_table.free_rows.pop()
-        self.host_table.put(row, 0, table.since(0))
+        self.host_table.put(row, 0, table.pages_from(0))
         return row
 
-    def _copy_partial_page(self, table: Table, source: int, num_tokens: int) -> int:
+    def _copy_partial_page(self, table: PageTable, source: int, num_tokens: int) -> int:
         """Tokens reused by copy: none if there is no page to copy to."""
         copies = self.pool.copy_partial_page(table, source, num_tokens)
         if isinstance(copies, NoRoom):
@@ -373,4 +375,4 @@ class KVCache:
 
 
 def _ids(tokens: abc.Sequence[int] | Tensor) -> list[int]:
-    return words(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()
+    return pack_token_ids(tokens.tolist() if isinstance(tokens, Tensor) else tokens).tolist()

@@ -12,10 +12,10 @@ from torch import Tensor
 _ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
 # Pages of a sequence up to which a static table is sent whole, as one piece of memory: 4,096 tokens
 # in pages of 16. Of a wider one the columns that are used are sent, and copied to their places.
-SENT_WHOLE = 256
+FULL_COPY_PAGES = 256
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     """The room of a batch. A static batch (for CUDA graphs) may be larger than what it shows.
     num_extra: words of the caller's own that travel with it.
     """
@@ -57,10 +57,10 @@ class PagedBatch(NamedTuple):
     extra: Tensor
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> BatchShape:
         num_seqs, max_pages = self.page_table.shape
         num_tokens, num_extra = self.slot_mapping.shape[0], self.extra.shape[0]
-        return Shape(num_seqs, num_tokens, max_pages, self.max_seqlen_q, num_extra)
+        return BatchShape(num_seqs, num_tokens, max_pages, self.max_seqlen_q, num_extra)
 
 
 class Members(NamedTuple):
@@ -86,15 +86,15 @@ class HostTable:
         self.free_rows = list(range(max_seqs - 1, -1, -1))
         # The same memory as Python sees it: a tensor assignment costs microseconds, this does not.
         words = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())
-        self._words = memoryview(words).cast("B").cast("i")
+        self._entries = memoryview(words).cast("B").cast("i")
 
     def put(self, row: int, start: int, pages: Sequence[int]) -> None:
         """Entries of one row from `start` on."""
         at = row * self.pages.shape[1] + start
-        self._words[at : at + len(pages)] = array("i", pages)
+        self._entries[at : at + len(pages)] = array("i", pages)
 
 
-def carve(buffer: Tensor, shape: Shape) -> PagedBatch:
+def split_buffer(buffer: Tensor, shape: BatchShape) -> PagedBatch:
     """The tensors of a batch in one int32 buffer."""
     parts = (buffer[at : at + n] for at, n in zip(shape.starts, shape.sizes, strict=False))
     table, seqlens, slots, cu, extra = parts
@@ -102,27 +102,31 @@ def carve(buffer: Tensor, shape: Shape) -> PagedBatch:
     return PagedBatch(table, seqlens, slots, cu, shape.max_seqlen_q, buffer, extra)
 
 
-def empty(shape: Shape, device: torch.device | str = "cpu", pinned: bool = False) -> PagedBatch:
+def empty(
+    shape: BatchShape, device: torch.device | str = "cpu", pinned: bool = False
+) -> PagedBatch:
     """A batch that shows no sequence."""
     words = shape.starts[-1]
-    batch = carve(torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape)
+    batch = split_buffer(
+        torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape
+    )
     batch.slot_mapping.fill_(-1)
     return batch
 
 
-def static(shape: Shape, table: Tensor) -> PagedBatch:
+def static(shape: BatchShape, table: Tensor) -> PagedBatch:
     """A batch that shows no sequence, whose page table is the beginning of this one."""
     rest = empty(shape._replace(max_pages=0), table.device)
     return rest._replace(page_table=table[: shape.num_seqs])
 
 
-def sent(needed: Shape, room: Shape) -> Shape:
+def staged_shape(needed: BatchShape, room: BatchShape) -> BatchShape:
     """What is sent to a static batch: all of it, but of a wide table only the columns in use."""
-    return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, SENT_WHOLE)))
+    return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, FULL_COPY_PAGES)))
 
 
 def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:
-    """A static batch shows what this one, of the shape `sent`, shows in host memory: so many
+    """A static batch shows what this one, of shape `staged_shape`, shows in host memory: so many
     sequences. Nobody waits.
     """
     columns = staged.page_table.shape[1]
@@ -144,13 +148,13 @@ def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -
     batch.cu_seqlens_q[n + 1 :] = ends[-1]
     each = torch.arange(int(ends[-1]))
     decodes = len(each) == n and not (counts - 1).any()
-    owner = each if decodes else _owners(ends)
+    owner = each if decodes else _sequence_of_each_token(ends)
     position = each + (lengths - ends)[owner]
     page, slot = table[owner, position // page_size], position % page_size
     batch.slot_mapping[: len(each)] = page * page_size + slot
 
 
-def _owners(ends: Tensor) -> Tensor:
+def _sequence_of_each_token(ends: Tensor) -> Tensor:
     """Whose each token is, when those of sequence i end at ends[i]. repeat_interleave would wake
     all threads for it, which took 3 ms of a step.
     """
@@ -158,15 +162,15 @@ def _owners(ends: Tensor) -> Tensor:
     return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
-def shape_of(members: Members, page_size: int, num_extra: int = 0) -> Shape:
+def shape_of(members: Members, page_size: int, num_extra: int = 0) -> BatchShape:
     """The smallest batch that shows these sequences."""
     counts = [n - done for n, done in zip(members.lengths, members.computed, strict=True)]
     pages = -(-max(members.lengths, default=0) // page_size)
-    return Shape(len(counts), sum(counts), max(1, pages), max(counts, default=0), num_extra)
+    return BatchShape(len(counts), sum(counts), max(1, pages), max(counts, default=0), num_extra)
 
 
-def check_room(batch: PagedBatch, shape: Shape) -> None:
+def check_fits(batch: PagedBatch, shape: BatchShape) -> None:
     """A static batch must hold what it is asked to show."""
-    for name, has, needs in zip(Shape._fields, batch.shape, shape, strict=True):
+    for name, has, needs in zip(BatchShape._fields, batch.shape, shape, strict=True):
         if needs > has:
             raise ValueError(f"the batch has {name}={has}, these sequences need {needs}")

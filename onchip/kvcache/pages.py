@@ -92,7 +92,7 @@ class Spec:
         return num_bytes // self.page_bytes
 
 
-class Pages:
+class PageTensors:
     """k: (num_layers, num_pages, page_size, num_kv_heads, head_dim); v: the same, head_dim_v.
     k_scales, v_scales: (num_layers, num_pages, num_kv_heads, page_size), None unless quantised.
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from onchip.kvcache import cache as caches
 from onchip.kvcache.cache import KVCache
-from onchip.kvcache.pages import Pages, to_device
-from onchip.kvcache.pool import NoRoom, Table
+from onchip.kvcache.pages import PageTensors, to_device
+from onchip.kvcache.pool import NoRoom, PageTable
 from onchip.kvcache.prefix import Chain
 
 # One copy this large runs at the speed of the link (a launch costs some 10 us, this 300 us over
@@ -43,32 +43,32 @@ class Mover(Protocol):
     def move_in(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer: ...
 
 
-class Place(Enum):
+class SwapStatus(Enum):
     """Where a family is."""
 
-    LEAVING = "its pages are being copied to the host"
-    AWAY = "on the host"
-    HOME = "on the device again"
+    SWAPPING_OUT = "its pages are being copied to the host"
+    SWAPPED_OUT = "on the host"
+    RESIDENT = "on the device again"
     DISCARDED = "freed"
 
 
-class Family:
+class SequenceGroup:
     """Sequences that were swapped out together: what `swap_out` gives and `swap_in` takes."""
 
     def __init__(self, sequences: Sequence[caches.Sequence], pages: list[int], chunks: list[int]):
         self.sequences = tuple(sequences)
         self.pages = pages  # those that travel, by their ids when they left
         self.chunks = chunks
-        self.place = Place.LEAVING
+        self.status = SwapStatus.SWAPPING_OUT
 
     @property
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[PageTable]:
         return [s.table for s in self.sequences]
 
     @property
-    def leaving(self) -> bool:
+    def is_swapping_out(self) -> bool:
         """Its pages are still to be given back."""
-        return self.place is Place.LEAVING
+        return self.status is SwapStatus.SWAPPING_OUT
 
 
 class HostTier:
@@ -91,7 +91,7 @@ class HostTier:
         self.chunk_pages = min(wanted, num_pages)
         num_chunks = num_pages // self.chunk_pages
         self.capacity = num_chunks * self.chunk_pages
-        self._mover = _mover(cache.pages, self.chunk_pages, num_chunks)
+        self._mover = _make_mover(cache.pages, self.chunk_pages, num_chunks)
         self.reset()
 
     def reset(self) -> None:
@@ -101,8 +101,8 @@ class HostTier:
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
         self._free_chunks = list(range(self.capacity // self.chunk_pages - 1, -1, -1))
-        self._moving: list[tuple[Transfer, Family]] = []
-        self._families: set[Family] = set()
+        self._moving: list[tuple[Transfer, SequenceGroup]] = []
+        self._groups: set[SequenceGroup] = set()
 
     @property
     def num_free(self) -> int:
@@ -110,11 +110,11 @@ class HostTier:
         return len(self._free_chunks) * self.chunk_pages
 
     @property
-    def families(self) -> frozenset[Family]:
+    def groups(self) -> frozenset[SequenceGroup]:
         """Those that have neither come home nor been discarded."""
-        return frozenset(self._families)
+        return frozenset(self._groups)
 
-    def swap_out(self, sequences: Sequence[caches.Sequence]) -> Family | NoRoom:
+    def swap_out(self, sequences: Sequence[caches.Sequence]) -> SequenceGroup | NoRoom:
         """Send sequences to the host; their handles rest until `swap_in`."""
         self.poll()
         tables = [self._cache.resident(s) for s in sequences]
@@ -126,56 +126,56 @@ class HostTier:
             raise ValueError(f"{len(pages)} pages exceed the host tier's {self.capacity} in all")
         if need > len(self._free_chunks):
             return NoRoom(need * self.chunk_pages, self.num_free, "host pages")
-        family = Family(sequences, pages, [self._free_chunks.pop() for _ in range(need)])
+        group = SequenceGroup(sequences, pages, [self._free_chunks.pop() for _ in range(need)])
         for sequence in sequences:
             self._cache.release_row(sequence)
-        self._families.add(family)
-        self._moving.append((self._mover.move_out(pages, family.chunks), family))
+        self._groups.add(group)
+        self._moving.append((self._mover.move_out(pages, group.chunks), group))
         self.poll()
-        return family
+        return group
 
-    def swap_in(self, family: Family) -> NoRoom | None:
+    def swap_in(self, group: SequenceGroup) -> NoRoom | None:
         """Bring a family back. None: its sequences are usable; whatever uses them waits for the
         copy. One that has not left yet just stays.
         """
         self.poll()
-        self._check_member(family)
+        self._check_member(group)
         rows = self._cache.host_table.free_rows
-        if len(family.sequences) > len(rows):
-            return NoRoom(len(family.sequences), len(rows), "sequences")
-        if family.place is Place.AWAY:
-            fresh = self._cache.pool.enter(family.tables, len(family.pages))
+        if len(group.sequences) > len(rows):
+            return NoRoom(len(group.sequences), len(rows), "sequences")
+        if group.status is SwapStatus.SWAPPED_OUT:
+            fresh = self._cache.pool.swap_in(group.tables, len(group.pages))
             if isinstance(fresh, NoRoom):
                 return fresh
-            self._fetch(family, fresh)
-        for sequence in family.sequences:
+            self._fetch(group, fresh)
+        for sequence in group.sequences:
             self._cache.assign_row(sequence)
-        self._dismiss(family, Place.HOME)
+        self._remove(group, SwapStatus.RESIDENT)
         return None
 
-    def discard(self, family: Family) -> None:
+    def discard(self, group: SequenceGroup) -> None:
         """Free a family where it is (a request that was cancelled)."""
-        self._check_member(family)
-        for table in family.tables:
+        self._check_member(group)
+        for table in group.tables:
             self._cache.pool.free(table)
-        settled = family.place is Place.AWAY
-        self._dismiss(family, Place.DISCARDED)
+        settled = group.status is SwapStatus.SWAPPED_OUT
+        self._remove(group, SwapStatus.DISCARDED)
         if settled:
-            self._free_chunks += family.chunks
+            self._free_chunks += group.chunks
 
     def poll(self) -> None:
         """Give back what finished copies no longer need: the device pages of those that left, the
         chunks of those that came home.
         """
         moving, self._moving = self._moving, []
-        for transfer, family in moving:
+        for transfer, group in moving:
             if not transfer.done():
-                self._moving.append((transfer, family))
-            elif family.place is Place.LEAVING:
-                self._cache.pool.leave(family.tables, family.pages)
-                family.place = Place.AWAY
+                self._moving.append((transfer, group))
+            elif group.status is SwapStatus.SWAPPING_OUT:
+                self._cache.pool.swap_out(group.tables, group.pages)
+                group.status = SwapStatus.SWAPPED_OUT
             else:
-                self._free_chunks += family.chunks
+                self._free_chunks += group.chunks
 
     def synchronize(self) -> None:
         """Wait for all copies, then `poll`."""
@@ -183,22 +183,22 @@ class HostTier:
             transfer.synchronize()
         self.poll()
 
-    def _fetch(self, family: Family, pages: list[int]) -> None:
-        transfer = self._mover.move_in(pages, family.chunks)
-        self._moving.append((transfer, family))
-        for sequence in family.sequences:
-            sequence.arrival = transfer
+    def _fetch(self, group: SequenceGroup, pages: list[int]) -> None:
+        transfer = self._mover.move_in(pages, group.chunks)
+        self._moving.append((transfer, group))
+        for sequence in group.sequences:
+            sequence.pending_transfer = transfer
             sequence.chain = Chain(sequence.chain.root)  # its pages are new: publish them again
 
-    def _dismiss(self, family: Family, place: Place) -> None:
-        family.place = place
-        self._families.discard(family)
+    def _remove(self, group: SequenceGroup, status: SwapStatus) -> None:
+        group.status = status
+        self._groups.discard(group)
 
-    def _check_member(self, family: Family) -> None:
-        if not isinstance(family, Family):
-            raise ValueError(f"{family!r} is no family of sequences that were swapped out")
-        if family not in self._families:
-            raise ValueError(f"the family is not in this host tier: it is {family.place.value}")
+    def _check_member(self, group: SequenceGroup) -> None:
+        if not isinstance(group, SequenceGroup):
+            raise ValueError(f"{group!r} is no group of sequences that were swapped out")
+        if group not in self._groups:
+            raise ValueError(f"the group is not in this host tier: it is {group.status.value}")
 
 
 class _Chunks:
@@ -206,8 +206,8 @@ class _Chunks:
     they have any, in one piece, so that it travels in one copy: k (n, num_layers, row), and so on.
     """
 
-    def __init__(self, pages: Pages, chunk_pages: int, num_chunks: int):
-        rows = _wide([t.flatten(2) for t in pages.tensors])
+    def __init__(self, pages: PageTensors, chunk_pages: int, num_chunks: int):
+        rows = _view_as_int64([t.flatten(2) for t in pages.tensors])
         self.rows = [t.transpose(0, 1) for t in rows]  # (num_pages, num_layers, row)
         self._page_shapes = [t.shape[1:] for t in self.rows]
         self._chunk_pages = chunk_pages
@@ -218,7 +218,7 @@ class _Chunks:
             pin_memory=pages.k.is_cuda,
         )
 
-    def parts(self, ids: Tensor, chunks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    def per_chunk(self, ids: Tensor, chunks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
         """(page ids, host memory) of each chunk."""
         for i, chunk in enumerate(chunks):
             part = ids[i * self._chunk_pages : (i + 1) * self._chunk_pages]
@@ -239,7 +239,7 @@ class _Chunks:
         return [p.view(count, *shape) for p, shape in zip(parts, self._page_shapes, strict=True)]
 
 
-def _wide(tensors: list[Tensor]) -> list[Tensor]:
+def _view_as_int64(tensors: list[Tensor]) -> list[Tensor]:
     """The same bytes as 64-bit words where rows allow it: a quarter of the elements to index, or
     fewer.
     """
@@ -247,7 +247,7 @@ def _wide(tensors: list[Tensor]) -> list[Tensor]:
     return [t.view(torch.int64 if fits else torch.uint8) for t in tensors]
 
 
-class _Done:
+class _FinishedTransfer:
     """A transfer that was finished when it was made."""
 
     def done(self) -> bool:
@@ -260,24 +260,24 @@ class _Done:
         pass
 
 
-class _Plain:
+class _HostMover:
     """The mover of a cache in host memory: plain copies."""
 
     def __init__(self, chunks: _Chunks):
         self._chunks = chunks
 
     def move_out(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
-        for ids, host in self._chunks.parts(torch.tensor(pages), chunks):
+        for ids, host in self._chunks.per_chunk(torch.tensor(pages), chunks):
             self._chunks.gather(ids, host)
-        return _Done()
+        return _FinishedTransfer()
 
     def move_in(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
-        for ids, host in self._chunks.parts(torch.tensor(pages), chunks):
+        for ids, host in self._chunks.per_chunk(torch.tensor(pages), chunks):
             self._chunks.scatter(ids, host)
-        return _Done()
+        return _FinishedTransfer()
 
 
-class _Events:
+class _CudaTransfer:
     """The end of what was queued on some streams."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]):
@@ -296,7 +296,7 @@ class _Events:
             event.synchronize()
 
 
-class _Lanes:
+class _CudaMover:
     """The mover of a cache on a GPU. Chunks alternate between two streams, each with a staging
     buffer of its own: while one copies over the link the other packs or unpacks its pages.
     """
@@ -312,20 +312,20 @@ class _Lanes:
                 used.record_stream(stream)
 
     def move_out(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
-        for ids, host, staged, stream in self._lanes(pages, chunks):
+        for ids, host, staged, stream in self._stage_chunks(pages, chunks):
             with torch.cuda.stream(stream):
                 self._chunks.gather(ids, staged)
                 host.copy_(staged, non_blocking=True)
-        return _Events(self._streams)
+        return _CudaTransfer(self._streams)
 
     def move_in(self, pages: Sequence[int], chunks: Sequence[int]) -> Transfer:
-        for ids, host, staged, stream in self._lanes(pages, chunks):
+        for ids, host, staged, stream in self._stage_chunks(pages, chunks):
             with torch.cuda.stream(stream):
                 staged.copy_(host, non_blocking=True)
                 self._chunks.scatter(ids, staged)
-        return _Events(self._streams)
+        return _CudaTransfer(self._streams)
 
-    def _lanes(
+    def _stage_chunks(
         self, pages: Sequence[int], chunks: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, torch.cuda.Stream]]:
         """(page ids, host memory, staging, stream) of each chunk; both streams come after what is
@@ -335,10 +335,10 @@ class _Lanes:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             ids.record_stream(stream)
-        for i, (part, host) in enumerate(self._chunks.parts(ids, chunks)):
+        for i, (part, host) in enumerate(self._chunks.per_chunk(ids, chunks)):
             yield part, host, self._staging[i % 2, : len(host)], self._streams[i % 2]
 
 
-def _mover(pages: Pages, chunk_pages: int, num_chunks: int) -> Mover:
+def _make_mover(pages: PageTensors, chunk_pages: int, num_chunks: int) -> Mover:
     chunks = _Chunks(pages, chunk_pages, num_chunks)
-    return _Lanes(chunks, pages.k.device) if pages.k.is_cuda else _Plain(chunks)
+    return _CudaMover(chunks, pages.k.device) if pages.k.is_cuda else _HostMover(chunks)

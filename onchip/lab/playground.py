@@ -10,7 +10,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from onchip.kvcache.pool import Copy, NoRoom, Pool, Table
+from onchip.kvcache.pool import Copy, NoRoom, PageTable, Pool
 from onchip.kvcache.prefix import Chain, PrefixIndex
 
 NUM_PAGES, PAGE_SIZE = 25, 4
@@ -52,7 +52,7 @@ class Sequence:
 
     name: str
     family: str
-    table: Table
+    table: PageTable
     tokens: list[int]
     chain: Chain
     cost: int = 0
@@ -142,7 +142,7 @@ class Playground:
         self.sequences[name] = sequence
         return _found(name, len(tokens), len(hit.pages), copied)
 
-    def _copy_partial_page(self, table: Table, source: int | None, count: int) -> int:
+    def _copy_partial_page(self, table: PageTable, source: int | None, count: int) -> int:
         """Words that come by copying the start of a page; none if there is no page to copy to."""
         copies = [] if source is None else self.pool.copy_partial_page(table, source, count)
         if not copies or isinstance(copies, NoRoom):

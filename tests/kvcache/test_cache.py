@@ -5,7 +5,7 @@ import torch
 
 import onchip
 from onchip.eightbit import dequantise, quantise
-from onchip.kvcache import KVCache, NoRoom, Shape, Spec
+from onchip.kvcache import BatchShape, KVCache, NoRoom, Spec
 from onchip.kvcache import paged_batch as batches
 
 HEADS, KV_HEADS, DIM, DIM_V, LAYERS, VOCAB = 4, 2, 8, 6, 2, 50
@@ -259,7 +259,7 @@ def test_a_static_batch_is_refilled_in_place():
     cache = make()
     toy = Toy(cache)
     a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
-    static = cache.static_batch(Shape(num_seqs=3, num_tokens=12, max_pages=5, max_seqlen_q=9))
+    static = cache.static_batch(BatchShape(num_seqs=3, num_tokens=12, max_pages=5, max_seqlen_q=9))
     where = static.buffer.data_ptr()
     assert cache.view([a, b], out=static) is static and static.buffer.data_ptr() == where
     exact = cache.view([a, b])
@@ -276,19 +276,19 @@ def test_a_static_batch_is_refilled_in_place():
         cache.view([a, b], out=static)
 
 
-@pytest.mark.parametrize("sent_whole", [1, 2, 256])
-def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, sent_whole):
+@pytest.mark.parametrize("full_copy_pages", [1, 2, 256])
+def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, full_copy_pages):
     """A narrow table is one piece of memory; of a wide one the columns in use reach their places,
     and past the pages of a sequence anything may stand.
     """
-    monkeypatch.setattr(batches, "SENT_WHOLE", sent_whole)
+    monkeypatch.setattr(batches, "FULL_COPY_PAGES", full_copy_pages)
     cache = make()
     toy = Toy(cache)
     a, b = start(cache, tokens(9)), start(cache, tokens(2, seed=1))
     table = cache.static_table()
     assert table.shape == cache.host_table.pages.shape
     table.fill_(-7)
-    shapes = [Shape(3, 12, table.shape[1], 9), Shape(2, 11, table.shape[1], 9, 2)]
+    shapes = [BatchShape(3, 12, table.shape[1], 9), BatchShape(2, 11, table.shape[1], 9, 2)]
     for static in [cache.static_batch(shape, table) for shape in shapes]:
         assert static.shape in shapes and static.page_table.data_ptr() == table.data_ptr()
         cache.view([a, b], out=static)
@@ -297,7 +297,7 @@ def test_static_batches_share_a_table_and_are_sent_what_they_use(monkeypatch, se
             assert static.page_table[row, : len(pages)].tolist() == list(pages)
         assert static.cache_seqlens[:2].tolist() == [9, 2]
         assert static.cu_seqlens_q[:3].tolist() == [0, 9, 11]
-        untouched = static.page_table[:2, max(3, sent_whole) :]
+        untouched = static.page_table[:2, max(3, full_copy_pages) :]
         assert (untouched == -7).all()
     assert (table[2:] == -7).all()
     toy.check([a, b])
@@ -459,7 +459,7 @@ def test_words_of_the_caller_travel_with_a_batch():
     words = torch.tensor([7, -8, 9], dtype=torch.int32)
     assert cache.view(sequences, extra=words).extra.tolist() == [7, -8, 9]
     assert cache.view(sequences).extra.tolist() == []
-    static = cache.static_batch(Shape(4, 6, 10, 3, 5))
+    static = cache.static_batch(BatchShape(4, 6, 10, 3, 5))
     assert cache.view(sequences, out=static, extra=words).extra.tolist() == [7, -8, 9, 0, 0]
     with pytest.raises(ValueError, match="num_extra=2, these sequences need 3"):
-        cache.view(sequences, out=cache.static_batch(Shape(4, 6, 10, 3, 2)), extra=words)
+        cache.view(sequences, out=cache.static_batch(BatchShape(4, 6, 10, 3, 2)), extra=words)

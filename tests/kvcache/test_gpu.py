@@ -9,8 +9,8 @@ import torch
 
 import onchip
 from onchip.eightbit import quantise
-from onchip.kvcache import HostTier, KVCache, Shape, Spec
-from onchip.kvcache.swap import Place
+from onchip.kvcache import BatchShape, HostTier, KVCache, Spec
+from onchip.kvcache.swap import SwapStatus
 
 pytestmark = pytest.mark.gpu
 
@@ -82,11 +82,11 @@ def test_pages_of_8_bits_are_written_copied_and_swapped_with_their_scales(kv_dty
     assert cache.append(child, [2]) is None
     (new,) = step(cache, [child])
     wrote = [torch.cat(x, 1) for x in zip(wrote, new, strict=True)]
-    family = tier.swap_out([parent, child])
+    group = tier.swap_out([parent, child])
     tier.synchronize()
     for t in cache.pages.tensors:
         t.zero_()
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     pages = torch.tensor(cache.resident(child).pages, device="cuda")
     held = cache.pages
     for stored, scales, x in zip(
@@ -123,7 +123,7 @@ def test_a_graph_is_replayed_over_a_static_batch():
     cache = make()
     sequences = [start(cache, n, first) for n, first in ((37, 0), (5, 100), (64, 200))]
     step(cache, sequences)
-    static = cache.static_batch(Shape(num_seqs=4, num_tokens=4, max_pages=8, max_seqlen_q=1))
+    static = cache.static_batch(BatchShape(num_seqs=4, num_tokens=4, max_pages=8, max_seqlen_q=1))
     q, k, v = (
         torch.randn(4, heads, DIM, dtype=torch.bfloat16, device="cuda")
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -171,14 +171,16 @@ def test_a_family_comes_back_while_the_device_computes():
     cache.prefix.clear()
     expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
     busy(20)
-    family = tier.swap_out([a, b])
-    assert family.place is Place.LEAVING, "the copy waits for what is queued, the host does not"
+    group = tier.swap_out([a, b])
+    assert group.status is SwapStatus.SWAPPING_OUT, (
+        "the copy waits for what is queued, the host does not"
+    )
     tier.synchronize()
-    assert family.place is Place.AWAY and cache.pool.num_free == cache.pool.capacity
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == cache.pool.capacity
     cache.pages.k.fill_(float("nan"))
     cache.pages.v.fill_(float("nan"))
     busy(20)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     for sequence, data in zip((a, b), expected, strict=True):
         cache.resident(sequence)
         same(read(cache, sequence), data)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from onchip.kvcache import (
-    Family,
     HostTier,
     KVCache,
     NoRoom,
+    PageTable,
     Pool,
     PrefixIndex,
     Sequence,
+    SequenceGroup,
     Spec,
-    Table,
 )
 from onchip.kvcache.prefix import Chain
 
@@ -38,8 +38,8 @@ def parameters(method):
 
 def pool_state(pool):
     arrays = (pool._refs, pool._filled, pool._blank, pool._next, pool._prev)
-    tables = {t: (t.length, t.pages, t._away) for t in pool.tables}
-    return [list(a) for a in arrays], tables, pool._on_forget
+    tables = {t: (t.length, t.pages, t._swapped_out) for t in pool.tables}
+    return [list(a) for a in arrays], tables, pool._on_evict
 
 
 class Rig:
@@ -49,7 +49,7 @@ class Rig:
         self.chance = random.Random(seed)
         self.cache, self.strange = (self._cache() for _ in range(2))
         self.tier = HostTier(self.cache, 12, chunk_pages=2)
-        self.sequences, self.families = [], []
+        self.sequences, self.groups = [], []
         self.gone = self.cache.open()
         self.cache.free(self.gone)
         self.foreign = self.strange.open()
@@ -63,8 +63,12 @@ class Rig:
             (s.tokens.copy(), s.computed, s.row, s.length, s.chain.keys.copy())
             for s in (*self.sequences, self.gone, self.foreign)
         ]
-        entries = dict(index._entries), {k: list(m) for k, m in index._after.items()}, index._epoch
-        host = list(self.tier._free_chunks), {f: f.place for f in self.tier.families}
+        entries = (
+            dict(index._entries),
+            {k: list(m) for k, m in index._followers.items()},
+            index._epoch,
+        )
+        host = list(self.tier._free_chunks), {f: f.status for f in self.tier.groups}
         return pool_state(cache.pool), entries, handles, list(cache.host_table.free_rows), host
 
     def value(self, name):
@@ -81,7 +85,7 @@ class Rig:
             "length": lambda: chance.randrange(-1, 6),
             "counts": lambda: few(lambda: chance.randrange(-1, 7)),
             "lengths": lambda: few(lambda: chance.randrange(0, 6)),
-            "family": lambda: chance.choice([*self.families, None]),
+            "group": lambda: chance.choice([*self.groups, None]),
             "tokens": lambda: few(ids) if self.name == "append_all" else ids(),
             "salt": lambda: chance.choice(["", "a"]),
             "layer": lambda: 0,
@@ -91,7 +95,7 @@ class Rig:
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
-        skip = {"reset", "seat", "unseat"}  # the last two are what the tier calls
+        skip = {"reset", "assign_row", "release_row"}  # the last two are what the tier calls
         self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
         self.count = self.chance.randrange(3)  # of every list
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}
@@ -104,8 +108,8 @@ class Rig:
             return name, False
         if isinstance(found, Sequence):
             self.sequences.append(found)
-        elif isinstance(found, Family):
-            self.families.append(found)
+        elif isinstance(found, SequenceGroup):
+            self.groups.append(found)
         elif isinstance(found, NoRoom):
             assert self.state() == before, (name, args)
         self.sequences = [s for s in self.sequences if s.table in self.cache.pool.tables]
@@ -114,8 +118,8 @@ class Rig:
 
     def end(self):
         """Every sequence can be freed, and then every page and row is free."""
-        for family in list(self.tier.families):
-            self.tier.discard(family)
+        for group in list(self.tier.groups):
+            self.tier.discard(group)
         for sequence in self.sequences:
             if sequence.row is not None:
                 self.cache.free(sequence)
@@ -133,7 +137,16 @@ def test_a_cache_survives_junk():
             name, good = rig.step()
             (served if good else refused).add(name)
         rig.end()
-    wanted = {"open", "append", "append_all", "reserve", "tell", "fork", "truncate", "commit"}
+    wanted = {
+        "open",
+        "append",
+        "append_all",
+        "reserve",
+        "append_tokens",
+        "fork",
+        "truncate",
+        "commit",
+    }
     wanted |= {"commit_all", "free", "view", "reserve_all", "reserve_each", "swap_out"}
     assert wanted <= served and wanted <= refused
 
@@ -148,7 +161,7 @@ def pool_value(chance, pool, name, tables):
         "tables": lambda: few(lambda: chance.choice(tables)),
         "pages": lambda: few(page),
         **dict.fromkeys(("page", "source"), page),
-        "on_forget": lambda: lambda page: None,
+        "on_evict": lambda: lambda page: None,
     }
     if name == "num_tokens":
         return chance.choice([lambda: chance.randrange(-1, 5), lambda: [1, 2]])()
@@ -163,7 +176,7 @@ def test_a_pool_survives_junk():
         freed = pool.alloc(3)
         pool.free(freed)
         tables = [freed, strange.alloc(3), pool.alloc(4)]
-        pool.keep(tables[-1][0], 4)
+        pool.mark_cached(tables[-1][0], 4)
         for _ in range(150):
             name, method = chance.choice(sorted(public(Pool).items()))
             args = {n: pool_value(chance, pool, n, tables) for n in parameters(method)}
@@ -175,7 +188,7 @@ def test_a_pool_survives_junk():
                 refused.add(name)
                 continue
             served.add(name)
-            tables += [found] if isinstance(found, Table) else []
+            tables += [found] if isinstance(found, PageTable) else []
             assert not isinstance(found, NoRoom) or pool_state(pool) == before[0]
             pool.check()
         for table in pool.tables:
@@ -238,4 +251,4 @@ def test_prefixes_of_other_tables_are_not_published():
         with pytest.raises(ValueError, match="cannot publish"):
             index.publish(wrong, list(ids), length, chain)
     index.check()
-    assert isinstance(table, Table) and not len(index)
+    assert isinstance(table, PageTable) and not len(index)

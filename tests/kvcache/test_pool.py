@@ -144,7 +144,7 @@ def test_growth_by_one_token_each_is_growth():
         within, at_end, shared, cached = (pool.alloc(n) for n in (5, 8, 6, 3))
         fork = pool.fork(shared)
         pool.truncate(cached, 2)
-        pool.keep(cached[0], 3)
+        pool.mark_cached(cached[0], 3)
         pools.append((pool, [within, at_end, shared, fork, cached]))
     (one, tables), (other, others) = pools
     moved, copies = one.extend_each(tables)
@@ -176,7 +176,7 @@ def test_pages_that_sharing_saves():
     assert pool.num_shared == 6
     pool.extend(forks[0], 1)
     assert pool.num_shared == 5
-    pool.leave([forks[0]], [forks[0][2]])
+    pool.swap_out([forks[0]], [forks[0][2]])
     assert pool.num_shared == 5, "of pages that are away nothing is shared"
     for table in (a, *forks):
         pool.free(table)
@@ -200,7 +200,8 @@ def test_misuse_is_refused_and_changes_nothing():
     refused(pool, "page 0 is not one", pool.adopt, [0])
     refused(pool, "page 6 is not one", pool.adopt, [6])
     refused(pool, "page 5 is free and holds nothing", pool.adopt, [1, 5])
-    refused(pool, "page 5 is free", pool.keep, 5, 4)
+    refused(pool, "none may be there twice", pool.adopt, [1, 1])
+    refused(pool, "page 5 is free", pool.mark_cached, 5, 4)
     refused(pool, "cannot graft", pool.copy_partial_page, table, 1, 2)
 
 
@@ -237,7 +238,7 @@ class TestCachedPages:
         pool.watch(forgotten.append)
         table = pool.alloc(12)
         for page in table.pages:
-            pool.keep(page, 4)
+            pool.mark_cached(page, 4)
         pool.free(table)
         return pool, forgotten
 
@@ -251,11 +252,11 @@ class TestCachedPages:
     def test_a_page_leaves_from_the_middle(self):
         pool, _ = self.pool()
         table = pool.adopt([2])
-        assert pool.num_cached == 2 and pool._listed() == [3, 1]
+        assert pool.num_cached == 2 and pool._walk_cached_list() == [3, 1]
         pool.free(table)
-        assert pool._listed() == [3, 1, 2]
-        pool.keep(1, 0)
-        assert pool._listed() == [3, 2] and pool.alloc(4).pages == (1,)
+        assert pool._walk_cached_list() == [3, 1, 2]
+        pool.mark_cached(1, 0)
+        assert pool._walk_cached_list() == [3, 2] and pool.alloc(4).pages == (1,)
         pool.check()
 
     def test_free_pages_are_counted_once(self):
@@ -274,7 +275,7 @@ class TestCachedPages:
         """The only free page is the source: it must not be taken for the copy."""
         pool = Pool(4, 4)
         source = pool.alloc(4)
-        pool.keep(1, 4)
+        pool.mark_cached(1, 4)
         pool.free(source)
         others = pool.alloc(8)
         table = pool.alloc(0)
@@ -291,7 +292,7 @@ class TestCachedPages:
         forgotten = []
         pool.watch(forgotten.append)
         table = pool.alloc(3)
-        pool.keep(1, 3)
+        pool.mark_cached(1, 3)
         pool.extend(table, 1)
         assert forgotten == [], "slot 3 was not part of the prefix"
         pool.truncate(table, 2)
@@ -302,7 +303,7 @@ class TestCachedPages:
     def test_a_copy_leaves_the_published_page_published(self):
         pool = Pool(6, 4)
         table = pool.alloc(4)
-        pool.keep(1, 4)
+        pool.mark_cached(1, 4)
         child = pool.fork(table)
         pool.truncate(child, 2)
         assert pool.extend(child, 1) == [(1, 2)]
@@ -319,10 +320,10 @@ class TestAway:
         pool.extend(b, 1)
         travellers = pool.exclusive([a, b])
         assert sorted(travellers) == [1, 2, 3, 4]
-        pool.leave([a, b], travellers)
+        pool.swap_out([a, b], travellers)
         assert pool.num_free == 9 and a.pages[:2] == b.pages[:2] and max(a.pages) < 0
         pool.check()
-        fresh = pool.enter([a, b], len(travellers))
+        fresh = pool.swap_in([a, b], len(travellers))
         assert len(fresh) == 4 and a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2]
         assert pool.refs(a[0]) == 2 and pool.refs(a[2]) == 1
         pool.check()
@@ -333,18 +334,18 @@ class TestAway:
         b = pool.fork(a)
         pool.extend(b, 1)
         assert pool.exclusive([b]) == [b[2]]
-        pool.leave([b], [b[2]])
+        pool.swap_out([b], [b[2]])
         assert b.pages[:2] == a.pages[:2] and pool.refs(1) == 2
         pool.check()
 
     def test_no_use_before_return_but_free(self):
         pool = Pool(5, 4)
         a = pool.alloc(10)
-        pool.leave([a], pool.exclusive([a]))
+        pool.swap_out([a], pool.exclusive([a]))
         refused(pool, "are away", pool.extend, a, 1)
         refused(pool, "are away", pool.fork, a)
         blocker = pool.alloc(8)
-        assert pool.enter([a], 3) == NoRoom(3, 2)
+        assert pool.swap_in([a], 3) == NoRoom(3, 2)
         pool.free(a)
         pool.free(blocker)
         assert pool.num_free == pool.capacity
@@ -363,7 +364,7 @@ def test_check_finds_what_it_is_for():
         pool = Pool(6, 4)
         pool.alloc(4)
         cached = pool.alloc(4)
-        pool.keep(2, 4)
+        pool.mark_cached(2, 4)
         pool.free(cached)
         pool.check()
         spoil(pool)

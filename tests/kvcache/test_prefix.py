@@ -60,7 +60,7 @@ def test_the_shortest_hit_is_one_token_at_any_page_size():
     table = pool.alloc(2)
     index.publish(table, [7, 8], 2, Chain(index.root()), True)
     assert match(index, [7, 9]).tokens == 1
-    assert index.stats.asked_tokens == 2 and index.stats.copied_tokens == 1
+    assert index.stats.requested_tokens == 2 and index.stats.copied_tokens == 1
 
 
 def test_the_nearest_start_wins_among_many():

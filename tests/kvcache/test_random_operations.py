@@ -9,7 +9,7 @@ from hashlib import blake2b, sha256
 import pytest
 import torch
 
-from onchip.kvcache import Family, HostTier, KVCache, NoRoom, Spec
+from onchip.kvcache import HostTier, KVCache, NoRoom, SequenceGroup, Spec
 
 LAYERS = 2
 SALTS = ("blue", "gold")
@@ -179,27 +179,27 @@ class Model:
             list(self.live), self.random.randrange(1, 3) % len(self.live) or 1
         )
         try:
-            family = self.guarded(self.tier.swap_out, chosen)
+            group = self.guarded(self.tier.swap_out, chosen)
         except ValueError as error:
             assert "in all" in str(error)
             return
-        if isinstance(family, Family):
+        if isinstance(group, SequenceGroup):
             self.seen["group"] += len(chosen) > 1
-            self.away[family] = [self.live.pop(sequence) for sequence in chosen]
+            self.away[group] = [self.live.pop(sequence) for sequence in chosen]
 
     def swap_in(self):
         if not self.away:
             return
-        family = self.random.choice(list(self.away))
-        if self.guarded(self.tier.swap_in, family) is None:
-            self.live |= zip(family.sequences, self.away.pop(family), strict=True)
-            self.unpublished.update(family.sequences)
+        group = self.random.choice(list(self.away))
+        if self.guarded(self.tier.swap_in, group) is None:
+            self.live |= zip(group.sequences, self.away.pop(group), strict=True)
+            self.unpublished.update(group.sequences)
 
     def discard(self):
         if self.away and self.random.random() < 0.3:
-            family = self.random.choice(list(self.away))
-            self.tier.discard(family)
-            del self.away[family]
+            group = self.random.choice(list(self.away))
+            self.tier.discard(group)
+            del self.away[group]
 
     def copies_happen(self):
         self.tier._mover.run()
@@ -207,10 +207,10 @@ class Model:
     def check(self):
         self.cache.check()
         tables = {s.table for s in self.live}
-        tables |= {s.table for family in self.away for s in family.sequences}
+        tables |= {s.table for group in self.away for s in group.sequences}
         assert tables == self.cache.pool.tables
-        assert set(self.away) == self.tier.families
-        used = sum(len(family.chunks) for family in self.away)
+        assert set(self.away) == self.tier.groups
+        used = sum(len(group.chunks) for group in self.away)
         used += sum(len(f.chunks) for _, f in self.tier._moving if f not in self.away)
         assert used * 3 == self.tier.capacity - self.tier.num_free
 
@@ -250,8 +250,8 @@ class Model:
     def finish(self):
         """Everything goes: nothing may stay behind."""
         self.tier.synchronize()
-        for family in list(self.away):
-            self.tier.discard(family)
+        for group in list(self.away):
+            self.tier.discard(group)
         for sequence in list(self.live):
             self.cache.free(sequence)
         self.cache.check()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.kvcache import HostTier, KVCache, NoRoom, Spec
-from onchip.kvcache.swap import Place
+from onchip.kvcache.swap import SwapStatus
 
 
 def make(num_pages=20, host_pages=12, chunk_pages=3, late=None, spec=None):
@@ -60,15 +60,15 @@ def test_what_left_comes_back(page_size, dim, dtype, kv_dtype):
     cache.prefix.clear()
     before = [t.clone() for t in read(cache, sequence)]
     used = len(sequence.table)
-    family = tier.swap_out([sequence])
-    assert family.place is Place.AWAY and cache.pool.num_free == cache.pool.capacity
+    group = tier.swap_out([sequence])
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == cache.pool.capacity
     assert tier.num_free == 12 - -(-used // 3) * 3
     spoil(cache)
     blocker = cache.open()
     cache.reserve(blocker, 4)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     torch.testing.assert_close(read(cache, sequence), before, rtol=0, atol=0)
-    assert family.place is Place.HOME and sequence.computed == 10
+    assert group.status is SwapStatus.RESIDENT and sequence.computed == 10
     tier.poll()
     assert tier.num_free == tier.capacity
     cache.check()
@@ -83,10 +83,10 @@ def test_a_forked_family_shares_again():
     write(cache, a)
     write(cache, b)
     expected = [[t.clone() for t in read(cache, s)] for s in (a, b)]
-    family = tier.swap_out([a, b])
-    assert len(family.pages) == 4 and cache.pool.num_free == cache.pool.capacity
+    group = tier.swap_out([a, b])
+    assert len(group.pages) == 4 and cache.pool.num_free == cache.pool.capacity
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     assert a.table.pages[:2] == b.table.pages[:2] and a.table[2] != b.table[2]
     assert cache.pool.refs(a.table[0]) == 2
     for sequence, data in zip((a, b), expected, strict=True):
@@ -102,12 +102,12 @@ def test_pages_that_others_hold_stay_with_them():
     write(cache, b)
     expected = [t.clone() for t in read(cache, b)]
     free = cache.pool.num_free
-    family = tier.swap_out([b])
-    assert len(family.pages) == 1 and cache.pool.num_free == free + 1
+    group = tier.swap_out([b])
+    assert len(group.pages) == 1 and cache.pool.num_free == free + 1
     cache.free(a)
     assert cache.pool.refs(b.table[0]) == 1, "still held by the one that is away"
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     torch.testing.assert_close(read(cache, b), expected, rtol=0, atol=0)
     cache.check()
 
@@ -116,9 +116,9 @@ def test_a_sequence_that_shares_all_its_pages_travels_light():
     cache, tier = make()
     a = start(cache, list(range(8)))
     b = cache.fork(a)
-    family = tier.swap_out([b])
-    assert family.pages == [] and tier.num_free == tier.capacity
-    assert tier.swap_in(family) is None and b.table.pages == a.table.pages
+    group = tier.swap_out([b])
+    assert group.pages == [] and tier.num_free == tier.capacity
+    assert tier.swap_in(group) is None and b.table.pages == a.table.pages
     cache.check()
 
 
@@ -127,13 +127,13 @@ def test_device_pages_are_free_when_the_copy_is_done_not_before(late):
     sequence = start(cache, list(range(10)))
     expected = [t.clone() for t in read(cache, sequence)]
     free = cache.pool.num_free
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     tier.poll()
-    assert family.place is Place.LEAVING and cache.pool.num_free == free
+    assert group.status is SwapStatus.SWAPPING_OUT and cache.pool.num_free == free
     tier.synchronize()
-    assert family.place is Place.AWAY and cache.pool.num_free == free + 3
+    assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == free + 3
     spoil(cache)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
     assert tier.num_free == tier.capacity - 3, "the chunk is read until the copy is done"
     torch.testing.assert_close(read(cache, sequence), expected, rtol=0, atol=0)
     tier.poll()
@@ -144,8 +144,8 @@ def test_called_back_before_it_left(late):
     cache, tier = make(late=late)
     sequence = start(cache, list(range(10)))
     pages, expected = sequence.table.pages, [t.clone() for t in read(cache, sequence)]
-    family = tier.swap_out([sequence])
-    assert tier.swap_in(family) is None and sequence.table.pages == pages
+    group = tier.swap_out([sequence])
+    assert tier.swap_in(group) is None and sequence.table.pages == pages
     torch.testing.assert_close(read(cache, sequence), expected, rtol=0, atol=0)
     assert tier.num_free == tier.capacity - 3
     tier.synchronize()
@@ -157,60 +157,60 @@ def test_called_back_before_it_left(late):
 def test_cancelled_on_the_way_nothing_leaks(when, late):
     """vllm #46283: a request aborted while its pages were being loaded kept them."""
     cache, tier = make(late=late)
-    family = tier.swap_out([start(cache, list(range(10)))])
+    group = tier.swap_out([start(cache, list(range(10)))])
     if when != "leaving":
         tier.synchronize()
     if when == "arriving":
-        assert tier.swap_in(family) is None
-        cache.free(family.sequences[0])
+        assert tier.swap_in(group) is None
+        cache.free(group.sequences[0])
     else:
-        tier.discard(family)
+        tier.discard(group)
     tier.synchronize()
     cache.check()
     assert cache.pool.num_free == cache.pool.capacity and tier.num_free == tier.capacity
-    assert not cache.pool.tables and not tier.families
+    assert not cache.pool.tables and not tier.groups
 
 
 def test_a_full_host_is_an_answer():
     cache, tier = make(host_pages=6)
     a, b, c = (start(cache, list(range(at, at + 12))) for at in (0, 50, 90))
     tier.swap_out([a])
-    family = tier.swap_out([b])
+    group = tier.swap_out([b])
     assert tier.swap_out([c]) == NoRoom(3, 0, "host pages")
     assert c.row is not None and cache.pool.refs(c.table[0]) == 1
-    tier.discard(family)
+    tier.discard(group)
     assert not isinstance(tier.swap_out([c]), NoRoom)
     cache.check()
 
 
 def test_no_page_for_the_return_changes_nothing():
     cache, tier = make(num_pages=6)
-    family = tier.swap_out([start(cache, list(range(12)))])
+    group = tier.swap_out([start(cache, list(range(12)))])
     blocker = cache.open()
     cache.reserve(blocker, 12)
-    assert tier.swap_in(family) == NoRoom(3, 2)
-    assert family.place is Place.AWAY and family in tier.families
+    assert tier.swap_in(group) == NoRoom(3, 2)
+    assert group.status is SwapStatus.SWAPPED_OUT and group in tier.groups
     cache.free(blocker)
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
 
 
 def test_rows_are_free_while_away():
     cache, tier = make()
-    family = tier.swap_out([start(cache, [1, 2, 3])])
+    group = tier.swap_out([start(cache, [1, 2, 3])])
     others = [cache.open() for _ in range(6)]
-    assert tier.swap_in(family) == NoRoom(1, 0, "sequences")
+    assert tier.swap_in(group) == NoRoom(1, 0, "sequences")
     cache.free(others[0])
-    assert tier.swap_in(family) is None
+    assert tier.swap_in(group) is None
 
 
 def test_what_came_back_can_be_found_after_its_next_commit():
     cache, tier = make()
     sequence = start(cache, list(range(10)))
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     blocker = cache.open()
     cache.reserve(blocker, cache.pool.num_free * 4)  # what was still cached on the device is taken
     cache.free(blocker)
-    tier.swap_in(family)
+    tier.swap_in(group)
     assert cache.open(list(range(10))).hit_tokens == 0
     cache.append(sequence, [10])
     write(cache, sequence)
@@ -228,15 +228,15 @@ def test_misuse_is_refused():
     long = start(cache, list(range(50, 70)))
     with pytest.raises(ValueError, match="5 pages exceed the host tier's 3 in all"):
         tier.swap_out([long])
-    family = tier.swap_out([sequence])
+    group = tier.swap_out([sequence])
     for call in (cache.view, lambda s: cache.free(s[0]), tier.swap_out):
         with pytest.raises(ValueError, match="was swapped out"):
             call([sequence])
-    tier.swap_in(family)
+    tier.swap_in(group)
     with pytest.raises(ValueError, match="not in this host tier: it is on the device again"):
-        tier.swap_in(family)
+        tier.swap_in(group)
     with pytest.raises(ValueError, match="not in this host tier"):
-        tier.discard(family)
+        tier.discard(group)
     with pytest.raises(ValueError, match="at least 1"):
         HostTier(cache, 0)
     cache.check()
