@@ -1,5 +1,5 @@
-"""A key/value cache with the manners of virtual memory: pages, forks that copy on write, prefixes
-found again, speculation rolled back, sequences swapped to the host.
+"""A paged key/value cache: forks copy pages on write, prefixes are shared between requests,
+speculative tokens roll back, and sequences swap out to host memory.
 """
 
 from .cache import KVCache, Sequence

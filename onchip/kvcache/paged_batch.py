@@ -1,4 +1,4 @@
-"""What paged_attention takes of a batch of sequences, built with no loop over pages."""
+"""The arguments of paged_attention for a batch of sequences, built without a loop over pages."""
 
 import ctypes
 from array import array
@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGN = 32  # int32 words: every tensor of a batch starts on 128 bytes
-# Pages of a sequence up to which a static table is sent whole, as one piece of memory: 4,096 tokens
-# in pages of 16. Of a wider one the columns that are used are sent, and copied to their places.
+_ALIGN = 32  # int32 elements: every tensor of a batch starts on a multiple of 128 bytes
+# A static page table of up to this many columns is copied to the device in one piece: 4,096 tokens
+# in pages of 16. Of a wider table only the columns in use are copied, as a strided copy.
 FULL_COPY_PAGES = 256
 
 
 class BatchShape(NamedTuple):
-    """The room of a batch. A static batch (for CUDA graphs) may be larger than what it shows.
-    num_extra: words of the caller's own that travel with it.
+    """The sizes of a batch. A static batch (for CUDA graphs) may be larger than its contents.
+    num_extra: int32 numbers of the caller that are copied with the batch.
     """
 
     num_seqs: int
@@ -28,24 +28,24 @@ class BatchShape(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
-        """Words of page_table, cache_seqlens, slot_mapping, cu_seqlens_q and extra."""
+        """Elements of page_table, cache_seqlens, slot_mapping, cu_seqlens_q and extra."""
         n = self.num_seqs
         return n * self.max_pages, n, self.num_tokens, n + 1, self.num_extra
 
     @property
     def starts(self) -> list[int]:
-        """Where they start in one buffer, and where it ends."""
+        """Offsets of these tensors in one buffer, and the end of the buffer."""
         return list(accumulate((-(-n // _ALIGN) * _ALIGN for n in self.sizes), initial=0))
 
 
 class PagedBatch(NamedTuple):
-    """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. The tensors are
-    int32 and lie in one buffer; the page table of a static batch lies apart.
+    """One step of a batch: the arguments of `paged_attention` and `KVCache.write`. All tensors are
+    int32 views of one buffer; only a static batch has its page table in separate memory.
 
-    page_table: (num_seqs, max_pages), meaningless past a sequence's pages; cache_seqlens:
-    (num_seqs,), tokens with the new ones; slot_mapping: (num_tokens,), where the new ones go;
-    cu_seqlens_q: (num_seqs + 1,), the new ones packed; max_seqlen_q: at least the longest. extra:
-    what the caller sent along.
+    page_table: (num_seqs, max_pages), undefined behind a sequence's pages; cache_seqlens:
+    (num_seqs,), lengths with the new tokens; slot_mapping: (num_tokens,), slots of the new tokens;
+    cu_seqlens_q: (num_seqs + 1,), offsets of the new tokens; max_seqlen_q: at least the longest
+    query length; extra: numbers of the caller.
     """
 
     page_table: Tensor
@@ -64,7 +64,7 @@ class PagedBatch(NamedTuple):
 
 
 class Members(NamedTuple):
-    """Per sequence: its row in the host table, its tokens, and how many of them are computed."""
+    """Per sequence: its row in the host table, its length, and its number of computed tokens."""
 
     rows: list[int]
     lengths: list[int]
@@ -72,30 +72,31 @@ class Members(NamedTuple):
 
     def tensors(self) -> Tensor:
         """int64 (3, num_seqs)."""
-        words = array("q", [*self.rows, *self.lengths, *self.computed])  # torch.tensor takes 7x
-        return torch.frombuffer(words, dtype=torch.int64).view(3, -1)
+        numbers = array("q", [*self.rows, *self.lengths, *self.computed])  # torch.tensor takes 7x
+        return torch.frombuffer(numbers, dtype=torch.int64).view(3, -1)
 
 
 class HostTable:
-    """The page tables of all sequences: int32 (max_seqs, max_pages) in host memory, changed in
-    place as pages come. Past a sequence's pages a row holds what was there before.
+    """The page tables of all sequences: int32 (max_seqs, max_pages) in host memory, updated in
+    place. Behind a sequence's pages a row holds stale entries.
     """
 
     def __init__(self, max_seqs: int, max_pages: int):
         self.pages = torch.zeros(max_seqs, max_pages, dtype=torch.int32)
         self.free_rows = list(range(max_seqs - 1, -1, -1))
-        # The same memory as Python sees it: a tensor assignment costs microseconds, this does not.
+        # A view for Python: a slice assignment to it avoids the microseconds of a tensor
+        # assignment.
         words = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())
         self._entries = memoryview(words).cast("B").cast("i")
 
     def put(self, row: int, start: int, pages: Sequence[int]) -> None:
-        """Entries of one row from `start` on."""
+        """Set the entries of one row from `start` on."""
         at = row * self.pages.shape[1] + start
         self._entries[at : at + len(pages)] = array("i", pages)
 
 
 def split_buffer(buffer: Tensor, shape: BatchShape) -> PagedBatch:
-    """The tensors of a batch in one int32 buffer."""
+    """The tensors of a batch as views of one int32 buffer."""
     parts = (buffer[at : at + n] for at, n in zip(shape.starts, shape.sizes, strict=False))
     table, seqlens, slots, cu, extra = parts
     table = table.view(shape.num_seqs, shape.max_pages)
@@ -105,7 +106,7 @@ def split_buffer(buffer: Tensor, shape: BatchShape) -> PagedBatch:
 def empty(
     shape: BatchShape, device: torch.device | str = "cpu", pinned: bool = False
 ) -> PagedBatch:
-    """A batch that shows no sequence."""
+    """A batch without sequences."""
     words = shape.starts[-1]
     batch = split_buffer(
         torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape
@@ -115,19 +116,19 @@ def empty(
 
 
 def static(shape: BatchShape, table: Tensor) -> PagedBatch:
-    """A batch that shows no sequence, whose page table is the beginning of this one."""
+    """A batch without sequences; its page table is the first rows of `table`."""
     rest = empty(shape._replace(max_pages=0), table.device)
     return rest._replace(page_table=table[: shape.num_seqs])
 
 
 def staged_shape(needed: BatchShape, room: BatchShape) -> BatchShape:
-    """What is sent to a static batch: all of it, but of a wide table only the columns in use."""
+    """The part of a static batch to copy: all, but of a wide table only the columns in use."""
     return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, FULL_COPY_PAGES)))
 
 
 def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:
-    """A static batch shows what this one, of shape `staged_shape`, shows in host memory: so many
-    sequences. Nobody waits.
+    """Copy a batch of shape `staged_shape` with num_seqs sequences from host memory into a static
+    batch. The host does not wait for the copy.
     """
     columns = staged.page_table.shape[1]
     batch.buffer.copy_(staged.buffer[staged.shape.starts[1] :], non_blocking=True)
@@ -136,7 +137,7 @@ def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:
 
 
 def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -> None:
-    """Show these sequences in an empty batch in host memory."""
+    """Write these sequences into an empty batch in host memory."""
     rows, lengths, computed = members.tensors()
     counts = lengths - computed
     ends = counts.cumsum(0)
@@ -155,22 +156,22 @@ def fill(batch: PagedBatch, members: Members, host: HostTable, page_size: int) -
 
 
 def _sequence_of_each_token(ends: Tensor) -> Tensor:
-    """Whose each token is, when those of sequence i end at ends[i]. repeat_interleave would wake
-    all threads for it, which took 3 ms of a step.
+    """The sequence of each token, where the tokens of sequence i end at ends[i]. Not by
+    repeat_interleave: it starts all intra-op threads, which took 3 ms of a step.
     """
     total = int(ends[-1])
     return torch.bincount(ends[:-1], minlength=total + 1)[:total].cumsum(0)
 
 
 def shape_of(members: Members, page_size: int, num_extra: int = 0) -> BatchShape:
-    """The smallest batch that shows these sequences."""
+    """The smallest batch that holds these sequences."""
     counts = [n - done for n, done in zip(members.lengths, members.computed, strict=True)]
     pages = -(-max(members.lengths, default=0) // page_size)
     return BatchShape(len(counts), sum(counts), max(1, pages), max(counts, default=0), num_extra)
 
 
 def check_fits(batch: PagedBatch, shape: BatchShape) -> None:
-    """A static batch must hold what it is asked to show."""
+    """Raise ValueError if a static batch is too small for this shape."""
     for name, has, needs in zip(BatchShape._fields, batch.shape, shape, strict=True):
         if needs > has:
             raise ValueError(f"the batch has {name}={has}, these sequences need {needs}")

@@ -1,4 +1,4 @@
-"""Sequences that wait in host memory: families go out together and come back as they were."""
+"""Swapping: a group of sequences moves to host memory together and returns unchanged."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,24 +14,24 @@ from onchip.kvcache.pages import PageTensors, to_device
 from onchip.kvcache.pool import NoRoom, PageTable
 from onchip.kvcache.prefix import Chain
 
-# One copy this large runs at the speed of the link (a launch costs some 10 us, this 300 us over
-# PCIe 5), and a family wastes less than one of them.
+# One copy this large runs at the speed of the link (a launch costs some 10 us, this copy 300 us
+# over PCIe 5), and a group wastes less than one chunk.
 CHUNK_BYTES = 16 * 2**20
 
 
 class Transfer(Protocol):
-    """Copies under way."""
+    """Copies in flight."""
 
     def done(self) -> bool:
-        """Whether they are finished, without waiting."""
+        """Whether the copies are finished, without waiting."""
         ...
 
     def wait(self) -> None:
-        """What is queued on the current stream from now on comes after them."""
+        """Make work that is queued on the current stream from now on wait for the copies."""
         ...
 
     def synchronize(self) -> None:
-        """Block until they are finished."""
+        """Block the host until the copies are finished."""
         ...
 
 
@@ -44,7 +44,7 @@ class Mover(Protocol):
 
 
 class SwapStatus(Enum):
-    """Where a family is."""
+    """Where the pages of a group are."""
 
     SWAPPING_OUT = "its pages are being copied to the host"
     SWAPPED_OUT = "on the host"
@@ -53,11 +53,11 @@ class SwapStatus(Enum):
 
 
 class SequenceGroup:
-    """Sequences that were swapped out together: what `swap_out` gives and `swap_in` takes."""
+    """Sequences that were swapped out together: returned by `swap_out`, taken by `swap_in`."""
 
     def __init__(self, sequences: Sequence[caches.Sequence], pages: list[int], chunks: list[int]):
         self.sequences = tuple(sequences)
-        self.pages = pages  # those that travel, by their ids when they left
+        self.pages = pages  # the pages to copy, by their ids before the swap
         self.chunks = chunks
         self.status = SwapStatus.SWAPPING_OUT
 
@@ -67,20 +67,19 @@ class SequenceGroup:
 
     @property
     def is_swapping_out(self) -> bool:
-        """Its pages are still to be given back."""
+        """Whether its device pages are not released yet."""
         return self.status is SwapStatus.SWAPPING_OUT
 
 
 class HostTier:
     """At most num_pages pages of host memory, pinned if the cache is on a GPU.
 
-    Sequences are swapped out as a family. A page that only the family holds travels once, however
-    many of its members share it, and is shared again on return. A page that others hold too stays
-    on the device, still counted: it could not be freed anyway. So forks that are to make room leave
-    together.
+    Sequences are swapped out as a group. A page that only the group holds is copied once, however
+    many members share it, and is shared again after the swap in. A page with another holder stays
+    on the device and keeps its reference: it could not be freed anyway. So swap out forks together.
 
-    Copies run beside the computation. Device pages go back to the pool when their copy is done,
-    noticed by the next `poll`, `swap_out` or `swap_in`. A family fills whole chunks of chunk_pages.
+    Copies overlap with computation. Device pages return to the pool when their copy is done, which
+    the next `poll`, `swap_out` or `swap_in` notices. A group occupies whole chunks of chunk_pages.
     """
 
     def __init__(self, cache: KVCache, num_pages: int, *, chunk_pages: int | None = None):
@@ -95,8 +94,8 @@ class HostTier:
         self.reset()
 
     def reset(self) -> None:
-        """Be as new, in whatever state a call was interrupted, after all copies are finished, also
-        those that nobody remembers. It goes with the cache's own `reset`.
+        """Return to the initial state, also after a call that was interrupted. It first waits for
+        all copies, including copies that no record is left of. Call the cache's `reset` with it.
         """
         if self._cache.device.type == "cuda":
             torch.cuda.synchronize(self._cache.device)
@@ -106,16 +105,16 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Pages of the chunks that nobody uses."""
+        """Pages of the chunks that are not in use."""
         return len(self._free_chunks) * self.chunk_pages
 
     @property
     def groups(self) -> frozenset[SequenceGroup]:
-        """Those that have neither come home nor been discarded."""
+        """The groups that are neither swapped in again nor discarded."""
         return frozenset(self._groups)
 
     def swap_out(self, sequences: Sequence[caches.Sequence]) -> SequenceGroup | NoRoom:
-        """Send sequences to the host; their handles rest until `swap_in`."""
+        """Copy sequences to the host; their handles are unusable until `swap_in`."""
         self.poll()
         tables = [self._cache.resident(s) for s in sequences]
         if not tables or len(set(tables)) != len(tables):
@@ -123,7 +122,7 @@ class HostTier:
         pages = self._cache.pool.exclusive(tables)
         need = -(-len(pages) // self.chunk_pages)
         if need * self.chunk_pages > self.capacity:
-            raise ValueError(f"{len(pages)} pages exceed the host tier's {self.capacity} in all")
+            raise ValueError(f"{len(pages)} pages exceed the host tier's capacity {self.capacity}")
         if need > len(self._free_chunks):
             return NoRoom(need * self.chunk_pages, self.num_free, "host pages")
         group = SequenceGroup(sequences, pages, [self._free_chunks.pop() for _ in range(need)])
@@ -135,8 +134,8 @@ class HostTier:
         return group
 
     def swap_in(self, group: SequenceGroup) -> NoRoom | None:
-        """Bring a family back. None: its sequences are usable; whatever uses them waits for the
-        copy. One that has not left yet just stays.
+        """Bring a group back. None on success: its sequences are usable, and work that uses them
+        waits for the copy. A group whose copy out is not finished keeps its device pages.
         """
         self.poll()
         self._check_member(group)
@@ -154,7 +153,7 @@ class HostTier:
         return None
 
     def discard(self, group: SequenceGroup) -> None:
-        """Free a family where it is (a request that was cancelled)."""
+        """Free a group wherever its pages are (its request was cancelled)."""
         self._check_member(group)
         for table in group.tables:
             self._cache.pool.free(table)
@@ -164,8 +163,8 @@ class HostTier:
             self._free_chunks += group.chunks
 
     def poll(self) -> None:
-        """Give back what finished copies no longer need: the device pages of those that left, the
-        chunks of those that came home.
+        """Release the memory of finished copies: the device pages of groups that were swapped out,
+        the chunks of groups that were swapped in.
         """
         moving, self._moving = self._moving, []
         for transfer, group in moving:
@@ -196,14 +195,14 @@ class HostTier:
 
     def _check_member(self, group: SequenceGroup) -> None:
         if not isinstance(group, SequenceGroup):
-            raise ValueError(f"{group!r} is no group of sequences that were swapped out")
+            raise ValueError(f"{group!r} is not a group of swapped-out sequences")
         if group not in self._groups:
             raise ValueError(f"the group is not in this host tier: it is {group.status.value}")
 
 
 class _Chunks:
-    """Host memory in chunks. A chunk of n pages is their keys, then their values, then scales if
-    they have any, in one piece, so that it travels in one copy: k (n, num_layers, row), and so on.
+    """Host memory in chunks. A chunk of n pages holds their keys, then their values, then their
+    scales if they have any, contiguously, so that one copy moves it: k (n, num_layers, row), etc.
     """
 
     def __init__(self, pages: PageTensors, chunk_pages: int, num_chunks: int):
@@ -225,12 +224,12 @@ class _Chunks:
             yield part, self.host[chunk, : len(part) * self._page_size]
 
     def gather(self, ids: Tensor, packed: Tensor) -> None:
-        """Pages into one piece of memory on their device."""
+        """Copy pages into contiguous memory on their device."""
         for rows, part in zip(self.rows, self._split(packed, len(ids)), strict=True):
             torch.index_select(rows, 0, ids, out=part)
 
     def scatter(self, ids: Tensor, packed: Tensor) -> None:
-        """And back."""
+        """Copy contiguous memory back into pages."""
         for rows, part in zip(self.rows, self._split(packed, len(ids)), strict=True):
             rows.index_copy_(0, ids, part)
 
@@ -240,15 +239,13 @@ class _Chunks:
 
 
 def _view_as_int64(tensors: list[Tensor]) -> list[Tensor]:
-    """The same bytes as 64-bit words where rows allow it: a quarter of the elements to index, or
-    fewer.
-    """
+    """The same bytes as int64 where rows allow it: a quarter of the elements to index, or fewer."""
     fits = all(t.shape[-1] * t.itemsize % 8 == 0 for t in tensors)
     return [t.view(torch.int64 if fits else torch.uint8) for t in tensors]
 
 
 class _FinishedTransfer:
-    """A transfer that was finished when it was made."""
+    """A transfer that finished before its constructor returned."""
 
     def done(self) -> bool:
         return True
@@ -261,7 +258,7 @@ class _FinishedTransfer:
 
 
 class _HostMover:
-    """The mover of a cache in host memory: plain copies."""
+    """Moves pages of a cache in host memory, by plain copies."""
 
     def __init__(self, chunks: _Chunks):
         self._chunks = chunks
@@ -278,7 +275,7 @@ class _HostMover:
 
 
 class _CudaTransfer:
-    """The end of what was queued on some streams."""
+    """The work that is queued on some streams at its construction."""
 
     def __init__(self, streams: Sequence[torch.cuda.Stream]):
         self._device = streams[0].device
@@ -297,8 +294,8 @@ class _CudaTransfer:
 
 
 class _CudaMover:
-    """The mover of a cache on a GPU. Chunks alternate between two streams, each with a staging
-    buffer of its own: while one copies over the link the other packs or unpacks its pages.
+    """Moves pages of a cache on a GPU. Chunks alternate between two streams, each with its own
+    staging buffer: while one stream copies over the link, the other packs or unpacks pages.
     """
 
     def __init__(self, chunks: _Chunks, device: torch.device):
@@ -307,7 +304,7 @@ class _CudaMover:
         self._streams = [torch.cuda.Stream(device) for _ in range(2)]
         host = chunks.host
         self._staging = torch.empty((2, host.shape[1]), dtype=host.dtype, device=device)
-        for stream in self._streams:  # memory that outlives its last use on these streams
+        for stream in self._streams:  # the allocator must not reuse this memory under the copies
             for used in (self._staging, *chunks.rows):
                 used.record_stream(stream)
 
@@ -328,8 +325,8 @@ class _CudaMover:
     def _stage_chunks(
         self, pages: Sequence[int], chunks: Sequence[int]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, torch.cuda.Stream]]:
-        """(page ids, host memory, staging, stream) of each chunk; both streams come after what is
-        queued on the current one: it may still write the pages, or read what was there before.
+        """(page ids, host memory, staging, stream) of each chunk. Both streams first wait for the
+        current stream: it may still write the pages, or read their old contents.
         """
         ids = to_device(torch.tensor(pages), self._device)
         for stream in self._streams:

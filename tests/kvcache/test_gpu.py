@@ -1,5 +1,5 @@
-"""On a GPU: bytes come back, and copies run beside the computation. Their speed is a matter of
-`onchip bench paged --only swap`.
+"""On a GPU: bytes survive a round trip, and copies overlap with computation. `onchip bench paged
+--only swap` measures their speed.
 """
 
 from itertools import pairwise
@@ -26,7 +26,7 @@ def make(num_pages=64, page_size=16, num_layers=3, **options):
 
 
 def step(cache, sequences):
-    """Random keys and values for what is not computed: (k, v) per sequence, (layers, new, ...)."""
+    """Random keys and values for tokens not computed: (k, v) per sequence, (layers, new, ...)."""
     batch, spec = cache.view(sequences), cache.spec
     shape = (spec.num_layers, len(batch.slot_mapping), KV_HEADS, DIM)
     k, v = (torch.randn(shape, dtype=spec.dtype, device="cuda") for _ in range(2))
@@ -71,8 +71,8 @@ def test_bytes_written_are_bytes_read_through_forks_and_copies(page_size):
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
-def test_pages_of_8_bits_are_written_copied_and_swapped_with_their_scales(kv_dtype):
-    """As on the CPU, number by number."""
+def test_quantised_pages_are_written_copied_and_swapped_with_their_scales(kv_dtype):
+    """Bit for bit as on the CPU."""
     spec = Spec(3, KV_HEADS, DIM, device="cuda").stored_as(kv_dtype)
     cache = KVCache(spec, 64)
     tier = HostTier(cache, 32)
@@ -109,7 +109,7 @@ def test_padding_writes_nothing():
     assert cache.pages.k[:, 2:].isnan().all()
 
 
-def test_values_are_checked_where_asked():
+def test_slots_are_checked_when_checks_are_on():
     cache = make()
     start(cache, 3)
     slots = torch.full((1,), 999_999, dtype=torch.int32, device="cuda")
@@ -160,7 +160,7 @@ def test_a_graph_is_replayed_over_a_static_batch():
             onchip.testing.assert_accurate(out[None, rows].clone(), q[None, rows], keys, values)
 
 
-def test_a_family_comes_back_while_the_device_computes():
+def test_a_group_is_swapped_in_while_the_device_computes():
     cache = make(num_pages=40)
     tier = HostTier(cache, 30, chunk_pages=4)
     a = start(cache, 150)
@@ -173,7 +173,7 @@ def test_a_family_comes_back_while_the_device_computes():
     busy(20)
     group = tier.swap_out([a, b])
     assert group.status is SwapStatus.SWAPPING_OUT, (
-        "the copy waits for what is queued, the host does not"
+        "the copy waits for queued work, the host does not"
     )
     tier.synchronize()
     assert group.status is SwapStatus.SWAPPED_OUT and cache.pool.num_free == cache.pool.capacity
@@ -190,7 +190,7 @@ def test_a_family_comes_back_while_the_device_computes():
 
 
 def busy(milliseconds):
-    """Work on the current stream, about 1 ms each."""
+    """Work on the current stream, about 1 ms per iteration."""
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     for _ in range(milliseconds * 4):
         x @ x

@@ -1,5 +1,5 @@
-"""A public method raises before it changes anything, or leaves a cache that is consistent: seeded
-random calls, with arguments that fit and arguments that do not.
+"""A public method raises before it changes anything, or leaves the cache consistent: seeded random
+calls, with valid and invalid arguments.
 """
 
 import inspect
@@ -27,7 +27,7 @@ REFUSED = ValueError, TypeError, AttributeError, IndexError
 
 
 def public(kind):
-    """The methods of a class by name, so that a new one cannot be left out."""
+    """The methods of a class by name: a new method is included without a change here."""
     found = inspect.getmembers(kind, inspect.isfunction)
     return {name: f for name, f in found if not name.startswith("_")}
 
@@ -43,7 +43,7 @@ def pool_state(pool):
 
 
 class Rig:
-    """A cache with sequences in every state, and what can be said of it."""
+    """A cache with sequences in every state, and a snapshot of that state."""
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
@@ -72,7 +72,7 @@ class Rig:
         return pool_state(cache.pool), entries, handles, list(cache.host_table.free_rows), host
 
     def value(self, name):
-        """One that fits the parameter more often than not."""
+        """An argument that is valid more often than not."""
         chance, some = self.chance, [*self.sequences, self.gone, self.foreign]
         ids = lambda: [chance.randrange(3) for _ in range(chance.randrange(7))]
         few = lambda make: [make() for _ in range(self.count)]
@@ -95,11 +95,11 @@ class Rig:
 
     def step(self):
         owner = self.chance.choice([self.cache, self.cache, self.cache, self.tier])
-        skip = {"reset", "assign_row", "release_row"}  # the last two are what the tier calls
+        skip = {"reset", "assign_row", "release_row"}  # the last two belong to the host tier
         self.name = name = self.chance.choice(sorted(set(public(type(owner))) - skip))
-        self.count = self.chance.randrange(3)  # of every list
+        self.count = self.chance.randrange(3)  # the length of every list argument
         args = {n: self.value(n) for n in parameters(getattr(type(owner), name))}
-        self.tier.poll()  # as every call of the tier does first
+        self.tier.poll()  # every method of the tier does so first
         before = self.state()
         try:
             found = getattr(owner, name)(**args)
@@ -129,7 +129,7 @@ class Rig:
         assert len(self.cache.host_table.free_rows) == self.cache.max_seqs
 
 
-def test_a_cache_survives_junk():
+def test_a_cache_survives_invalid_arguments():
     served, refused = set(), set()
     for seed in range(12):
         rig = Rig(seed)
@@ -169,7 +169,7 @@ def pool_value(chance, pool, name, tables):
     return makes.get(name, lambda: chance.randrange(-1, most))()
 
 
-def test_a_pool_survives_junk():
+def test_a_pool_survives_invalid_arguments():
     served, refused = set(), set()
     for seed in range(40):
         chance, pool, strange = random.Random(seed), Pool(10, 4), Pool(10, 4)
@@ -209,8 +209,8 @@ def test_a_pool_survives_junk():
         ([1, 2, 3], "3 ids for 2 reserved"),
     ],
 )
-def test_ids_that_are_none_are_refused_when_they_are_told(ids, match):
-    """`free` publishes them: it failed for good."""
+def test_invalid_token_ids_are_refused_when_they_are_appended(ids, match):
+    """Accepted ids reach `free`, which publishes them and then failed every time."""
     cache = Rig(0).cache
     sequence = cache.open()
     cache.reserve(sequence, 2)
@@ -226,7 +226,7 @@ def test_ids_that_are_none_are_refused_when_they_are_told(ids, match):
         cache.append_tokens(sequence, [1])
 
 
-def test_handles_from_before_a_reset_are_strangers():
+def test_handles_from_before_a_reset_are_foreign():
     cache = Rig(0).cache
     sequence = cache.open()
     cache.append(sequence, [1, 2, 3, 4, 5])

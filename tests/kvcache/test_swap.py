@@ -1,4 +1,4 @@
-"""The host tier: families leave and return as they were; pages are free when the copy is done."""
+"""The host tier: a swapped group returns unchanged; pages are free when their copy is done."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def read(cache, sequence):
 
 
 def spoil(cache):
-    """Somebody else takes every free page and writes to it."""
+    """Take every free page for another sequence and write to it."""
     free = [p for p in range(1, cache.pool.num_pages) if not cache.pool.refs(p)]
     for t in cache.pages.tensors:
         t[:, free] = torch.full(t[:, free].shape, 77.0).to(t.dtype)
@@ -53,8 +53,8 @@ def spoil(cache):
 
 @pytest.mark.parametrize("page_size, dim, dtype", [(1, 1, torch.bfloat16), (4, 3, torch.float32)])
 @pytest.mark.parametrize("kv_dtype", [None, "fp8", "int8"])
-def test_what_left_comes_back(page_size, dim, dtype, kv_dtype):
-    """Rows of 2 bytes and of 8 n bytes take different paths."""
+def test_swapped_sequences_return_unchanged(page_size, dim, dtype, kv_dtype):
+    """Rows of 2 bytes and of 8 n bytes take different code paths."""
     cache, tier = make(spec=Spec(2, 1, dim, 1, page_size, dtype).stored_as(kv_dtype))
     sequence = start(cache, list(range(10)))
     cache.prefix.clear()
@@ -74,7 +74,7 @@ def test_what_left_comes_back(page_size, dim, dtype, kv_dtype):
     cache.check()
 
 
-def test_a_forked_family_shares_again():
+def test_a_swapped_group_of_forks_shares_again():
     """vllm #4422: parallel samples that were preempted together."""
     cache, tier = make()
     a = start(cache, list(range(10)))
@@ -94,7 +94,7 @@ def test_a_forked_family_shares_again():
     cache.check()
 
 
-def test_pages_that_others_hold_stay_with_them():
+def test_pages_with_other_holders_stay_on_the_device():
     cache, tier = make()
     a = start(cache, list(range(10)))
     b = cache.fork(a)
@@ -105,14 +105,14 @@ def test_pages_that_others_hold_stay_with_them():
     group = tier.swap_out([b])
     assert len(group.pages) == 1 and cache.pool.num_free == free + 1
     cache.free(a)
-    assert cache.pool.refs(b.table[0]) == 1, "still held by the one that is away"
+    assert cache.pool.refs(b.table[0]) == 1, "still held by the swapped-out sequence"
     spoil(cache)
     assert tier.swap_in(group) is None
     torch.testing.assert_close(read(cache, b), expected, rtol=0, atol=0)
     cache.check()
 
 
-def test_a_sequence_that_shares_all_its_pages_travels_light():
+def test_a_sequence_that_shares_all_its_pages_copies_none():
     cache, tier = make()
     a = start(cache, list(range(8)))
     b = cache.fork(a)
@@ -140,7 +140,7 @@ def test_device_pages_are_free_when_the_copy_is_done_not_before(late):
     assert tier.num_free == tier.capacity
 
 
-def test_called_back_before_it_left(late):
+def test_swap_in_before_the_copy_out_is_done(late):
     cache, tier = make(late=late)
     sequence = start(cache, list(range(10)))
     pages, expected = sequence.table.pages, [t.clone() for t in read(cache, sequence)]
@@ -154,7 +154,7 @@ def test_called_back_before_it_left(late):
 
 
 @pytest.mark.parametrize("when", ["leaving", "away", "arriving"])
-def test_cancelled_on_the_way_nothing_leaks(when, late):
+def test_a_group_discarded_during_a_copy_leaks_nothing(when, late):
     """vllm #46283: a request aborted while its pages were being loaded kept them."""
     cache, tier = make(late=late)
     group = tier.swap_out([start(cache, list(range(10)))])
@@ -171,7 +171,7 @@ def test_cancelled_on_the_way_nothing_leaks(when, late):
     assert not cache.pool.tables and not tier.groups
 
 
-def test_a_full_host_is_an_answer():
+def test_a_full_host_tier_returns_no_room():
     cache, tier = make(host_pages=6)
     a, b, c = (start(cache, list(range(at, at + 12))) for at in (0, 50, 90))
     tier.swap_out([a])
@@ -183,7 +183,7 @@ def test_a_full_host_is_an_answer():
     cache.check()
 
 
-def test_no_page_for_the_return_changes_nothing():
+def test_swap_in_without_free_pages_changes_nothing():
     cache, tier = make(num_pages=6)
     group = tier.swap_out([start(cache, list(range(12)))])
     blocker = cache.open()
@@ -194,7 +194,7 @@ def test_no_page_for_the_return_changes_nothing():
     assert tier.swap_in(group) is None
 
 
-def test_rows_are_free_while_away():
+def test_rows_are_free_while_swapped_out():
     cache, tier = make()
     group = tier.swap_out([start(cache, [1, 2, 3])])
     others = [cache.open() for _ in range(6)]
@@ -203,12 +203,12 @@ def test_rows_are_free_while_away():
     assert tier.swap_in(group) is None
 
 
-def test_what_came_back_can_be_found_after_its_next_commit():
+def test_swapped_in_pages_are_found_after_the_next_commit():
     cache, tier = make()
     sequence = start(cache, list(range(10)))
     group = tier.swap_out([sequence])
     blocker = cache.open()
-    cache.reserve(blocker, cache.pool.num_free * 4)  # what was still cached on the device is taken
+    cache.reserve(blocker, cache.pool.num_free * 4)  # takes the pages still cached on the device
     cache.free(blocker)
     tier.swap_in(group)
     assert cache.open(list(range(10))).hit_tokens == 0
@@ -226,7 +226,7 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="at least one, none twice"):
         tier.swap_out([sequence, sequence])
     long = start(cache, list(range(50, 70)))
-    with pytest.raises(ValueError, match="5 pages exceed the host tier's 3 in all"):
+    with pytest.raises(ValueError, match="5 pages exceed the host tier's capacity 3"):
         tier.swap_out([long])
     group = tier.swap_out([sequence])
     for call in (cache.view, lambda s: cache.free(s[0]), tier.swap_out):
