@@ -1,10 +1,10 @@
-"""Shared prefixes attended once: sequences whose page tables begin alike form a trie of page runs;
-each run is read once for all queries below it, and the partial results are merged. A run is cut
-into segments where its queries alone would leave most of a device idle.
+"""Cascade: shared prefixes are attended once. Sequences with page tables that start alike form a
+trie of page runs. Each run is read once for all queries below it, and the partial states are
+merged. A run is cut into segments if its queries alone would leave most of a device idle.
 
-`plan` looks at host tables, once per change of the batch; `run` is called by every layer of every
-step with the plan's tensors, synchronises nothing and makes one call per level plus one. A plan
-stays valid while sequences grow behind their shared pages.
+`plan` reads host tables, once per change of the batch. `run` is called by every layer of every step
+with the plan's tensors; it synchronises nothing and makes one call per level plus one. A plan stays
+valid while sequences grow behind their shared pages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +34,9 @@ class PrefixGroup(NamedTuple):
 
 
 class CascadeLevel(NamedTuple):
-    """One paged call: each segment of each group is a sequence whose keys are its share of the
-    group's run and whose queries are all queries of the group's members; the first segments of all
-    groups come first. No sequence is in two groups of a level.
+    """One paged call. Each segment of each group is a sequence of this call: its keys are a slice
+    of the group's run, its queries all queries of the group's members. The first segments of all
+    groups come before the second segments. No sequence is in two groups of a level.
     """
 
     groups: tuple[PrefixGroup, ...]
@@ -46,23 +46,23 @@ class CascadeLevel(NamedTuple):
     seqlens: Tensor  # (segments * groups,) int32, 0 where a short run has no such segment
     cu_seqlens_q: Tensor  # (segments * groups + 1,) int32
     max_seqlen_q: int
-    rows: Tensor | slice  # of the packed queries, in the order of the groups; a slice needs no copy
-    place: Tensor | None  # (total_q,) int32: where in `rows` each query is, -1 if it is not
+    rows: Tensor | slice  # indices of packed queries, group by group; a slice needs no copy
+    place: Tensor | None  # (total_q,) int32: the index of each query in `rows`, -1 if not in it
 
 
 class LevelState(NamedTuple):
-    """What a level gives to the merge: states over disjoint keys, of the queries in its `rows`."""
+    """The states of a level over disjoint keys, for the queries in its `rows`."""
 
     out: Tensor  # (segments, rows, heads, head_dim_v), contiguous
     lse: Tensor  # (segments, heads, rows), contiguous in the last dimension
-    place: Tensor | None  # of each query among the rows, -1: it has no part; None: in order
+    place: Tensor | None  # the index of each query in the rows, -1: not in them; None: in order
 
 
 class CascadePlan(NamedTuple):
-    """What `plan` found, as tensors that `run` uses unchanged; `to` moves them to a device."""
+    """The result of `plan`, as tensors that `run` uses unchanged; `to` moves them to a device."""
 
     levels: tuple[CascadeLevel, ...]
-    saved: float  # seconds of one layer against one paged call, as predicted
+    saved: float  # predicted seconds of one layer, against one paged call
     page_size: int
     shared: tuple[int, ...]  # pages of each sequence that the levels cover
     lengths_q: tuple[int, ...]
@@ -70,7 +70,7 @@ class CascadePlan(NamedTuple):
     cu_seqlens_q: Tensor  # (batch + 1,) int32
     shared_pages: Tensor  # (batch,) int64
     shared_tokens: Tensor  # (batch,) int32
-    together: Together | None = None  # the one level runs beside the own parts, where kernels can
+    together: Together | None = None  # the level and the own call run concurrently, where supported
 
     def to(self, device: torch.device | str) -> "CascadePlan":
         """The same plan with its tensors on a device (one copy each, when the batch changes)."""
@@ -80,8 +80,8 @@ class CascadePlan(NamedTuple):
         return self._replace(levels=levels, **{name: move(getattr(self, name)) for name in names})
 
     def own(self, page_table: Tensor, cache_seqlens: Tensor) -> Pair:
-        """(page_table, cache_seqlens) of what each sequence does not share, from the tables as they
-        are now: once per step, on their device, without synchronising.
+        """(page_table, cache_seqlens) of the keys that each sequence does not share, from the
+        current tables: once per step, on their device, without synchronising.
         """
         if page_table.device != self.shared_pages.device:
             here, there = page_table.device, self.shared_pages.device
@@ -101,7 +101,7 @@ class CascadePlan(NamedTuple):
         return page_table.gather(1, columns), seqlens
 
     def _check_tables(self, page_table: Tensor, cache_seqlens: Tensor) -> None:
-        """A plan for other tables would give wrong rows without a sign."""
+        """Raise ValueError for tables of another batch: they would give wrong rows silently."""
         batch, width = len(self.shared), max(self.shared, default=0)
         if page_table.shape[0] != batch or page_table.shape[1] < width:
             got = tuple(page_table.shape)
@@ -130,13 +130,13 @@ def plan(
     cu_seqlens_q: Tensor | Sequence[int] | None = None,
     max_levels: int = MAX_LEVELS,
 ) -> CascadePlan:
-    """The levels of shared pages that save most time, as `iomodel.prefixes.costs` of the tensors
-    (`model`) predicts it; none, if the plain call is fastest.
+    """The levels of shared pages that save most time according to `model`, the
+    `iomodel.prefixes.costs` of the tensors; no level if the plain call is fastest.
 
     page_table (batch, max_pages), cache_seqlens (batch,) and cu_seqlens_q (batch + 1,) are lists or
-    CPU tensors: the host's copy, because reading a device's would synchronise. Each sequence has
-    seqlen_q queries, or those of cu_seqlens_q; only full pages before its first query are shared.
-    Takes O(pages x log batch), all of it vectorised over pages.
+    CPU tensors: the host's copy, because reading the device's would synchronise. Each sequence has
+    seqlen_q queries, or as many as cu_seqlens_q says; only full pages before its first query are
+    shared. Takes O(pages x log batch), vectorised over pages.
     """
     table, seqlens = _host("page_table", page_table, 2), _host("cache_seqlens", cache_seqlens, 1)
     uniform = [b * seqlen_q for b in range(len(table) + 1)]
@@ -156,7 +156,7 @@ def plan(
 
 
 class AttendCall(NamedTuple):
-    """A call of attend, not yet made."""
+    """The arguments of a call of attend that is not made yet."""
 
     args: tuple[Tensor, ...]  # q, k_pages, v_pages, page_table, cache_seqlens
     options: dict
@@ -178,15 +178,15 @@ def run(
     return_lse: bool = True,
     **options: object,
 ) -> Pair | Tensor:
-    """(out, lse), or out alone, of paged attention over the tables that `plan.own` was given, in
-    one call of attend per level and one for what is not shared.
+    """(out, lse), or out alone, of paged attention over the tables that `plan.own` was given: one
+    call of attend per level, and one for the keys that are not shared.
 
     attend is called like onchip.paged_attention. q: (batch, seqlen_q, heads, head_dim), or packed.
-    A causal rule and sinks go to the own part alone: shared keys lie before every query, and a sink
-    counts once. merge(own, parts, out_dtype) is the n-way merge of the own part, packed, and those
-    of the levels: state.merge_at_rest unless a device has a kernel for it. at_once(own, level) is
-    given both calls, each with a `beside` among its options, makes them so that they run at the
-    same time, and returns what attend would have; or None. Then, and without it, they come in turn.
+    causal and sinks apply to the own call alone: shared keys are before every query, and a sink
+    counts once. merge(own, parts, out_dtype) merges the own state, packed, with the states of the
+    levels: state.merge_at_rest, unless a device has a kernel for it. at_once(own, level) gets both
+    calls, each with a `beside` among its options, runs them concurrently and returns the results of
+    attend, or None. On None, and without at_once, the calls run one after the other.
     """
     for_all, for_own = _split_options(options)
     rows = _packed(plan, q, pages)
@@ -194,7 +194,7 @@ def run(
         asked = {**options, "out_dtype": out_dtype, "return_lse": return_lse}
         call = _own_call(plan, q, pages, own, asked)
         return attend(*call.args, **call.options)
-    for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # partials are not rounded
+    for_all["out_dtype"] = torch.promote_types(q.dtype, torch.float32)  # unrounded partial states
     for_all["return_lse"] = True
     calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
     calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
@@ -216,7 +216,7 @@ def _run_both(
     calls: list[AttendCall],
     at_once: Callable[[AttendCall, AttendCall], list[Pair] | None] | None,
 ) -> list[Pair] | None:
-    """What the own call and that of the level give, each on its programs, if they may run so."""
+    """The results of the own call and the level's call if they may run concurrently, else None."""
     if plan.together is None or at_once is None:
         return None
     own, level = calls
@@ -242,7 +242,7 @@ def _split_options(options: dict) -> tuple[dict, dict]:
 
 
 def _packed(plan: CascadePlan, q: Tensor, pages: Pair) -> Tensor:
-    """q as (total_q, heads, head_dim), if queries and pages are those that were planned."""
+    """q as (total_q, heads, head_dim); a ValueError unless queries and pages fit the plan."""
     if pages[0].shape[1] != plan.page_size:
         raise ValueError(
             f"k_pages {tuple(pages[0].shape)} must have page_size={plan.page_size} slots a page"
@@ -268,8 +268,8 @@ def _own_call(plan: CascadePlan, q: Tensor, pages: Pair, own: Pair, options: dic
 
 
 def _level_call(level: CascadeLevel, rows: Tensor, pages: Pair, options: dict) -> AttendCall:
-    """One group's segments are sequences of equal length: such a call need not be packed, and all
-    of them read the same queries.
+    """The segments of one group are sequences of equal length, so a single group's call is not
+    packed; all of them read the same queries.
     """
     q, packing = rows[level.rows], {}
     if len(level.groups) == 1:
@@ -282,7 +282,7 @@ def _level_call(level: CascadeLevel, rows: Tensor, pages: Pair, options: dict) -
 
 
 def _level_state(level: CascadeLevel, out: Tensor, lse: Tensor) -> LevelState:
-    """What the call of a level has found."""
+    """The result of a level's call, as states."""
     if len(level.groups) == 1:
         return LevelState(out, lse, level.place)
     stacked = (level.segments, -1)
@@ -304,7 +304,7 @@ def _merge(own: Pair, parts: list[LevelState], out_dtype: torch.dtype) -> Pair:
 
 
 def _states(part: LevelState) -> Iterator[Pair]:
-    """The states of a part in the order of all queries; those without a part have seen no key."""
+    """The states in the order of all queries; queries that are not in the level have no keys."""
     out, lse, place = part
     if place is not None:
         at, absent = place.clamp(min=0), place < 0
@@ -319,14 +319,14 @@ def _host(name: str, x: object, rank: int) -> Tensor:
             f"{name} is on {x.device}: plan from the host's copy, reading the device's would"
             " synchronise with it"
         )
-    t = torch.as_tensor(x, dtype=torch.int32).clone()  # the caller's may change while we hold it
+    t = torch.as_tensor(x, dtype=torch.int32).clone()  # the caller's tensor may change later
     if t.dim() != rank:
         raise ValueError(f"{name} must have rank {rank}, got shape {tuple(t.shape)}")
     return t
 
 
 def _shareable(table: Tensor, seqlens: Tensor, lengths: Tensor, page_size: int) -> Tensor:
-    """Full pages before the first query of each sequence; none for one without queries."""
+    """Full pages before the first query of each sequence; 0 for a sequence without queries."""
     batch, width = table.shape
     if len(seqlens) != batch or len(lengths) != batch:
         raise ValueError(
@@ -374,11 +374,11 @@ def _choose(
 
 
 def _sorted_prefixes(table: Tensor, shareable: Tensor) -> tuple[list[int], list[int]]:
-    """An order in which equal prefixes are neighbours, and how many pages each sequence shares with
-    the one before it.
+    """An order in which equal prefixes are neighbours, and the number of pages that each sequence
+    shares with its predecessor.
     """
     batch, width = table.shape
-    private = torch.arange(batch, dtype=torch.int32)[:, None] - batch  # unlike any page id
+    private = torch.arange(batch, dtype=torch.int32)[:, None] - batch  # differs from any page id
     keys = torch.where(torch.arange(width) < shareable[:, None], table, private)
     if not keys.numel():
         return list(range(batch)), [0] * max(batch - 1, 0)
@@ -389,7 +389,7 @@ def _sorted_prefixes(table: Tensor, shareable: Tensor) -> tuple[list[int], list[
 
 def _trie(common: list[int]) -> list[TrieNode]:
     """The trie of the sorted sequences, children before parents, the root (no page) last: one pass
-    with a stack over the lengths of common prefixes.
+    over the lengths of common prefixes, with a stack.
     """
     stack, done = [TrieNode(0, 0)], []
     for i, pages in enumerate([*common, 0], start=1):
@@ -408,7 +408,7 @@ def _trie(common: list[int]) -> list[TrieNode]:
 
 
 def _deepest(nodes: list[TrieNode]) -> int:
-    """Levels of the trie; also tells every node its ancestors."""
+    """The depth of the trie; also fills in the ancestors of every node."""
     for node in reversed(nodes):
         for child in node.children:
             child.ends = [*node.ends, node.pages]
@@ -418,10 +418,10 @@ def _deepest(nodes: list[TrieNode]) -> int:
 def _price(nodes: list[TrieNode], queries: list[int], model: Costs, levels: int) -> Tensor:
     """Seconds against one plain call, with at most 0, 1, ..., levels levels.
 
-    cost[l, a] of a node is the least its subtree needs with l levels left when ancestor a is the
+    cost[l, a] of a node is the least cost of its subtree with l levels left, if ancestor a is the
     last one taken. Taking a node reads the pages since a once and pays for its queries, as if it
-    were alone in its level; leaving it lets its children and its loose sequences read them. All
-    ancestors at once. (The first reading of a page is not counted: it comes with every choice.)
+    were alone in its level. Otherwise its children and its loose sequences read these pages. All
+    ancestors are computed at once. (The first read of a page is not counted: every choice has it.)
     """
     for node in nodes[:-1]:
         below = _below(node, model, levels)
@@ -435,8 +435,8 @@ def _price(nodes: list[TrieNode], queries: list[int], model: Costs, levels: int)
 
 
 def _below(node: TrieNode, model: Costs, levels: int) -> Tensor:
-    """(levels + 1, ancestors + 1): what is below a node costs, if the last one taken is each of its
-    ancestors, or the node itself. A sequence that has no part in a child reads what is left.
+    """(levels + 1, ancestors + 1): the cost below a node, if the last one taken is each of its
+    ancestors, or the node itself. A sequence in no child reads the remaining pages by itself.
     """
     ends = torch.tensor([*node.ends, node.pages], dtype=torch.float64)
     loose = node.hi - node.lo - sum(child.hi - child.lo for child in node.children)
@@ -445,7 +445,7 @@ def _below(node: TrieNode, model: Costs, levels: int) -> Tensor:
 
 
 def _trace(root: TrieNode, order: list[int], levels: int) -> list[list[PrefixGroup]]:
-    """The groups that _price took."""
+    """The groups that `_price` has taken."""
     found: list[list[PrefixGroup]] = [[] for _ in range(levels)]
     todo = [(child, levels, 0) for child in root.children]
     while todo:
@@ -499,8 +499,8 @@ def _level(
 
 
 def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePlan:
-    """The plan with its level beside the own parts, where that may be and is predicted to take less
-    than one after the other.
+    """The plan with its level concurrent with the own call, if that is possible and is predicted to
+    be faster than one after the other.
     """
     if not _may_be_together(plan, model):
         return plan
@@ -518,9 +518,9 @@ def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePla
 
 
 def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
-    """One level of one group, whose queries need not be copied: nothing that the level reads is
-    then made between the two calls. Each sequence has queries few enough for a kernel that splits
-    keys, all of them together have too many for it.
+    """One level of one group with queries that need no copy: so no input of the level is written
+    between the two calls. Each sequence has few enough queries for a kernel that splits keys, and
+    all of them together have too many for it.
     """
     if [len(level.groups) for level in plan.levels] != [1]:
         return False
@@ -531,7 +531,7 @@ def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
 
 def _cut_runs(runs: list[Tensor], segments: int, least: int) -> Pair:
     """(page_table, pages of its rows): the first segment of every run, the second of every run, and
-    so on; of a run the segments are equal, and as few as make them `least` pages long.
+    so on. The segments of a run are equal, and at least `least` pages long.
     """
     sizes = [max(-(-len(run) // segments), least) for run in runs]
     pieces = [
@@ -544,14 +544,14 @@ def _cut_runs(runs: list[Tensor], segments: int, least: int) -> Pair:
 
 
 def _rows(cu: list[int], members: list[int]) -> Tensor | slice:
-    """The queries of these sequences, one after another: a slice where they lie so already."""
+    """The queries of these sequences, one after another: a slice if they are contiguous already."""
     if all(cu[a + 1] == cu[b] for a, b in pairwise(members)):
         return slice(cu[members[0]], cu[members[-1] + 1])
     return torch.cat([torch.arange(cu[b], cu[b + 1]) for b in members])
 
 
 def _place(rows: Tensor | slice, total_q: int) -> Tensor | None:
-    """Where each of all queries is among `rows`: the inverse of rows, or None if that is in
+    """The index of every query in `rows`, -1 if it is not in them; None if rows are all queries in
     order.
     """
     if isinstance(rows, slice) and rows == slice(0, total_q):

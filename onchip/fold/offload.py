@@ -1,9 +1,9 @@
-"""Attention over keys and values that live in host memory or in a file: segments stream to where
-the queries are and are folded one after another, so that the context is limited by the disk.
+"""Attention over keys and values in host memory or in a file: segments stream to the device of the
+queries and are folded one after another, so that the disk limits the context.
 
-On a CUDA device two buffers take turns: while attend computes over one, a side stream fills the
-other. Pinned memory is copied directly; anything else passes through pinned staging, filled by a
-worker thread. On the CPU segments are views, and nothing is copied.
+A CUDA device has two buffers: while attend computes over one, a side stream fills the other. Pinned
+memory is copied directly; other memory passes through pinned staging, which a worker thread fills.
+On the CPU segments are views, and nothing is copied.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,17 +21,17 @@ from onchip.state import add_sink, finalize, resume
 Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
 Span = tuple[int, int]  # keys [lo, hi)
 
-# Two buffers of this size are all the K/V a device holds. A copy of 256 MB takes 5 ms of a PCIe 5
-# bus, beside which starting it costs nothing; on the host a segment only bounds what a kernel may
-# convert or copy of it.
+# Two buffers of this size are all the K/V on a device. A copy of 256 MB takes 5 ms on a PCIe 5 bus,
+# which hides the cost of starting it. On the host a segment only bounds the memory that a kernel
+# may convert or copy.
 SEGMENT_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 
 
 class Offloaded:
     """Keys (batch, seqlen, kv_heads, head_dim) and values (batch, seqlen, kv_heads, head_dim_v) in
     host memory: pinned (fastest to a GPU), pageable, or mapped from a file (torch.from_file,
-    torch.from_numpy of a memmap). Read only; until the device has passed the call they must not
-    change.
+    torch.from_numpy of a memmap). Read only: they must not change until the device has finished the
+    call.
     """
 
     def __init__(self, k: Tensor, v: Tensor):
@@ -51,7 +51,7 @@ class Offloaded:
 
     @property
     def pinned(self) -> bool:
-        """Whether a device can copy from here while the host does something else."""
+        """Whether a device can copy from this memory without the host."""
         return self.k.is_pinned() and self.v.is_pinned()
 
     @property
@@ -65,10 +65,10 @@ class Offloaded:
         return self.k[:, lo:hi], self.v[:, lo:hi]
 
     def prefetch(self, lo: int, hi: int) -> None:
-        """Called when [lo, hi) will be read next: a source may start to bring it in."""
+        """Called when [lo, hi) will be read next: a source may start to load it."""
 
     def release(self, lo: int, hi: int) -> None:
-        """Called when [lo, hi) has been read: a source may let go of it."""
+        """Called when [lo, hi) has been read: a source may release it."""
 
 
 def run(
@@ -86,9 +86,9 @@ def run(
     """(out, lse) of q (batch, seqlen_q, heads, head_dim) over the whole source.
 
     attend is called like onchip.attention, once per segment of at most segment_bytes of keys and
-    values (twice that is on a device at a time). causal and window are aligned bottom-right over
-    the whole source, segments that no query sees are never read, a sink counts once. Other options
-    (softmax_scale, softcap, kernel) go to every call. No gradient.
+    values; a device holds two segments at a time. causal and window are aligned bottom-right over
+    the whole source. Segments that no query sees are never read. A sink counts once. Other options
+    (softmax_scale, softcap, kernel) apply to every call. No gradient.
     """
     _check(q, source, window_size, sinks, options)
     room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
@@ -111,7 +111,7 @@ def run(
 
 OPTIONS = {"softmax_scale", "softcap", "kernel", "deterministic"}
 REFUSED = {
-    "alibi_slopes": "a segment does not know how far its keys are from the queries",
+    "alibi_slopes": "a segment has no distance between its keys and the queries",
     "bias": "a bias over all keys would be larger than the keys",
     "mask": "a block mask is not cut into segments",
     "dropout_p": "there is no gradient to train with",
@@ -136,7 +136,7 @@ def _check(
 
 
 class Segmentation(NamedTuple):
-    """Which keys meet which queries, in which pieces. Query i stands at position i + offset."""
+    """Which queries attend to which segments of keys. Query i is at position i + offset."""
 
     seqlen_q: int
     seqlen_k: int
@@ -153,9 +153,9 @@ class Segmentation(NamedTuple):
         return 0 if self.causal else self.window_size[1]
 
     def chunks(self) -> list[Span]:
-        """Queries that stream together: all, unless a window ends on the left. Then no more than a
-        segment has keys, so that the first segment reaches the last query's first key and no
-        call needs a window that begins after its query.
+        """Queries that stream together: all, unless the window has a left bound. Then a chunk has
+        no more queries than a segment has keys: so the first segment contains the first key of the
+        last query, and no call needs a window that begins after its query.
         """
         step = self.seqlen_q if self.window_size[0] is None else self.tokens
         starts = range(0, self.seqlen_q, max(step, 1))
@@ -164,8 +164,8 @@ class Segmentation(NamedTuple):
     def spans(self, rows: Span) -> list[Span]:
         """The segments that a chunk of queries sees, at least one (which may be empty).
 
-        Cut from the end, unless a window asks for a full first segment: the queries are the last
-        positions, so that one segment holds the diagonal and all others need no mask.
+        They are cut from the end, unless a window needs a full first segment. The queries are the
+        last positions, so one segment contains the diagonal and all others need no mask.
         """
         left = self.window_size[0]
         lo = 0 if left is None else min(max(rows[0] + self.offset - left, 0), self.seqlen_k)
@@ -177,7 +177,7 @@ class Segmentation(NamedTuple):
 
     def options(self, rows: Span, span: Span) -> dict[str, object]:
         """causal and window_size of one call, which aligns the last query of the chunk with the
-        last key of the segment: `ahead` keys before the place where it stands.
+        last key of the segment: `ahead` keys before the position of the query.
         """
         lo, hi = span
         left, right, ahead = self.window_size[0], self.right, rows[1] + self.offset - hi
@@ -200,7 +200,7 @@ def _fold_rows(
     rows: Span,
     options: dict,
 ) -> Pair:
-    """(out, lse) of some queries, unrounded."""
+    """(out, lse) of a chunk of queries, unrounded."""
     spans = cut.spans(rows)
     bring = _view_segments if q.device.type == "cpu" else _copy_segments
     segments = zip(spans, bring(source, spans, q.device), strict=True)
@@ -213,7 +213,7 @@ def _fold_rows(
 
 
 def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
-    """Segments where they are, for queries on the CPU."""
+    """Segments as views, for queries on the CPU."""
     del device
     for i, span in enumerate(spans):
         for following in spans[i + 1 : i + 2]:
@@ -223,8 +223,8 @@ def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -
 
 
 class SegmentBuffer:
-    """Room for one segment on the device, and beside it the pinned room through which memory that
-    is not pinned must pass.
+    """The device memory of one segment and, if the source is not pinned, its pinned staging
+    memory.
     """
 
     def __init__(self, source: Offloaded, tokens: int, device: torch.device):
@@ -235,16 +235,16 @@ class SegmentBuffer:
         self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
 
     def fetch(self, source: Offloaded, span: Span, stream: torch.cuda.Stream) -> None:
-        """Enqueue the copy of a segment; without staging the host does not wait for anything."""
+        """Enqueue the copy of a segment; without staging the host does not wait."""
         segment = source.segment(*span)
         if self.staging is not None:
-            self.copied.synchronize()  # the last segment has left the staging room
+            self.copied.synchronize()  # the previous segment has left the staging memory
             for room, t in zip(self.staging, segment, strict=True):
                 room[:, : t.shape[1]].copy_(t)
             source.release(*span)
             segment = self._first(self.staging, span)
         with torch.cuda.stream(stream):
-            stream.wait_event(self.used)  # attend has read what lies here
+            stream.wait_event(self.used)  # attend has read the previous segment
             for room, t in zip(self._first(self.here, span), segment, strict=True):
                 for to, come in zip(room, t, strict=True):  # one sequence is one contiguous copy
                     to.copy_(come, non_blocking=True)
@@ -260,13 +260,13 @@ class SegmentBuffer:
 
 
 def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
-    """Segments on the device, the next one under way while one is in use. The current stream waits
-    for copies, the host only for staging.
+    """Segments on the device; the next one is copied while the current one is in use. The current
+    stream waits for copies, the host only for staging.
     """
     compute, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     tokens = max(hi - lo for lo, hi in spans)
     slots = [SegmentBuffer(source, tokens, device) for _ in spans[:2]]
-    copier.wait_stream(compute)  # the rooms may have been somebody else's a moment ago
+    copier.wait_stream(compute)  # the allocator may have reused memory that is still being read
     worker = ThreadPoolExecutor(1)
 
     def fetch(i: int) -> None:
@@ -289,4 +289,4 @@ def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -
             fetched = following
     finally:
         worker.shutdown()
-        compute.wait_stream(copier)  # whatever happened, no copy outlives its room
+        compute.wait_stream(copier)  # also after an error, no copy outlives its buffer
