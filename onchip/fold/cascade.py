@@ -19,7 +19,9 @@ from onchip.iomodel.prefixes import Costs, Together
 from onchip.problem import Beside, UnsupportedError
 from onchip.state import merge_at_rest
 
-Pair = tuple[Tensor, Tensor]  # (out, lse), or the two page pools, or a table and its lengths
+OutLse = tuple[Tensor, Tensor]
+KVPages = tuple[Tensor, Tensor]  # k_pages and v_pages of a layer
+TableLengths = tuple[Tensor, Tensor]  # page_table and cache_seqlens
 
 
 MAX_LEVELS = 4  # each level is one more call; tries of prompts are rarely deeper
@@ -47,7 +49,7 @@ class CascadeLevel(NamedTuple):
     cu_seqlens_q: Tensor  # (segments * groups + 1,) int32
     max_seqlen_q: int
     rows: Tensor | slice  # indices of packed queries, group by group; a slice needs no copy
-    place: Tensor | None  # (total_q,) int32: the index of each query in `rows`, -1 if not in it
+    row_index: Tensor | None  # (total_q,) int32: the index of each query in `rows`, -1 if not in it
 
 
 class LevelState(NamedTuple):
@@ -55,7 +57,7 @@ class LevelState(NamedTuple):
 
     out: Tensor  # (segments, rows, heads, head_dim_v), contiguous
     lse: Tensor  # (segments, heads, rows), contiguous in the last dimension
-    place: Tensor | None  # the index of each query in the rows, -1: not in them; None: in order
+    row_index: Tensor | None  # the index of each query in the rows, -1: not in them; None: in order
 
 
 class CascadePlan(NamedTuple):
@@ -79,7 +81,7 @@ class CascadePlan(NamedTuple):
         names = ("cu_seqlens_q", "shared_pages", "shared_tokens")
         return self._replace(levels=levels, **{name: move(getattr(self, name)) for name in names})
 
-    def own(self, page_table: Tensor, cache_seqlens: Tensor) -> Pair:
+    def own(self, page_table: Tensor, cache_seqlens: Tensor) -> TableLengths:
         """(page_table, cache_seqlens) of the keys that each sequence does not share, from the
         current tables: once per step, on their device, without synchronising.
         """
@@ -150,9 +152,9 @@ def plan(
     shared = _covered(groups, len(table))
     pages = torch.tensor(shared, dtype=torch.int64)
     tokens = (pages * page_size).int()
-    found = CascadePlan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
+    in_turn = CascadePlan(levels, saved, page_size, shared, lengths, table, cu, pages, tokens)
     own_pages = int((-(-seqlens // page_size) - pages).sum())
-    return found if cu_seqlens_q is not None else _try_together(found, own_pages, model)
+    return in_turn if cu_seqlens_q is not None else _try_together(in_turn, own_pages, model)
 
 
 class AttendCall(NamedTuple):
@@ -167,17 +169,17 @@ class AttendCall(NamedTuple):
 
 def run(
     plan: CascadePlan,
-    attend: Callable[..., Pair],
+    attend: Callable[..., OutLse],
     q: Tensor,
-    pages: Pair,
-    own: Pair,
+    pages: KVPages,
+    own: TableLengths,
     *,
-    merge: Callable[[Pair, list[LevelState], torch.dtype], Pair] | None = None,
-    at_once: Callable[[AttendCall, AttendCall], list[Pair] | None] | None = None,
+    merge: Callable[[OutLse, list[LevelState], torch.dtype], OutLse] | None = None,
+    at_once: Callable[[AttendCall, AttendCall], list[OutLse] | None] | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = True,
     **options: object,
-) -> Pair | Tensor:
+) -> OutLse | Tensor:
     """(out, lse), or out alone, of paged attention over the tables that `plan.own` was given: one
     call of attend per level, and one for the keys that are not shared.
 
@@ -198,11 +200,11 @@ def run(
     for_all["return_lse"] = True
     calls = [_own_call(plan, q, pages, own, {**for_all, **for_own})]
     calls += [_level_call(level, rows, pages, for_all) for level in plan.levels]
-    found = _run_both(plan, calls, at_once)
-    if found is None:
-        found = [attend(*call.args, **call.options) for call in calls]
-    (out, lse), *found = found
-    parts = [_level_state(level, *pair) for level, pair in zip(plan.levels, found, strict=True)]
+    results = _run_both(plan, calls, at_once)
+    if results is None:
+        results = [attend(*call.args, **call.options) for call in calls]
+    (out, lse), *results = results
+    parts = [_level_state(level, *pair) for level, pair in zip(plan.levels, results, strict=True)]
     state = out.reshape(-1, *out.shape[-2:]), _packed_lse(lse)
     out, lse = (merge or _merge)(state, parts, out_dtype or q.dtype)
     if q.dim() == 4:
@@ -214,8 +216,8 @@ def run(
 def _run_both(
     plan: CascadePlan,
     calls: list[AttendCall],
-    at_once: Callable[[AttendCall, AttendCall], list[Pair] | None] | None,
-) -> list[Pair] | None:
+    at_once: Callable[[AttendCall, AttendCall], list[OutLse] | None] | None,
+) -> list[OutLse] | None:
     """The results of the own call and the level's call if they may run concurrently, else None."""
     if plan.together is None or at_once is None:
         return None
@@ -241,7 +243,7 @@ def _split_options(options: dict) -> tuple[dict, dict]:
     return pick(FOR_ALL), pick(FOR_OWN)
 
 
-def _packed(plan: CascadePlan, q: Tensor, pages: Pair) -> Tensor:
+def _packed(plan: CascadePlan, q: Tensor, pages: KVPages) -> Tensor:
     """q as (total_q, heads, head_dim); a ValueError unless queries and pages fit the plan."""
     if pages[0].shape[1] != plan.page_size:
         raise ValueError(
@@ -257,7 +259,9 @@ def _packed(plan: CascadePlan, q: Tensor, pages: Pair) -> Tensor:
     return q.flatten(0, 1) if uniform else q
 
 
-def _own_call(plan: CascadePlan, q: Tensor, pages: Pair, own: Pair, options: dict) -> AttendCall:
+def _own_call(
+    plan: CascadePlan, q: Tensor, pages: KVPages, own: TableLengths, options: dict
+) -> AttendCall:
     packing: dict[str, object] = {}
     if q.dim() == 3:
         packing = {
@@ -267,7 +271,7 @@ def _own_call(plan: CascadePlan, q: Tensor, pages: Pair, own: Pair, options: dic
     return AttendCall((q, *pages, *own), {**packing, **options})
 
 
-def _level_call(level: CascadeLevel, rows: Tensor, pages: Pair, options: dict) -> AttendCall:
+def _level_call(level: CascadeLevel, rows: Tensor, pages: KVPages, options: dict) -> AttendCall:
     """The segments of one group are sequences of equal length, so a single group's call is not
     packed; all of them read the same queries.
     """
@@ -284,10 +288,10 @@ def _level_call(level: CascadeLevel, rows: Tensor, pages: Pair, options: dict) -
 def _level_state(level: CascadeLevel, out: Tensor, lse: Tensor) -> LevelState:
     """The result of a level's call, as states."""
     if len(level.groups) == 1:
-        return LevelState(out, lse, level.place)
+        return LevelState(out, lse, level.row_index)
     stacked = (level.segments, -1)
     return LevelState(
-        out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.place
+        out.unflatten(0, stacked), lse.unflatten(1, stacked).transpose(0, 1), level.row_index
     )
 
 
@@ -296,18 +300,18 @@ def _packed_lse(lse: Tensor) -> Tensor:
     return lse.transpose(0, 1).flatten(1) if lse.dim() == 3 else lse
 
 
-def _merge(own: Pair, parts: list[LevelState], out_dtype: torch.dtype) -> Pair:
+def _merge(own: OutLse, parts: list[LevelState], out_dtype: torch.dtype) -> OutLse:
     states = [own, *(state for part in parts for state in _states(part))]
     outs, lses = [out.transpose(0, 1) for out, _ in states], [lse for _, lse in states]
     out, lse = merge_at_rest(outs, lses)
     return out.transpose(0, 1).to(out_dtype), lse
 
 
-def _states(part: LevelState) -> Iterator[Pair]:
+def _states(part: LevelState) -> Iterator[OutLse]:
     """The states in the order of all queries; queries that are not in the level have no keys."""
-    out, lse, place = part
-    if place is not None:
-        at, absent = place.clamp(min=0), place < 0
+    out, lse, row_index = part
+    if row_index is not None:
+        at, absent = row_index.clamp(min=0), row_index < 0
         out = out[:, at].masked_fill(absent[:, None, None], 0.0)
         lse = lse[:, :, at].masked_fill(absent, -torch.inf)
     return zip(out.unbind(0), lse.unbind(0), strict=True)
@@ -446,16 +450,16 @@ def _below(node: TrieNode, model: Costs, levels: int) -> Tensor:
 
 def _trace(root: TrieNode, order: list[int], levels: int) -> list[list[PrefixGroup]]:
     """The groups that `_price` has taken."""
-    found: list[list[PrefixGroup]] = [[] for _ in range(levels)]
+    chosen: list[list[PrefixGroup]] = [[] for _ in range(levels)]
     todo = [(child, levels, 0) for child in root.children]
     while todo:
         node, left, last = todo.pop()
         if left and node.taken[left - 1, last]:
             members = tuple(sorted(order[node.lo : node.hi]))
-            found[levels - left].append(PrefixGroup(members, node.ends[last], node.pages))
+            chosen[levels - left].append(PrefixGroup(members, node.ends[last], node.pages))
             left, last = left - 1, len(node.ends)
         todo += [(child, left, last) for child in node.children]
-    return [sorted(groups) for groups in found]
+    return [sorted(groups) for groups in chosen]
 
 
 def _covered(levels: list[list[PrefixGroup]], batch: int) -> tuple[int, ...]:
@@ -494,7 +498,7 @@ def _level(
         torch.tensor(list(accumulate(lengths * segments, initial=0)), dtype=torch.int32),
         max(lengths),
         rows,
-        _place(rows, cu[-1]),
+        _index_of_rows(rows, cu[-1]),
     )
 
 
@@ -507,14 +511,14 @@ def _try_together(plan: CascadePlan, own_pages: int, model: Costs) -> CascadePla
     (level,) = plan.levels
     (group,) = level.groups
     pages, readers = group.stop - group.start, len(group.members)
-    found = model.together(own_pages, level.max_seqlen_q, pages)
+    together = model.together(own_pages, level.max_seqlen_q, pages)
     in_turn = model.one_call(own_pages + readers * pages, own_pages + pages) - plan.saved
-    if found is None or found.seconds >= in_turn:
+    if together is None or together.seconds >= in_turn:
         return plan
-    gained, cu = in_turn - found.seconds, plan.cu_seqlens_q.tolist()
-    cut = _level(plan.tables, cu, [group], plan.page_size, model, found.segments)
+    gained, cu = in_turn - together.seconds, plan.cu_seqlens_q.tolist()
+    cut = _level(plan.tables, cu, [group], plan.page_size, model, together.segments)
     cut = cut._replace(saved=level.saved + gained)
-    return plan._replace(levels=(cut,), saved=plan.saved + gained, together=found)
+    return plan._replace(levels=(cut,), saved=plan.saved + gained, together=together)
 
 
 def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
@@ -529,7 +533,7 @@ def _may_be_together(plan: CascadePlan, model: Costs) -> bool:
     return fits and isinstance(level.rows, slice)
 
 
-def _cut_runs(runs: list[Tensor], segments: int, least: int) -> Pair:
+def _cut_runs(runs: list[Tensor], segments: int, least: int) -> TableLengths:
     """(page_table, pages of its rows): the first segment of every run, the second of every run, and
     so on. The segments of a run are equal, and at least `least` pages long.
     """
@@ -550,12 +554,12 @@ def _rows(cu: list[int], members: list[int]) -> Tensor | slice:
     return torch.cat([torch.arange(cu[b], cu[b + 1]) for b in members])
 
 
-def _place(rows: Tensor | slice, total_q: int) -> Tensor | None:
+def _index_of_rows(rows: Tensor | slice, total_q: int) -> Tensor | None:
     """The index of every query in `rows`, -1 if it is not in them; None if rows are all queries in
     order.
     """
     if isinstance(rows, slice) and rows == slice(0, total_q):
         return None
-    place = torch.full((total_q,), -1, dtype=torch.int32)
-    place[rows] = torch.arange(len(place[rows]), dtype=torch.int32)
-    return place
+    row_index = torch.full((total_q,), -1, dtype=torch.int32)
+    row_index[rows] = torch.arange(len(row_index[rows]), dtype=torch.int32)
+    return row_index

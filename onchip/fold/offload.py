@@ -18,7 +18,8 @@ from onchip.fold.fold import fold
 from onchip.problem import UnsupportedError, Window, check_layout, check_window
 from onchip.state import add_sink, finalize, resume
 
-Pair = tuple[Tensor, Tensor]  # (k, v) of a segment, or (out, lse)
+KV = tuple[Tensor, Tensor]  # keys and values of a segment
+OutLse = tuple[Tensor, Tensor]
 Span = tuple[int, int]  # keys [lo, hi)
 
 # Two buffers of this size are all the K/V on a device. A copy of 256 MB takes 5 ms on a PCIe 5 bus,
@@ -60,7 +61,7 @@ class Offloaded:
         batch, _, num_kv_heads, head_dim = self.k.shape
         return batch * num_kv_heads * (head_dim + self.v.shape[-1]) * self.k.element_size()
 
-    def segment(self, lo: int, hi: int) -> Pair:
+    def segment(self, lo: int, hi: int) -> KV:
         """Keys and values [lo, hi), as views."""
         return self.k[:, lo:hi], self.v[:, lo:hi]
 
@@ -72,7 +73,7 @@ class Offloaded:
 
 
 def run(
-    attend: Callable[..., Pair],
+    attend: Callable[..., OutLse],
     q: Tensor,
     source: Offloaded,
     *,
@@ -82,7 +83,7 @@ def run(
     out_dtype: torch.dtype | None = None,
     segment_bytes: int | None = None,
     **options: object,
-) -> Pair:
+) -> OutLse:
     """(out, lse) of q (batch, seqlen_q, heads, head_dim) over the whole source.
 
     attend is called like onchip.attention, once per segment of at most segment_bytes of keys and
@@ -91,12 +92,12 @@ def run(
     (softmax_scale, softcap, kernel) apply to every call. No gradient.
     """
     _check(q, source, window_size, sinks, options)
-    room = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
-    room = room if segment_bytes is None else segment_bytes
-    if room < 1:
+    default = SEGMENT_BYTES["cpu" if q.device.type == "cpu" else "cuda"]
+    size = default if segment_bytes is None else segment_bytes
+    if size < 1:
         raise ValueError(f"{segment_bytes=} must be at least 1")
     cut = Segmentation(
-        q.shape[1], source.seqlen, max(1, room // source.token_bytes), causal, window_size
+        q.shape[1], source.seqlen, max(1, size // source.token_bytes), causal, window_size
     )
     options["out_dtype"] = wide = torch.promote_types(q.dtype, torch.float32)
     parts = [_fold_rows(attend, q, source, cut, rows, options) for rows in cut.chunks()]
@@ -193,26 +194,26 @@ class Segmentation(NamedTuple):
 
 
 def _fold_rows(
-    attend: Callable[..., Pair],
+    attend: Callable[..., OutLse],
     q: Tensor,
     source: Offloaded,
     cut: Segmentation,
     rows: Span,
     options: dict,
-) -> Pair:
+) -> OutLse:
     """(out, lse) of a chunk of queries, unrounded."""
     spans = cut.spans(rows)
     bring = _view_segments if q.device.type == "cpu" else _copy_segments
     segments = zip(spans, bring(source, spans, q.device), strict=True)
 
-    def attend_segment(q: Tensor, segment: tuple[Span, Pair]) -> Pair:
+    def attend_segment(q: Tensor, segment: tuple[Span, KV]) -> OutLse:
         span, (k, v) = segment
         return attend(q, k, v, return_lse=True, **options, **cut.options(rows, span))
 
     return fold(q[:, slice(*rows)], segments, attend_segment)
 
 
-def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+def _view_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[KV]:
     """Segments as views, for queries on the CPU."""
     del device
     for i, span in enumerate(spans):
@@ -229,9 +230,9 @@ class SegmentBuffer:
 
     def __init__(self, source: Offloaded, tokens: int, device: torch.device):
         shapes = [(t.shape[0], tokens, *t.shape[2:]) for t in (source.k, source.v)]
-        room = lambda **where: [torch.empty(s, dtype=source.k.dtype, **where) for s in shapes]
-        self.here = room(device=device)
-        self.staging = None if source.pinned else room(pin_memory=True)
+        allocate = lambda **where: [torch.empty(s, dtype=source.k.dtype, **where) for s in shapes]
+        self.here = allocate(device=device)
+        self.staging = None if source.pinned else allocate(pin_memory=True)
         self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
 
     def fetch(self, source: Offloaded, span: Span, stream: torch.cuda.Stream) -> None:
@@ -239,27 +240,27 @@ class SegmentBuffer:
         segment = source.segment(*span)
         if self.staging is not None:
             self.copied.synchronize()  # the previous segment has left the staging memory
-            for room, t in zip(self.staging, segment, strict=True):
-                room[:, : t.shape[1]].copy_(t)
+            for buffer, t in zip(self.staging, segment, strict=True):
+                buffer[:, : t.shape[1]].copy_(t)
             source.release(*span)
             segment = self._first(self.staging, span)
         with torch.cuda.stream(stream):
             stream.wait_event(self.used)  # attend has read the previous segment
-            for room, t in zip(self._first(self.here, span), segment, strict=True):
-                for to, come in zip(room, t, strict=True):  # one sequence is one contiguous copy
-                    to.copy_(come, non_blocking=True)
+            for buffer, t in zip(self._first(self.here, span), segment, strict=True):
+                for row, source_row in zip(buffer, t, strict=True):  # one sequence: contiguous
+                    row.copy_(source_row, non_blocking=True)
             self.copied.record(stream)
 
     @staticmethod
-    def _first(rooms: list[Tensor], span: Span) -> list[Tensor]:
-        return [room[:, : span[1] - span[0]] for room in rooms]
+    def _first(buffers: list[Tensor], span: Span) -> list[Tensor]:
+        return [buffer[:, : span[1] - span[0]] for buffer in buffers]
 
-    def segment(self, span: Span) -> Pair:
+    def segment(self, span: Span) -> KV:
         k, v = self._first(self.here, span)
         return k, v
 
 
-def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[Pair]:
+def _copy_segments(source: Offloaded, spans: list[Span], device: torch.device) -> Iterator[KV]:
     """Segments on the device; the next one is copied while the current one is in use. The current
     stream waits for copies, the host only for staging.
     """

@@ -109,7 +109,7 @@ class Spill(Offloaded):
         """
         if self._file is None:
             raise ValueError(f"{self.path} is open for reading: Spill(path, append=True) writes")
-        self._check_room(k, v)
+        self._check_fits(k, v)
         for t, entry in zip((k, v), self._entries, strict=True):
             rows = t.detach().to("cpu").contiguous()
             for b in range(len(rows)):
@@ -123,7 +123,7 @@ class Spill(Offloaded):
         self._file.write(_encode(self._header))
         self._file.flush()
 
-    def _check_room(self, k: Tensor, v: Tensor) -> None:
+    def _check_fits(self, k: Tensor, v: Tensor) -> None:
         for name, t, held in (("k", k, self.k), ("v", v, self.v)):
             like = (held.shape[0], k.shape[1] if k.dim() == 4 else -1, *held.shape[2:])
             if tuple(t.shape) != like or t.dtype != held.dtype:
