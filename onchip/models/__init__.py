@@ -1,5 +1,5 @@
-"""Language models: one decoder for the families of `FAMILIES`, and any other causal language model
-through transformers; loaded from safetensors.
+"""Language models, loaded from safetensors: one decoder for the families of `FAMILIES`, and any
+other causal language model through transformers.
 """
 
 from . import builtin

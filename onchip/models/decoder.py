@@ -1,8 +1,8 @@
 """One decoder for all families: embeddings, layers of attention and MLP, a head.
 
-A layer does not know where its keys come from. It hands q, k and v to an `Attend`, of which there
-are three here: sequences in pages (serving), dense batches and packed sequences (training,
-scoring). Any other fold will do.
+A layer is independent of the source of its keys: it passes q, k and v to an `Attend`. This file has
+three of them: sequences in pages (serving), dense batches and packed sequences (training, scoring).
+Any other fold works, too.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Rope = Sequence[tuple[Tensor, Tensor]]  # (cos, sin) for each of `ModelConfig.ro
 
 
 class Attend(Protocol):
-    """Attention of one layer over what came before: q (..., num_heads, head_dim), k and v (...,
+    """Attention of one layer over all tokens so far: q (..., num_heads, head_dim), k and v (...,
     num_kv_heads, head_dim) of the new tokens; options of `onchip.attention`.
     """
 
@@ -41,7 +41,7 @@ class Attend(Protocol):
 
 
 class PagedAttend(NamedTuple):
-    """Keys and values go to the pages of the cache, and are read from there."""
+    """Writes keys and values to the pages of the cache, and attends over the pages."""
 
     batch: PagedBatch
     cache: KVCache
@@ -51,19 +51,19 @@ class PagedAttend(NamedTuple):
         return self.read(layer, q, **options)
 
     def read(self, layer: int, q: Tensor, **options: Any) -> Tensor:
-        """Attention over what is in the pages, the keys and values of the new tokens included."""
+        """Attention over the pages, which contain the keys and values of the new tokens already."""
         batch, cache = self
         pages = *cache.layer(layer), batch.page_table, batch.cache_seqlens
         options |= cache.scales(layer)
         if batch.max_seqlen_q == 1 and q.shape[0] == batch.page_table.shape[0]:
-            # a token of each sequence: kernels need not look for them
+            # One token per sequence: kernels need no cu_seqlens_q.
             return cast(Tensor, paged_attention(q[:, None], *pages, **options))[:, 0]
         options |= {"cu_seqlens_q": batch.cu_seqlens_q, "max_seqlen_q": batch.max_seqlen_q}
         return cast(Tensor, paged_attention(q, *pages, **options))
 
 
 class PackedAttend(NamedTuple):
-    """Whole sequences, one after another."""
+    """Whole sequences, packed one after another."""
 
     cu_seqlens: Tensor
     max_seqlen: int
@@ -80,7 +80,7 @@ def attend_dense(layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) ->
 
 @dataclass(frozen=True)
 class ParameterFactory:
-    """Where parameters are made."""
+    """The device and dtype of new parameters."""
 
     device: torch.device | str = "cpu"
     dtype: torch.dtype = torch.float32
@@ -121,7 +121,7 @@ class NormLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """qkv holds the rows of q, then k, then v."""
+    """Self-attention of a layer. The weight `qkv` holds the rows of q, then k, then v."""
 
     def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
         super().__init__()
@@ -148,13 +148,13 @@ class SelfAttention(nn.Module):
         return self.out(attend(self.index, q, k, v, **self.options).flatten(-2))
 
     def _fuses(self, qkv: Tensor) -> bool:
-        """Whether norms, rotation and page write are one launch. Checked writes are not."""
+        """Whether norms, rotation and page write run as one launch; checked writes do not."""
         norm = self.q_norm
         return fused(qkv) is not None and (norm is None or norm.bias is None) and not checks.enabled
 
     def write(self, qkv: Tensor, rope: Rope, paged: PagedAttend) -> Tensor:
-        """Queries, normed and turned; keys, treated alike, and values go to their pages: one
-        launch.
+        """Return the queries, normalised and rotated; write the keys, treated alike, and the values
+        to their pages: one launch.
         """
         turn = None if self.rope_index is None else rope[self.rope_index]
         norms = None if self.q_norm is None else self._norms()
@@ -172,7 +172,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """up holds the rows of gate, then up, where the MLP is gated."""
+    """The weight `up` holds the rows of gate, then up, if the MLP is gated."""
 
     def __init__(self, config: ModelConfig, factory: ParameterFactory):
         super().__init__()
@@ -187,8 +187,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); post norms, where a config has them, before
-    the sums.
+    """x + attention(norm(x)), then x + mlp(norm(x)); with post norms of the two outputs if the
+    config has them.
     """
 
     def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
@@ -203,8 +203,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor | None, rope: Rope, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """x: the residual stream; y: what the block before adds to it. Both of the next block: a
-        sum and the norm after it are one operation.
+        """x: the residual stream; y: the output of the block before, to be added to it. Returns
+        both for the next block: a sum and the norm after it are one operation.
         """
         x, normed = add_norm(x, y, self.attention_norm)
         y = optional(self.attention_post_norm, self.attention(normed, rope, attend))
@@ -213,11 +213,11 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model of a config, or the part of one rank of it (`onchip.parallel.tensor`); its parameters
-    are not initialised (`loader.load`, `loader.random_model`).
+    """The model of a config, or one rank's shard of it (`onchip.parallel.tensor`). Its parameters
+    are not initialised: use `loader.load` or `loader.random_model`.
 
     forward: one step over pages. full: whole sequences, differentiable. Both return hidden states
-    after the last norm; `logits` is what follows.
+    after the last norm; `logits` computes logits from them.
     """
 
     def __init__(
@@ -249,17 +249,17 @@ class Decoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """Of the hidden states."""
+        """The size of the hidden states."""
         return self.config.hidden_size
 
     @property
     def layer_weights(self) -> int:
-        """Parameters of a layer."""
+        """The number of parameters of a layer."""
         return sum(weight.numel() for weight in self.layers[0].parameters())
 
     def cache_spec(self, page_size: int = 16, kv_dtype: str | None = None) -> Spec:
-        """Pages for the keys and values of this model on its device, in its dtype or, with kv_dtype
-        "fp8" or "int8", in 8 bits.
+        """Pages for the keys and values of this model, on its device and in its dtype, or in 8 bits
+        with kv_dtype "fp8" or "int8".
         """
         c, w = self.config, self.embed
         sizes = c.num_layers, c.num_kv_heads, c.head_dim
@@ -275,11 +275,11 @@ class Decoder(nn.Module):
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """One step: hidden states of the new tokens of a batch, or of the asked rows of them.
+        """One step: hidden states of the new tokens of a batch, or of some rows of them.
 
-        tokens, positions: integers (num_tokens,), packed as `batch` says (`positions_of(batch)`).
-        Keys and values are written to the cache; committing them is the caller's. rows: integers
-        (num_rows,), positions in `tokens`. Padding of a static batch gives rows of no meaning.
+        tokens, positions: integers (num_tokens,), packed like `batch` (`positions_of(batch)`). Keys
+        and values are written to the cache; the caller commits them. rows: integers (num_rows,),
+        indices into `tokens`. Padding of a static batch gives undefined rows.
         """
         return self.run(tokens, positions, PagedAttend(batch, cache), rows)
 
@@ -300,8 +300,8 @@ class Decoder(nn.Module):
         return self.run(tokens, each - cu_seqlens[owner], PackedAttend(cu_seqlens, max_seqlen))
 
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
-        """(..., vocab_size) in fp32 (fp64 for fp64). Not wide: as the matrix product rounds them,
-        unless they are capped, for who reads them once and widens them on the way.
+        """(..., vocab_size) in fp32 (fp64 for fp64). wide=False keeps the dtype of the matrix
+        product, unless logits are capped: for a kernel that reads them once and widens them itself.
         """
         out = F.linear(hidden, self.embed if self.head is None else self.head)
         if not wide and not self.config.logit_softcap:
@@ -312,10 +312,10 @@ class Decoder(nn.Module):
     def run(
         self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
     ) -> Tensor:
-        """Hidden states of tokens of any shape over keys from anywhere: what `forward` and `full`
-        do with the three of this file.
+        """Hidden states of tokens of any shape, with any `Attend`. `forward` and `full` call it
+        with the three of this file.
         """
-        compiling = torch.compiler.is_compiling()  # a value that is read would break the graph
+        compiling = torch.compiler.is_compiling()  # reading a value would break the graph
         if (tokens.device.type == "cpu" and not compiling) or checks.enabled:
             self._check_tokens(tokens)
         x = embed(tokens, self.embed, self.config.embedding_scale)
@@ -331,7 +331,7 @@ class Decoder(nn.Module):
     def _check_length(self, seqlen: int) -> None:
         limit = self.config.max_seqlen
         if self.positions is not None and seqlen > limit:
-            raise ValueError(f"{seqlen} tokens exceed the {limit} positions that were learned")
+            raise ValueError(f"{seqlen} tokens exceed the {limit} learned positions")
 
     def _check_tokens(self, tokens: Tensor) -> None:
         low, high = (t.item() for t in tokens.aminmax()) if tokens.numel() else (0, 0)
@@ -361,7 +361,7 @@ def score_options(config: ModelConfig, layer: Layer) -> dict[str, Any]:
 
 def embed(tokens: Tensor, weight: Tensor, factor: float) -> Tensor:
     x = F.embedding(tokens, weight)
-    # In the dtype of the weights: Gemma was trained with the rounded factor.
+    # The factor is rounded to the dtype of the weights: Gemma was trained so.
     return x if factor == 1 else x * torch.tensor(factor, dtype=weight.dtype).item()
 
 

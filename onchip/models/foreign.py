@@ -1,8 +1,9 @@
-"""Any other causal language model: the modules of transformers, with our attention over pages.
+"""Any other causal language model: the modules of transformers, with onchip's attention over pages.
 
-Slower than `decoder`: nothing is fused, no step is recorded, experts and norms are as transformers
-computes them. Nothing is fetched and no code of a checkpoint is run. A model is refused as early as
-it can be: by its config, by a run on no data (`probe`), by its files, and by a rehearsal.
+Slower than `decoder`: nothing is fused, no step is captured in a CUDA graph, and experts and norms
+run as in transformers. Nothing is downloaded, and no code of a checkpoint is run. A model is
+refused as early as possible: by its config, by a run without data (`probe`), by its files, and by a
+self check.
 """
 
 import math
@@ -29,17 +30,17 @@ from onchip.models.self_check import MAX_TOKENS, run_self_check
 from onchip.problem import UnsupportedError
 
 ABOUT = "runs through transformers, slower: nothing is fused, and no step is recorded"
-# Why modules of transformers fail where ours would not, by what the error says.
+# Why modules of transformers fail here, by a part of the error text.
 _REASONS = {
     "'MaskFunction'": "it computes with its masks instead of passing them to the attention"
     " interface",
-    "meta tensor": "it looks at values while it computes, so nothing is known before it is loaded",
+    "meta tensor": "it reads values while it computes, so it cannot be checked before it is loaded",
 }
 
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """What an engine asks about a model, under the names of `ModelConfig`."""
+    """The sizes that an engine needs, under the names of `ModelConfig`."""
 
     model_type: str
     vocab_size: int
@@ -55,8 +56,8 @@ class ForeignConfig:
 
 @dataclass(frozen=True)
 class ForeignCheckpoint:
-    """A folder that was checked, and what its model asks of attention. source: its config and
-    model_class: its class, both of transformers.
+    """A checked folder, and the attention layout of its model. source: its transformers config;
+    model_class: its transformers class.
     """
 
     folder: Path
@@ -68,7 +69,7 @@ class ForeignCheckpoint:
 
 
 class _PagedHandler:
-    """A `Reader` that walks through the layers of one step."""
+    """An `AttentionHandler` that counts the layers of one step."""
 
     def __init__(self, paged: PagedAttend, windows: tuple[int | None, ...]):
         self._paged, self._windows, self._layer = paged, windows, 0
@@ -84,8 +85,8 @@ class _PagedHandler:
 
 
 class Foreign:
-    """A model of transformers as an engine sees a `Decoder`. What a step gives instead of hidden
-    states are logits, because what lies between them is the model's own.
+    """A transformers model with the interface of `Decoder`. A step returns logits instead of hidden
+    states, because only the model itself can compute logits from its hidden states.
     """
 
     def __init__(self, model: Any, config: ForeignConfig, layout: AttentionLayout):
@@ -110,7 +111,7 @@ class Foreign:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Logits of one step, of the asked rows of it: as `Decoder.forward`."""
+        """Logits of one step, or of some rows of it: as `Decoder.forward`."""
         keep = (
             {"logits_to_keep": rows.long()}
             if rows is not None and self._layout.selects_rows
@@ -124,7 +125,7 @@ class Foreign:
 
     @torch.no_grad()
     def own_logits(self, tokens: Tensor) -> Tensor:
-        """Of one whole sequence, by transformers' own attention."""
+        """Logits of one whole sequence, by transformers' own attention."""
         self.model.set_attn_implementation("eager")
         try:
             return call(self.model, tokens)
@@ -132,14 +133,14 @@ class Foreign:
             self.model.set_attn_implementation(interface.NAME)
 
     def logits(self, hidden: Tensor, wide: bool = True) -> Tensor:
-        """What a step gave, in fp32 (fp64 for fp64) if wide."""
+        """The result of a step, in fp32 (fp64 for fp64) if wide."""
         return hidden if not wide or hidden.dtype == torch.float64 else hidden.float()
 
 
 def inspect_foreign(folder: str | Path, dtype: torch.dtype | None = None) -> ForeignCheckpoint:
-    """The checkpoint of a model that `decoder` does not serve, or a ValueError that says why
+    """The checkpoint of a model that `decoder` does not serve, or a ValueError with the reason why
     transformers and pages cannot serve it either. Reads config.json and headers only. dtype: None
-    for that of most weights.
+    for the dtype of most weights.
     """
     folder = Path(folder)
     model_type = _stated_type(folder)
@@ -164,7 +165,7 @@ def load_foreign(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
 ) -> Foreign:
-    """The model of a checkpoint, rehearsed. Its weights pass through host memory."""
+    """The model of a checkpoint, after its self check. Its weights pass through host memory."""
     if not isinstance(checkpoint, ForeignCheckpoint):
         checkpoint = inspect_foreign(checkpoint, dtype)
     transformers = interface.load_transformers()
@@ -188,21 +189,21 @@ def _stated_type(folder: Path) -> str:
 
 
 def _dtype(entries: dict[str, TensorEntry]) -> torch.dtype:
-    """That of most weights."""
+    """The dtype of most weights."""
     counts: dict[str, int] = {}
     for entry in entries.values():
         counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
     most = max(counts, key=lambda name: counts[name], default="none")
     if most not in safetensors.DTYPES:
         kinds = ", ".join(safetensors.DTYPES)
-        raise UnsupportedError(f"most weights are stored as {most}; served are {kinds}")
+        raise UnsupportedError(f"most weights are stored as {most}; supported are {kinds}")
     return safetensors.DTYPES[most]
 
 
 def _config(source: Any, layout: AttentionLayout) -> ForeignConfig:
     text, heads = source.get_text_config(), layout.heads
     if text.max_position_embeddings < MAX_TOKENS:
-        raise UnsupportedError(f"it has {text.max_position_embeddings} positions only")
+        raise UnsupportedError(f"it has only {text.max_position_embeddings} positions")
     return ForeignConfig(
         model_type=source.model_type,
         vocab_size=layout.vocab_size,
@@ -217,7 +218,7 @@ def _config(source: Any, layout: AttentionLayout) -> ForeignConfig:
 
 
 def _skeleton(source: Any, dtype: torch.dtype, transformers: ModuleType) -> Any:
-    """The model without weights."""
+    """The model on the meta device, without weights."""
     with torch.device("meta"):
         return transformers.AutoModelForCausalLM.from_config(
             source, attn_implementation=interface.NAME, dtype=dtype, trust_remote_code=False
@@ -225,12 +226,12 @@ def _skeleton(source: Any, dtype: torch.dtype, transformers: ModuleType) -> Any:
 
 
 def _check_size(skeleton: Any, entries: dict[str, TensorEntry]) -> None:
-    """A config is bounded by the files before anything is allocated for it."""
+    """Refuse a config with more weights than the files hold, before anything is allocated."""
     wanted = sum(weight.numel() for weight in skeleton.parameters())
     known = [entry for entry in entries.values() if entry.dtype in safetensors.DTYPES]
     held = sum(math.prod(entry.shape) for entry in known)
     if wanted > held:
-        raise ValueError(f"its config asks for {wanted:,} weights, the files hold {held:,}")
+        raise ValueError(f"its config needs {wanted:,} weights, the files hold {held:,}")
 
 
 def _read(checkpoint: ForeignCheckpoint) -> Any:
@@ -245,16 +246,16 @@ def _read(checkpoint: ForeignCheckpoint) -> Any:
         output_loading_info=True,
     )
     for name in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := report.get(name):
-            some = ", ".join(sorted(map(str, found))[:3])
-            raise ValueError(f"{len(found)} {name.replace('_', ' ')} in its files: {some}")
+        if keys := report.get(name):
+            some = ", ".join(sorted(map(str, keys))[:3])
+            raise ValueError(f"{len(keys)} {name.replace('_', ' ')} in its files: {some}")
     return model.eval()
 
 
 @contextmanager
 def _as_unsupported(model_type: str, transformers: ModuleType) -> Iterator[None]:
-    """What goes wrong inside is a sentence about the model: configs and modules of transformers
-    fail in many ways with what they, or we, did not expect. Memory that runs out is another matter.
+    """Turn any exception inside into an UnsupportedError about the model: configs and modules of
+    transformers fail in many ways on unexpected input. Out-of-memory errors pass unchanged.
     """
     try:
         yield

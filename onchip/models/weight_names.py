@@ -1,4 +1,4 @@
-"""How checkpoints name the parameters of a decoder, and how they cut them."""
+"""The names of a decoder's parameters in checkpoints, and how fused parameters are split."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """The share of one rank of tensor parallelism: of heads and MLP; embedding, norms and head are
-    on every rank.
+    """One rank of tensor parallelism: it has a share of the heads and of the MLP. Embedding, norms
+    and head are on every rank.
     """
 
     rank: int = 0
@@ -25,10 +25,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} must lie in [0, world_size={self.world_size})")
+            raise ValueError(f"rank={self.rank} must be in [0, world_size={self.world_size})")
 
     def of(self, piece: Tensor, cut: int | None) -> Tensor:
-        """cut: as in `Target`."""
+        """This rank's share of a slice; cut: as in `Target`."""
         if cut is None:
             return piece
         if cut < 0:
@@ -37,8 +37,8 @@ class Shard:
 
 
 class WeightSlice(NamedTuple):
-    """Rows start to start + rows of a tensor of the checkpoint (columns, where it is stored
-    transposed), which are the next rows of a parameter.
+    """Rows start to start + rows of a checkpoint tensor (columns, if it is stored transposed): the
+    next rows of a parameter.
     """
 
     name: str
@@ -47,8 +47,9 @@ class WeightSlice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A parameter of Decoder and its pieces in a checkpoint. cut: the dimension that ranks of
-    tensor parallelism divide, piece by piece; -1 for a bias that one rank adds; None for a whole.
+    """A parameter of Decoder and its slices in a checkpoint. cut: the dimension that ranks of
+    tensor parallelism divide, slice by slice; -1 for a bias that only one rank adds; None: not
+    divided.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Target(NamedTuple):
 
     @property
     def sources(self) -> dict[str, Shape]:
-        """Tensors of the checkpoint and their shapes, as far as this parameter tells."""
+        """The checkpoint tensors of this parameter, and their shapes."""
         ends: dict[str, int] = {}
         for piece in self.pieces:
             ends[piece.name] = max(ends.get(piece.name, 0), piece.start + piece.rows)
@@ -68,7 +69,7 @@ class Target(NamedTuple):
 
 
 class WeightNames(NamedTuple):
-    """One family's names. qkv and up have one name for each part, or one for all of them."""
+    """The names of one family. qkv and up have one name per projection, or one for all of them."""
 
     prefix: str
     embed: str
@@ -127,13 +128,13 @@ NAMES = {
     "phi3": _LLAMA._replace(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
     "gpt2": _GPT2,
 }
-# Buffers that old checkpoints stored: masks and frequencies, which the config determines.
+# Buffers in old checkpoints: masks and frequencies, which the config determines.
 DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def targets(config: ModelConfig, prefixed: bool = True) -> Iterator[Target]:
-    """Every parameter of the Decoder of a config. prefixed: as a whole causal model is stored; a
-    model without its head is stored without the prefix of the names.
+    """Every parameter of the Decoder of a config. prefixed: as a causal language model is stored; a
+    model without a head is stored without the prefix.
     """
     names = NAMES[config.model_type]
     prefix = names.prefix if prefixed else ""
@@ -173,7 +174,7 @@ def _layer(config: ModelConfig, names: WeightNames, ours: str, theirs: str) -> I
 
 
 def _projections(config: ModelConfig, names: WeightNames):
-    """(our name, their names, rows of each part, columns, has a bias)"""
+    """(decoder name, checkpoint names, rows of each projection, columns, has a bias)"""
     c = config
     q, kv, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
     up = (inner, inner) if c.gated else (inner,)
@@ -184,7 +185,7 @@ def _projections(config: ModelConfig, names: WeightNames):
 
 
 class FusedProjection(NamedTuple):
-    """A projection of several parts, stored as one tensor or as one for each part."""
+    """Several projections in one parameter, stored as one tensor or as one for each."""
 
     name: str
     sources: tuple[str, ...]
@@ -195,7 +196,7 @@ class FusedProjection(NamedTuple):
         shape = (sum(self.parts), columns)
         weight = self.pieces("weight")
         yield Target(f"{self.name}.weight", shape, weight, self.transposed, cut)
-        if bias:  # after a sum over ranks a bias must have been added once
+        if bias:  # ranks are summed, so only one of them may add the bias
             pieces = self.pieces("bias")
             yield Target(f"{self.name}.bias", shape[:1], pieces, False, -1 if cut else 0)
 
@@ -210,7 +211,7 @@ class FusedProjection(NamedTuple):
 
 
 def expected(wanted: Iterable[Target]) -> dict[str, Shape]:
-    """Tensors that a checkpoint must have, and their shapes."""
+    """The tensors that a checkpoint must have, and their shapes."""
     shapes: dict[str, Shape] = {}
     for target in wanted:
         shapes |= target.sources

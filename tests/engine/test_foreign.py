@@ -77,7 +77,7 @@ def test_logprobs_forks_and_beams(saved):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", foreign_models.SERVED)
 def test_a_gpu_says_the_same(kind, saved):
-    """In fp32; what 16 bits change is bounded by the rehearsal, which must pass."""
+    """In fp32; the self check bounds the change by 16 bits, and must pass."""
     with serve(saved(kind), device="cuda", dtype="float32", num_pages=None) as llm:
         assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected(kind)
     with serve(saved(kind), device="cuda", dtype="bfloat16", num_pages=20) as llm:

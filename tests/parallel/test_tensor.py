@@ -90,7 +90,7 @@ def alone(tmp_path):
 
 def test_what_cannot_be_connected_is_refused(alone):
     config = ModelConfig.from_hf(LLAMA)
-    with pytest.raises(ValueError, match="Part\\(rank=0, world_size=2\\), this is rank 0 of 1"):
+    with pytest.raises(ValueError, match="Shard\\(rank=0, world_size=2\\), this is rank 0 of 1"):
         Job(alone).connect(models.Decoder(config, shard=Shard(0, 2)))
     with pytest.raises(ValueError, match="the mesh has 2 dimensions"):
         Job(init_device_mesh("cpu", (1, 1)))
