@@ -1,9 +1,15 @@
-"""A block mask as three warpgroups of a program walk it: in strips of 192 queries.
+"""Block masks for three warpgroups of a program: lists of key blocks for strips of 192 queries.
 
-A strip reaches over two block rows, of which either may list blocks that the other does not. Its
-entries are those that both list, then those of one row alone, by turns of either. They are walked
-from the last to the first: what one row has more than the other passes by the other's warpgroups
-before they begin, and from then on who has no part in a block goes on to the next, which is theirs.
+        block rows of 128        strips of 192        warpgroups of 64
+        row 0  [  0, 128)   ->   strip 0 [0, 192)     rows 0, 0, 1
+        row 1  [128, 256)   ->   strip 1 [192, 384)   rows 1, 2, 2
+        row 2  [256, 384)
+
+A strip covers two block rows, and each row may list blocks that the other does not. The entries of
+a strip are the blocks that both rows list, then the blocks of one row alone, alternating between
+the rows. A kernel walks them from the last to the first. So the surplus of the longer row comes
+first, before the other row's warpgroups start; after that, a warpgroup that has no part in an entry
+has a part in the next one.
 """
 
 from typing import NamedTuple
@@ -17,47 +23,48 @@ from onchip.masks.blockmask import BlockMask, flat_offsets, num_blocks, owners
 from onchip.masks.deferred import version_of
 
 UNSEEN = -1
-FAR, CUT, BIT_TILE = 1, 2, 4  # of which the part of an entry in a row is the sum
-ENTRY = 3  # numbers of an entry
+FAR, CUT, BIT_TILE = 1, 2, 4  # flags: an entry's value in a row is their sum
+ENTRY = 3  # numbers per entry
 
 
 class MaskStrips(NamedTuple):
-    """heads: of each strip its first entry, and how many of them both rows list, the first row
-    alone, the second row alone. entries: a key block, and its part in each of the two rows:
-    UNSEEN, or a sum of FAR if the entry that is walked after it is the other row's alone; CUT if
-    the keys end within it; so many BIT_TILEs as the number of its bit tile, counted from 1, or none
-    if all of it is seen. One entry lies before all others, of no strip: who looks ahead may look at
-    it. shared: of the tiles that a strip loads for its warpgroups, how many they have a
-    part in, on average; 1 where nobody could wait for that number.
+    """heads: of each strip its first entry, and the numbers of entries that both rows list, the
+    first row alone, the second row alone. entries: a key block, and its value in each of the two
+    rows: UNSEEN, or a sum of FAR if the next entry in walking order belongs to the other row alone;
+    CUT if the keys end within the block; BIT_TILE times the number of its bit tile, counted from 1,
+    or 0 if the whole block is visible. Entry 0 belongs to no strip: it makes looking one entry
+    ahead safe. shared: the average fraction of loaded tiles that a warpgroup has a part in; 1 if
+    the host could not wait for that number.
     """
 
     heads: Tensor  # (planes_b, planes_h, strips, 4), int32
-    entries: Tensor  # (1 + as many as there are at least, ENTRY), int32
+    entries: Tensor  # (1 + at least the number of entries, ENTRY), int32
     shared: float
 
 
-_CACHE = WeakTensorKeyDictionary()  # by a tensor of the mask: (what they were made of, strips)
+_CACHE = WeakTensorKeyDictionary()  # tensor of the mask -> (identity of the source, strips)
 
 
 def strips_of(mask: BlockMask) -> MaskStrips:
-    """Made once, and waited for: the next call may be on another stream. What a CUDA graph records
-    is not kept: it is not there before the graph is replayed.
+    """The strips of a mask, built once. The host waits for them, because the next call may be on
+    another stream. Strips built during a CUDA graph capture are not cached: their values exist only
+    after the graph is replayed.
     """
     key = mask.rows.full_offsets
     source = [(id(t), version_of(t)) for t in mask.rows], mask.seqlen_q, mask.seqlen_k
-    kept = _CACHE.get(key)
-    if kept is not None and kept[0] == source:
-        return kept[1]
+    cached = _CACHE.get(key)
+    if cached is not None and cached[0] == source:
+        return cached[1]
     recorded = key.is_cuda and torch.cuda.is_current_stream_capturing()
-    found = _build(mask)
+    strips_built = _build(mask)
     if not recorded:
-        found = found._replace(shared=_load_share(mask, found))
-        _CACHE[key] = source, found
-    return found
+        strips_built = strips_built._replace(shared=_load_share(mask, strips_built))
+        _CACHE[key] = source, strips_built
+    return strips_built
 
 
 def _load_share(mask: BlockMask, strips: MaskStrips) -> float:
-    """A block row is that of two warpgroups of the three for which a strip loads its tiles."""
+    """A block row belongs to two of the three warpgroups for which a strip loads its tiles."""
     loaded = 3 * int(strips.heads[..., 1:].sum())
     return 2 * (mask.num_full + mask.num_partial) / loaded if loaded else 1.0
 
@@ -68,7 +75,7 @@ class _ListedBlocks(NamedTuple):
     strip: Tensor
     block: Tensor
     side: Tensor  # 0 or 1: the first or the second row of the strip
-    tile: Tensor  # counted from 1; 0: none
+    tile: Tensor  # counted from 1; 0: no bit tile
 
 
 def _build(mask: BlockMask) -> MaskStrips:
@@ -93,12 +100,12 @@ def _build(mask: BlockMask) -> MaskStrips:
     rank = (counted.cumsum(0) - 1 - before[strip]).gather(1, kind[:, None])[:, 0]
 
     others = counts[strip, 3 - kind.clamp(min=1)]
-    turn = rank + side  # of the others, so many come before it if there are as many
+    turn = rank + side  # at most so many entries of the other row come before it
     alone = counts[strip, 0] + rank + torch.minimum(turn, others)
     start = before.sum(1) + 1
     at = start[strip] + torch.where(both, rank, alone)
     far = ~both & (turn > 0) & (turn <= others)
-    cut = block == seqlen_k // BLOCK  # the last block, unless it is whole
+    cut = block == seqlen_k // BLOCK  # the last block, if it is not full
     part = tile * BIT_TILE + cut * CUT + far * FAR
     entries = torch.full((1 + cell.numel(), ENTRY), UNSEEN, dtype=torch.int32, device=cell.device)
     entries[0] = 0
@@ -109,8 +116,8 @@ def _build(mask: BlockMask) -> MaskStrips:
 
 
 def _list_blocks(mask: BlockMask, per_plane: int, strips: int) -> _ListedBlocks:
-    """Of three block rows the middle one is the second of a strip and the first of the next. The
-    others have no second strip, which is strip number `strips`.
+    """Of three block rows the middle one is the second row of a strip and the first of the next.
+    The other rows have no second strip: they get the dummy strip number `strips`.
     """
     lists = mask.rows
     full = owners(flat_offsets(lists.full_offsets), mask.num_full)

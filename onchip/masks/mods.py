@@ -1,7 +1,7 @@
-"""Mask expressions: what a query may see, said without lengths.
+"""Mask expressions: which keys a query sees, independent of lengths.
 
-A `Mask` is built for lengths when they are known. In all of them, p = q + seqlen_k - seqlen_q is
-the position of query q among the keys (bottom-right: the last query stands at the last key).
+A `Mask` is built when the lengths are known. Everywhere p = q + seqlen_k - seqlen_q is the position
+of query q among the keys (bottom-right aligned: the last query is at the last key).
 """
 
 import inspect
@@ -20,17 +20,17 @@ from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
 _MAX_BUILDS = 4  # builds kept per expression: a training and an evaluation length, twice
-_NUMBERS = count(2)  # torch.compile makes constants of 0 and 1, and a variable of another number
+_NUMBERS = count(2)  # torch.compile specialises on 0 and 1; other numbers become variables
 _NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
 
 Planes = tuple[bool, bool]  # does a rule differ between batch entries, between heads?
 
 
 class Mask:
-    """A rule for visibility that can be combined (`&`, `|`, `~`), built and shown.
+    """A visibility rule that can be combined (`&`, `|`, `~`), built and shown.
 
-    Where a rule takes tensors it copies them to the host at once, so changing them later changes
-    nothing; a function passed to `mod` must be pure.
+    A rule copies its tensors to the host at once, so later changes to them have no effect. A
+    function passed to `mod` must be pure.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Mask:
         resolve: Callable[[Grid], Node],
         depends: Planes | Callable[[torch.device], Planes] = (False, False),
     ):
-        """text: how it prints. resolve and depends are functions that can be pickled, of arguments
-        that can: a DataLoader sends masks to its workers and back.
+        """text: its repr. resolve and depends are picklable functions of picklable arguments: a
+        DataLoader sends masks to its workers and back.
         """
         self._text = text
         self._resolve = resolve
@@ -48,10 +48,10 @@ class Mask:
         self._reset_builds()
 
     def _reset_builds(self) -> None:
-        """Begin without results, under a new number: a mask that a graph makes has none."""
+        """Start without built masks, under a new number; masks made inside a graph have none."""
         self._built: dict[tuple, BlockMask] = {}
         self._planes: dict[torch.device, Planes] = {}
-        self.number: Any = None  # an int, in a graph a symbol
+        self.number: Any = None  # an int, or a SymInt in a graph
         if not torch.compiler.is_compiling():
             self.number = next(_NUMBERS)
             _NUMBERED[self.number] = self
@@ -71,7 +71,7 @@ class Mask:
         seqlen_k: int,
         device: torch.device | str = "cpu",
     ) -> BlockMask:
-        """This mask as data for these lengths, on `device`; the last few results are kept.
+        """The BlockMask for these lengths, on `device`; the last few are cached.
 
         The lists are made on the CPU and copied to the device once. Only a `mod` function runs on
         the device (where the tensors it captures should be).
@@ -88,14 +88,14 @@ class Mask:
     def node(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
     ) -> Node:
-        """This mask for these lengths before it is data: what `parts` cuts."""
+        """This mask for these lengths as a node, from which `submask` selects."""
         return self._resolve(self._grid(batch, heads, seqlen_q, seqlen_k, torch.device(device)))
 
     def _grid(
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
     ) -> Grid:
         per_batch, per_head = True, True
-        if batch and heads and seqlen_q and seqlen_k:  # else there is no index to try a mod with
+        if batch and heads and seqlen_q and seqlen_k:  # otherwise a mod has no index to run on
             per_batch, per_head = self.depends(device)
         planes = (batch if per_batch else 1, heads if per_head else 1)
         return Grid(*planes, seqlen_q, seqlen_k, device)
@@ -104,7 +104,7 @@ class Mask:
         self, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device
     ) -> Tensor:
         """This mask by torch operations alone, for a graph that makes it from its own tensors: the
-        bounds of `spans` where each query sees one interval, else a dense mask.
+        bounds of `spans` if each query sees one interval, else a dense mask.
         """
         node = self._resolve(Grid(batch, heads, seqlen_q, seqlen_k, device))
         if not isinstance(node, Interval):
@@ -165,11 +165,11 @@ class Mask:
 
 
 def find_numbered(number: int) -> Mask:
-    """The mask of a graph that holds its number."""
+    """The mask with this number, which a graph holds."""
     mask = _NUMBERED.get(number)
     if mask is None:
         raise ValueError(
-            "the mask of this graph is gone: keep the Mask for as long as the graph runs, or build"
+            "the mask of this graph was freed: keep the Mask as long as the graph runs, or build"
             " it before the graph is made"
         )
     return mask
@@ -239,7 +239,7 @@ def _prefix_lm(lengths: Tensor, grid: Grid) -> Interval:
 def padding(lengths: Tensor) -> Mask:
     """Query q of batch entry b sees the keys k < lengths[b]; lengths is an integer tensor (batch,).
 
-    Rows of padding queries are not hidden: their output is not asked for.
+    Rows of padding queries are not masked: their output is unused.
     """
     ends, shown = _lengths("lengths", lengths)
     if not ends.dim():
@@ -276,18 +276,18 @@ def _document(cu_q: Tensor, own_cu_k: Tensor | None, grid: Grid) -> Interval:
     cu_k, name = (cu_q, "cu_seqlens") if own_cu_k is None else (own_cu_k, "cu_seqlens_k")
     _check_end("cu_seqlens", cu_q, "seqlen_q", grid.seqlen_q)
     _check_end(name, cu_k, "seqlen_k", grid.seqlen_k)
-    if len(cu_q) == 1:  # no document, and no position
+    if len(cu_q) == 1:  # no document and no position
         return Interval(grid, 0, 0)
     at = torch.searchsorted(cu_q[1:], torch.arange(grid.seqlen_q), right=True)
-    at = at.clamp(max=len(cu_q) - 2)  # a graph goes on past a check that fails
+    at = at.clamp(max=len(cu_q) - 2)  # a graph continues past a failed check
     return Interval(grid, cu_k[at], cu_k[at + 1])
 
 
 def spans(bounds: Tensor) -> Mask:
     """Query q of batch entry b sees the keys bounds[b, 0, q, 0] <= k < bounds[b, 0, q, 1].
 
-    An integer tensor (batch or 1, 1, seqlen_q, 2); no bound is negative, and a query whose keys end
-    before they begin sees nothing. Copied to the host here.
+    An integer tensor (batch or 1, 1, seqlen_q, 2). No bound is negative; a query with an end below
+    its start sees nothing. Copied to the host here.
     """
     if not is_spans(bounds):
         got = f"{bounds.dtype} {tuple(bounds.shape)}" if isinstance(bounds, Tensor) else bounds
@@ -295,7 +295,7 @@ def spans(bounds: Tensor) -> Mask:
     ends = bounds.to("cpu", torch.int64, copy=True)
     _require(
         (ends >= 0).all(),
-        lambda: "a bound of a span is negative: where keys are no interval there is none",
+        lambda: "a bound of a span is negative: keys that are not an interval have no bounds",
     )
     shape = (len(ends), 1, ends.shape[2])
     return Mask(f"spans{_format(shape)}", partial(_spans, ends), (len(ends) != 1, False))
@@ -308,7 +308,7 @@ def _spans(ends: Tensor, grid: Grid) -> Interval:
 
 
 def is_spans(bounds: object) -> bool:
-    """Whether this is a tensor that `spans` takes, as far as its type and shape tell."""
+    """Whether `spans` accepts this tensor, judged by its dtype and shape."""
     if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
         return False
     return bounds.dim() == 4 and bounds.shape[1] == 1 and bounds.shape[3] == 2
@@ -318,8 +318,9 @@ def mod(fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     """Query q sees key k iff fn(b, h, q, k); any FlexAttention `mask_mod` works unchanged.
 
     fn gets scalar index tensors (under vmap) and returns a bool scalar; q is the raw index, not p.
-    It must be pure. It is evaluated on whole blocks, only those that the masks it is combined with
-    by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in memory.
+    It must be pure. It is evaluated on whole blocks, and only on blocks that the masks combined
+    with it by `&` leave open; alone it costs seqlen_q x seqlen_k evaluations in time, never in
+    memory.
     """
     try:
         if not torch.compiler.is_compiling():
@@ -340,7 +341,7 @@ def dense(visible: Tensor) -> Mask:
     """Query q sees key k iff visible[..., q, k].
 
     A bool tensor (seqlen_q, seqlen_k) or (batch or 1, heads or 1, seqlen_q, seqlen_k). It is
-    packed to one bit per cell at once, on its device, and kept on the host.
+    packed to one bit per cell at once, on its device, and stored on the host.
     """
     dtype = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
     if dtype != torch.bool:
@@ -366,7 +367,8 @@ def _dense(node: Callable[[Grid, Tensor], Node], kept: Tensor, shape: tuple, gri
 def from_flex(block_mask) -> Mask:
     """The mask of a FlexAttention `BlockMask` of any BLOCK_SIZE.
 
-    A cell is visible iff its block is listed as full, or is listed as partial and mask_mod says so.
+    A cell is visible iff its block is listed as full, or it is listed as partial and mask_mod is
+    true.
     """
     lists = [(block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None:
@@ -400,9 +402,9 @@ def _depends_on_flex(planes: Planes, fn: Callable, device: torch.device) -> Plan
 
 
 def as_mask(mask) -> Mask | BlockMask:
-    """What a user may pass as `mask=`: a Mask or BlockMask as it is, a mask_mod function, a dense
-    bool tensor, the bounds of `spans` or a FlexAttention BlockMask as a Mask. Anything else is a
-    ValueError.
+    """The values of `mask=`: a Mask or BlockMask is returned unchanged; a mask_mod function, a
+    dense bool tensor, the bounds of `spans` or a FlexAttention BlockMask becomes a Mask. Anything
+    else is a ValueError.
     """
     if isinstance(mask, (Mask, BlockMask)):
         return mask
@@ -487,8 +489,8 @@ def _check_end(name: str, cu: Tensor, axis: str, seqlen: int) -> None:
 
 
 def _require(is_met: Tensor, message: Callable[[], str]) -> None:
-    """Raise unless the condition, a bool scalar on the host, holds. A graph finds out when it
-    runs, and says only that.
+    """Raise unless the condition, a bool scalar on the host, holds. A graph checks it when it runs,
+    with a general error text.
     """
     if torch.compiler.is_compiling():
         torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
@@ -499,7 +501,7 @@ def _require(is_met: Tensor, message: Callable[[], str]) -> None:
 
 
 def _format(numbers: int | tuple) -> str:
-    """Numbers in the text of a mask: in a graph they may be symbols."""
+    """Numbers in the repr of a mask; in a graph they may be SymInts."""
     return "?" if torch.compiler.is_compiling() else str(numbers)
 
 

@@ -1,5 +1,6 @@
-"""Masks of well-known papers. p is the position of a query among the keys (see `mods`); blocks are
-128 tokens, and a query with p < 0 (more queries than keys) sees nothing through a block rule."""
+"""Masks of well-known papers. p is the position of a query among the keys (see `mods`). Blocks have
+128 tokens. A query with p < 0 (more queries than keys) sees nothing under a block rule.
+"""
 
 from functools import partial
 
@@ -18,7 +19,7 @@ def block_local(block: int = BLOCK) -> Mask:
 
 
 def longformer(window_size: int, global_tokens: int = 0) -> Mask:
-    """Longformer (Beltagy et al. 2020): a window and a few tokens that see, and are seen by, all.
+    """Longformer (Beltagy et al. 2020): a window, and global tokens that see and are seen by all.
 
     Query q sees key k iff |p - k| <= window_size, or 0 <= p < global_tokens, or k < global_tokens.
     """
@@ -118,7 +119,7 @@ def _draw(blocks: int, count: int, seed: int) -> Tensor:
     drawn = torch.empty(blocks, 0, dtype=torch.int64)
     for already in range(count):
         pick = torch.randint(blocks - already, (blocks,), generator=generator)
-        for taken in drawn.sort(1).values.unbind(1):  # count past the numbers already taken
+        for taken in drawn.sort(1).values.unbind(1):  # skip the numbers already taken
             pick += pick >= taken
         drawn = torch.cat([drawn, pick[:, None]], 1)
     return drawn

@@ -1,5 +1,5 @@
-"""Some rows and some columns of a mask, without building the whole: what one rank computes of a
-mask that is spread over many.
+"""Some rows and columns of a mask, without building the whole mask: one rank's part of a mask over
+many ranks.
 """
 
 from functools import cached_property
@@ -12,21 +12,21 @@ from .blockmask import BlockMask
 from .mods import Mask
 from .nodes import EMPTY, FULL, PARTIAL, Cells, Dense, Grid, Interval, Join, Node, Not
 
-_NEAR = 2  # blocks of the whole that a block of the part may touch before only its cells are asked
+_NEAR = 2  # a submask's block is decided by blocks of the whole if it touches at most so many
 
 
 def node_of(
     mask: Mask | BlockMask, planes: tuple[int, int], lengths: tuple[int, int], device: torch.device
 ) -> Node:
-    """A mask over a whole problem: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
+    """The node of a mask: planes are (batch, heads), lengths (seqlen_q, seqlen_k)."""
     if isinstance(mask, BlockMask):
         return BuiltMask(Grid(*mask.shape, torch.device("cpu")), mask)
     return mask.node(*planes, *lengths, device)
 
 
 def submask(node: Node, rows: Tensor, cols: Tensor) -> Node:
-    """Rows and columns of a mask: cell (i, j) of the part is cell (rows[i], cols[j]) of the whole.
-    int64, ascending, on the CPU.
+    """Rows and columns of a mask: cell (i, j) of the result is cell (rows[i], cols[j]) of node.
+    rows and cols are int64, ascending, on the CPU.
     """
     grid = node.grid._replace(seqlen_q=len(rows), seqlen_k=len(cols))
     if isinstance(node, Interval):
@@ -38,11 +38,11 @@ def submask(node: Node, rows: Tensor, cols: Tensor) -> Node:
         return Not(grid, submask(node.part, rows, cols))
     if isinstance(node, (Cells, Dense)):
         return Submask(grid, node, rows, cols)
-    raise TypeError(f"{type(node).__name__} is not known to be cut")
+    raise TypeError(f"{type(node).__name__} has no submask")
 
 
 class Submask(Cells):
-    """Rows and columns of a mask that is known cell by cell."""
+    """Rows and columns of a mask that is evaluated cell by cell."""
 
     def __init__(self, grid: Grid, whole: Cells | Dense, rows: Tensor, cols: Tensor):
         super().__init__(grid)
@@ -52,7 +52,7 @@ class Submask(Cells):
         return self.whole.visible(b, h, self._rows[q], self._cols[k])
 
     def status(self, keys: Tensor) -> Tensor:
-        """What the blocks of the whole say where a block of the part touches few of them."""
+        """Decided by the blocks of the whole if a block touches few of them, else PARTIAL."""
         found = super().status(keys)
         b, h, i, j = self.grid.split(keys)
         (first_i, last_i), (first_j, last_j) = self._touched[0][:, i], self._touched[1][:, j]
@@ -74,7 +74,7 @@ class Submask(Cells):
 
     @cached_property
     def _touched(self) -> tuple[Tensor, Tensor]:
-        """First and last block of the whole that each block of rows, and of columns, lies in."""
+        """First and last block of the whole that each block of rows, and of columns, touches."""
         return _first_and_last(self._rows), _first_and_last(self._cols)
 
 
@@ -85,7 +85,7 @@ def _first_and_last(positions: Tensor) -> Tensor:
 
 
 class BuiltMask(Cells):
-    """A mask that is data already."""
+    """The node of a BlockMask."""
 
     def __init__(self, grid: Grid, mask: BlockMask):
         super().__init__(grid)

@@ -1,4 +1,4 @@
-"""Which keys a tile of queries sees, on the host: a CPU kernel asks before it loads anything."""
+"""The keys that a tile of queries sees, computed on the host before a CPU kernel loads anything."""
 
 from bisect import bisect_left
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from .blockmask import ALL_ONES, ALL_ZEROS, BlockMask
 class Visibility(NamedTuple):
     """causal AND window AND plane (b, h) of a mask, for one sequence.
 
-    Query q stands at p = q + seqlen_k - seqlen_q; causal: k <= p; window: p - left <= k <= p +
+    Query q is at p = q + seqlen_k - seqlen_q; causal: k <= p; window: p - left <= k <= p +
     right, None = unbounded.
     """
 
@@ -26,7 +26,7 @@ class Visibility(NamedTuple):
     h: int = 0
 
     def spans(self, q0: int, q1: int) -> list[tuple[int, int]]:
-        """Ascending, disjoint key ranges outside of which no query of [q0, q1) sees a key."""
+        """Ascending, disjoint key ranges that contain all keys visible to queries [q0, q1)."""
         lo, hi = self._limits(q0, q1)
         if lo >= hi:
             return []
@@ -66,11 +66,11 @@ class Visibility(NamedTuple):
         return lo, hi
 
     def _band(self, q0: int, q1: int, k0: int, k1: int, device) -> Tensor | None:
-        """The causal and window part of a tile, None where it hides nothing."""
+        """The causal and window part of a tile, None if it hides nothing."""
         left, right = self._window_bounds()
         diagonal = q0 + self.seqlen_k - self.seqlen_q - k0  # the column where row 0 has k = p
         if right is not None and k1 - k0 - 1 <= diagonal + right:
-            right = None  # the tile ends before this side cuts it
+            right = None  # the tile ends before this bound
         if left is not None and q1 - q0 - 1 + diagonal <= left:
             left = None
         if left is None and right is None:
@@ -93,7 +93,7 @@ class Visibility(NamedTuple):
         return (self.b * self.mask.shape[1] + self.h) * ((self.seqlen_q + BLOCK - 1) // BLOCK)
 
     def _mask_tile(self, q0: int, q1: int, k0: int, k1: int) -> Tensor | None:
-        """The mask's part of a tile, None where it hides nothing."""
+        """The mask's part of a tile, None if it hides nothing."""
         i0, i1, j0, j1 = q0 // BLOCK, -(-q1 // BLOCK), k0 // BLOCK, -(-k1 // BLOCK)
         first = self._first_row()
         ids = [self._tile_ids(first + i, j0, j1) for i in range(i0, i1)]
@@ -121,7 +121,7 @@ def _entries_between(offsets: list[int], indices: list[int], row: int, j0: int, 
 
 
 def _merge_runs(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending runs that may overlap or touch, as disjoint ones."""
+    """Merge ascending runs that may overlap or touch into disjoint runs."""
     out: list[tuple[int, int]] = []
     for start, stop in runs:
         if out and start <= out[-1][1]:
