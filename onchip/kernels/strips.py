@@ -56,11 +56,11 @@ def strips_of(mask: BlockMask) -> MaskStrips:
     if cached is not None and cached[0] == source:
         return cached[1]
     recorded = key.is_cuda and torch.cuda.is_current_stream_capturing()
-    strips_built = _build(mask)
+    strips = _build(mask)
     if not recorded:
-        strips_built = strips_built._replace(shared=_load_share(mask, strips_built))
-        _CACHE[key] = source, strips_built
-    return strips_built
+        strips = strips._replace(shared=_load_share(mask, strips))
+        _CACHE[key] = source, strips
+    return strips
 
 
 def _load_share(mask: BlockMask, strips: MaskStrips) -> float:

@@ -274,8 +274,8 @@ def _planes(
     owned = [slice(int(o[lo, 0]), int(o[hi - 1, -1])) for o in offsets.cpu()]
     counts = offsets[:, lo:hi].diff()
     ends = counts.flatten().cumsum(0).view_as(counts)
-    kept = torch.cat([(ends - counts)[..., :1], ends], -1).int()
-    return kept, [torch.cat([t[own] for own in owned]) for t in entries]
+    selected = torch.cat([(ends - counts)[..., :1], ends], -1).int()
+    return selected, [torch.cat([t[own] for own in owned]) for t in entries]
 
 
 def flat_offsets(offsets: Tensor) -> Tensor:

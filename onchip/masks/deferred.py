@@ -45,9 +45,9 @@ class Later:
 
     def built(self) -> BlockMask:
         """The BlockMask: the one cached for this tensor, or a new one."""
-        kept = _built.get(self.source)
-        if kept is not None and kept[:2] == (version_of(self.source), self.lengths):
-            return kept[2]
+        cached = _built.get(self.source)
+        if cached is not None and cached[:2] == (version_of(self.source), self.lengths):
+            return cached[2]
         batch, heads, _, _ = self.shape
         return build(self.source, batch, heads, *self.lengths, self.device)
 

@@ -19,7 +19,7 @@ from .blockmask import BlockMask
 from .nodes import Grid, Interval, Node
 from .trace import depends_on_planes
 
-_MAX_BUILDS = 4  # builds kept per expression: a training and an evaluation length, twice
+_MAX_BUILDS = 4  # builds cached per expression: a training and an evaluation length, twice
 _NUMBERS = count(2)  # torch.compile specialises on 0 and 1; other numbers become variables
 _NUMBERED: WeakValueDictionary[int, "Mask"] = WeakValueDictionary()
 
@@ -354,14 +354,14 @@ def dense(visible: Tensor) -> Mask:
     shape = (1,) * (4 - visible.dim()) + tuple(visible.shape)
     cells = visible.view(shape)
     node = nodes.TracedTensor if torch.compiler.is_compiling() else nodes.Dense
-    kept = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
+    packed = cells if torch.compiler.is_compiling() else nodes.pack_dense(cells)
     planes = (shape[0] != 1, shape[1] != 1)
-    return Mask(f"dense{_format(shape)}", partial(_dense, node, kept, shape), planes)
+    return Mask(f"dense{_format(shape)}", partial(_dense, node, packed, shape), planes)
 
 
-def _dense(node: Callable[[Grid, Tensor], Node], kept: Tensor, shape: tuple, grid: Grid) -> Node:
+def _dense(node: Callable[[Grid, Tensor], Node], packed: Tensor, shape: tuple, grid: Grid) -> Node:
     _check_fit("dense mask", shape, grid[:4])
-    return node(grid, kept)
+    return node(grid, packed)
 
 
 def from_flex(block_mask) -> Mask:

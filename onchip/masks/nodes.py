@@ -440,10 +440,10 @@ def build(node: Node) -> BlockMask:
     open_ = (status == PARTIAL).nonzero().flatten()
     tiles, ids, count = [], [], 0
     for chunk in open_.split(_BLOCKS_AT_ONCE) if len(open_) else ():
-        found, status[chunk], index = _classify(node, keys[chunk])
-        tiles.append(found)
+        partial, status[chunk], index = _classify(node, keys[chunk])
+        tiles.append(partial)
         ids.append(index + count)
-        count += len(found)
+        count += len(partial)
     some = (status != EMPTY).nonzero().flatten()
     full = status[some] == FULL
     if not count:
@@ -459,13 +459,13 @@ def _find_blocks(node: Node) -> tuple[Tensor, Tensor]:
     keys = node.candidates() if total else torch.empty(0, dtype=torch.int64)
     if keys is not None:
         return keys, node.status(keys) if total else keys.to(torch.uint8)
-    found = []
+    blocks = []
     for start in range(0, total, _KEYS_AT_ONCE):
         keys = torch.arange(start, min(start + _KEYS_AT_ONCE, total))
         status = node.status(keys)
         some = (status != EMPTY).nonzero().flatten()
-        found.append((keys[some], status[some]))
-    keys, status = zip(*found, strict=True)
+        blocks.append((keys[some], status[some]))
+    keys, status = zip(*blocks, strict=True)
     return torch.cat(keys), torch.cat(status)
 
 

@@ -53,7 +53,7 @@ class Submask(Cells):
 
     def status(self, keys: Tensor) -> Tensor:
         """Decided by the blocks of the whole if a block touches few of them, else PARTIAL."""
-        found = super().status(keys)
+        result = super().status(keys)
         b, h, i, j = self.grid.split(keys)
         (first_i, last_i), (first_j, last_j) = self._touched[0][:, i], self._touched[1][:, j]
         near = (last_i - first_i < _NEAR) & (last_j - first_j < _NEAR)
@@ -65,8 +65,8 @@ class Submask(Cells):
                 status = self._status_of_blocks(b[near], h[near], row[near], col[near])
                 all_[near] &= status == FULL
                 none[near] &= status == EMPTY
-        found[all_], found[none] = FULL, EMPTY
-        return found
+        result[all_], result[none] = FULL, EMPTY
+        return result
 
     def _status_of_blocks(self, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         grid = self.whole.grid

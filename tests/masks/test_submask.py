@@ -1,4 +1,4 @@
-"""A part of a mask is the mask at its rows and columns."""
+"""A submask is the mask at some rows and columns."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ PAIRS += [("striped", "striped"), ("zigzag", "chunk"), ("one", "any"), ("aligned
 
 @pytest.mark.parametrize("built", [False, True], ids=["rule", "data"])
 @pytest.mark.parametrize("name", RULES)
-def test_a_part_has_the_cells_of_the_whole(name, built):
+def test_a_submask_has_the_cells_of_the_whole(name, built):
     planes, lengths = (2, 3), (SEQLEN, SEQLEN)
     whole = RULES[name].build(*planes, *lengths)
     dense = whole.to_dense()
@@ -53,6 +53,6 @@ def test_a_part_has_the_cells_of_the_whole(name, built):
 
 
 def test_intervals_stay_intervals():
-    """So that a round of causal documents is recognised as such."""
+    """Otherwise a ring round of causal documents would not be recognised as such."""
     node = node_of(RULES["document"], (1, 1), (SEQLEN, SEQLEN), torch.device("cpu"))
     assert isinstance(submask(node, PICKS["zigzag"], PICKS["any"]), Interval)
