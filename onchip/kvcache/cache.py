@@ -127,9 +127,9 @@ class KVCache:
         hit = self.prefix.match(tokens, root) if self.prefix_reuse and tokens else _MISS
         table = self.pool.adopt(hit.pages)
         copied = 0 if hit.source is None else self._copy_partial_page(table, hit.source, hit.copied)
-        found = tokens[: table.length]
-        sequence = Sequence(self, table, found, Chain(root, hit.keys), self._assign_row(table))
-        sequence.hit_tokens, sequence.copied_tokens = len(found), copied
+        cached = tokens[: table.length]
+        sequence = Sequence(self, table, cached, Chain(root, hit.keys), self._assign_row(table))
+        sequence.hit_tokens, sequence.copied_tokens = len(cached), copied
         return sequence
 
     def append(self, sequence: Sequence, tokens: abc.Sequence[int]) -> NoRoom | None:

@@ -86,8 +86,8 @@ class HostTable:
         self.free_rows = list(range(max_seqs - 1, -1, -1))
         # A view for Python: a slice assignment to it avoids the microseconds of a tensor
         # assignment.
-        words = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())
-        self._entries = memoryview(words).cast("B").cast("i")
+        memory = (ctypes.c_int32 * self.pages.numel()).from_address(self.pages.data_ptr())
+        self._entries = memoryview(memory).cast("B").cast("i")
 
     def put(self, row: int, start: int, pages: Sequence[int]) -> None:
         """Set the entries of one row from `start` on."""
@@ -107,9 +107,9 @@ def empty(
     shape: BatchShape, device: torch.device | str = "cpu", pinned: bool = False
 ) -> PagedBatch:
     """A batch without sequences."""
-    words = shape.starts[-1]
+    size = shape.starts[-1]
     batch = split_buffer(
-        torch.zeros(words, dtype=torch.int32, device=device, pin_memory=pinned), shape
+        torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pinned), shape
     )
     batch.slot_mapping.fill_(-1)
     return batch
@@ -121,9 +121,11 @@ def static(shape: BatchShape, table: Tensor) -> PagedBatch:
     return rest._replace(page_table=table[: shape.num_seqs])
 
 
-def staged_shape(needed: BatchShape, room: BatchShape) -> BatchShape:
+def staged_shape(needed: BatchShape, capacity: BatchShape) -> BatchShape:
     """The part of a static batch to copy: all, but of a wide table only the columns in use."""
-    return room._replace(max_pages=min(room.max_pages, max(needed.max_pages, FULL_COPY_PAGES)))
+    return capacity._replace(
+        max_pages=min(capacity.max_pages, max(needed.max_pages, FULL_COPY_PAGES))
+    )
 
 
 def refill(batch: PagedBatch, staged: PagedBatch, num_seqs: int) -> None:

@@ -126,8 +126,8 @@ class PageTensors:
         """All tensors of the pages, each (num_layers, num_pages, ...): they are copied and moved
         together. e4m3 is viewed as int8, because torch cannot index float8.
         """
-        found = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
-        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in found]
+        tensors = [t for t in (self.k, self.v, self.k_scales, self.v_scales) if t is not None]
+        return [t.view(torch.int8) if t.dtype == torch.float8_e4m3fn else t for t in tensors]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(k_pages, v_pages) of one layer, as paged_attention takes them."""

@@ -157,10 +157,10 @@ class PrefixIndex:
         exactly these pages as cached, with as many slots.
         """
         pool = self._pool
-        kept = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
-        listed = [(key, *one) for key, many in self._followers.items() for one in many]
+        cached = {page: n for page in range(1, pool.num_pages) if (n := pool.filled(page))}
+        listed = [(key, *pair) for key, pairs in self._followers.items() for pair in pairs]
         entries = [(e.parent, e.ids, page) for page, e in self._entries.items()]
-        if kept != {page: len(e.ids) // _ID_BYTES for page, e in self._entries.items()}:
+        if cached != {page: len(e.ids) // _ID_BYTES for page, e in self._entries.items()}:
             raise AssertionError("the pool caches other pages than the prefix index")
         if sorted(listed) != sorted(entries) or any(
             m != sorted(m) for m in self._followers.values()

@@ -148,8 +148,8 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Mask(f"~{self._text}", partial(_invert, self), self.depends)
 
-    def _join(self, given: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
-        other = as_mask(given)
+    def _join(self, operand: "Mask", sign: str, join: Callable[[Node, Node], Node]) -> "Mask":
+        other = as_mask(operand)
         if isinstance(other, BlockMask):
             raise ValueError("a built BlockMask cannot be combined: combine masks, then build")
         text = f"({self._text} {sign} {other._text})"
@@ -373,7 +373,7 @@ def from_flex(block_mask) -> Mask:
     lists = [(block_mask.kv_num_blocks, block_mask.kv_indices)]
     if block_mask.full_kv_num_blocks is not None:
         lists.append((block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
-    tables = [_flex_table(*one) for one in lists]
+    tables = [_flex_table(*block_list) for block_list in lists]
     blocks, seqlens, fn = block_mask.BLOCK_SIZE, block_mask.seq_lengths, block_mask.mask_mod
     planes = tables[0].shape[0] != 1, tables[0].shape[1] != 1
     text = f"from_flex({_format(tuple(tables[0].shape[:2]))})"
@@ -464,9 +464,9 @@ def _bounded(name: str, lengths: Tensor, grid: Grid) -> Tensor:
     return lengths.view(-1, 1).int()
 
 
-def _check_cu(name: str, given: Tensor | Sequence[int]) -> Tensor:
+def _check_cu(name: str, offsets: Tensor | Sequence[int]) -> Tensor:
     """Offsets as int64 on the host, copied."""
-    cu = torch.as_tensor(given)
+    cu = torch.as_tensor(offsets)
     if cu.dim() != 1 or not len(cu) or cu.is_floating_point() or cu.dtype == torch.bool:
         got = f"{cu.dtype} {_format(tuple(cu.shape))}"
         raise ValueError(f"{name} must be integers of shape (documents + 1,), got {got}")

@@ -120,7 +120,7 @@ class NormLayer(nn.Module):
         return rms_norm(x, self.weight, self.eps, self.offset)
 
 
-class SelfAttention(nn.Module):
+class DecoderAttention(nn.Module):
     """Self-attention of a layer. The weight `qkv` holds the rows of q, then k, then v."""
 
     def __init__(self, config: ModelConfig, index: int, factory: ParameterFactory):
@@ -195,7 +195,7 @@ class Block(nn.Module):
         super().__init__()
         norm = lambda: NormLayer(config, config.hidden_size, factory)
         self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = SelfAttention(config, index, factory)
+        self.attention = DecoderAttention(config, index, factory)
         self.mlp = MLP(config, factory)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None

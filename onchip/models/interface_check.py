@@ -83,12 +83,12 @@ def classes_of(kind: type, base: type) -> Iterator[type]:
     while waiting:
         part = waiting.pop()
         yield part
-        for one in named_in(part, "__init__"):
-            if not isinstance(one, type) or one in seen or not hasattr(one, "forward"):
+        for value in named_in(part, "__init__"):
+            if not isinstance(value, type) or value in seen or not hasattr(value, "forward"):
                 continue
-            if not issubclass(one, base) and not one.__module__.startswith("torch."):
-                seen.add(one)
-                waiting.append(one)
+            if not issubclass(value, base) and not value.__module__.startswith("torch."):
+                seen.add(value)
+                waiting.append(value)
 
 
 def looks_up(part: type) -> bool:
@@ -105,7 +105,7 @@ def named_in(part: type, method: str) -> list[Any]:
         space, names = function.__globals__, sorted(_code_names(function.__code__))
         named = [space[name] for name in names if name in space]
         tables = [value for value in named if type(value) is dict]
-        values += [*named, *(one for table in tables for one in table.values())]
+        values += [*named, *(value for table in tables for value in table.values())]
     return values
 
 
@@ -135,7 +135,9 @@ def _wrap(base: Any) -> None:
 
 
 def _is_attention(part: type) -> bool:
-    return "Attention" in part.__name__ and not any(one in part.__name__ for one in _NOT_ATTENTION)
+    return "Attention" in part.__name__ and not any(
+        name in part.__name__ for name in _NOT_ATTENTION
+    )
 
 
 def _tables(part: type) -> list[dict[str, Any]]:

@@ -86,6 +86,6 @@ def _rope_of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         block = fields.get(name)
         if isinstance(block, Mapping) and "mrope_section" in block:
-            kept = {key: value for key, value in block.items() if key != "mrope_section"}
-            plain[name] = {k: "default" if v == "mrope" else v for k, v in kept.items()}
+            rest = {key: value for key, value in block.items() if key != "mrope_section"}
+            plain[name] = {k: "default" if v == "mrope" else v for k, v in rest.items()}
     return plain

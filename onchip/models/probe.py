@@ -130,14 +130,15 @@ def _check_memory(recorder: _AttentionRecorder, config: Any, transformers: Modul
         raise UnsupportedError(
             f"{count} of its {len(layers) or 1} layers use the attention interface of transformers"
         )
-    kept = [getattr(layer, "sliding_window", None) for layer in layers]
-    if count == len(layers) and kept != recorder.windows:
+    cache_windows = [getattr(layer, "sliding_window", None) for layer in layers]
+    if count == len(layers) and cache_windows != recorder.windows:
         raise UnsupportedError(
-            f"its masks have windows {_some(recorder.windows)}, its cache has {_some(kept)}"
+            f"its masks have windows {_distinct(recorder.windows)},"
+            f" its cache has {_distinct(cache_windows)}"
         )
 
 
-def _some(windows: list[int | None]) -> str:
+def _distinct(windows: list[int | None]) -> str:
     return ", ".join(map(str, dict.fromkeys(windows)))
 
 

@@ -30,8 +30,8 @@ def tensors(seqlen_q, seqlen_k, batch=2):
 
 def streamed(q, k, v, tokens, **options):
     source = Offloaded(k, v)
-    room = tokens * source.token_bytes
-    return offload.run(onchip.attention, q, source, segment_bytes=room, **options)
+    segment_bytes = tokens * source.token_bytes
+    return offload.run(onchip.attention, q, source, segment_bytes=segment_bytes, **options)
 
 
 def check(seqlens, tokens, **options):
@@ -83,8 +83,8 @@ def test_one_segment_is_alive_at_a_time():
     """It is poisoned when it is released, and the next one is prefetched before."""
     q, k, v = tensors(3, 50)
     source, want = Watched(k.clone(), v.clone()), onchip.attention(q, k, v, causal=True)
-    room = 16 * source.token_bytes
-    out, _ = offload.run(onchip.attention, q, source, causal=True, segment_bytes=room)
+    segment_bytes = 16 * source.token_bytes
+    out, _ = offload.run(onchip.attention, q, source, causal=True, segment_bytes=segment_bytes)
     torch.testing.assert_close(out, want)
     assert source.read == source.released == [(0, 2), (2, 18), (18, 34), (34, 50)]
     assert source.announced == source.read[1:]
@@ -96,9 +96,9 @@ def test_a_window_reads_only_visible_keys():
     k[:, : 1000 - 24] = v[:, : 1000 - 24] = float("nan")
     source = Watched(k, v)
     options = {"causal": True, "window_size": (20, None)}
-    room = 10 * source.token_bytes
+    segment_bytes = 10 * source.token_bytes
     want = onchip.attention(q, k[:, -24:].clone(), v[:, -24:].clone(), **options)
-    out, _ = offload.run(onchip.attention, q, source, segment_bytes=room, **options)
+    out, _ = offload.run(onchip.attention, q, source, segment_bytes=segment_bytes, **options)
     torch.testing.assert_close(out, want)
     assert source.read == [(976, 986), (986, 996), (996, 1000)]
 

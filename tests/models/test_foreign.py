@@ -107,11 +107,15 @@ def greedy_tokens_are_the_best(folder, theirs):
     with onchip.LLM(models.load_foreign(folder), swap_space=0, **options) as llm:
         asked = onchip.SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
         outputs = llm.generate(prompts, asked, use_tqdm=False)
-    told = [
+    sequences = [
         prompt + list(o.outputs[0].token_ids) for prompt, o in zip(prompts, outputs, strict=True)
     ]
-    rows = [theirs(torch.tensor([text]), use_cache=False).logits[0].argmax(-1) for text in told]
-    return all(row[-15:-1].tolist() == text[-14:] for row, text in zip(rows, told, strict=True))
+    rows = [
+        theirs(torch.tensor([text]), use_cache=False).logits[0].argmax(-1) for text in sequences
+    ]
+    return all(
+        row[-15:-1].tolist() == text[-14:] for row, text in zip(rows, sequences, strict=True)
+    )
 
 
 def test_only_selected_rows_are_computed(tmp_path):
