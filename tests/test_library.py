@@ -283,8 +283,8 @@ class TestTracedGraphs:
         mask = masks.causal()
         later = LaterRule.of(mask, (2, 4, 20, 20), torch.device("cpu"))
         assert later.built() is mask.build(2, 4, 20, 20)
-        with pytest.raises(ValueError, match="the mask of this graph is gone"):
-            masks.mods.numbered(10**9)
+        with pytest.raises(ValueError, match="the mask of this graph was freed"):
+            masks.mods.find_numbered(10**9)
 
 
 class TestAutocast:
